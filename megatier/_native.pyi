@@ -1,0 +1,92 @@
+"""The native core: thread pool, block I/O, checksums, AdamW. Every call drops the GIL while it works or waits.
+
+Addresses are plain integers (`tensor.data_ptr()`); the caller keeps the memory alive until the batch is done.
+"""
+
+from collections.abc import Sequence
+from typing import Self, final
+
+@final
+class Batch:
+    """One submitted operation, split into requests that several threads work on."""
+
+    def wait(self, timeout_s: float = -1.0) -> bool:
+        """Block, GIL free, until all requests ended (True) or the time is over (False). Negative: for ever."""
+    def done(self) -> bool: ...
+    def span_ns(self) -> tuple[int, int]:
+        """CLOCK_MONOTONIC nanoseconds (as time.perf_counter_ns) of the first request's start and the last one's end."""
+    def error(self) -> tuple[str, int, int, int, int, int] | None:
+        """None, or the first failure as (what, errno, segment, file_offset, expected, found).
+
+        what: "io" (errno set; expected and found are byte counts), "short" (the device ended early; byte counts),
+        "checksum" (file_offset is the chunk's; expected and found are CRCs).
+        """
+
+@final
+class ThreadPool:
+    """num_threads native threads over one queue of requests, first in, first out, at most queue_depth_max long.
+
+    Submitting blocks, GIL free, while the queue is full. After a failure the requests of that batch that had not begun
+    are skipped. Submitting after close, or in a forked child, raises RuntimeError; impossible arguments ValueError.
+    """
+
+    def __new__(cls, num_threads: int, queue_depth_max: int) -> Self: ...
+    def submit_io(
+        self,
+        write: bool,
+        segments: Sequence[tuple[int, int, int, int]],
+        checksums: int,
+        chunk_bytes: int,
+        request_bytes: int,
+    ) -> Batch:
+        """Read or write segments of (fd, file_offset, address, num_bytes), cut into requests of at most request_bytes.
+
+        checksums: address of one uint32 per chunk_bytes of the segments laid end to end, or 0 for none. A read verifies
+        each chunk, a write stores each chunk's checksum once its bytes are written. Segment lengths are multiples of
+        chunk_bytes except the last's. Requests hold whole chunks, at least one, where checksums are used. Retries EINTR
+        and continues after a short transfer; a transfer that gets no further is "short".
+        """
+    def submit_adamw(
+        self,
+        planes: tuple[int, int, int, int, int],
+        split: bool,
+        segments: Sequence[tuple[int, int, float]],
+        scalars: tuple[float, float, float, float, float, float, float, float],
+    ) -> Batch:
+        """AdamW over planes (weight, remainder, exp_avg, exp_avg_sq, grad).
+
+        split True: weight is the bf16 plane, remainder its int16 plane, grad bf16. False: weight is the fp32 master,
+        remainder 0, grad fp32. segments: (start, stop, decay) in elements; decay is 1 - lr * weight_decay as fp32.
+        scalars, each rounded to fp32: beta1, 1 - beta1, beta2, 1 - beta2, eps, step_size = lr / (1 - beta1^t),
+        sqrt_bias2 = sqrt(1 - beta2^t), grad_scale. native/adamw.h holds the definition, bit for bit. Segments must not
+        overlap.
+        """
+    def close(self) -> None:
+        """Finish what was submitted, then join the threads."""
+
+def copy(target: int, source: int, num_bytes: int) -> None: ...
+def fill(target: int, byte: int, num_bytes: int) -> None: ...
+def checksum(address: int, num_bytes: int) -> int: ...
+def split(master: int, weight: int, remainder: int, num_elements: int) -> None:
+    """fp32 -> (bf16 rounded half away from zero, int16 remainder). Every NaN becomes (0x7fc0, 0)."""
+
+def join(weight: int, remainder: int, master: int, num_elements: int) -> None: ...
+def round_bf16(source: int, target: int, num_elements: int) -> None:
+    """fp32 -> bf16, round to nearest even as torch does; every NaN becomes 0x7fc0. target may be source."""
+
+def accumulate(accumulator: int, source: int, num_elements: int, first: bool) -> None:
+    """fp32: accumulator += source; first: accumulator = source."""
+
+def sum_squares(address: int, num_elements: int, is_bf16: bool, partials: int) -> None:
+    """fp64 sums of squares, one per span of 65,536 elements (the last may be shorter), in a fixed order.
+
+    Within a span lane l of 256 adds elements l, l + 256, ... in turn; then the lanes fold: lane l += lane l + 128,
+    then + 64, ... + 1.
+    A square of an fp32 number is exact in fp64, so fused multiply-add cannot change a bit.
+    """
+
+def isa_levels() -> list[str]:
+    """Levels this CPU can run, best first, among "avx512", "avx2", "portable"."""
+
+def set_isa(level: str) -> None:
+    """Use this level from now on (all give the same bits; for tests and benches). ValueError when not supported."""

@@ -1,0 +1,19 @@
+/* Reads and writes of extents: pread and pwrite loops that take nothing for granted, with a checksum per chunk. */
+#ifndef MEGATIER_BLOCK_IO_H
+#define MEGATIER_BLOCK_IO_H
+
+#include "thread_pool.h"
+
+struct io_segment {
+    int fd;
+    int64_t file_offset;
+    unsigned char *address;
+    size_t num_bytes;
+};
+
+/* One batch, cut into requests of at most request_bytes (whole chunks where checksums are used, at least one).
+ * checksums NULL: none. Segment lengths are multiples of chunk_bytes except the last's. NULL: no memory. */
+struct batch *io_batch(bool write, const struct io_segment *segments, size_t num_segments, uint32_t *checksums,
+                       size_t chunk_bytes, size_t request_bytes);
+
+#endif

