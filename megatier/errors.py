@@ -1,0 +1,125 @@
+"""The errors of megatier: typed fields, figures, and a remedy in every message.
+
+Each kind also derives from the fitting builtin where one exists. They are raised where the cause is known and
+caught only in `cli/`, which prints the message and exits with code 2.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+
+class MegatierError(Exception):
+    """Base of every error that megatier raises on purpose."""
+
+
+class ConfigError(MegatierError, ValueError):
+    """A setting is unknown, mistyped, out of range, or contradicts another."""
+
+
+class PlanError(MegatierError):
+    """The run does not fit the budgets. Raised before any large allocation."""
+
+    def __init__(self, what: str, needed_bytes: int, had_bytes: int, remedy: str) -> None:
+        """Keep the figures; the message states them in MiB."""
+        self.what, self.needed_bytes, self.had_bytes, self.remedy = what, needed_bytes, had_bytes, remedy
+        super().__init__(f"{what}: needs {mib(needed_bytes)}, there is {mib(had_bytes)}. {remedy}")
+
+
+class CapacityError(MegatierError):
+    """A tier has no room for what was asked."""
+
+    def __init__(self, tier: str, needed_bytes: int, free_bytes: int, remedy: str) -> None:
+        """Keep the figures; the message states them in MiB."""
+        self.tier, self.needed_bytes, self.free_bytes, self.remedy = tier, needed_bytes, free_bytes, remedy
+        super().__init__(f"tier {tier} is full: needs {mib(needed_bytes)}, {mib(free_bytes)} free. {remedy}")
+
+
+class BlockNotFoundError(MegatierError, KeyError):
+    """No block was registered under this key."""
+
+    def __str__(self) -> str:
+        """Message as given, without KeyError's quotes."""
+        return str(self.args[0])
+
+
+class LeaseHeldError(MegatierError):
+    """The operation needs a copy that somebody still holds a lease on."""
+
+
+class DirtyBlockError(MegatierError):
+    """The operation would drop bytes that were not written home yet."""
+
+
+class LastCopyError(MegatierError):
+    """The operation would drop the only copy of a block."""
+
+
+REMEDIES = {
+    errno.ENOSPC: "Free space on this mount, or give tiers.nvme another one.",
+    errno.EFBIG: "Raise the file size limit (ulimit -f).",
+    errno.EIO: "Check the drive (dmesg, smartctl).",
+}
+
+
+class TransferError(MegatierError, OSError):
+    """A device failed to move bytes. The source copy is whole; the target is unspecified."""
+
+    def __init__(self, what: str, tier: str, path: str, offset: int, code: int) -> None:
+        """Name tier, path, byte offset in the file and errno (0 when the system gave none)."""
+        self.tier, self.path, self.offset = tier, path, offset
+        reason = os.strerror(code) if code else "the device ended early"
+        remedy = {
+            28: "Free space on this mount or give tiers.nvme another one.",
+            5: "Check the drive (dmesg, smartctl).",
+        }.get(code, "The block is whole where it was; check the mount.")
+        super().__init__(code, f"{what} failed on tier {tier}, {path} at byte {offset}: {reason}. {remedy}")
+
+    def __str__(self) -> str:
+        """Only the sentence; errno stays a field."""
+        return str(self.strerror)
+
+
+class IntegrityError(MegatierError):
+    """Bytes read from NVMe are not those that were written."""
+
+    def __init__(self, key: str, path: str, offset: int, expected: int, found: int) -> None:
+        """Name block, file, byte offset of the chunk, and both checksums."""
+        self.key, self.path, self.offset, self.expected, self.found = key, path, offset, expected, found
+        super().__init__(
+            f"block {key} is damaged in {path} at byte {offset}: checksum {found:#010x}, expected {expected:#010x}. "
+            "The drive or the file was changed from outside; nothing was overwritten."
+        )
+
+
+class RunLockedError(MegatierError):
+    """Another process uses this directory."""
+
+
+class UnsupportedModelError(MegatierError):
+    """The architecture or checkpoint cannot be streamed."""
+
+
+class DataError(MegatierError, ValueError):
+    """The dataset is missing, empty or malformed."""
+
+
+class NonFiniteError(MegatierError, ArithmeticError):
+    """A loss or gradient is NaN or infinite. The weights are those of the last whole step."""
+
+
+class StepAbandonedError(MegatierError):
+    """A move was given up because the step that needed it will not go on."""
+
+
+class TimelineError(MegatierError):
+    """A step used its units in another order than the first step did."""
+
+
+def mib(num_bytes: int) -> str:
+    """Bytes as a human reads them."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes} B"

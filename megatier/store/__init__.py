@@ -1,0 +1,1 @@
+"""The tiered store. Imports nothing, so that planning can use `store.tier` without torch."""

@@ -1,0 +1,122 @@
+"""Arenas: the preallocated region of a memory tier, and the equal slots cut from it.
+
+Where it stands: an arena holds the home copies of a tier's blocks and the slots through which other blocks pass. It is
+allocated once, exactly as large as planned, populated, page-locked where a CUDA device reads it, and never grown.
+
+Why our own mapping: torch's pinned allocator rounds to powers of two, and ordinary allocations get no huge pages,
+which halves O_DIRECT speed (a request has at most 254 segments).
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from megatier import _native
+from megatier.errors import CapacityError
+from megatier.store.tier import PAGE_BYTES, round_up
+from megatier.store.transfer import Transfer
+
+HUGE_PAGE_BYTES = 2 << 20
+POPULATE_BYTES = 256 << 20
+
+
+class Arena:
+    """A contiguous region of bytes on one device.
+
+    Attributes:
+        bytes: uint8 [num_bytes], 2 MiB aligned on the CPU; every other view of the arena is a slice of it.
+        pinned: page-locked for a CUDA device, so that copies to and from it run asynchronously.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device, *, pin: bool = False) -> None:
+        """Allocate and touch every page; huge pages are advised, not required.
+
+        Args:
+            num_bytes: exact size; rounded up to a page.
+            device: "cuda" takes device memory in one allocation, "cpu" a private anonymous mapping.
+            pin: register a CPU arena with the CUDA driver.
+
+        Raises:
+            CapacityError: the operating system or the driver refused the memory.
+        """
+        self.num_bytes = round_up(max(num_bytes, PAGE_BYTES))
+        self.pinned = False
+        try:
+            self.bytes = self._device_bytes(device) if device.type == "cuda" else self._mapped_bytes()
+        except (MemoryError, OSError, torch.OutOfMemoryError) as error:
+            tier = "gpu" if device.type == "cuda" else "ram"
+            raise CapacityError(tier, self.num_bytes, 0, f"The system refused the memory ({error}).") from error
+        self.address = self.bytes.data_ptr()
+        if pin:
+            cudart = torch.cuda.cudart()
+            torch.cuda.check_error(cudart.cudaHostRegister(self.address, self.num_bytes, 0))
+            self.pinned = True
+
+    def _device_bytes(self, device: torch.device) -> torch.Tensor:
+        return torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+
+    def _mapped_bytes(self) -> torch.Tensor:
+        # Private and anonymous: Python's default shared mapping gets no huge pages.
+        mapping = mmap.mmap(-1, self.num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        # np.frombuffer holds the buffer export: the mapping outlives every view (torch.frombuffer would not hold it).
+        whole = torch.from_numpy(np.frombuffer(mapping, dtype=np.uint8))
+        skip = -whole.data_ptr() % HUGE_PAGE_BYTES
+        used = whole[skip : skip + self.num_bytes]
+        # Cold memory of a virtual machine arrives at 0.5 GB/s a thread, so several touch it.
+        with ThreadPoolExecutor(8) as threads:
+            for start in range(0, self.num_bytes, POPULATE_BYTES):
+                size = min(POPULATE_BYTES, self.num_bytes - start)
+                threads.submit(_native.fill, used.data_ptr() + start, 0, size)
+        return used
+
+    def view(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """uint8 [num_bytes] at a byte offset."""
+        return self.bytes[offset : offset + num_bytes]
+
+    def close(self) -> None:
+        """Unlock the pages. The memory itself goes when the last view is dropped."""
+        if self.pinned:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.address))
+            self.pinned = False
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A reusable piece of an arena."""
+
+    offset: int
+    num_bytes: int
+    pool: SlotPool
+    pending: list[Transfer] = field(default_factory=list)
+    """Moves that still read or write it; whoever fills it next orders itself behind them."""
+
+
+class SlotPool:
+    """Equal slots in the order they were given back, so that the next one taken is the one free for longest."""
+
+    def __init__(self, offset: int, slot_bytes: int, num_slots: int) -> None:
+        """Cut num_slots pieces of slot_bytes, page aligned, from `offset` on."""
+        self.slot_bytes = round_up(slot_bytes)
+        self.num_slots = num_slots
+        self._free = deque(Slot(offset + i * self.slot_bytes, self.slot_bytes, self) for i in range(num_slots))
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody occupies."""
+        return len(self._free)
+
+    def take(self) -> Slot | None:
+        """The slot free for longest, or None."""
+        return self._free.popleft() if self._free else None
+
+    def give(self, slot: Slot, pending: list[Transfer]) -> None:
+        """Return a slot; `pending` must end before its bytes may change."""
+        slot.pending = pending
+        self._free.append(slot)

@@ -1,0 +1,297 @@
+"""Block files: the NVMe tier. One preallocated, pre-filled file per mount, read and written with O_DIRECT.
+
+Where it stands: hop 1 (NVMe extent -> RAM slot) and hop 6 (RAM slot -> NVMe extent) of a byte's journey.
+
+A block is cut into stripes that go round the mounts in turn. Every chunk of 64 KiB has a checksum, held in RAM, stored
+when it is written and verified when it is read. Files are filled once at the start: the first write into a fresh
+extent is half as fast as an overwrite, and a full disk shows before training, not during it.
+
+Files live in `<mount>/megatier-<run id>/`, under a lock, with modes 0700 and 0600; only that directory is ever removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megatier import _native
+from megatier.config import MountBudget
+from megatier.errors import CapacityError, ConfigError, IntegrityError, RunLockedError, TransferError
+from megatier.store.tier import PAGE_BYTES, round_up
+
+REQUEST_BYTES = 8 << 20
+STRIPE_BYTES = 32 << 20
+QUEUE_DEPTH_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class IoOptions:
+    """How block files are accessed."""
+
+    num_threads: int = 4
+    """Native threads that read and write, per direction."""
+    direct: bool = True
+    """Try O_DIRECT; a file system that refuses it gets buffered access, which `BlockFiles.is_direct` reports."""
+    checksums: bool = True
+    """Verify every chunk that is read."""
+    chunk_bytes: int = 64 << 10
+    """Bytes under one checksum, a multiple of 4,096; spans of a block start on chunk boundaries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """A run of a block's bytes on one mount."""
+
+    mount: int
+    file_offset: int
+    start: int
+    num_bytes: int
+
+
+class Extent:
+    """Where one block lies, and the checksum of each of its chunks."""
+
+    __slots__ = ("checksums", "num_bytes", "stripes")
+
+    def __init__(self, num_bytes: int, stripes: tuple[Stripe, ...], checksums: npt.NDArray[np.uint32]) -> None:
+        """num_bytes is the block's size rounded up to a page."""
+        self.num_bytes, self.stripes, self.checksums = num_bytes, stripes, checksums
+
+
+class FileBatch:
+    """A native batch whose failure becomes a typed error."""
+
+    def __init__(self, batch: _native.Batch, what: str, key: str, paths: Sequence[Path]) -> None:
+        """Paths name the file of each segment."""
+        self._batch, self._what, self._key, self._paths = batch, what, key, paths
+
+    def wait(self) -> None:
+        """Block, GIL free; raise TransferError or IntegrityError when a request failed."""
+        self._batch.wait()
+        if (error := self._batch.error()) is None:
+            return
+        kind, code, segment, offset, expected, found = error
+        path = str(self._paths[segment])
+        if kind == "checksum":
+            raise IntegrityError(self._key, path, offset, expected, found)
+        raise TransferError(f"{self._what} of block {self._key}", "nvme", path, offset, code if kind == "io" else 0)
+
+    def done(self) -> bool:
+        """True when every request ended."""
+        return self._batch.done()
+
+    def span_ns(self) -> tuple[int, int]:
+        """First request's start, last one's end."""
+        return self._batch.span_ns()
+
+
+class BlockFiles:
+    """All blocks of one store on NVMe.
+
+    Threads: reserve and prepare from one thread; read and write from any, once prepared.
+    """
+
+    def __init__(self, mounts: Sequence[MountBudget], run_id: str, options: IoOptions) -> None:
+        """Create and lock a directory per mount. Nothing large is allocated yet.
+
+        Raises:
+            ConfigError: a mount does not exist or may not be written.
+            RunLockedError: the run's directory is in use.
+        """
+        self.options = options
+        self.is_direct = options.direct
+        self._mounts = tuple(mounts)
+        self._budgets = [budget_bytes(mount) for mount in mounts]
+        self._directories = [mount.directory / f"megatier-{run_id}" for mount in mounts]
+        self._locks: list[int] = []
+        self._files: list[int] = []
+        self._used = [0] * len(mounts)
+        self._zero_checksum: int | None = None
+        self._readers = _native.ThreadPool(options.num_threads, QUEUE_DEPTH_MAX)
+        self._writers = _native.ThreadPool(options.num_threads, QUEUE_DEPTH_MAX)
+        try:
+            for directory in self._directories:
+                self._locks.append(lock_directory(directory))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes reserved over all mounts."""
+        return sum(self._used)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The sum of the mounts' budgets."""
+        return sum(self._budgets)
+
+    def reserve(self, num_bytes: int) -> Extent:
+        """Give a block its place, striped over the mounts.
+
+        Raises:
+            CapacityError: the mounts' budgets are used up.
+        """
+        total = round_up(num_bytes, PAGE_BYTES)
+        stripes, start = [], 0
+        while start < total:
+            size = min(STRIPE_BYTES, total - start)
+            mount = self._roomiest(size, total - start)
+            stripes.append(Stripe(mount, self._used[mount], start, size))
+            self._used[mount] += size
+            start += size
+        num_chunks = -(-total // self.options.chunk_bytes)
+        return Extent(total, tuple(stripes), np.zeros(num_chunks, dtype=np.uint32))
+
+    def _roomiest(self, size: int, missing: int) -> int:
+        """The mount with the largest free share, so that unequal budgets fill evenly."""
+        free = [budget - used for budget, used in zip(self._budgets, self._used, strict=True)]
+        best = max(range(len(free)), key=lambda i: (free[i] / max(1, self._budgets[i]), -i), default=-1)
+        if best < 0 or free[best] < size:
+            remedy = "Raise a mount's size in tiers.nvme or add a mount."
+            raise CapacityError("nvme", missing, max([0, *free]), remedy)
+        return best
+
+    def prepare(self) -> None:
+        """Create the files at full size and fill them with zeros.
+
+        Raises:
+            CapacityError: a disk has less room than was reserved on it.
+            TransferError: the device failed while the file was filled.
+        """
+        zeros = np.zeros(REQUEST_BYTES + PAGE_BYTES, dtype=np.uint8)
+        skip = -zeros.ctypes.data % PAGE_BYTES
+        address = zeros.ctypes.data + skip
+        for index, directory in enumerate(self._directories):
+            path = directory / "blocks"
+            self._files.append(self._open(path))
+            try:
+                if self._used[index]:
+                    os.posix_fallocate(self._files[index], 0, self._used[index])
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                    raise TransferError("preallocating", "nvme", str(path), 0, error.errno or 0) from error
+                free = os.statvfs(directory)
+                remedy = f"Give {self._mounts[index].directory} a smaller size in tiers.nvme or free space on it."
+                raise CapacityError("nvme", self._used[index], free.f_bavail * free.f_frsize, remedy) from error
+            self._fill(index, path, address)
+
+    def _fill(self, index: int, path: Path, zeros: int) -> None:
+        batches = []
+        for offset in range(0, self._used[index], REQUEST_BYTES):
+            size = min(REQUEST_BYTES, self._used[index] - offset)
+            segment = (self._files[index], offset, zeros, size)
+            batch = self._writers.submit_io(True, [segment], 0, self.options.chunk_bytes, REQUEST_BYTES)
+            batches.append(FileBatch(batch, "filling", "(zeros)", [path]))
+        for file_batch in batches:
+            file_batch.wait()
+
+    def _open(self, path: Path) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        if self.is_direct:
+            try:
+                return os.open(path, flags | os.O_DIRECT, 0o600)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise TransferError("opening", "nvme", str(path), 0, error.errno or 0) from error
+                self.is_direct = False
+        return os.open(path, flags, 0o600)
+
+    def forget(self, extent: Extent) -> None:
+        """Note that the extent holds zeros, as `prepare` left it."""
+        chunk = self.options.chunk_bytes
+        if self._zero_checksum is None:
+            zeros = np.zeros(chunk, dtype=np.uint8)
+            self._zero_checksum = _native.checksum(zeros.ctypes.data, chunk)
+        extent.checksums[:] = self._zero_checksum
+        if tail := extent.num_bytes % chunk:
+            zeros = np.zeros(tail, dtype=np.uint8)
+            extent.checksums[-1] = _native.checksum(zeros.ctypes.data, tail)
+
+    # HOP 1/6: NVMe extent -> RAM slot
+    def read(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
+        """Start reading bytes [start, stop) of a block into page-aligned memory; every chunk is verified."""
+        return self._move(False, key, extent, (start, stop), address)
+
+    # HOP 6/6: RAM slot -> NVMe extent
+    def write(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
+        """Start writing page-aligned memory to bytes [start, stop) of a block; every chunk's checksum is stored."""
+        return self._move(True, key, extent, (start, stop), address)
+
+    def _move(self, write: bool, key: str, extent: Extent, span: tuple[int, int], address: int) -> FileBatch:
+        start, stop = span
+        chunk = self.options.chunk_bytes
+        assert start % chunk == 0, "a span starts on a chunk boundary"
+        assert stop % chunk == 0 or stop == extent.num_bytes, "a span ends on a chunk boundary or with its block"
+        segments, paths = [], []
+        for stripe in extent.stripes:
+            first, last = max(start, stripe.start), min(stop, stripe.start + stripe.num_bytes)
+            if first < last:
+                offset = stripe.file_offset + first - stripe.start
+                segments.append((self._files[stripe.mount], offset, address + first - start, last - first))
+                paths.append(self._directories[stripe.mount] / "blocks")
+        table = extent.checksums.ctypes.data + 4 * (start // chunk) if self.options.checksums else 0
+        pool = self._writers if write else self._readers
+        batch = pool.submit_io(write, segments, table, chunk, REQUEST_BYTES)
+        return FileBatch(batch, "write" if write else "read", key, paths)
+
+    def close(self) -> None:
+        """Finish what runs, close and remove the files of this run, and unlock. Safe to call twice."""
+        self._readers.close()
+        self._writers.close()
+        for file in self._files:
+            os.close(file)
+        for directory, lock in zip(self._directories, self._locks, strict=False):
+            for name in ("blocks", "lock"):
+                (directory / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # somebody put a file of theirs inside: it stays
+                directory.rmdir()
+            os.close(lock)
+        self._files, self._locks = [], []
+
+
+def lock_directory(directory: Path) -> int:
+    """Create a directory of ours and lock it; returns the lock's file descriptor.
+
+    Raises:
+        ConfigError: the parent is missing or may not be written.
+        RunLockedError: another process holds the lock.
+    """
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ConfigError(
+            f"cannot use {directory.parent}: {reason}. Name a directory that exists and is yours."
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise RunLockedError(
+            f"{directory} is in use by another run. Wait for it to end or choose another directory."
+        ) from error
+    return lock
+
+
+def budget_bytes(mount: MountBudget) -> int:
+    """A mount's budget; nine tenths of what is free there where none was given.
+
+    Raises:
+        ConfigError: it is not a directory.
+    """
+    if not mount.directory.is_dir():
+        raise ConfigError(f"tiers.nvme: {mount.directory} is not a directory. Create it, or name a mount that exists.")
+    if mount.num_bytes is not None:
+        return mount.num_bytes
+    free = os.statvfs(mount.directory)
+    return free.f_bavail * free.f_frsize * 9 // 10

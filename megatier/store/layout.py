@@ -1,0 +1,55 @@
+"""Offsets of a unit's tensors inside its blocks, counted in elements, so that one layout serves every kind.
+
+Element k of the weight plane, the remainder, both moments and the gradient belong together; a kind only differs in
+bytes per element. Offsets are multiples of 128 elements (256 bytes in bf16): matrix libraries pick kernels by
+alignment, and equal alignment on every tier keeps the bits equal. The whole is padded to 2,048 elements, so that
+every plane is a multiple of 4 KiB. Padding stays 0 under AdamW.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+ALIGN_ELEMENTS = 128
+PAD_ELEMENTS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """One parameter inside its unit."""
+
+    name: str
+    """Full parameter name in the model, such as `model.layers.0.mlp.up_proj.weight`."""
+    shape: tuple[int, ...]
+    start: int
+    """First element inside the unit."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the parameter itself, without padding."""
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.num_elements
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All parameters of one unit, in order, without overlap."""
+
+    tensors: tuple[TensorSlice, ...]
+    num_elements: int
+    """Padded size of every block of the unit, in elements."""
+
+    @staticmethod
+    def of(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:
+        """Place (name, shape) pairs one after another."""
+        tensors, offset = [], 0
+        for name, shape in shapes:
+            tensors.append(TensorSlice(name, tuple(shape), offset))
+            offset += -(-math.prod(shape) // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+        return Layout(tuple(tensors), max(PAD_ELEMENTS, -(-offset // PAD_ELEMENTS) * PAD_ELEMENTS))

@@ -1,0 +1,54 @@
+"""The vocabulary of the memory hierarchy: tiers, kinds, blocks. Pure: no torch, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+PAGE_BYTES = 4096
+"""Alignment of every slot, extent and file offset: what O_DIRECT asks for everywhere."""
+
+
+class Tier(StrEnum):
+    """A place with a byte budget."""
+
+    GPU = "gpu"
+    RAM = "ram"
+    NVME = "nvme"
+
+
+class Kind(StrEnum):
+    """What a block holds. The first four are the state."""
+
+    WEIGHT = "weight"
+    REMAINDER = "remainder"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+    GRAD = "grad"
+    ACTIVATION = "activation"
+
+
+class Phase(StrEnum):
+    """Why a unit is used."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+STATE_KINDS = (Kind.WEIGHT, Kind.REMAINDER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """What moves at once: one unit's tensors of one kind, contiguous."""
+
+    key: str
+    num_bytes: int
+    home: Tier | None
+    """Where the block lives between uses; None: scratch, alive only while a copy is resident."""
+    kind: Kind = Kind.WEIGHT
+
+
+def round_up(num_bytes: int, multiple: int = PAGE_BYTES) -> int:
+    """The next multiple."""
+    return -(-num_bytes // multiple) * multiple
