@@ -1,0 +1,1 @@
+"""What goes where and when. Planning is pure; only `player` moves anything."""

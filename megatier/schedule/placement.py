@@ -1,0 +1,250 @@
+"""Placement: the planned home tier of every block, and the slots through which the others pass.
+
+A pure function of units, budgets and policy: no torch, no machine. Residency is static, because a step scans all units
+in a cycle, which defeats any recently-used rule. Units fill the GPU first, in forward order, so that the next forward
+starts at once; what is left fills RAM by kind, weight planes first (a spilled parameter then moves 20 bytes a step
+instead of 26); the rest lies on NVMe.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatier.errors import PlanError, mib
+from megatier.store.tier import STATE_KINDS, Kind, Tier, round_up
+
+SLOTS_MIN = 2
+"""One unit computes while the next arrives."""
+UPDATE_DEPTH = 3
+"""Update chunks in RAM at once: one arrives, one is worked on, one leaves."""
+CHUNK_ELEMENTS_MAX = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """What placement needs to know of a unit."""
+
+    name: str
+    num_elements: int
+    """Padded parameters of the unit."""
+    activation_bytes: int = 0
+    """Boundary activation of one group, where it is offloaded to RAM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Bytes that each tier may use."""
+
+    gpu: int
+    ram: int
+    nvme: int
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Choices that are not placement but decide how many bytes there are."""
+
+    state: tuple[Tier, ...] = (Tier.GPU, Tier.RAM, Tier.NVME)
+    """Tiers that may hold state."""
+    split: bool = True
+    """bf16 weight plane and remainder; False: one fp32 weight."""
+    deferred: bool = True
+    """Updates wait for the global norm, so every gradient is held; False: they run inside the backward."""
+    groups: int = 1
+    slices: int = 1
+    chunk_elements: int | None = None
+    """Elements of one update chunk; None: chosen from the RAM budget."""
+    align_elements: int = 32 << 10
+    """Update chunks are multiples of this (one checksummed chunk of the narrowest plane)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlan:
+    """Equal slots for one kind of block in one tier."""
+
+    tier: Tier
+    kind: Kind
+    slot_bytes: int
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where everything lives."""
+
+    homes: Mapping[tuple[str, Kind], Tier]
+    """Home tier per unit and kind of state."""
+    slots: tuple[SlotPlan, ...]
+    chunk_elements: int
+    grad_homes: Mapping[str, Tier | None]
+    """Where a finished gradient waits for its update; None: only in a slot."""
+    state_bytes: Mapping[Tier, int] = field(default_factory=dict)
+    other_bytes: Mapping[Tier, int] = field(default_factory=dict)
+    """Gradients, activations and slots."""
+
+    def num_slots(self, tier: Tier, kind: Kind) -> int:
+        """Slots for one kind of block; 0 where none are planned."""
+        return sum(plan.num_slots for plan in self.slots if (plan.tier, plan.kind) == (tier, kind))
+
+
+def bytes_per_element(kind: Kind, *, split: bool) -> int:
+    """Bytes of one parameter in a block of state; 0 where the kind does not exist."""
+    return {Kind.WEIGHT: 2 if split else 4, Kind.REMAINDER: 2 if split else 0}.get(kind, 4)
+
+
+def state_kinds(*, split: bool) -> tuple[Kind, ...]:
+    """The kinds of state there are: without a split the weight block is the master itself."""
+    return tuple(kind for kind in STATE_KINDS if bytes_per_element(kind, split=split))
+
+
+def grad_bytes(unit: UnitSpec, policy: Policy) -> int:
+    """Bytes of a unit's gradient on its way: a summand of an fp32 sum over groups, else the compute dtype."""
+    return round_up(unit.num_elements * (4 if policy.groups > 1 or not policy.split else 2))
+
+
+def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placement:
+    """Choose every home and every slot.
+
+    Raises:
+        PlanError: it does not fit; names what is short, the figures, and what to change.
+    """
+    on_gpu = _choose_gpu(units, budgets, policy)
+    rest = [unit for unit in units if unit.name not in on_gpu]
+    homes = {(name, kind): Tier.GPU for name in on_gpu for kind in state_kinds(split=policy.split)}
+    gpu_slots = _gpu_slots(units, rest, budgets, policy)
+    ram_homes, ram_slots, chunk = _fill_ram(units, rest, budgets, policy)
+    homes |= ram_homes
+    state: Counter[Tier] = Counter()
+    for unit in units:
+        for kind in state_kinds(split=policy.split):
+            state[homes[unit.name, kind]] += _size(unit, kind, policy)
+    if state[Tier.NVME] > budgets.nvme:
+        remedy = "Give tiers.nvme more space, raise tiers.ram, or train a smaller model."
+        raise PlanError("state on NVMe", state[Tier.NVME], budgets.nvme, remedy)
+    held = policy.deferred or policy.groups > 1
+    grad_homes = {u.name: Tier.GPU if u.name in on_gpu else (Tier.RAM if held else None) for u in units}
+    other = Counter({Tier.GPU: 0, Tier.RAM: 0})
+    for plan in (*gpu_slots, *ram_slots):
+        other[plan.tier] += round_up(plan.slot_bytes) * plan.num_slots
+    other[Tier.GPU] += sum(grad_bytes(u, policy) for u in units if u.name in on_gpu)
+    other[Tier.RAM] += _ram_fixed(units, rest, policy)
+    return Placement(homes, (*gpu_slots, *ram_slots), chunk, grad_homes, dict(state), dict(other))
+
+
+def _size(unit: UnitSpec, kind: Kind, policy: Policy) -> int:
+    return round_up(unit.num_elements * bytes_per_element(kind, split=policy.split))
+
+
+def _state_size(unit: UnitSpec, policy: Policy) -> int:
+    return sum(_size(unit, kind, policy) for kind in state_kinds(split=policy.split))
+
+
+def _choose_gpu(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> set[str]:
+    """The longest prefix-first choice of units whose whole state fits beside the slots of the others."""
+    chosen: set[str] = set()
+    if Tier.GPU not in policy.state:
+        return chosen
+    used = 0
+    for unit in units:
+        size = _state_size(unit, policy) + grad_bytes(unit, policy)
+        rest = [other for other in units if other.name not in chosen and other is not unit]
+        if used + size + _gpu_least(rest, policy) <= budgets.gpu:
+            chosen.add(unit.name)
+            used += size
+    return chosen
+
+
+def _gpu_least(rest: Sequence[UnitSpec], policy: Policy) -> int:
+    if not rest:
+        return 0
+    weight = max(_size(unit, Kind.WEIGHT, policy) for unit in rest)
+    grad = max(grad_bytes(unit, policy) for unit in rest)
+    return min(len(rest), SLOTS_MIN) * weight + min(len(rest), SLOTS_MIN) * grad
+
+
+def _gpu_slots(
+    units: Sequence[UnitSpec], rest: Sequence[UnitSpec], budgets: Budgets, policy: Policy
+) -> tuple[SlotPlan, ...]:
+    if not rest:
+        return ()
+    on_gpu = [unit for unit in units if unit not in rest]
+    used = sum(_state_size(unit, policy) + grad_bytes(unit, policy) for unit in on_gpu)
+    largest = max(rest, key=lambda unit: unit.num_elements)
+    least = _gpu_least(rest, policy)
+    if used + least > budgets.gpu:
+        what = f"GPU slots for the largest unit, {largest.name}"
+        remedy = f"Raise tiers.gpu to at least {mib(used + least)}."
+        raise PlanError(what, used + least, budgets.gpu, remedy)
+    weight = _size(largest, Kind.WEIGHT, policy)
+    grad = max(grad_bytes(unit, policy) for unit in rest)
+    num_grads = min(len(rest), SLOTS_MIN)
+    num_weights = min(len(rest), (budgets.gpu - used - num_grads * grad) // weight)
+    return (
+        SlotPlan(Tier.GPU, Kind.WEIGHT, weight, num_weights),
+        SlotPlan(Tier.GPU, Kind.GRAD, grad, num_grads),
+    )
+
+
+def _ram_fixed(units: Sequence[UnitSpec], rest: Sequence[UnitSpec], policy: Policy) -> int:
+    """RAM that does not depend on where the state lies: held gradients and offloaded activations."""
+    held = sum(grad_bytes(u, policy) for u in rest) if policy.deferred or policy.groups > 1 else 0
+    return held + sum(round_up(unit.activation_bytes) for unit in units)
+
+
+def _fill_ram(
+    units: Sequence[UnitSpec], rest: Sequence[UnitSpec], budgets: Budgets, policy: Policy
+) -> tuple[dict[tuple[str, Kind], Tier], tuple[SlotPlan, ...], int]:
+    """Homes of the state that is not on the GPU, the RAM slots, and the chunk size."""
+    slots: list[SlotPlan] = []
+    if rest and (policy.groups > 1 or not policy.deferred):
+        slots.append(SlotPlan(Tier.RAM, Kind.GRAD, max(grad_bytes(unit, policy) for unit in rest), SLOTS_MIN))
+    used = _ram_fixed(units, rest, policy) + sum(round_up(plan.slot_bytes) * plan.num_slots for plan in slots)
+    if used > budgets.ram:
+        remedy = f"Raise tiers.ram to at least {mib(used)}" + (
+            ", or set train.clip to null." if policy.deferred else "."
+        )
+        raise PlanError("gradients and activations in RAM", used, budgets.ram, remedy)
+    blocks = [(unit, Kind.WEIGHT) for unit in rest]
+    blocks += [(unit, kind) for unit in rest for kind in state_kinds(split=policy.split) if kind is not Kind.WEIGHT]
+    longest = max((unit.num_elements for unit in rest), default=0)
+    everything = sum(_size(unit, kind, policy) for unit, kind in blocks)
+    if not blocks or (Tier.RAM in policy.state and used + everything <= budgets.ram):
+        chunk = max(policy.chunk_elements or min(longest, CHUNK_ELEMENTS_MAX), policy.align_elements)
+        return {(unit.name, kind): Tier.RAM for unit, kind in blocks}, tuple(slots), chunk
+    if Tier.NVME not in policy.state or not budgets.nvme:
+        remedy = "Raise tiers.ram, or give tiers.nvme a mount."
+        raise PlanError("state in RAM", used + everything, budgets.ram, remedy)
+    chunk, pools = _chunk_slots(longest, budgets.ram - used, policy)
+    used += sum(round_up(plan.slot_bytes) * plan.num_slots for plan in pools)
+    homes = _spill(blocks, budgets.ram - used if Tier.RAM in policy.state else 0, policy)
+    return homes, (*slots, *pools), chunk
+
+
+def _chunk_slots(longest: int, room: int, policy: Policy) -> tuple[int, list[SlotPlan]]:
+    """Update chunks as large as a quarter of the RAM that is left allows."""
+    kinds = state_kinds(split=policy.split)
+    depth = {kind: UPDATE_DEPTH + (SLOTS_MIN if kind is Kind.WEIGHT else 0) for kind in kinds}
+    per_element = sum(bytes_per_element(kind, split=policy.split) * depth[kind] for kind in kinds)
+    align = policy.align_elements
+    wanted = policy.chunk_elements or min(longest, CHUNK_ELEMENTS_MAX, room // 4 // per_element)
+    chunk = max(align, wanted // align * align)
+    chunk = min(chunk, -(-longest // align) * align)
+    pools = [
+        SlotPlan(Tier.RAM, kind, min(chunk, longest) * bytes_per_element(kind, split=policy.split), depth[kind])
+        for kind in kinds
+    ]
+    needed = sum(round_up(plan.slot_bytes) * plan.num_slots for plan in pools)
+    if needed > room:
+        raise PlanError("RAM slots for updates from NVMe", needed, room, "Raise tiers.ram or lower tiers.chunk.")
+    return chunk, pools
+
+
+def _spill(blocks: Iterable[tuple[UnitSpec, Kind]], room: int, policy: Policy) -> dict[tuple[str, Kind], Tier]:
+    homes = {}
+    for unit, kind in blocks:
+        size = _size(unit, kind, policy)
+        homes[unit.name, kind] = Tier.RAM if size <= room else Tier.NVME
+        room -= size if size <= room else 0
+    return homes

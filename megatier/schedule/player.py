@@ -1,0 +1,433 @@
+"""The player: runs a timeline over the store's queues, hands weights to compute, and records what happened.
+
+Compute asks for a unit (`enter`), gets its bytes on the GPU, and gives them back (`leave`). Two lanes work ahead of it:
+`load` brings weights into GPU slots in the timeline's order, each as soon as the access it displaces is over; `update`
+runs AdamW unit by unit and writes state back. Without a timeline (the first step, the first evaluation) every load
+happens on demand and the order is recorded.
+
+Where a unit's weights come from NVMe and its update is due, the update feeds the load: state is read once, and the new
+weight plane goes from the RAM slot to the GPU on its way home.
+
+No deadlock: a load waits only for accesses before its own and for its unit's update; an update that feeds a load waits
+only for accesses before that load's; RAM slots are held only while bytes move or AdamW runs.
+
+Threads: `enter`, `leave` and the gradient calls come from the thread that computes (autograd's, in a backward).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from megatier.errors import StepAbandonedError, TimelineError
+from megatier.schedule.placement import (
+    UPDATE_DEPTH,
+    Placement,
+    Policy,
+    UnitSpec,
+    bytes_per_element,
+    grad_bytes,
+    state_kinds,
+)
+from megatier.schedule.timeline import Access, Load, Timeline, Update, build
+from megatier.schedule.trace import Recorder, TraceEvent
+from megatier.store.store import Lease, TieredStore
+from megatier.store.tier import BlockSpec, Kind, Phase, Tier
+from megatier.store.transfer import Gate, Instant, Queue, Transfer, mark
+
+WAIT_SLICE_S = 0.001
+"""How often a waiting access looks again at what it waits for, to name the cause."""
+CHUNK_DEPTH = UPDATE_DEPTH - 1
+"""Update chunks read ahead of the one in work."""
+
+Elements = tuple[int, int]
+
+
+class Optimizer(Protocol):
+    """What the update lane needs of the optimizer, which knows no tier."""
+
+    def apply(self, unit: str, elements: Elements, planes: Mapping[Kind, torch.Tensor], grad: torch.Tensor) -> None:
+        """AdamW in place on a run of a unit's elements. Returns when done, or when enqueued on the GPU."""
+
+    def accumulate(self, unit: str, total: torch.Tensor, part: torch.Tensor, *, group: int) -> None:
+        """Add one group's fp32 gradient in RAM; after the last, round to the compute dtype in place and measure."""
+
+    def check(self, unit: str) -> None:
+        """Raise NonFiniteError when the unit's measured gradient is not finite."""
+
+
+class Use:
+    """A unit's weights in compute's hands, from `enter` to `leave`.
+
+    Attributes:
+        bytes: uint8 [weight block] on the GPU.
+    """
+
+    def __init__(self, player: Player, access: Access, lease: Lease, asked: Instant, cause: str) -> None:
+        """Made by Player.enter."""
+        self._player, self._access, self._lease = player, access, lease
+        self._asked, self._cause, self._entered = asked, cause, Instant(player.store.clock)
+        self.bytes = lease.bytes
+
+    def leave(self) -> None:
+        """Give the weights back; their slot may be filled again once compute enqueued so far is over."""
+        left = Instant(self._player.store.clock)
+        self._lease.release()
+        self._player.recorder.access(self._access, self._cause, self._asked, self._entered, left)
+        self._player.gate.open_to(len(self._player.accesses))
+
+
+@dataclass(frozen=True, slots=True)
+class StateRun:
+    """A leased run of a unit's state."""
+
+    player: Player
+    unit: str
+    planes: Mapping[Kind, torch.Tensor]
+    """uint8 per kind."""
+    spans: Mapping[Kind, tuple[int, int]]
+
+    def write_back(self) -> None:
+        """Say that every plane was changed, and start its way home."""
+        store = self.player.store
+        for kind, span in self.spans.items():
+            home, key = self.player.placement.homes[self.unit, kind], block_key(self.unit, kind)
+            store.mark_dirty(key, Tier.GPU if home is Tier.GPU else Tier.RAM, span)
+            if home is Tier.NVME:
+                store.write_back(key, Tier.RAM, span)
+
+
+class Player:
+    """Plays timelines. One per run; `close` stops its lanes."""
+
+    def __init__(
+        self,
+        store: TieredStore,
+        units: Sequence[UnitSpec],
+        placement: Placement,
+        policy: Policy,
+        optimizer: Optimizer,
+    ) -> None:
+        """Register all blocks and slots with the store, which must be fresh, and start the lanes."""
+        self.store, self.placement, self.policy = store, placement, policy
+        self.units = {unit.name: unit for unit in units}
+        self._optimizer = optimizer
+        self._kinds = state_kinds(split=policy.split)
+        self._orders: dict[str, tuple[Access, ...]] = {}
+        self._timelines: dict[tuple[str, bool], Timeline] = {}
+        self.timeline: Timeline | None = None
+        """What is being played; None while recording."""
+        self.accesses: list[Access] = []
+        """Uses of this pass so far, in order."""
+        self._pass = ""
+        self._loads: dict[int, Transfer] = {}
+        self._updates: dict[str, Transfer] = {}
+        self._grads: dict[str, Lease] = {}
+        self._ahead: deque[tuple[str, Elements]] = deque()
+        self._pending = False
+        self._busy = {"load": "ram_to_gpu", "update": "update"}
+        self.gate = Gate()
+        self.recorder = Recorder()
+        self._register()
+        self._lanes = {name: Queue(name, store.clock) for name in ("load", "update")}
+
+    # ------------------------------------------------------------------ passes
+
+    def begin(self, name: str) -> None:
+        """Start a pass, `train` or `evaluate`: play its timeline, or record its order the first time."""
+        self._pass, self.accesses, self._loads = name, [], {}
+        self.gate.reset()
+        if name not in self._orders:
+            self.drain()
+            self.timeline = None
+            return
+        updates, self._pending = self._pending, False
+        if (name, updates) not in self._timelines:
+            self._timelines[name, updates] = build(self._orders[name], self.placement, updates=updates)
+        self.timeline = self._timelines[name, updates]
+        for update in self.timeline.updates:
+            self._submit_update(update)
+        for load in self.timeline.loads:
+            self._loads[load.access] = self._lanes["load"].submit(load.unit, 0, partial(self._load, load))
+
+    def end(self) -> None:
+        """End a pass: its order is known from now on, and no weights stay in GPU slots."""
+        self._orders.setdefault(self._pass, tuple(self.accesses))
+        self._evict_weights()
+
+    def cancel(self) -> None:
+        """Leave a pass half-way: loads that wait for compute are given up."""
+        self.gate.abandon()
+        for transfer in self._loads.values():
+            with contextlib.suppress(StepAbandonedError):
+                transfer.wait()
+        self._evict_weights()
+
+    def defer_updates(self) -> None:
+        """All gradients are final: the next pass, or `drain`, updates every unit."""
+        self._pending = True
+
+    def drain(self) -> None:
+        """Finish every update that is due and every write-back: the step is complete.
+
+        Raises:
+            TransferError, NonFiniteError: what stopped an update.
+        """
+        if self._pending:
+            self._pending = False
+            for name in self.units:
+                self._submit_update(Update(name, None))
+        for transfer in self._updates.values():
+            transfer.wait()
+        for name in self.units:
+            for kind in self._kinds:
+                self.store.settle(block_key(name, kind))
+
+    def planned(self, name: str, *, updates: bool) -> Timeline:
+        """The timeline of a recorded pass."""
+        return build(self._orders[name], self.placement, updates=updates)
+
+    @contextlib.contextmanager
+    def open_state(
+        self, unit: str, elements: Elements, kinds: Sequence[Kind], *, fresh: bool = False
+    ) -> Iterator[StateRun]:
+        """Lease a run of a unit's state where AdamW works on it: on the GPU if at home there, else in RAM.
+
+        Args:
+            unit: its name.
+            elements: one of `chunks(unit)`.
+            kinds: planes wanted.
+            fresh: every byte will be overwritten, so nothing is read.
+        """
+        spans = {kind: self._span(unit, kind, elements) for kind in kinds}
+        with contextlib.ExitStack() as stack:
+            planes = {}
+            for kind in kinds:
+                tier = Tier.GPU if self.placement.homes[unit, kind] is Tier.GPU else Tier.RAM
+                lease = self.store.lease(block_key(unit, kind), tier, spans[kind], fresh=fresh, wait=True)
+                planes[kind] = stack.enter_context(lease).bytes
+            yield StateRun(self, unit, planes, spans)
+        for kind in kinds:
+            if self.placement.homes[unit, kind] is Tier.NVME:
+                self.store.evict(block_key(unit, kind), Tier.RAM, spans[kind])
+
+    def take_events(self) -> list[TraceEvent]:
+        """Everything that ended since the last call; waits for moves in flight."""
+        return self.recorder.take(self.store.take_log())
+
+    def close(self) -> None:
+        """Abandon what waits for compute and stop the lanes."""
+        self.gate.abandon()
+        for lane in self._lanes.values():
+            lane.close()
+
+    # ------------------------------------------------------------------ compute's side
+
+    def enter(self, unit: str, phase: Phase, group: int) -> Use:
+        """The unit's weights on the GPU; waits for them and notes the stall.
+
+        Raises:
+            TimelineError: the order is not the recorded one.
+            TransferError, IntegrityError: the weights could not be brought.
+        """
+        asked = Instant(self.store.clock)
+        access, index = Access(unit, phase, group), len(self.accesses)
+        if self.timeline is not None and (
+            index >= len(self.timeline.accesses) or self.timeline.accesses[index] != access
+        ):
+            raise TimelineError(
+                f"use {index} of this pass is {unit} ({phase}, group {group}), not what step 1 recorded. megatier needs "
+                "the same order of units in every step; layer drop and data-dependent depth are not supported."
+            )
+        self.accesses.append(access)
+        causes: Counter[str] = Counter()
+        for transfer in (self._updates.get(unit), self._loads.get(index)):
+            if transfer is not None:
+                self._wait(transfer, causes)
+        key = block_key(unit, Kind.WEIGHT)
+        for transfer in self.store.prefetch(key, Tier.GPU):
+            self._wait(transfer, causes)
+        lease = self.store.lease(key, Tier.GPU)
+        cause = causes.most_common(1)[0][0] if causes else "ram_to_gpu"
+        return Use(self, access, lease, asked, cause)
+
+    def take_grad(self, unit: str) -> torch.Tensor:
+        """A GPU buffer for the unit's gradient of this group: uint8, contents unspecified unless `sums_here`."""
+        lease = self._grads[unit] = self.store.lease(
+            grad_key(unit), Tier.GPU, fresh=not self.sums_here(unit), wait=True
+        )
+        return lease.bytes
+
+    def ship_grad(self, unit: str, *, group: int) -> None:
+        """Hand a group's gradient over; after the last group the unit's gradient is final.
+
+        In the immediate mode its update starts at once.
+        """
+        key, last = grad_key(unit), group == self.policy.groups - 1
+        self._grads.pop(unit).release()
+        if self.placement.grad_homes[unit] is not Tier.GPU:
+            self.store.mark_dirty(key, Tier.GPU)
+            self.store.write_back(key, Tier.GPU, wait=True)
+            self.store.evict(key, Tier.GPU)
+            if self.policy.groups > 1:
+                self._updates[unit] = self._lanes["update"].submit(unit, 0, partial(self._accumulate, unit, group))
+        if last and not self.policy.deferred:
+            self._submit_update(Update(unit, None))
+
+    def sums_here(self, unit: str) -> bool:
+        """True where the gradient's groups are added up in its home on the GPU."""
+        return self.placement.grad_homes[unit] is Tier.GPU
+
+    def drain_gradients(self) -> None:
+        """Wait until every gradient of the step is summed and measured (and, in the immediate mode, applied)."""
+        for transfer in self._updates.values():
+            transfer.wait()
+
+    def stash(self, unit: str, tensor: torch.Tensor) -> None:
+        """Start copying an activation (contiguous, on the GPU) to its place in RAM."""
+        self.store.push(activation_key(unit), tensor)
+
+    def fetch(self, unit: str, tensor: torch.Tensor) -> None:
+        """Copy a stashed activation back into `tensor`, ordered before what compute does next."""
+        self.store.pull(activation_key(unit), tensor).order()
+
+    def _wait(self, transfer: Transfer, causes: Counter[str]) -> None:
+        while not transfer.issued(WAIT_SLICE_S):
+            waits_for = next((d.queue for d in transfer.after if not d.done()), transfer.queue)
+            causes[self._busy.get(waits_for, waits_for)] += 1
+        if not transfer.done():
+            causes[transfer.queue] += 1
+        transfer.order()
+
+    # ------------------------------------------------------------------ the lanes' side
+
+    def _load(self, load: Load) -> None:
+        self._make_room("load", load)
+        if (update := self._updates.get(load.unit)) is not None:
+            self._busy["load"] = "update"
+            update.wait()
+        self._busy["load"] = "ram_to_gpu"
+        self.store.prefetch(block_key(load.unit, Kind.WEIGHT), Tier.GPU)
+
+    def _make_room(self, lane: str, load: Load) -> None:
+        self._busy[lane] = "slot"
+        self.gate.wait_for(load.after_access + 1)
+        if load.evicts is not None:
+            self.store.evict(block_key(load.evicts, Kind.WEIGHT), Tier.GPU)
+
+    def _submit_update(self, update: Update) -> None:
+        self._ahead.extend((update.unit, span) for span in self.chunks(update.unit))
+        after = [point] if (point := mark(self.store.clock, update.unit)) is not None else []
+        self._updates[update.unit] = self._lanes["update"].submit(update.unit, 0, partial(self._update, update), after)
+
+    def _update(self, update: Update) -> None:
+        """AdamW on one unit, chunk by chunk: read ahead, update, feed the load, write back."""
+        name = update.unit
+        if not self.policy.deferred:
+            self._optimizer.check(name)
+        if update.load is not None:
+            self._make_room("update", update.load)
+        for elements in self.chunks(name):
+            self._ahead.popleft()
+            self._busy["update"] = "nvme_to_ram" if self._spilled(name) else "gpu_to_ram"
+            with self._grad_lease(name, elements) as grad, self.open_state(name, elements, self._kinds) as state:
+                self._read_ahead()
+                self._busy["update"] = "update"
+                start = time.perf_counter_ns()
+                self._optimizer.apply(name, elements, state.planes, grad.bytes)
+                self.recorder.work("update", name, start, time.perf_counter_ns())
+                state.write_back()
+                if update.load is not None:
+                    span = self._span(name, Kind.WEIGHT, elements)
+                    self.store.prefetch(block_key(name, Kind.WEIGHT), Tier.GPU, span)
+        if self.policy.groups == 1 and self.placement.grad_homes[name] is None:
+            self.store.evict(grad_key(name), Tier.RAM)
+
+    def _read_ahead(self) -> None:
+        for name, elements in list(self._ahead)[:CHUNK_DEPTH]:
+            for kind in self._spilled(name):
+                self.store.prefetch(block_key(name, kind), Tier.RAM, self._span(name, kind, elements))
+
+    def _accumulate(self, unit: str, group: int) -> None:
+        with self.store.lease(sum_key(unit), Tier.RAM) as total, self.store.lease(grad_key(unit), Tier.RAM) as part:
+            self._optimizer.accumulate(unit, total.bytes, part.bytes, group=group)
+        self.store.evict(grad_key(unit), Tier.RAM)
+
+    # ------------------------------------------------------------------ names and spans
+
+    def _evict_weights(self) -> None:
+        for name in self.units:
+            if self.placement.homes[name, Kind.WEIGHT] is not Tier.GPU:
+                self.store.evict(block_key(name, Kind.WEIGHT), Tier.GPU)
+
+    def _register(self) -> None:
+        split, groups = self.policy.split, self.policy.groups
+        for unit in self.units.values():
+            for kind in self._kinds:
+                size = unit.num_elements * bytes_per_element(kind, split=split)
+                home = self.placement.homes[unit.name, kind]
+                self.store.register(BlockSpec(block_key(unit.name, kind), size, home, kind))
+            home_of_grad = self.placement.grad_homes[unit.name]
+            size = grad_bytes(unit, self.policy)
+            if groups > 1 and home_of_grad is Tier.RAM:
+                self.store.register(BlockSpec(grad_key(unit.name), size, None, Kind.GRAD))
+                self.store.register(BlockSpec(sum_key(unit.name), size, Tier.RAM, Kind.GRAD))
+            else:
+                self.store.register(BlockSpec(grad_key(unit.name), size, home_of_grad, Kind.GRAD))
+            if unit.activation_bytes:
+                key = activation_key(unit.name)
+                self.store.register(BlockSpec(key, unit.activation_bytes, Tier.RAM, Kind.ACTIVATION))
+        for plan in self.placement.slots:
+            self.store.reserve(plan.tier, plan.kind, plan.slot_bytes, plan.num_slots)
+
+    def chunks(self, name: str) -> list[Elements]:
+        """The runs of elements in which a unit's state is worked on."""
+        size = self.units[name].num_elements
+        step = size if self.placement.homes[name, Kind.WEIGHT] is Tier.GPU else self.placement.chunk_elements
+        return [(start, min(start + step, size)) for start in range(0, size, step)]
+
+    def _span(self, name: str, kind: Kind, elements: Elements) -> tuple[int, int]:
+        width = bytes_per_element(kind, split=self.policy.split)
+        return elements[0] * width, elements[1] * width
+
+    def _spilled(self, name: str) -> list[Kind]:
+        return [kind for kind in self._kinds if self.placement.homes[name, kind] is Tier.NVME]
+
+    def _grad_lease(self, name: str, elements: Elements) -> Lease:
+        """The final gradient in the compute dtype; a sum over groups was rounded into the front of its block."""
+        home = self.placement.grad_homes[name]
+        key = sum_key(name) if self.policy.groups > 1 and home is Tier.RAM else grad_key(name)
+        width = 2 if self.policy.split else 4
+        span = (elements[0] * width, elements[1] * width)
+        if home is None:  # lies in one slot, whole
+            lease = self.store.lease(key, Tier.RAM)
+            lease.bytes = lease.bytes[span[0] : span[1]]
+            return lease
+        return self.store.lease(key, Tier.GPU if home is Tier.GPU else Tier.RAM, span)
+
+
+def block_key(unit: str, kind: Kind) -> str:
+    """Name of a unit's block of one kind of state."""
+    return f"{unit}/{kind}"
+
+
+def grad_key(unit: str) -> str:
+    """Name of a unit's gradient, of one group or whole."""
+    return f"{unit}/{Kind.GRAD}"
+
+
+def sum_key(unit: str) -> str:
+    """Name of the fp32 sum of a unit's gradients over groups in RAM."""
+    return f"{unit}/{Kind.GRAD}_sum"
+
+
+def activation_key(unit: str) -> str:
+    """Name of a unit's offloaded boundary activation."""
+    return f"{unit}/{Kind.ACTIVATION}"

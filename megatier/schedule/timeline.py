@@ -1,0 +1,156 @@
+"""Timeline: the planned transfers of a step, from the order in which its units are used. Pure.
+
+Step 1 runs in module order and records its accesses; from step 2 this timeline says which load goes into which GPU
+slot, and after which access it may start. A load takes the slot whose occupant is used again furthest in the future (Belady's
+rule: optimal, since the order is known), so that the backward starts with what the forward left behind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatier.errors import PlanError
+from megatier.schedule.placement import Placement, Policy, UnitSpec, bytes_per_element, grad_bytes, state_kinds
+from megatier.store.tier import Kind, Phase, Tier, round_up
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One use of a unit by compute."""
+
+    unit: str
+    phase: Phase
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Weights of a unit into a GPU slot, for one access and those that follow while they stay."""
+
+    unit: str
+    access: int
+    """Index of the access that needs it."""
+    slot: int
+    evicts: str | None
+    """Unit that leaves the slot first."""
+    after_access: int
+    """Index of the access that must be over before, or -1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """AdamW on a unit whose gradient waits since the last step."""
+
+    unit: str
+    load: Load | None
+    """The load it feeds span by span, where the weights come from NVMe and would else be read twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """All planned moves of one pass over a recorded order."""
+
+    accesses: tuple[Access, ...]
+    loads: tuple[Load, ...]
+    """In the order they are issued; those fed by an update are not repeated here."""
+    updates: tuple[Update, ...]
+
+    def load_of(self) -> list[Load | Update | None]:
+        """Per access, what brings its weights (None: they are on the GPU already)."""
+        found: list[Load | Update | None] = [None] * len(self.accesses)
+        for load in self.loads:
+            found[load.access] = load
+        for update in self.updates:
+            if update.load is not None:
+                found[update.load.access] = update
+        return found
+
+
+def build(accesses: Sequence[Access], placement: Placement, *, updates: bool) -> Timeline:
+    """Plan one pass.
+
+    Args:
+        accesses: the recorded order.
+        placement: homes and GPU slots; units at home on the GPU are never loaded.
+        updates: the last step's updates run in this pass, each ahead of its unit's first access (deferred mode).
+
+    Raises:
+        PlanError: a unit must be loaded and there is no slot.
+    """
+    num_slots = placement.num_slots(Tier.GPU, Kind.WEIGHT)
+    loads = _assign(accesses, lambda unit: placement.homes[unit, Kind.WEIGHT] is Tier.GPU, num_slots)
+    if not updates:
+        return Timeline(tuple(accesses), tuple(loads), ())
+    first_load = {load.unit: load for load in reversed(loads)}
+    planned = []
+    for unit in dict.fromkeys(access.unit for access in accesses):
+        fed = placement.homes[unit, Kind.WEIGHT] is Tier.NVME
+        planned.append(Update(unit, first_load[unit] if fed else None))
+    fed_loads = {update.load for update in planned}
+    return Timeline(tuple(accesses), tuple(load for load in loads if load not in fed_loads), tuple(planned))
+
+
+def _assign(accesses: Sequence[Access], is_resident: Callable[[str], bool], num_slots: int) -> list[Load]:
+    uses: dict[str, list[int]] = {}
+    for index, access in enumerate(accesses):
+        uses.setdefault(access.unit, []).append(index)
+    occupants: list[str | None] = [None] * num_slots
+    last_use = [-1] * num_slots
+    loads = []
+    for index, access in enumerate(accesses):
+        if is_resident(access.unit):
+            continue
+        if access.unit in occupants:
+            last_use[occupants.index(access.unit)] = index
+            continue
+        if not num_slots:
+            raise PlanError(f"GPU slots for {access.unit}", 1, 0, "Raise tiers.gpu.")
+        slot = max(range(num_slots), key=lambda s: _next_use(uses, occupants[s], index))
+        loads.append(Load(access.unit, index, slot, occupants[slot], last_use[slot]))
+        occupants[slot], last_use[slot] = access.unit, index
+    return loads
+
+
+def _next_use(uses: Mapping[str, list[int]], unit: str | None, now: int) -> float:
+    """Index of the next use after now; beyond everything when there is none, and further still for an empty slot."""
+    if unit is None:
+        return float("inf")
+    # Of units that are not used again, the one whose last use is oldest lets its load start earliest.
+    return next((index for index in uses[unit] if index > now), 1e9 - uses[unit][-1])
+
+
+def demanded_bytes(
+    timeline: Timeline, placement: Placement, units: Mapping[str, UnitSpec], policy: Policy, *, train: bool
+) -> dict[str, int]:
+    """Bytes per queue that one pass of the timeline must move.
+
+    Args:
+        timeline: the pass.
+        placement: homes.
+        units: sizes by name.
+        policy: dtype, groups, clip.
+        train: gradients leave, and every unit is updated once, in this pass or right after it.
+    """
+    moved: Counter[str] = Counter()
+    fed = [update.load for update in timeline.updates if update.load is not None]
+    for load in (*timeline.loads, *fed):
+        size = _block_bytes(units[load.unit], Kind.WEIGHT, policy)
+        moved["ram_to_gpu"] += size
+        if placement.homes[load.unit, Kind.WEIGHT] is Tier.NVME and load not in fed:
+            moved["nvme_to_ram"] += size
+    if not train:
+        return dict(moved)
+    for name, unit in units.items():
+        for kind in state_kinds(split=policy.split):
+            if placement.homes[name, kind] is Tier.NVME:
+                moved["nvme_to_ram"] += _block_bytes(unit, kind, policy)
+                moved["ram_to_nvme"] += _block_bytes(unit, kind, policy)
+        if placement.grad_homes[name] is not Tier.GPU:
+            moved["gpu_to_ram"] += policy.groups * grad_bytes(unit, policy)
+    return dict(moved)
+
+
+def _block_bytes(unit: UnitSpec, kind: Kind, policy: Policy) -> int:
+    return round_up(unit.num_elements * bytes_per_element(kind, split=policy.split))

@@ -1,0 +1,94 @@
+"""What happened in a pass: transfers, compute, updates and stalls, on one clock."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatier.schedule.timeline import Access
+from megatier.store.transfer import Instant, Transfer
+
+STALL_NS_MIN = 20_000
+"""Waits shorter than this are the cost of asking, not a stall."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    """One span on one lane."""
+
+    lane: str
+    """A queue, `compute`, `update`, or `stall`."""
+    name: str
+    """Block or unit."""
+    start_ns: int
+    end_ns: int
+    """Both on time.perf_counter_ns."""
+    num_bytes: int = 0
+    cause: str = ""
+    """Of a stall: the queue that compute waited for."""
+
+    @property
+    def seconds(self) -> float:
+        """Length."""
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+class Recorder:
+    """Collects a pass's events; device times are read once, at its end, so that recording never blocks compute."""
+
+    def __init__(self) -> None:
+        """Empty."""
+        self._accesses: list[tuple[Access, str, Instant, Instant, Instant]] = []
+        self._events: list[TraceEvent] = []
+
+    def access(self, access: Access, cause: str, asked: Instant, entered: Instant, left: Instant) -> None:
+        """One use of a unit: when compute asked, had the weights, and gave them back."""
+        self._accesses.append((access, cause, asked, entered, left))
+
+    def work(self, lane: str, unit: str, start_ns: int, end_ns: int) -> None:
+        """A span on a lane of the host."""
+        self._events.append(TraceEvent(lane, unit, start_ns, end_ns))
+
+    def take(self, transfers: Iterable[Transfer]) -> list[TraceEvent]:
+        """All events since the last call, in order of their start. The transfers must have ended."""
+        events, self._events = self._events, []
+        for access, cause, asked, entered, left in self._accesses:
+            start, middle, end = asked.ns(), entered.ns(), left.ns()
+            if middle - start >= STALL_NS_MIN:
+                events.append(TraceEvent("stall", access.unit, start, middle, cause=cause))
+            events.append(TraceEvent("compute", f"{access.unit} {access.phase} {access.group}", middle, end))
+        self._accesses = []
+        for transfer in transfers:
+            transfer.wait()
+            events.append(TraceEvent(transfer.queue, transfer.key, *transfer.span_ns(), transfer.num_bytes))
+        return sorted(events, key=lambda event: event.start_ns)
+
+
+def stall_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
+    """Seconds that compute waited, by cause."""
+    total: Counter[str] = Counter()
+    for event in events:
+        if event.lane == "stall":
+            total[event.cause] += event.seconds  # type: ignore[assignment]  # Counter of floats
+    return dict(total)
+
+
+def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -> None:
+    """Write steps in the Chrome trace format, which Perfetto opens: one track per lane."""
+    lanes: dict[str, int] = {}
+    rows: list[dict[str, object]] = []
+    for step, events in steps:
+        for event in events:
+            track = lanes.setdefault(event.lane, len(lanes))
+            details = {"step": step, "bytes": event.num_bytes, "cause": event.cause}
+            start, length = event.start_ns / 1e3, (event.end_ns - event.start_ns) / 1e3
+            row = {"ph": "X", "pid": 0, "tid": track, "ts": start, "dur": length, "name": event.name, "args": details}
+            rows.append(row)
+    names = [
+        {"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": lane}}
+        for lane, track in lanes.items()
+    ]
+    path.write_text(json.dumps({"traceEvents": [*names, *rows]}), encoding="utf-8")
