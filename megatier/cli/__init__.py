@@ -1,0 +1,69 @@
+"""The command `megatier`: finds the subcommand, and turns every error of ours into one message and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from megatier.errors import MegatierError
+
+COMMANDS = {
+    "train": "train a model as a YAML file says",
+    "verify": "show on this machine that tiers change no bit",
+    "doctor": "say what this machine has and what is missing",
+}
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 1 a check failed, 2 an error, 130 interrupted.
+
+    Args:
+        argv: words after the program's name; None: those of this process.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    command, *rest = words
+    if command not in COMMANDS:
+        print(f"megatier: error: no command {command!r}; there are {', '.join(COMMANDS)}.", file=sys.stderr)
+        return EXIT_ERROR
+    debug = "--debug" in rest
+    try:
+        # Imported here, so that --help is fast and doctor runs where something else is broken.
+        module = importlib.import_module(f"megatier.cli.{command}")
+        return int(module.run([word for word in rest if word != "--debug"]))
+    except MegatierError as error:
+        if debug:
+            raise
+        print(f"megatier: error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("megatier: interrupted.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def usage() -> str:
+    """The help of the whole program."""
+    lines = [f"  {name:8} {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: megatier COMMAND ...",
+            "",
+            "Train models larger than RAM on one GPU, at full precision.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "`megatier COMMAND --help` tells more; --debug shows the traceback of an error.",
+            "",
+            "example:",
+            "  megatier train examples/quickstart.yaml --tiers.ram 16GiB --train.steps 200",
+        ]
+    )

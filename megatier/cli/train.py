@@ -1,0 +1,52 @@
+"""`megatier train`: a config, overrides, a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from megatier import config
+
+HELP = """\
+usage: megatier train [CONFIG.yaml] [--debug] [--section.key VALUE ...]
+
+Train a model as CONFIG.yaml says. Every setting below can stand in the file, as a key of its section, or on the command
+line, which wins. Defaults stand in brackets. Sizes are written 96GiB, 500MB or as plain bytes.
+
+  --help   show this text
+  --debug  show the traceback of an error
+
+examples:
+  megatier train examples/quickstart.yaml
+  megatier train run.yaml --tiers.ram 96GiB --tiers.nvme /mnt/a:500GiB,/mnt/b:500GiB --train.steps 100
+  megatier train run.yaml --model.config.num_hidden_layers 12
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Train; 0 when the run is whole."""
+    if "-h" in argv or "--help" in argv:
+        print(HELP, *settings(), sep="\n")
+        return 0
+    path = Path(argv[0]) if argv and not argv[0].startswith("-") else None
+    loaded = config.load(path, argv[1:] if path else argv)
+    from megatier.train.trainer import train  # loads torch: only once the config is known to be right
+
+    train(loaded, Console())
+    return 0
+
+
+def settings() -> Iterator[str]:
+    """The help's lines about every setting: what it is, its unit, range and default."""
+    for name, section in config.SECTIONS.items():
+        yield f"{name}: {section.__doc__}"
+        docs = config.field_docs(section)
+        for field in dataclasses.fields(section):
+            default = (" ".join(field.default) or "none") if isinstance(field.default, tuple) else field.default
+            yield f"  --{name}.{field.name}  ({'null' if default is None else str(default).lower()})"
+            yield textwrap.fill(docs[field.name], 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        yield ""

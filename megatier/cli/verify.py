@@ -1,0 +1,28 @@
+"""`megatier verify`: the promise of exactness, shown on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+
+
+def run(argv: Sequence[str]) -> int:
+    """Train a tiny model under several placements and compare every bit; 0 when all agree, else 1."""
+    parser = argparse.ArgumentParser(
+        prog="megatier verify",
+        description="Train a tiny model with its state on the GPU, in RAM and on NVMe, and compare every bit.",
+        epilog="example: megatier verify --directory /mnt/a",
+    )
+    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="where to compute")
+    parser.add_argument("--directory", type=Path, help="a directory on the drive to try (default: a temporary one)")
+    options = parser.parse_args(argv)
+    from megatier.train.verify import verify  # loads torch: only once the arguments are known to be right
+
+    if options.directory is not None:
+        return 0 if verify(options.device, options.directory, Console()) else 1
+    with TemporaryDirectory(prefix="megatier-verify-") as directory:
+        return 0 if verify(options.device, Path(directory), Console()) else 1

@@ -1,0 +1,509 @@
+"""What a run is told: typed, frozen, checked sections, read from YAML and dotted overrides.
+
+One dataclass per section, a string under each field with unit and range. Every value is checked once, when the section
+is built, so that a `RunConfig` that exists is a valid one. Pure: no torch, nothing allocated.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import itertools
+import math
+import re
+import textwrap
+from argparse import ArgumentError
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import yaml
+from jsonargparse import ArgumentParser, get_loader
+from jsonargparse.typing import register_type
+
+from megatier.errors import ConfigError
+
+ByteCount = Annotated[int, "bytes"]
+"""Bytes: a plain int, or text such as "96GiB" or "500 MB" in YAML and on the command line."""
+
+PYTHON_STDLIB = "python-stdlib"
+"""Entry of `data.files` that stands for the source files of Python's own standard library."""
+
+BYTE_TOKENIZER = "bytes"
+"""Value of `data.tokenizer` that stands for the byte-level tokenizer, which needs no download."""
+
+BYTE_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgtp", start=1):
+    BYTE_UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
+
+
+@dataclass(frozen=True, slots=True)
+class MountBudget:
+    """One drive's share of the NVMe tier."""
+
+    directory: Path
+    num_bytes: int | None
+    """Bytes that megatier may fill; None: what is free."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """What is trained, and how it computes."""
+
+    path: str | None = None
+    """Folder with a Hugging Face model, or hub id. Exactly one of path and config is given."""
+    config: dict[str, Any] | None = None
+    """Hugging Face config to start from scratch: model_type and its keys, such as hidden_size."""
+    compute_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Type of the compute copy. Master weights and moments are fp32 either way."""
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
+    """Attention implementation of transformers."""
+    fused_loss: bool = True
+    """Head and loss as one chunked node, so that logits never exist whole."""
+    loss_chunk: int = 1024
+    """Tokens per chunk of the fused loss, at least 1."""
+
+    def __post_init__(self) -> None:
+        """Check each value."""
+        if (self.path is None) == (self.config is None):
+            raise ConfigError(
+                "give exactly one of model.path (to go on with a model) and model.config (to start anew)."
+            )
+        _require(self.config is None or "model_type" in self.config, "model.config", self.config, "with a model_type")
+        _require(self.loss_chunk >= 1, "model.loss_chunk", self.loss_chunk, "at least 1 token")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """The text to learn from."""
+
+    files: tuple[str, ...] = ()
+    """Files, folders or globs; "python-stdlib" is the Python standard library's own source. At least one."""
+    format: Literal["auto", "text", "jsonl"] = "auto"
+    """How a file is read: one document a file, or one JSON object a line; auto goes by the suffix."""
+    text_field: str = "text"
+    """Key of the text in each JSON object."""
+    suffixes: tuple[str, ...] = (
+        ".txt",
+        ".md",
+        ".rst",
+        ".py",
+        ".json",
+        ".jsonl",
+        ".html",
+        ".tex",
+        ".c",
+        ".h",
+        ".cpp",
+        ".rs",
+    )
+    """Files taken from a folder, by suffix. Files and globs named in data.files are taken whatever their suffix."""
+    tokenizer: str | None = None
+    """Folder or hub id of a tokenizer, or "bytes" (257 tokens, no download). None: the model's own."""
+    sequence_length: int = 1024
+    """Tokens per sequence, at least 2."""
+    holdout_fraction: float = 0.02
+    """Share of the documents kept for evaluation, 0 to below 1."""
+    seed: int = 0
+    """Of the hold-out split and of the order of sequences, at least 0."""
+    max_bytes: ByteCount | None = None
+    """Bytes of text to read at most, counted in file order, at least 1. None: all."""
+
+    def __post_init__(self) -> None:
+        """Check each value."""
+        _require(len(self.files) > 0, "data.files", list(self.files), 'at least one path, glob or "python-stdlib"')
+        _require(
+            all(s.startswith(".") for s in self.suffixes),
+            "data.suffixes",
+            list(self.suffixes),
+            'suffixes such as ".txt"',
+        )
+        _require(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2 tokens")
+        _require(0 <= self.holdout_fraction < 1, "data.holdout_fraction", self.holdout_fraction, "from 0 to below 1")
+        _require(self.seed >= 0, "data.seed", self.seed, "at least 0")
+        _require(self.max_bytes is None or self.max_bytes >= 1, "data.max_bytes", self.max_bytes, "at least 1 byte")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TiersConfig:
+    """Where the state may lie, and how it moves."""
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where the model computes; auto: cuda where there is one. On the CPU an arena in RAM stands for GPU memory."""
+    gpu: ByteCount | None = None
+    """GPU memory budget, such as 40GiB. None: from the machine."""
+    ram: ByteCount | None = None
+    """RAM budget (pinned where there is a GPU), such as 96GiB. None: from the machine."""
+    nvme: tuple[str, ...] = ()
+    """Mounts as DIR or DIR:SIZE, such as /mnt/a:500GiB; a list, or comma-separated. Empty: no NVMe tier."""
+    state: tuple[str, ...] = ("gpu", "ram", "nvme")
+    """Tiers that may hold state, in order of preference, out of gpu, ram, nvme."""
+    chunk: ByteCount | None = None
+    """State of one update chunk, at 12 bytes an element, at least 24KiB. None: chosen."""
+    io_threads: int = 4
+    """Native threads that read and write NVMe, 1 to 256."""
+    update_threads: int | None = None
+    """Native threads that run AdamW on the CPU, 1 to 1024. None: the cores this process may use."""
+    direct_io: Literal["auto", "off"] = "auto"
+    """O_DIRECT where the file system takes it, or never."""
+    checksums: bool = True
+    """Verify what is read from NVMe."""
+
+    def __post_init__(self) -> None:
+        """Check each value."""
+        _require(self.gpu is None or self.gpu >= 1, "tiers.gpu", self.gpu, "at least 1 byte")
+        _require(self.ram is None or self.ram >= 1, "tiers.ram", self.ram, "at least 1 byte")
+        directories = [mount.directory for mount in self.mounts]
+        _require(len(set(directories)) == len(directories), "tiers.nvme", list(self.nvme), "without repeats")
+        _require(
+            0 < len(self.state) == len({*self.state} & {"gpu", "ram", "nvme"}),
+            "tiers.state",
+            list(self.state),
+            "one or more of gpu, ram, nvme, each once",
+        )
+        _require(self.chunk is None or self.chunk >= 24576, "tiers.chunk", self.chunk, "at least 24KiB")
+        _require(1 <= self.io_threads <= 256, "tiers.io_threads", self.io_threads, "1 to 256")
+        threads = self.update_threads
+        _require(threads is None or 1 <= threads <= 1024, "tiers.update_threads", threads, "1 to 1024")
+
+    @property
+    def mounts(self) -> tuple[MountBudget, ...]:
+        """The drives of the NVMe tier, in the order given."""
+        return tuple(map(parse_mount, self.nvme))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """The steps and their optimizer."""
+
+    steps: int = 1000
+    """Optimizer steps, at least 1."""
+    batch: int = 8
+    """Sequences per step, a multiple of groups * slices."""
+    groups: int = 1
+    """Passes over the units per step, at least 1. Changes the order of sums."""
+    slices: int = 1
+    """Parts of a group that share one binding of the weights, at least 1. Changes the order of sums."""
+    activations: Literal["keep", "recompute", "offload"] = "keep"
+    """What happens to activations between forward and backward. Never changes a number."""
+    learning_rate: float = 3e-4
+    """Peak learning rate, at least 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rate after warm-up."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up, 0 to below steps."""
+    min_learning_rate_ratio: float = 0.0
+    """Last learning rate as a share of the peak, 0 to 1."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices (not of biases and norms), at least 0."""
+    beta1: float = 0.9
+    """Decay of the first moment, 0 to below 1."""
+    beta2: float = 0.999
+    """Decay of the second moment, 0 to below 1."""
+    eps: float = 1e-8
+    """Added to the root of the second moment, above 0."""
+    clip: float | None = 1.0
+    """Global gradient norm to clip to, above 0. None: off."""
+    seed: int = 0
+    """Of initial weights and dropout, at least 0."""
+    evaluate_every: int = 0
+    """Steps between evaluations on the held-out text, at least 0. 0: only at the end."""
+    evaluate_batches: int = 16
+    """Batches of each evaluation at most, at least 1."""
+
+    def __post_init__(self) -> None:
+        """Check each value, then those that depend on each other."""
+        for name in ("steps", "batch", "groups", "slices", "evaluate_batches"):
+            _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
+        for name in ("warmup_steps", "seed", "evaluate_every", "learning_rate", "weight_decay"):
+            value = getattr(self, name)
+            _require(value >= 0 and math.isfinite(value), f"train.{name}", value, "at least 0")
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "from 0 to below 1")
+        ratio, clip = self.min_learning_rate_ratio, self.clip
+        _require(0 <= ratio <= 1, "train.min_learning_rate_ratio", ratio, "from 0 to 1")
+        _require(0 < self.eps < math.inf, "train.eps", self.eps, "above 0")
+        _require(clip is None or 0 < clip < math.inf, "train.clip", clip, "above 0, or null for no clipping")
+        _require(
+            self.warmup_steps < self.steps, "train.warmup_steps", self.warmup_steps, f"below train.steps {self.steps}"
+        )
+        parts = self.groups * self.slices
+        _require(self.batch % parts == 0, "train.batch", self.batch, f"a multiple of groups * slices ({parts})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NumericsConfig:
+    """Choices that change bits."""
+
+    deterministic: bool = True
+    """Only operations that repeat bit by bit in a fresh process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputConfig:
+    """What the run leaves behind."""
+
+    directory: str = "runs/megatier"
+    """Run directory: resolved config, metrics.jsonl, export. One run at a time."""
+    export: bool = True
+    """Write a Hugging Face folder at the end."""
+    export_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Type of the exported weights; fp32 writes the masters."""
+    trace: bool = False
+    """Write a Perfetto-readable trace of transfers, compute and stalls."""
+
+    def __post_init__(self) -> None:
+        """Check each value."""
+        _require(self.directory != "", "output.directory", self.directory, "a path")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """A whole run."""
+
+    model: ModelConfig
+    data: DataConfig
+    tiers: TiersConfig = field(default_factory=TiersConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    def __post_init__(self) -> None:
+        """Check what spans sections."""
+        _require(
+            self.model.path is not None or self.data.tokenizer is not None,
+            "data.tokenizer",
+            None,
+            'a tokenizer such as "bytes", because model.config brings none',
+        )
+
+
+SECTIONS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "tiers": TiersConfig,
+    "train": TrainConfig,
+    "numerics": NumericsConfig,
+    "output": OutputConfig,
+}
+
+
+def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, lay overrides over it, check everything.
+
+    Args:
+        path: YAML file with the sections of `RunConfig`; None: overrides alone.
+        overrides: command-line words, "--section.key value" or "--section.key=value". Keys inside `model.config` too.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value is wrong; names the key, the value and what is allowed.
+    """
+    tree = {} if path is None else _read_yaml(path)
+    words = _take_model_keys(overrides, tree)
+    _check_known(key for name, keys in tree.items() for key in _dotted(name, keys))
+    _check_known(word[2:].partition("=")[0] for word in words if word.startswith("--"))
+    try:
+        values = _parser().parse_args(words, namespace=_parser().parse_object(tree)).as_dict()
+    except ArgumentError as error:
+        raise ConfigError(_one_line(str(error))) from error
+    return RunConfig(
+        **{
+            name: section(**{key: _builtin(value) for key, value in values[name].items()})
+            for name, section in SECTIONS.items()
+        }
+    )
+
+
+def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Sections as plain lists, dicts, numbers and text; written as YAML, `load` reads it back."""
+    sections = dataclasses.asdict(config)
+    return {
+        name: {key: list(value) if isinstance(value, tuple) else value for key, value in section.items()}
+        for name, section in sections.items()
+    }
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as "96GiB", "500 MB", "1.5g" or "4096". K, M, G, T, P alone are powers of 1024.
+
+    Raises:
+        ConfigError: not a size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in BYTE_UNITS:
+        raise ConfigError(f"{text!r} is no byte size; write 96GiB, 500MB or a plain number of bytes")
+    number, unit = match[1], BYTE_UNITS[match[2]]
+    return int(number) * unit if number.isdigit() else int(float(number) * unit)
+
+
+def parse_mount(text: str) -> MountBudget:
+    """A mount written as DIR or DIR:SIZE.
+
+    Raises:
+        ConfigError: no directory, or no size after the colon.
+    """
+    directory, colon, size = text.rpartition(":")
+    if not colon:
+        directory = text
+    _require(directory.strip() != "", "tiers.nvme", text, "DIR or DIR:SIZE, such as /mnt/a:500GiB")
+    try:
+        return MountBudget(Path(directory.strip()), parse_bytes(size) if colon else None)
+    except ConfigError as error:
+        raise ConfigError(f"tiers.nvme is {text!r}: {error}") from error
+
+
+class _ByteSize(int):
+    """How the parser reads `ByteCount`: text with a unit, or an int."""
+
+    def __new__(cls, value: object) -> _ByteSize:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ConfigError(f"{value!r} is no byte size")
+        return super().__new__(cls, value if isinstance(value, int) else parse_bytes(value))
+
+
+class _CommaList(tuple[str, ...]):
+    """How the parser reads a tuple of text: a list, or one comma-separated string."""
+
+    __slots__ = ()
+
+    def __new__(cls, value: object) -> _CommaList:
+        words = value.split(",") if isinstance(value, str) else value
+        if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+            raise ConfigError(f"{value!r} is no list of text")
+        return super().__new__(cls, [word.strip() for word in words if word.strip()])
+
+
+def _builtin(value: object) -> object:
+    """The plain int or tuple of what the parser read."""
+    if isinstance(value, _ByteSize):
+        return int(value)
+    return tuple(value) if isinstance(value, _CommaList) else value
+
+
+register_type(_ByteSize, serializer=int)
+register_type(_CommaList, serializer=list)
+
+
+@functools.cache
+def _parser() -> ArgumentParser:
+    """Reads and converts values; keys and bounds are checked by us, for better messages."""
+    known = ArgumentParser(exit_on_error=False, add_help=False)
+    for name, section in SECTIONS.items():
+        for item in dataclasses.fields(section):
+            known.add_argument(
+                f"--{name}.{item.name}", type=_argument_type(_hints(section)[item.name]), default=item.default
+            )
+    return known
+
+
+def field_docs(section: type[Any]) -> dict[str, str]:
+    """The string under each field of a section."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    body = tree.body if isinstance(tree, ast.ClassDef) else []
+    return {
+        statement.target.id: inspect.cleandoc(doc.value.value)
+        for statement, doc in itertools.pairwise(body)
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+        if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) and isinstance(doc.value.value, str)
+    }
+
+
+def _hints(section: type[Any]) -> dict[str, Any]:
+    return get_type_hints(section, include_extras=True)
+
+
+def _argument_type(hint: Any) -> Any:  # noqa: ANN401  type hints have no common type
+    """The parser's type for a field's."""
+    if hint == tuple[str, ...]:
+        return _CommaList
+    return _ByteSize | None if ByteCount in get_args(hint) else hint
+
+
+def _require(holds: bool, name: str, value: object, bound: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name} is {value!r}; it must be {bound}.")
+
+
+def _read_yaml(path: Path) -> dict[str, dict[str, Any]]:
+    """Sections of a YAML file; an empty section is an empty dict."""
+    try:
+        tree = get_loader("yaml")(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold sections such as `train:` with `steps: 100` below; found {tree!r}.")
+    _check_known(str(name) for name in tree if str(name) not in SECTIONS)
+    for name, keys in tree.items():
+        if not isinstance(keys, dict | None):
+            raise ConfigError(f"{path}: {name} is a section, so `key: value` lines belong below it; found {keys!r}.")
+    return {name: keys or {} for name, keys in tree.items()}
+
+
+def _take_model_keys(overrides: Sequence[str], tree: dict[str, dict[str, Any]]) -> list[str]:
+    """Set overrides of keys inside `model.config` in the tree; return the other words."""
+    words, rest = list(overrides), []
+    prefix = "--model.config."
+    while words:
+        word = words.pop(0)
+        if not word.startswith(prefix):
+            rest.append(word)
+            continue
+        key, equals, text = word[len(prefix) :].partition("=")
+        if not equals and (not words or words[0].startswith("--")):
+            raise ConfigError(f"{word[2:]} has no value.")
+        *parents, leaf = key.split(".")
+        target = tree.setdefault("model", {})
+        for parent in ("config", *parents):
+            if not isinstance(target.get(parent), dict):
+                target[parent] = {}
+            target = target[parent]
+        target[leaf] = get_loader("yaml")(text if equals else words.pop(0))
+    return rest
+
+
+def _dotted(name: str, keys: Mapping[str, Any]) -> Iterator[str]:
+    return (f"{name}.{key}" for key in keys)
+
+
+def _check_known(keys: Iterable[str]) -> None:
+    """Refuse unknown keys, with the nearest known one."""
+    known = [dotted for name, section in SECTIONS.items() for dotted in _dotted(name, _hints(section))]
+    for key in keys:
+        if key in known:
+            continue
+        if key in SECTIONS:
+            raise ConfigError(f"{key} is a section; set one of its keys, such as --{_section_keys(key)[0]}.")
+        # A key in the wrong section is as common as a misspelt one.
+        near = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+        near = near or difflib.get_close_matches(key, [*known, *SECTIONS], n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(_section_keys(key.partition('.')[0]))}."
+        raise ConfigError(f"unknown setting {key}; {hint}")
+
+
+def _section_keys(name: str) -> list[str]:
+    """Dotted keys of a section; the sections themselves where there is none of this name."""
+    return list(_dotted(name, _hints(SECTIONS[name]))) if name in SECTIONS else list(SECTIONS)
+
+
+def _one_line(message: str) -> str:
+    """The parser's complaint as one sentence with what the setting means."""
+    key = re.search(r'Parser key "(\w+)\.(\w+)"|argument --(\w+)\.(\w+): expected', message)
+    value = re.search(r"(?:Given value|Got value): (.*)|type _CommaList: (.*) is no", message)
+    if key is None:
+        return f"{' '.join(message.split())}; settings are written --section.key VALUE, after the config file."
+    section, name = key[1] or key[3], key[2] or key[4]
+    hint = str(_hints(SECTIONS[section])[name]).replace("typing.", "")
+    for pattern, words in (
+        ("Optional\\[(.*)\\]$", r"\1 | None"),
+        ("Annotated\\[int, 'bytes'\\]", "size such as 96GiB"),
+        ("<class '(\\w+)'>", r"\1"),
+    ):
+        hint = re.sub(pattern, words, hint)
+    found = f"is {value[1] or value[2]!r}" if value else "has no value"
+    return f"{section}.{name} {found}; expected {hint}. {field_docs(SECTIONS[section])[name]}"

@@ -1,0 +1,202 @@
+"""What this machine has for megatier: memory and cores inside its container, drives, GPUs, and budgets that follow.
+
+A container's limits count, not the host's: cgroup v1 and v2 are read from the process's own group up to the root. Files
+are looked up below `root`, which tests point at a made-up tree.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path("/")
+
+GPU_SHARE = 0.9
+"""Of the free GPU memory; the rest is for libraries' workspaces and fragments."""
+
+RAM_SHARE = 0.8
+"""Of the available RAM; the rest is for Python, staging and the page cache."""
+
+MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """The drive under a directory."""
+
+    directory: Path
+    """Where it is mounted."""
+    file_system: str
+    """Type, such as ext4; "unknown" where the system does not tell."""
+    total_bytes: int
+    free_bytes: int
+    """Free for this user."""
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether files here lie in RAM, so that spilling to it gains nothing."""
+        return self.file_system in MEMORY_FILE_SYSTEMS
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One CUDA device."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultBudgets:
+    """Bytes that a run may use when nobody says otherwise."""
+
+    gpu_bytes: int
+    ram_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _CgroupFiles:
+    """What one version of cgroups calls things."""
+
+    controllers: tuple[str, str]
+    """Names of the memory and cpu controllers in /proc/self/cgroup."""
+    limit: str
+    usage: str
+    reclaimable: str
+    """Key in memory.stat of the page cache that goes first."""
+
+
+V1 = _CgroupFiles(("memory", "cpu"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = _CgroupFiles(("", ""), "memory.max", "memory.current", "inactive_file")
+
+
+def ram_available_bytes(root: Path = ROOT) -> int:
+    """RAM that can be taken without swapping: of the machine, or of the tightest cgroup if that is less."""
+    free = [
+        limit - max(0, (_number(group / version.usage) or 0) - _statistic(group / "memory.stat", version.reclaimable))
+        for version, group, limit in _memory_limits(root)
+    ]
+    return max(0, min([psutil.virtual_memory().available, *free]))
+
+
+def ram_limit_bytes(root: Path = ROOT) -> int | None:
+    """The tightest cgroup memory limit; None where there is none below the machine's RAM."""
+    limits = [limit for _, _, limit in _memory_limits(root) if limit < psutil.virtual_memory().total]
+    return min(limits, default=None)
+
+
+def cores_usable(root: Path = ROOT) -> int:
+    """Cores that this process may keep busy: its affinity, cut by the cgroup's quota; at least 1."""
+    return max(1, min([len(os.sched_getaffinity(0)), *(int(quota) for quota in _cpu_quotas(root))]))
+
+
+def memlock_limit_bytes() -> int | None:
+    """Bytes that this process may lock in RAM; None: no limit."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def transparent_huge_pages(root: Path = ROOT) -> str:
+    """Mode of the kernel: "always", "madvise", "never", or "unknown"."""
+    text = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    return text.partition("[")[2].partition("]")[0] or "unknown"
+
+
+def mount_of(directory: Path) -> Mount:
+    """The drive that holds a directory, or would hold it: the nearest parent that exists counts."""
+    path = directory.expanduser().absolute()
+    path = next(parent for parent in (path, *path.parents) if parent.exists()).resolve()
+    places = {Path(partition.mountpoint): partition.fstype for partition in psutil.disk_partitions(all=True)}
+    mountpoint = next((parent for parent in (path, *path.parents) if parent in places), Path(path.anchor))
+    usage = psutil.disk_usage(str(path))
+    return Mount(mountpoint, places.get(mountpoint, "unknown"), usage.total, usage.free)
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """The CUDA devices that this process sees."""
+    import torch  # slow, and planning does without
+
+    if not torch.cuda.is_available():
+        return ()
+    found = []
+    for index in range(torch.cuda.device_count()):
+        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        found.append(Gpu(torch.cuda.get_device_name(index), total_bytes, free_bytes))
+    return tuple(found)
+
+
+def default_budgets(device: str, root: Path = ROOT) -> DefaultBudgets:
+    """Budgets for a run on "cuda", or on "cpu", where the arena that stands for the GPU lies in RAM as well."""
+    ram_bytes = int(ram_available_bytes(root) * RAM_SHARE)
+    if device == "cuda":
+        first, *_ = gpus()
+        return DefaultBudgets(int(first.free_bytes * GPU_SHARE), ram_bytes)
+    return DefaultBudgets(ram_bytes // 2, ram_bytes // 2)
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[_CgroupFiles, Path, int]]:
+    """Every memory limit above this process, as (names, group, bytes)."""
+    for version, group in _groups(root, 0):
+        limit = _number(group / version.limit)
+        if limit is not None:
+            yield version, group, limit
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """Every cpu quota above this process, in cores."""
+    for version, group in _groups(root, 1):
+        words = _text(group / "cpu.max").split() if version is V2 else _v1_quota(group)
+        if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
+            yield max(1.0, int(words[0]) / int(words[1]))
+
+
+def _v1_quota(group: Path) -> list[str]:
+    return _text(group / "cpu.cfs_quota_us").split() + _text(group / "cpu.cfs_period_us").split()
+
+
+def _groups(root: Path, controller: int) -> Iterator[tuple[_CgroupFiles, Path]]:
+    """Directories of this process's cgroup and of all above it, for memory (0) or cpu (1)."""
+    top = root / "sys/fs/cgroup"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        version = V1 if names else V2
+        if version.controllers[controller] not in names.split(","):
+            continue
+        base = top / names if names else top
+        if names and not base.exists():
+            base = top / version.controllers[controller]
+        # A container often sees its own group as the root, under a path that exists on the host alone.
+        group = base / path.lstrip("/")
+        while group != base and group != group.parent:
+            yield version, group
+            group = group.parent
+        yield version, base
+
+
+def _statistic(path: Path, name: str) -> int:
+    """A line `name value` of memory.stat; 0 where it is missing."""
+    for line in _text(path).splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
+
+
+def _number(path: Path) -> int | None:
+    """A file that holds one number; None where it says "max" or is missing."""
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _text(path: Path) -> str:
+    """A file of the kernel's; empty where it is missing or not ours to read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

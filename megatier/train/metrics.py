@@ -1,0 +1,101 @@
+"""The run's record, `metrics.jsonl`, and how its figures are written for people."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from megatier.errors import ConfigError
+
+
+class MetricsLog:
+    """Appends one JSON object a line; each is on file when `write` returns, so that a killed run keeps its record."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, at its end.
+
+        Raises:
+            ConfigError: it cannot be written to.
+        """
+        self._path = path
+        try:
+            self._file: IO[bytes] = path.open("ab", buffering=0)
+            if not _ends_whole(path):
+                self._file.write(b"\n")
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Append a record. NaN and infinities, which JSON lacks, become text: "nan", "inf", "-inf".
+
+        Raises:
+            ConfigError: the drive is full or gone.
+        """
+        try:
+            self._file.write(json.dumps(_plain(record), allow_nan=False).encode() + b"\n")
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def close(self) -> None:
+        """Close the file; twice is fine."""
+        self._file.close()
+
+    def _refused(self, error: OSError) -> ConfigError:
+        return ConfigError(f"cannot write {self._path}: {error.strerror}. Free space or set output.directory.")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds as "35 ms", "4.20 s", "3 min 05 s" or "2 h 07 min"."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.995:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def format_count(number: float) -> str:
+    """A count as "950", "2.40M", "8.03B"."""
+    for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g}{suffix}" if number >= 100 * scale else f"{number / scale:.2f}{suffix}"
+    return f"{number:.0f}"
+
+
+def format_share(part: float, whole: float) -> str:
+    """Part of a whole in percent; "-" of nothing."""
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def _ends_whole(path: Path) -> bool:
+    """Whether the file is empty or its last line is complete: a killed process may leave half a line."""
+    with path.open("rb") as file:
+        if file.seek(0, 2) == 0:
+            return True
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"
+
+
+def _plain(value: object) -> object:
+    """The value as JSON can hold it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

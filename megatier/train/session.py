@@ -1,0 +1,204 @@
+"""A model, its store, its player, its optimizer and its engine: opened together, filled, closed together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatier.config import ModelConfig, TiersConfig, TrainConfig
+from megatier.engine.activation import Activations
+from megatier.engine.optimizer import AdamW, Hyperparameters, join_master, split_master
+from megatier.engine.step import Engine, EngineOptions
+from megatier.errors import ConfigError
+from megatier.hardware import cores_usable, default_budgets
+from megatier.models.decoder import Unit, decays, find_units
+from megatier.schedule.placement import Budgets, Placement, Policy, UnitSpec, place
+from megatier.schedule.player import Player
+from megatier.store.blockfile import IoOptions
+from megatier.store.store import TieredStore
+from megatier.store.tier import Kind, Tier
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+STATE_BYTES_PER_ELEMENT = 12
+
+
+class WeightReader(Protocol):
+    """Where initial weights come from."""
+
+    def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
+        """(first element, flat fp32 tensor) pieces of a unit's layout, in increasing order."""
+
+
+class Session:
+    """A streamed model in training. Use as a context: its memory, threads and files end with it.
+
+    Attributes:
+        model: the skeleton; `model(**batch)` streams inside a pass.
+        units: in module order.
+        engine: steps and evaluation.
+        player: the timeline at work; its placement and store.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, model_config: ModelConfig, tiers: TiersConfig, train: TrainConfig, tokens: int
+    ) -> None:
+        """Plan, then reserve everything.
+
+        Args:
+            model: a skeleton (`models.decoder.build_skeleton`).
+            model_config: compute dtype and loss.
+            tiers: budgets and mounts.
+            train: optimizer, groups, slices, activations.
+            tokens: tokens per sequence.
+
+        Raises:
+            PlanError, CapacityError, ConfigError, RunLockedError, UnsupportedModelError: before training starts.
+        """
+        self.model, self.units = model, find_units(model)
+        dtype = COMPUTE_DTYPES[model_config.compute_dtype]
+        device = choose_device(tiers)
+        options = IoOptions(num_threads=tiers.io_threads, direct=tiers.direct_io == "auto", checksums=tiers.checksums)
+        policy = _policy(dtype, tiers, train, options)
+        specs = [_spec(model, unit, dtype, train, tokens) for unit in self.units]
+        gpu, ram = _budgets(tiers, device)
+        layouts = {unit.name: unit.layout for unit in self.units}
+        self.store = TieredStore.open(gpu=gpu, ram=ram, nvme=tiers.nvme, device=str(device), options=options)
+        try:
+            budgets = Budgets(gpu, ram, self.store.usage(Tier.NVME)["budget"])
+            self.placement: Placement = place(specs, budgets, policy)
+            hyper = Hyperparameters(train.beta1, train.beta2, train.eps, train.weight_decay, train.clip)
+            threads = tiers.update_threads or cores_usable()
+            self.optimizer = AdamW(layouts, decays(model), hyper, dtype=dtype, groups=train.groups, num_threads=threads)
+            self.player = Player(self.store, specs, self.placement, policy, self.optimizer)
+            self.store.seal()
+            engine_options = EngineOptions(
+                dtype,
+                device,
+                train.groups,
+                train.slices,
+                Activations(train.activations),
+                model_config.fused_loss,
+                model_config.loss_chunk,
+            )
+            self.engine = Engine(model, self.units, self.player, self.optimizer, engine_options)
+        except BaseException:
+            self.store.close()
+            raise
+        self._dtype = dtype
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the lanes, free the memory, remove the block files."""
+        self.player.close()
+        self.optimizer.close()
+        self.store.close()
+
+    def load(self, source: WeightReader, progress: Callable[[Unit], None] = lambda _: None) -> None:
+        """Fill every unit's master weights, piece by piece; moments are zero already."""
+        kinds = [Kind.WEIGHT, Kind.REMAINDER] if self._dtype is torch.bfloat16 else [Kind.WEIGHT]
+        for unit in self.units:
+            pieces = source.read(unit)
+            ahead: tuple[int, Tensor] | None = None
+            for elements in self.player.chunks(unit.name):
+                master = torch.zeros(elements[1] - elements[0])
+                ahead = _assemble(master, elements, pieces, ahead)
+                with self.player.open_state(unit.name, elements, kinds, fresh=True) as state:
+                    planes = split_master(master) if Kind.REMAINDER in kinds else (master,)
+                    for kind, plane in zip(kinds, planes, strict=True):
+                        state.planes[kind].copy_(plane.view(torch.uint8))
+                    state.write_back()
+            progress(unit)
+        self.player.drain()
+
+    def read_master(self, unit: Unit, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a unit's fp32 master weights, flat, on the CPU. Call `player.drain` first."""
+        if self._dtype is torch.bfloat16:
+            weight, remainder = (self.read_plane(unit, kind, start, stop) for kind in (Kind.WEIGHT, Kind.REMAINDER))
+            return join_master(weight, remainder)
+        return self.read_plane(unit, Kind.WEIGHT, start, stop)
+
+    def read_plane(self, unit: Unit, kind: Kind, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of one kind of a unit's state, flat, on the CPU, in the kind's dtype."""
+        dtype = {Kind.WEIGHT: self._dtype, Kind.REMAINDER: torch.int16}.get(kind, torch.float32)
+        result = torch.empty(stop - start, dtype=dtype)
+        for first, last in self.player.chunks(unit.name):
+            lower, upper = max(first, start), min(last, stop)
+            if lower >= upper:
+                continue
+            with self.player.open_state(unit.name, (first, last), [kind]) as state:
+                plane = state.planes[kind].view(dtype)
+                result[lower - start : upper - start].copy_(plane[lower - first : upper - first])
+        return result
+
+
+def choose_device(tiers: TiersConfig) -> torch.device:
+    """The device that computes.
+
+    Raises:
+        ConfigError: cuda was asked for and is not there.
+    """
+    available = torch.cuda.is_available()
+    if tiers.device == "cuda" and not available:
+        raise ConfigError(
+            "tiers.device is cuda, but torch sees no GPU. Check the driver (nvidia-smi) and that torch was built with "
+            "CUDA, or set tiers.device to auto or cpu."
+        )
+    return torch.device("cuda" if available and tiers.device != "cpu" else "cpu")
+
+
+def _budgets(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
+    if tiers.gpu is not None and tiers.ram is not None:
+        return tiers.gpu, tiers.ram
+    machine = default_budgets(device.type)
+    return (
+        machine.gpu_bytes if tiers.gpu is None else tiers.gpu,
+        machine.ram_bytes if tiers.ram is None else tiers.ram,
+    )
+
+
+def _policy(dtype: torch.dtype, tiers: TiersConfig, train: TrainConfig, options: IoOptions) -> Policy:
+    return Policy(
+        state=tuple(Tier(name) for name in tiers.state),
+        split=dtype is torch.bfloat16,
+        deferred=train.clip is not None,
+        groups=train.groups,
+        slices=train.slices,
+        chunk_elements=tiers.chunk // STATE_BYTES_PER_ELEMENT if tiers.chunk is not None else None,
+        align_elements=options.chunk_bytes // 2,
+    )
+
+
+def _spec(model: PreTrainedModel, unit: Unit, dtype: torch.dtype, train: TrainConfig, tokens: int) -> UnitSpec:
+    """A layer's boundary activation is one group's hidden states."""
+    offloads = train.activations == "offload" and unit.is_layer
+    hidden: int = model.config.get_text_config().hidden_size
+    activation = train.batch // train.groups * tokens * hidden * dtype.itemsize if offloads else 0
+    return UnitSpec(unit.name, unit.layout.num_elements, activation)
+
+
+def _assemble(
+    master: Tensor, elements: tuple[int, int], pieces: Iterator[tuple[int, Tensor]], ahead: tuple[int, Tensor] | None
+) -> tuple[int, Tensor] | None:
+    """Copy what belongs to a run of elements; returns the piece that reaches beyond it."""
+    start, stop = elements
+    while (piece := ahead or next(pieces, None)) is not None:
+        first, values = piece
+        lower, upper = max(first, start), min(first + values.numel(), stop)
+        if lower < upper:
+            master[lower - start : upper - start] = values[lower - first : upper - first]
+        if first + values.numel() > stop or first >= stop:
+            return piece
+        ahead = None
+    return None

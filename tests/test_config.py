@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatier.config import SECTIONS, MountBudget, RunConfig, field_docs, load, parse_bytes, parse_mount, to_dict
+from megatier.errors import ConfigError
+
+LEAST = ["--data.files=python-stdlib", "--data.tokenizer", "bytes", "--model.config.model_type", "llama"]
+
+YAML = """
+model:
+  config: {model_type: llama, rms_norm_eps: 1e-6, rope: {theta: 10000}}
+data:
+  files: [a.txt, b.txt]
+  tokenizer: bytes
+tiers:
+  ram: 24 MiB
+  nvme: /a:3GiB, /b
+train:
+  learning_rate: 1e-3
+  clip: null
+output:
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(YAML)
+    return path
+
+
+def least(*overrides: str) -> RunConfig:
+    return load(None, [*LEAST, *overrides])
+
+
+def test_load_yaml_reads_each_kind_of_value(file: Path) -> None:
+    config = load(file)
+    assert config.model.config == {"model_type": "llama", "rms_norm_eps": 1e-6, "rope": {"theta": 10000}}
+    assert config.data.files == ("a.txt", "b.txt")
+    assert (config.tiers.ram, config.train.learning_rate, config.train.clip) == (24 << 20, 1e-3, None)
+    assert config.tiers.mounts == (MountBudget(Path("/a"), 3 << 30), MountBudget(Path("/b"), None))
+
+
+def test_load_override_wins_over_file(file: Path) -> None:
+    config = load(
+        file, ["--tiers.ram", "96GiB", "--train.clip=0.5", "--model.config.rope.theta", "5", "--data.files=c"]
+    )
+    assert (config.tiers.ram, config.train.clip, config.data.files) == (96 << 30, 0.5, ("c",))
+    assert config.model.config == {"model_type": "llama", "rms_norm_eps": 1e-6, "rope": {"theta": 5}}
+
+
+def test_load_path_over_config_needs_null(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"exactly one of model\.path .* and model\.config"):
+        load(file, ["--model.path", "somewhere"])
+    assert load(file, ["--model.path", "somewhere", "--model.config", "null"]).model.path == "somewhere"
+
+
+def test_to_dict_written_and_loaded_is_equal(file: Path, tmp_path: Path) -> None:
+    config = load(file)
+    again = tmp_path / "again.yaml"
+    again.write_text(yaml.safe_dump(to_dict(config)))
+    assert load(again) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--train.stesp", "3"], r"unknown setting train\.stesp; did you mean train\.steps\?"),
+        (["--learning_rate", "3"], r"unknown setting learning_rate; did you mean train\.learning_rate\?"),
+        (["--model.batch=3"], r"unknown setting model\.batch; did you mean train\.batch\?"),
+        (["--train.zqzqzqzqzqzqzq", "3"], r"unknown setting train\.zqzq\w+; known are train\.steps, "),
+        (["--zzzzzz", "3"], r"unknown setting zzzzzz; known are model, data"),
+        (["--train.st", "3"], r"unknown setting train\.st; did you mean"),
+        (["--train", "3"], r"train is a section; set one of its keys, such as --train\.steps"),
+        (["steps"], r"unrecognized arguments: steps"),
+        (["--train.steps"], r"train\.steps has no value; expected int\. Optimizer steps"),
+        (["--model.config.hidden_size"], r"model\.config\.hidden_size has no value"),
+        (["--train.steps", "many"], r"train\.steps is 'many'; expected int\. Optimizer steps, at least 1"),
+        (["--train.steps", "1.5"], r"train\.steps is '1\.5'; expected int"),
+        (["--train.clip", "x"], r"train\.clip is 'x'; expected float \| None"),
+        (["--model.fused_loss", "x"], r"model\.fused_loss is 'x'; expected bool"),
+        (["--model.compute_dtype", "fp16"], r"model\.compute_dtype is 'fp16'; expected Literal\['bf16', 'fp32'\]"),
+        (["--tiers.gpu", "5bananas"], r"tiers\.gpu is '5bananas'; expected size such as 96GiB"),
+        (["--tiers.nvme", "/a:x"], r"tiers\.nvme is '/a:x': 'x' is no byte size"),
+        (["--tiers.nvme", "/a,/a:1G"], r"tiers\.nvme is .* without repeats"),
+        (["--tiers.state", "gpu,disk"], r"tiers\.state is \['gpu', 'disk'\]; it must be one or more of gpu, ram, nvme"),
+        (["--tiers.state", "gpu,gpu"], r"tiers\.state is"),
+        (["--tiers.io_threads", "0"], r"tiers\.io_threads is 0; it must be 1 to 256"),
+        (["--train.steps", "0"], r"train\.steps is 0; it must be at least 1"),
+        (["--train.seed", "-1"], r"train\.seed is -1; it must be at least 0"),
+        (["--train.learning_rate", ".nan"], r"train\.learning_rate is nan"),
+        (["--train.clip", "0"], r"train\.clip is 0\.0; it must be above 0, or null"),
+        (["--train.beta2", "1"], r"train\.beta2 is 1\.0; it must be from 0 to below 1"),
+        (["--train.warmup_steps", "1000"], r"train\.warmup_steps is 1000; it must be below train\.steps 1000"),
+        (["--train.groups", "3"], r"train\.batch is 8; it must be a multiple of groups \* slices \(3\)"),
+        (["--data.holdout_fraction", "1"], r"data\.holdout_fraction is 1\.0"),
+        (["--data.files", ""], r"data\.files is \[\]; it must be at least one"),
+        (["--data.suffixes", "txt"], r"data\.suffixes is"),
+        (["--data.tokenizer", "null"], r"data\.tokenizer is None; it must be a tokenizer such as \"bytes\""),
+        (["--model.config", "{hidden_size: 3}"], r"model\.config is .* with a model_type"),
+    ],
+)
+def test_load_bad_override_says_key_value_and_bound(overrides: list[str], message: str) -> None:
+    without_type = [*LEAST[:3]] if overrides[0] == "--model.config" else LEAST
+    with pytest.raises(ConfigError, match=message) as raised:
+        load(None, [*without_type, *overrides])
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {stesp: 3}", r"unknown setting train\.stesp; did you mean train\.steps\?"),
+        ("trainn: {steps: 3}", r"unknown setting trainn; did you mean train\?"),
+        ("train: 3", r"train is a section, so `key: value` lines belong below it; found 3"),
+        ("[1, 2]", r"must hold sections"),
+        ("", r"must hold sections"),
+        ("train: {steps: [", r"is no valid YAML: .*line 2, column 1"),
+        ("train: {steps: true}", r"train\.steps is 'True'; expected int"),
+        ("tiers: {ram: 1.5}", r"tiers\.ram is '1\.5'; expected size"),
+        ("data: {files: [1]}", r"data\.files is '\[1\]'"),
+    ],
+)
+def test_load_bad_file_says_why(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as raised:
+        load(path, LEAST)
+    assert "\n" not in str(raised.value)
+
+
+def test_load_missing_file_says_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the config .*none\.yaml: No such file"):
+        load(tmp_path / "none.yaml")
+
+
+def test_load_binary_file_says_no_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="no valid YAML"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("96GiB", 96 << 30), ("500 MB", 500_000_000), ("4096", 4096), ("1.5g", 3 << 29), (" 2TiB ", 2 << 40), ("7B", 7)],
+)
+def test_parse_bytes_units_are_read(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "5 bananas", "1,000"])
+def test_parse_bytes_other_text_raises(text: str) -> None:
+    with pytest.raises(ConfigError, match="no byte size"):
+        parse_bytes(text)
+
+
+def test_parse_mount_without_directory_raises() -> None:
+    with pytest.raises(ConfigError, match="DIR or DIR:SIZE"):
+        parse_mount(":3GiB")
+
+
+def test_field_docs_every_setting_has_one() -> None:
+    for section in SECTIONS.values():
+        assert set(field_docs(section)) == set(section.__dataclass_fields__)
+
+
+def test_load_defaults_are_valid() -> None:
+    assert least().train.steps == 1000
+
+
+def test_load_quickstart_is_valid() -> None:
+    example = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
+    assert load(example).data.files == ("python-stdlib",)
+
+
+def test_import_config_loads_no_torch() -> None:
+    code = "import sys, megatier.config, megatier.hardware; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatier import hardware
+
+LARGE = 1 << 60
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.fixture
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+
+
+def test_ram_available_without_cgroup_is_the_machines(tmp_path: Path) -> None:
+    available = hardware.ram_available_bytes(tmp_path)
+    assert available == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+    assert hardware.ram_limit_bytes(tmp_path) is None
+
+
+def test_ram_available_cgroup_v2_counts_tightest_group_and_page_cache(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/outer/inner"
+    files = {
+        "proc/self/cgroup": "0::/outer/inner\n",
+        f"{group}/memory.max": "max\n",
+        f"{group}/memory.current": "5000\n",
+        "sys/fs/cgroup/outer/memory.max": "10000000\n",
+        "sys/fs/cgroup/outer/memory.current": "4000000\n",
+        "sys/fs/cgroup/outer/memory.stat": "anon 1\ninactive_file 1500000\n",
+    }
+    root = write(tmp_path, files)
+    assert hardware.ram_available_bytes(root) == 7_500_000
+    assert hardware.ram_limit_bytes(root) == 10_000_000
+
+
+def test_ram_available_cgroup_v1_of_a_container_reads_its_root(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/memory"
+    files = {
+        "proc/self/cgroup": "4:memory:/docker/abc\n1:cpu,cpuacct:/docker/abc\n0::/\n",
+        f"{group}/memory.limit_in_bytes": "8000000",
+        f"{group}/memory.usage_in_bytes": "3000000",
+        f"{group}/memory.stat": "total_inactive_file 1000000",
+    }
+    assert hardware.ram_available_bytes(write(tmp_path, files)) == 6_000_000
+
+
+def test_ram_available_over_limit_is_zero(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": "100",
+        "sys/fs/cgroup/memory.current": "200",
+    }
+    assert hardware.ram_available_bytes(write(tmp_path, files)) == 0
+
+
+def test_ram_limit_unlimited_v1_is_none(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": str(LARGE),
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "5",
+    }
+    assert hardware.ram_limit_bytes(write(tmp_path, files)) is None
+
+
+@pytest.mark.usefixtures("many_cores")
+@pytest.mark.parametrize(("quota", "cores"), [("250000 100000", 2), ("50000 100000", 1), ("max 100000", 64)])
+def test_cores_usable_cgroup_v2_quota_cuts(tmp_path: Path, quota: str, cores: int) -> None:
+    files = {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": quota + "\n"}
+    assert hardware.cores_usable(write(tmp_path, files)) == cores
+
+
+@pytest.mark.usefixtures("many_cores")
+@pytest.mark.parametrize("folder", ["cpu", "cpu,cpuacct"])
+@pytest.mark.parametrize(("quota", "cores"), [("300000", 3), ("-1", 64)])
+def test_cores_usable_cgroup_v1_quota_cuts(tmp_path: Path, folder: str, quota: str, cores: int) -> None:
+    files = {
+        "proc/self/cgroup": "2:cpu,cpuacct:/\n",
+        f"sys/fs/cgroup/{folder}/cpu.cfs_quota_us": quota,
+        f"sys/fs/cgroup/{folder}/cpu.cfs_period_us": "100000",
+    }
+    assert hardware.cores_usable(write(tmp_path, files)) == cores
+
+
+def test_cores_usable_here_is_within_affinity() -> None:
+    assert 1 <= hardware.cores_usable() <= len(os.sched_getaffinity(0))
+
+
+def test_transparent_huge_pages_reads_the_chosen_mode(tmp_path: Path) -> None:
+    root = write(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n"})
+    assert hardware.transparent_huge_pages(root) == "madvise"
+    assert hardware.transparent_huge_pages(tmp_path / "none") == "unknown"
+
+
+def test_memlock_limit_unlimited_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert hardware.memlock_limit_bytes() is None
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (65536, 65536))
+    assert hardware.memlock_limit_bytes() == 65536
+
+
+def test_mount_of_missing_directory_is_its_parents(tmp_path: Path) -> None:
+    mount = hardware.mount_of(tmp_path / "not" / "there")
+    assert mount.directory in (tmp_path, *tmp_path.resolve().parents)
+    assert 0 < mount.free_bytes <= mount.total_bytes
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")
+def test_mount_of_shared_memory_is_memory() -> None:
+    assert hardware.mount_of(Path("/dev/shm")).is_memory
+
+
+def test_default_budgets_cpu_halves_share_of_available(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": "2000000",
+        "sys/fs/cgroup/memory.current": "1000000",
+    }
+    assert hardware.default_budgets("cpu", write(tmp_path, files)) == hardware.DefaultBudgets(400_000, 400_000)
+
+
+def test_default_budgets_cuda_takes_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "gpus", lambda: (hardware.Gpu("made up", 2000, 1000),))
+    assert hardware.default_budgets("cuda").gpu_bytes == 900
+
+
+@pytest.mark.gpu
+def test_gpus_here_have_memory() -> None:
+    assert all(0 < gpu.free_bytes <= gpu.total_bytes for gpu in hardware.gpus())

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatier.errors import ConfigError
+from megatier.train.metrics import MetricsLog, format_count, format_seconds, format_share
+
+
+def test_write_record_is_on_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.write({"step": 1, "loss": 2.5, "stall_seconds": {"nvme_to_ram": 0.1}, "tiers": (1, 2)})
+        expected = {"step": 1, "loss": 2.5, "stall_seconds": {"nvme_to_ram": 0.1}, "tiers": [1, 2]}
+        assert json.loads(path.read_text()) == expected
+
+
+def test_write_non_finite_stays_valid_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.write({"loss": float("nan"), "norms": [float("inf")]})
+    assert json.loads(path.read_text()) == {"loss": "nan", "norms": ["inf"]}
+
+
+def test_open_after_torn_line_starts_a_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st')
+    with MetricsLog(path) as log:
+        log.write({"step": 2})
+    assert path.read_text() == '{"step": 1}\n{"st\n{"step": 2}\n'
+
+
+def test_open_again_appends(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2):
+        with MetricsLog(path) as log:
+            log.write({"step": step})
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_open_impossible_path_raises(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot write .*metrics\.jsonl: No such file"):
+        MetricsLog(tmp_path / "none" / "metrics.jsonl")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_write_on_full_drive_raises() -> None:
+    with MetricsLog(Path("/dev/full")) as log, pytest.raises(ConfigError, match="No space left"):
+        log.write({"step": 1})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 ms"),
+        (0.035, "35 ms"),
+        (0.9999, "1.00 s"),
+        (4.2, "4.20 s"),
+        (59.999, "1 min 00 s"),
+        (185, "3 min 05 s"),
+        (7620, "2 h 07 min"),
+    ],
+)
+def test_format_seconds_fits_the_size(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(("number", "text"), [(950, "950"), (2_400_000, "2.40M"), (8.03e9, "8.03B"), (250_000, "250k")])
+def test_format_count_fits_the_size(number: float, text: str) -> None:
+    assert format_count(number) == text
+
+
+def test_format_share_of_nothing_is_a_dash() -> None:
+    assert (format_share(1, 3), format_share(0, 0)) == ("33.3 %", "-")
