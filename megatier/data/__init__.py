@@ -1,0 +1,1 @@
+"""Text datasets: documents, tokens, packed sequences with a position that can be resumed."""

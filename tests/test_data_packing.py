@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatier.config import DataConfig
+from megatier.data import packing
+from megatier.data.packing import PackedText, is_held_out, shuffled
+from megatier.data.tokenizer import byte_tokenizer
+from megatier.errors import DataError
+
+
+def pack(tmp_path: Path, texts: list[str], **settings: Any) -> PackedText:
+    source = tmp_path / "text"
+    source.mkdir()
+    for number, text in enumerate(texts):
+        (source / f"{number:04}.txt").write_text(text)
+    defaults: dict[str, Any] = {"tokenizer": "bytes", "sequence_length": 4, "holdout_fraction": 0.0}
+    config = DataConfig(files=(str(source),), **(defaults | settings))
+    return PackedText.build(config, byte_tokenizer(), tmp_path / "run")
+
+
+def rows(data: PackedText, steps: range, batch: int) -> list[tuple[int, ...]]:
+    return [tuple(row) for step in steps for row in data.batch(step, batch)["input_ids"].tolist()]
+
+
+def test_build_documents_are_joined_by_the_end_token(tmp_path: Path) -> None:
+    data = pack(tmp_path, ["abc", "de", "f"])
+    tokens = [*b"abc", 256, *b"de", 256, *b"f", 256]
+    assert (data.num_tokens, data.num_holdout_tokens, data.num_sequences, data.vocabulary_size) == (9, 0, 2, 257)
+    assert sorted(rows(data, range(2), 1)) == sorted([tuple(tokens[:4]), tuple(tokens[4:8])])
+
+
+def test_batch_gives_int64_ids_and_own_labels(tmp_path: Path) -> None:
+    batch = pack(tmp_path, ["abcdefgh" * 10]).batch(3, 2)
+    assert batch.keys() == {"input_ids", "labels"}
+    assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
+    assert batch["input_ids"].shape == (2, 4)
+    assert torch.equal(batch["input_ids"], batch["labels"])
+    assert batch["input_ids"].data_ptr() != batch["labels"].data_ptr()
+
+
+def test_batch_each_epoch_holds_each_sequence_once_in_another_order(tmp_path: Path) -> None:
+    data = pack(tmp_path, ["".join(chr(33 + n) for n in range(60))])
+    first, second = rows(data, range(5), 3), rows(data, range(5, 10), 3)
+    assert data.num_sequences == 15
+    assert Counter(first) == Counter(second)
+    assert len(set(first)) == 15
+    assert first != second
+
+
+def test_batch_across_epochs_wraps(tmp_path: Path) -> None:
+    data = pack(tmp_path, ["".join(chr(33 + n) for n in range(60))])
+    assert rows(data, range(1), 30) == rows(data, range(10), 3)
+
+
+def test_batch_any_step_alone_equals_the_same_in_a_row(tmp_path: Path) -> None:
+    data = pack(tmp_path, ["some words to learn from " * 20])
+    assert rows(data, range(7, 8), 5) == rows(data, range(8), 5)[35:]
+
+
+def test_batch_seed_changes_the_order(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    text = ["some words to learn from " * 20]
+    assert rows(pack(tmp_path / "a", text), range(3), 5) != rows(pack(tmp_path / "b", text, seed=1), range(3), 5)
+
+
+def test_build_holds_out_its_share_of_documents(tmp_path: Path) -> None:
+    texts = [f"<{number:03}>" * 2 for number in range(100)]
+    data = pack(tmp_path, texts, holdout_fraction=0.05, sequence_length=11)
+    assert (data.num_holdout_tokens, data.num_tokens) == (5 * 11, 95 * 11)
+    held = {bytes(row[:-1]).decode() for batch in data.holdout(2) for row in batch["input_ids"].tolist()}
+    trained = {bytes(row[:-1]).decode() for row in rows(data, range(95), 1)}
+    assert (len(held), len(trained)) == (5, 95)
+    assert held | trained == set(texts)
+
+
+def test_holdout_last_batch_is_smaller(tmp_path: Path) -> None:
+    data = pack(tmp_path, ["x" * 199], holdout_fraction=0.1)
+    assert [len(batch["labels"]) for batch in data.holdout(2)] == [2, 2, 1]
+
+
+def test_build_one_document_holds_out_its_end(tmp_path: Path) -> None:
+    data = pack(tmp_path, ["a" * 80 + "b" * 19], holdout_fraction=0.2)
+    assert (data.num_tokens, data.num_holdout_tokens) == (80, 20)
+    assert set(next(data.holdout(5))["input_ids"].flatten().tolist()) == {ord("b"), 256}
+
+
+def test_build_little_text_keeps_it_all_for_training(tmp_path: Path) -> None:
+    data = pack(tmp_path, ["abcdef"], holdout_fraction=0.02)
+    assert (data.num_tokens, list(data.holdout(1))) == (7, [])
+
+
+def test_build_less_than_one_sequence_raises(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="3 tokens to train on, less than one sequence of 4"):
+        pack(tmp_path, ["ab"])
+
+
+def test_build_unwritable_directory_raises(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(DataError, match="cannot write tokens to"):
+        pack(tmp_path, ["abcdef"])
+
+
+def test_batch_cut_token_file_raises(tmp_path: Path) -> None:
+    data = pack(tmp_path, ["abcdef" * 4])
+    data.train.path.write_bytes(b"")
+    with pytest.raises(DataError, match=r"cannot read tokens from .*train\.tokens"):
+        data.batch(0, 1)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "as any other"])
+def test_build_long_document_in_pieces_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str
+) -> None:
+    monkeypatch.setattr(packing, "PIECE_CHARACTERS", 7)
+    text = "é one line\nand one very long line without any end\n\n" * 3
+    data = pack(tmp_path, [text], tokenizer=tokenizer, sequence_length=2)
+    tokens = data.train.read(range(data.num_sequences), 2)["input_ids"].flatten().tolist()
+    assert bytes(tokens[: len(text.encode())]).decode() == text
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 1000])
+def test_shuffled_is_a_permutation(count: int) -> None:
+    assert sorted(shuffled(position, count, (1, 0)) for position in range(count)) == list(range(count))
+
+
+def test_shuffled_spreads_neighbours() -> None:
+    places = [shuffled(position, 1000, (0, 0)) for position in range(1000)]
+    assert sum(abs(a - b) < 10 for a, b in itertools.pairwise(places)) < 60
+    assert abs(sum(places[:500]) / 500 - 500) < 50
+
+
+def test_shuffled_values_are_fixed() -> None:
+    """A resumed run must see the same order whatever version it was started with."""
+    assert [shuffled(position, 100, (0, 0)) for position in range(5)] == [13, 84, 15, 53, 85]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.02, 0.3, 0.9])
+def test_is_held_out_takes_the_share_within_one(fraction: float) -> None:
+    for seed in range(5):
+        assert abs(sum(is_held_out(number, fraction, seed) for number in range(777)) - 777 * fraction) <= 1

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatier.config import DataConfig
+from megatier.data.text import documents, find_files
+from megatier.errors import DataError
+
+
+def read(*files: Path | str, **settings: Any) -> list[str]:
+    return list(documents(DataConfig(files=tuple(map(str, files)), **settings)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in {"b.txt": "bee", "a.md": "ay", "sub/c.py": "sea", "d.bin": "no", "e.TXT": "upper"}.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def test_documents_folder_is_read_in_sorted_order(folder: Path) -> None:
+    assert read(folder) == ["ay", "bee", "upper", "sea"]
+
+
+def test_documents_entries_keep_their_order_without_repeats(folder: Path) -> None:
+    assert read(folder / "sub", folder / "d.bin", folder) == ["sea", "no", "ay", "bee", "upper"]
+
+
+def test_documents_glob_takes_any_suffix(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read(folder / "*.b*") == ["no"]
+    assert read(folder / "**" / "*.py") == ["sea"]
+    monkeypatch.chdir(folder)
+    assert read("sub/*.py", "[ab].*") == ["sea", "ay", "bee"]
+
+
+def test_documents_undecodable_bytes_are_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"a\xffb")
+    assert read(path) == ["a\ufffdb"]
+
+
+def test_documents_jsonl_gives_one_document_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one\\n"}\n\n{"text": "half \\ud83d", "id": 3}\n{"text": ""}\n')
+    assert read(path) == ["one\n", "half \ufffd"]
+    assert read(path, format="text") == [path.read_text()]
+
+
+def test_documents_jsonl_field_and_format_are_settings(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_text(json.dumps({"body": "x"}))
+    assert read(path, format="jsonl", text_field="body") == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": ', "line 2: no valid JSON"),
+        ('{"body": "x"}', "line 2: no text under 'text'"),
+        ("[1]", "line 2: no text under"),
+        ('{"text": 3}', "line 2: no text under"),
+    ],
+)
+def test_documents_bad_json_line_says_path_and_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n' + line)
+    with pytest.raises(DataError, match=rf"a\.jsonl, {message}"):
+        read(path)
+
+
+def test_documents_max_bytes_cuts_whole_characters(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text("éé")
+    assert read(tmp_path, max_bytes=7) == ["éé", "é"]
+    assert read(tmp_path, max_bytes=4) == ["éé"]
+
+
+def test_documents_missing_path_raises(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.txt matches no file or folder"):
+        read(tmp_path / "none.txt")
+
+
+def test_documents_folder_without_text_files_raises(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").touch()
+    with pytest.raises(DataError, match=r"holds no file in \.txt \.md"):
+        read(tmp_path)
+
+
+def test_documents_empty_files_raise(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(DataError, match=r"no text in .* Check data\.files"):
+        read(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_documents_unreadable_file_raises(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("x")
+    path.chmod(0)
+    with pytest.raises(DataError, match=r"cannot read .*a\.txt: Permission denied"):
+        read(path)
+
+
+def test_documents_vanished_file_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatier.data.text.find_files", lambda _: [tmp_path / "gone.txt"])
+    with pytest.raises(DataError, match=r"cannot read .*gone\.txt: No such file"):
+        read(tmp_path)
+
+
+def test_find_files_stdlib_holds_source_alone() -> None:
+    config = DataConfig(files=("python-stdlib",))
+    files = find_files(config)
+    names = {path.name for path in files}
+    assert {"argparse.py", "typing.py"} <= names
+    assert all(path.suffix == ".py" and not {"site-packages", "test"} & {*path.parts[-3:]} for path in files)
+    assert files == sorted(files) == find_files(config)

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from megatier.config import DataConfig, ModelConfig, RunConfig
+from megatier.data.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer
+from megatier.errors import DataError
+
+TEXTS = ["", "plain", "  two  spaces ,  \n\t\r\n", "é 🙂 \u2028 \x00 \x7f", f"spelt {END_OF_TEXT} out", "don't ##x"]
+
+
+def config(tokenizer: str | None, path: str | None = None) -> RunConfig:
+    model = ModelConfig(path=path) if path else ModelConfig(config={"model_type": "llama"})
+    return RunConfig(model=model, data=DataConfig(files=("x",), tokenizer=tokenizer))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_byte_tokenizer_token_is_byte_and_text_returns(text: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokens = tokenizer(text)["input_ids"]
+    assert tokens == list(text.encode())
+    assert tokenizer.decode(tokens) == tokenizer.decode(tokens, skip_special_tokens=True) == text
+
+
+def test_byte_tokenizer_saved_reloads_the_same(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert (len(tokenizer), tokenizer.eos_token_id) == (257, 256)
+    for text in TEXTS:
+        tokens = tokenizer(text)["input_ids"]
+        assert tokens == list(text.encode())
+        assert tokenizer.decode(tokens) == text
+
+
+def test_load_tokenizer_bytes_has_257_tokens() -> None:
+    assert len(load_tokenizer(config("bytes"))) == 257
+
+
+def test_load_tokenizer_none_takes_the_models(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert load_tokenizer(config(None, str(tmp_path))).eos_token == END_OF_TEXT
+
+
+def test_load_tokenizer_empty_folder_raises(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no tokenizer at .* Give data\.tokenizer"):
+        load_tokenizer(config(str(tmp_path)))
+
+
+def test_load_tokenizer_without_end_raises(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="no eos_token"):
+        load_tokenizer(config(str(tmp_path)))
