@@ -1,0 +1,190 @@
+"""How a model's tensors are spread over the tensors of a Hugging Face checkpoint.
+
+The names differ (prefixes, renamed modules), and so do the tensors: transformers holds the experts of a layer in one
+parameter where the hub has a tensor per expert. transformers lists the operations; here they are applied not to
+tensors but to runs of elements, so that nothing is ever loaded to find out where it belongs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from megatier.errors import UnsupportedModelError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive elements of one named tensor."""
+
+    name: str
+    start: int
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A tensor put together from runs, in the order of its own elements."""
+
+    shape: Shape
+    runs: tuple[Run, ...]
+
+
+def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, Assembly]:
+    """Find out what the tensors of a checkpoint make up.
+
+    Args:
+        model: names and shapes of its parameters and persistent buffers decide about prefixes.
+        stored: shapes by name in the checkpoint.
+
+    Returns:
+        The tensors that result, by the name they have in the model. Names that the model does not know are among them.
+
+    Raises:
+        UnsupportedModelError: a tensor needs an operation that is no rearrangement of whole runs, or shapes disagree.
+    """
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state = model.state_dict()
+    assemblies: dict[str, Assembly] = {}
+    parts: defaultdict[str, defaultdict[str, list[Assembly]]] = defaultdict(lambda: defaultdict(list))
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if target not in state and name in state:
+            target, pattern = name, None
+        whole = Assembly(stored[name], (Run(name, 0, math.prod(stored[name])),))
+        if pattern is not None:
+            parts[target][pattern].append(whole)
+        elif target not in assemblies:
+            assemblies[target] = whole
+        else:
+            raise UnsupportedModelError(f"{target}: two tensors of the checkpoint claim to be it; one is {name}.")
+    for target, by_pattern in parts.items():
+        assemblies |= _converted(converter_of[next(iter(by_pattern))], target, by_pattern)
+    return assemblies
+
+
+def hub_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Assembly]:
+    """The tensors to write, each as runs of the model's own, so that `from_pretrained` loads them back.
+
+    The hub's layout where it is a rearrangement of runs, else the model's own names, which transformers also reads.
+
+    Args:
+        model: the skeleton.
+        tensors: the model's tensors by name, tied ones once; only shapes are used.
+
+    Raises:
+        UnsupportedModelError: neither of the two would load back.
+    """
+    own = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    for layout in (revert_weight_conversion(model, dict(own)), own):
+        shapes = {name: tuple(tensor.shape) for name, tensor in layout.items()}
+        try:
+            assemblies = assemble(model, shapes)
+        except UnsupportedModelError:
+            continue
+        made = {name: assembly.shape for name, assembly in assemblies.items()}
+        if made == {name: tuple(tensor.shape) for name, tensor in own.items()}:
+            return _inverted(assemblies, shapes)
+    raise UnsupportedModelError(f"{type(model).__name__}: no checkpoint layout is known that loads back unchanged.")
+
+
+def _converted(
+    converter: WeightConverter, target: str, by_pattern: Mapping[str, list[Assembly]]
+) -> dict[str, Assembly]:
+    """Apply a converter's operations; the names follow its target patterns, of which `target` contains the first."""
+    lists = [by_pattern[pattern] for pattern in converter.source_patterns if pattern in by_pattern]
+    for operation in converter.operations:
+        if isinstance(operation, MergeModulelist):
+            lists = [[_stack(target, tensors, operation.dim)] for tensors in lists]
+        elif isinstance(operation, Concatenate):
+            lists = [[_concatenate(target, [tensor for tensors in lists for tensor in tensors], operation.dim)]]
+        elif isinstance(operation, Chunk) and len(lists) == len(lists[0]) == 1:
+            chunks = _chunk(target, lists[0][0], len(converter.target_patterns), operation.dim)
+            lists = [[chunk] for chunk in chunks]
+        else:
+            raise UnsupportedModelError(
+                f"{target}: the checkpoint stores it in a form that only transformers can convert ({operation}). "
+                "Load it with from_pretrained and save it with save_pretrained(save_original_format=False)."
+            )
+    patterns = converter.target_patterns
+    if len(lists) != len(patterns):
+        raise UnsupportedModelError(f"{target}: parts of it are missing in the checkpoint.")
+    return {
+        target.replace(patterns[0], pattern, 1): tensors[0] for pattern, tensors in zip(patterns, lists, strict=True)
+    }
+
+
+def _stack(target: str, tensors: Sequence[Assembly], dim: int) -> Assembly:
+    unsqueezed = [Assembly((*t.shape[:dim], 1, *t.shape[dim:]), t.runs) for t in tensors]
+    return _concatenate(target, unsqueezed, dim)
+
+
+def _concatenate(target: str, tensors: Sequence[Assembly], dim: int) -> Assembly:
+    shapes = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in tensors}
+    if len(shapes) != 1 or any(dim >= len(tensor.shape) for tensor in tensors):
+        raise UnsupportedModelError(
+            f"{target}: the checkpoint's parts have different shapes, which do not fit together."
+        )
+    first = tensors[0].shape
+    feeds = [(deque(tensor.runs), math.prod(tensor.shape[dim:])) for tensor in tensors]
+    runs = [run for _ in range(math.prod(first[:dim])) for feed, count in feeds for run in _take(feed, count)]
+    return Assembly((*first[:dim], sum(tensor.shape[dim] for tensor in tensors), *first[dim + 1 :]), tuple(runs))
+
+
+def _chunk(target: str, tensor: Assembly, num_chunks: int, dim: int) -> list[Assembly]:
+    shape = tensor.shape
+    if dim >= len(shape) or shape[dim] % num_chunks:
+        raise UnsupportedModelError(f"{target}: shape {shape} cannot be cut into {num_chunks} equal parts.")
+    feed, count = deque(tensor.runs), math.prod(shape[dim:]) // num_chunks
+    runs: list[list[Run]] = [[] for _ in range(num_chunks)]
+    for _ in range(math.prod(shape[:dim])):
+        for chunk in runs:
+            chunk.extend(_take(feed, count))
+    part = (*shape[:dim], shape[dim] // num_chunks, *shape[dim + 1 :])
+    return [Assembly(part, tuple(chunk)) for chunk in runs]
+
+
+def _take(feed: deque[Run], num_elements: int) -> Iterable[Run]:
+    """Remove the next elements from the front of a sequence of runs."""
+    while num_elements:
+        run = feed.popleft()
+        taken = min(run.num_elements, num_elements)
+        if taken < run.num_elements:
+            feed.appendleft(Run(run.name, run.start + taken, run.num_elements - taken))
+        num_elements -= taken
+        yield Run(run.name, run.start, taken)
+
+
+def _inverted(assemblies: Mapping[str, Assembly], shapes: Mapping[str, Shape]) -> dict[str, Assembly]:
+    """From (own tensor: stored runs) to (stored tensor: own runs)."""
+    pieces: dict[str, list[tuple[int, Run]]] = {name: [] for name in shapes}
+    for own_name, assembly in assemblies.items():
+        position = 0
+        for run in assembly.runs:
+            pieces[run.name].append((run.start, Run(own_name, position, run.num_elements)))
+            position += run.num_elements
+    return {
+        name: Assembly(shape, tuple(run for _, run in sorted(pieces[name], key=lambda piece: piece[0])))
+        for name, shape in shapes.items()
+    }

@@ -1,0 +1,214 @@
+"""The units of any Hugging Face causal language model, and its skeleton: the model without its weights.
+
+A skeleton keeps Hugging Face's own modules and buffers; its parameters stay on the meta device for good. Weights exist
+only inside blocks, and are bound into the modules while a unit runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from megatier.errors import UnsupportedModelError
+from megatier.store.layout import Layout, TensorSlice
+
+NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""Parameters that Hugging Face's Trainer leaves out of weight decay, by lower-case name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is bound and run at once."""
+
+    name: str
+    """Name of the owning module, such as `model.layers.0`."""
+    module_names: tuple[str, ...]
+    """The modules that use the parameters; two when an embedding is tied to the head, embedding first."""
+    layout: Layout
+    is_layer: bool
+
+
+Binding = tuple[dict[str, Tensor | None], str, TensorSlice]
+"""Where a tensor must be put: a module's own `_parameters`, the key in it, and the slice of the unit's layout."""
+
+
+def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    """Build a causal language model whose parameters are fp32 on meta and whose buffers are real, on the CPU.
+
+    Buffers hold what a normally constructed model holds. The caller's config is not touched.
+
+    Args:
+        config: of a decoder-only model.
+        attention: Hugging Face's name, such as `sdpa`. Where a model has no `sdpa` (GPT-OSS), `eager` takes its place.
+
+    Raises:
+        UnsupportedModelError: not a causal decoder, quantised, or a buffer that nothing initialises.
+    """
+    config = copy.deepcopy(config)
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(
+            f"{config.model_type}: the config is quantised, so full-precision weights are missing. "
+            "Use a bf16 or fp32 version of the model."
+        )
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{config.model_type} is an encoder-decoder; only decoder-only models are streamed."
+        )
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=_attention_of(config, attention)
+            )
+    except (ValueError, ImportError) as error:
+        raise UnsupportedModelError(f"{config.model_type} cannot be built: {error}") from error
+    assert isinstance(model, PreTrainedModel)
+    _materialise_buffers(model)
+    model.config.use_cache = False
+    return model
+
+
+def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
+    """Cut a model into units, in module order, so that each parameter is in exactly one.
+
+    A decoder layer is one unit; so is any other outermost module that owns parameters (embedding, norm, head).
+
+    Raises:
+        UnsupportedModelError: no decoder layers, a parameter shared in another way than embedding and head, a
+            parameter that is no floating-point tensor, or one that is owned by a module round the layers.
+    """
+    names = _first_owners(model)
+    layers = {id(layer) for layer in decoder_layers(model)}
+    units: dict[str, Unit] = {}
+    unit_of: dict[str, str] = {}
+    for module_name, module in _unit_modules(model, layers):
+        shapes = {names[id(p)]: _checked_shape(model, names[id(p)], p) for p in module.parameters()}
+        shared = sorted({unit_of[name] for name in shapes if name in unit_of})
+        if not shared:
+            unit_of.update(dict.fromkeys(shapes, module_name))
+            units[module_name] = Unit(module_name, (module_name,), Layout.of(shapes.items()), id(module) in layers)
+            continue
+        first = units[shared[0]]
+        whole = set(shapes) == {t.name for t in first.layout.tensors}
+        embedding = model.get_submodule(first.name) is model.get_input_embeddings()
+        if not (whole and embedding and module is model.get_output_embeddings()):
+            raise _unsupported(
+                model,
+                next(name for name in shapes if name in unit_of),
+                f"is used by {first.name} and by {module_name}; only a head tied to the embedding may share",
+            )
+        units[first.name] = replace(first, module_names=(first.name, module_name))
+    return tuple(units.values())
+
+
+def bindings(model: PreTrainedModel, unit: Unit, module_name: str) -> list[Binding]:
+    """The places in one using module where a tensor must be put to bind the unit.
+
+    Call it while the model is unbound, and keep the result: it walks the whole model.
+
+    Args:
+        model: the skeleton.
+        unit: one of `find_units(model)`.
+        module_name: one of `unit.module_names`.
+
+    Returns:
+        One binding for each place; a slice that is used twice inside the module comes twice.
+    """
+    names = _first_owners(model)
+    slices = {tensor.name: tensor for tensor in unit.layout.tensors}
+    return [
+        (cast("dict[str, Tensor | None]", module._parameters), leaf, slices[names[id(parameter)]])
+        for module in model.get_submodule(module_name).modules()
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def decays(model: PreTrainedModel) -> frozenset[str]:
+    """Names of the parameters with weight decay, as Hugging Face's Trainer chooses them: no biases, no norms."""
+    norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm))
+    return frozenset(
+        name for name, _ in model.named_parameters() if not name.startswith(norms) and not NO_DECAY.search(name.lower())
+    )
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The longest list of `*Layer` or `*Block` modules below the decoder.
+
+    Raises:
+        UnsupportedModelError: there is no decoder or no such list.
+    """
+    if not hasattr(model, "get_decoder"):
+        raise UnsupportedModelError(f"{type(model).__name__} has no get_decoder(), so its layers cannot be found.")
+    lists = [
+        module
+        for module in model.get_decoder().modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module)
+        and all(type(child).__name__.endswith(("Layer", "Block")) for child in module)
+    ]
+    if not lists:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no list of *Layer or *Block modules below its decoder: nothing to stream."
+        )
+    return max(lists, key=len)
+
+
+def _attention_of(config: PretrainedConfig, attention: str) -> str:
+    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    return "eager" if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True) else attention
+
+
+def _materialise_buffers(model: PreTrainedModel) -> None:
+    """Give every buffer its value: Hugging Face's own initialisation sets them, and passes over meta parameters."""
+    buffers: dict[str, Tensor] = {}
+    for module_name, module in model.named_modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[leaf] = buffers[f"{module_name}.{leaf}"] = _unset(
+                    torch.empty_like(buffer, device="cpu")
+                )
+    with torch.random.fork_rng(devices=[]):
+        model.initialize_weights()
+    for name, buffer in buffers.items():
+        if buffer.is_floating_point() and buffer.isnan().any():
+            raise UnsupportedModelError(f"{type(model).__name__}: nothing initialises the buffer {name}.")
+
+
+def _unset(buffer: Tensor) -> Tensor:
+    return buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer.zero_()
+
+
+def _first_owners(model: PreTrainedModel) -> dict[int, str]:
+    """The id of each parameter to its name; a tied one has the name under which its first owner holds it."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _unit_modules(model: PreTrainedModel, layers: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Layers and the outermost other modules that own parameters, in module order."""
+    inside = None
+    for name, module in model.named_modules():
+        owned = [leaf for leaf, parameter in module._parameters.items() if parameter is not None]
+        if (inside is not None and name.startswith(inside)) or not (id(module) in layers or owned):
+            continue
+        if id(module) not in layers and any(id(child) in layers for child in module.modules()):
+            full_name = f"{name}.{owned[0]}".lstrip(".")
+            raise _unsupported(model, full_name, "belongs to a module round the decoder layers, so it cannot be a unit")
+        inside = f"{name}."
+        yield name, module
+
+
+def _checked_shape(model: PreTrainedModel, name: str, parameter: Tensor) -> tuple[int, ...]:
+    if not parameter.is_floating_point() or parameter.element_size() == 1:
+        raise _unsupported(model, name, f"is {parameter.dtype}; only full-precision weights are trained")
+    return tuple(parameter.shape)
+
+
+def _unsupported(model: PreTrainedModel, parameter_name: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{type(model).__name__}: parameter {parameter_name} {reason}.")

@@ -1,0 +1,125 @@
+"""The safetensors format: a little-endian u64 header length, a JSON header, the tensors' bytes.
+
+Headers come from strangers. Everything in one is checked against the file before a byte of a tensor is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatier.errors import UnsupportedModelError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_HEADER_BYTES = 100_000_000
+"""The same limit as in the safetensors library."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies on disk."""
+
+    path: Path
+    name: str
+    dtype: str
+    """A safetensors name, such as `BF16`; not every one is a key of DTYPES."""
+    shape: tuple[int, ...]
+    offset: int
+    """First byte in the file."""
+    num_bytes: int
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Read and check the header of one shard.
+
+    Raises:
+        UnsupportedModelError: the file is not whole and consistent safetensors; names file and tensor.
+    """
+    file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if file_bytes < 8 or header_bytes > min(file_bytes - 8, MAX_HEADER_BYTES):
+            raise UnsupportedModelError(f"{path} is no safetensors file, or is cut off: its header does not fit.")
+        raw = file.read(header_bytes)
+    try:
+        header = json.loads(raw, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedModelError(f"{path}: the safetensors header is malformed: {error}") from error
+    if not isinstance(header, dict):
+        raise UnsupportedModelError(f"{path}: the safetensors header is no JSON object.")
+    start = 8 + header_bytes
+    tensors = [
+        _checked(path, name, entry, start, file_bytes) for name, entry in header.items() if name != "__metadata__"
+    ]
+    _refuse_overlap(tensors)
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def write_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+    """Header of a shard whose tensors (name, dtype, shape) follow one another without gaps.
+
+    Its length is a multiple of 8, so tensors are aligned where wider dtypes come first.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, dtype, shape in tensors:
+        stop = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, stop]}
+        offset = stop
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("a key comes twice")
+    return entries
+
+
+def _checked(path: Path, name: str, entry: object, start: int, file_bytes: int) -> StoredTensor:
+    """One header entry; `type(x) is int` because True is an int too."""
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
+            whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+            if whole and begin <= end <= file_bytes - start:
+                stored = StoredTensor(path, name, dtype, tuple(shape), start + begin, end - begin)
+                if dtype not in DTYPES or stored.num_bytes == math.prod(shape) * DTYPES[dtype].itemsize:
+                    return stored
+                raise UnsupportedModelError(
+                    f"{path}: tensor {name} has {end - begin} bytes, which is not {dtype} of shape {tuple(shape)}."
+                )
+            raise UnsupportedModelError(
+                f"{path}: tensor {name} lies outside the file ({file_bytes} bytes). Copy or download it again."
+            )
+        case _:
+            raise UnsupportedModelError(f"{path}: the header's entry for tensor {name} is malformed.")
+
+
+def _refuse_overlap(tensors: list[StoredTensor]) -> None:
+    placed = sorted((t for t in tensors if t.num_bytes), key=lambda tensor: tensor.offset)
+    for one, other in pairwise(placed):
+        if other.offset < one.offset + one.num_bytes:
+            raise UnsupportedModelError(f"{one.path}: tensors {one.name} and {other.name} overlap.")

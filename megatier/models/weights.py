@@ -1,0 +1,430 @@
+"""Weights in and out of Hugging Face's formats, in pieces of CHUNK_ELEMENTS: the model is never whole in memory.
+
+`Initialiser` and `Checkpoint` are the two sources of a run's first weights. Both read a unit as a stream of
+(first element in the unit's layout, fp32 values); what they leave out is the layout's padding. A piece is valid until
+the next one is asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import RawIOBase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from megatier.errors import CapacityError, ConfigError, TransferError, UnsupportedModelError
+from megatier.models.conversion import Assembly, Run, assemble, hub_layout
+from megatier.models.decoder import Unit, bindings
+from megatier.models.shards import DTYPES, StoredTensor, read_header, write_header
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHUNK_ELEMENTS = 4 << 20
+"""Elements read, converted or written at once: 16 MiB in fp32."""
+
+FULL_PRECISION = ("F32", "BF16", "F16")
+"""Dtypes of checkpoints that hold weights as they were trained."""
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class Initialiser:
+    """Weights as Hugging Face's own `_init_weights` draws them, one unit at a time.
+
+    A unit's values depend on the seed and on its own name, not on the other units. A unit exists whole in fp32 while
+    it is read.
+    """
+
+    def __init__(self, model: PreTrainedModel, seed: int) -> None:
+        """Keep the skeleton, whose parameters are back on meta after each read."""
+        self._model, self._seed = model, seed
+        self._pretrained = {name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)}
+
+    def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first element in the unit's layout, flat fp32 CPU tensor), in order.
+
+        Raises:
+            UnsupportedModelError: the model's own initialisation leaves a parameter unset.
+        """
+        values = self._initialised(unit)
+        for tensor in unit.layout.tensors:
+            value = values.pop(tensor.name)
+            if value.isnan().any():
+                raise UnsupportedModelError(
+                    f"{type(self._model).__name__} has no initial value for {tensor.name}. Start from a checkpoint."
+                )
+            for start, stop in _chunks(tensor.num_elements):
+                yield tensor.start + start, value[start:stop]
+
+    @torch.no_grad()
+    def _initialised(self, unit: Unit) -> dict[str, Tensor]:
+        """Put real tensors in the unit's places for as long as the initialisation runs."""
+        places = bindings(self._model, unit, unit.module_names[0])
+        kept = [parameters[leaf] for parameters, leaf, _ in places]
+        values = {tensor.name: nn.Parameter(torch.full(tensor.shape, math.nan)) for tensor in unit.layout.tensors}
+        for parameters, leaf, tensor in places:
+            parameters[leaf] = values[tensor.name]
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(_seed_of(self._seed, unit.name))
+                self._init_weights(unit.module_names[0])
+        finally:
+            for (parameters, leaf, _), parameter in zip(places, kept, strict=True):
+                parameters[leaf] = parameter
+        return {name: value.detach().flatten() for name, value in values.items()}
+
+    def _init_weights(self, name: str) -> None:
+        """Children before parents, then upwards to the root, because parents may set what lies below them.
+
+        Each module is initialised by the nearest PreTrainedModel at or above it. What is on meta stays as it is.
+        """
+        below = [f"{name}.{child}".rstrip(".") for child, _ in self._model.get_submodule(name).named_modules()]
+        for module_name in (*reversed(below), *list(_upwards(name))[1:]):
+            owner = next(self._pretrained[above] for above in _upwards(module_name) if above in self._pretrained)
+            owner._init_weights(self._model.get_submodule(module_name))
+
+
+class Checkpoint:
+    """The weights of a folder in Hugging Face's format: `model.safetensors`, or shards with an index.
+
+    Files are read with plain buffered reads into one buffer, so memory does not grow with their size.
+    """
+
+    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+        """Check every header against the skeleton; read its persistent buffers and generation settings, if any.
+
+        Raises:
+            UnsupportedModelError: a damaged or hostile file, or a tensor that is missing, superfluous, of another
+                shape, or not in full precision. Names file and tensor.
+        """
+        self._stored = _headers(folder)
+        self._assemblies = assemble(model, {name: stored.shape for name, stored in self._stored.items()})
+        self._folder = folder
+        self._check(model)
+        self._read_buffers(model)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+
+    def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first element in the unit's layout, flat fp32 CPU tensor), in order.
+
+        Raises:
+            TransferError: the file became shorter or unreadable meanwhile.
+        """
+        for tensor in unit.layout.tensors:
+            position = tensor.start
+            for piece in self._read(self._assemblies[tensor.name]):
+                yield position, piece
+                position += piece.numel()
+
+    def _read(self, assembly: Assembly) -> Iterator[Tensor]:
+        """The elements of one tensor as fp32. The two buffers are reused, so a piece is valid until the next."""
+        raw = torch.empty(4 * min(CHUNK_ELEMENTS, math.prod(assembly.shape)), dtype=torch.uint8)
+        values = torch.empty(len(raw) // 4)
+        for run in assembly.runs:
+            stored = self._stored[run.name]
+            dtype = DTYPES[stored.dtype]
+            with stored.path.open("rb", buffering=0) as file:
+                file.seek(stored.offset + run.start * dtype.itemsize)
+                for start, stop in _chunks(run.num_elements):
+                    piece = raw[: (stop - start) * dtype.itemsize]
+                    _read_exactly(file, piece, stored)
+                    yield values[: stop - start].copy_(piece.view(dtype))
+
+    def _check(self, model: PreTrainedModel) -> None:
+        """Compare names, shapes and dtypes with the skeleton, and resolve names of tied weights."""
+        aliases: defaultdict[int, list[str]] = defaultdict(list)
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            aliases[id(tensor)].append(name)
+        known = {name for names in aliases.values() for name in names}
+        if unknown := sorted(name for name in self._assemblies.keys() - known if not _ignored(model, name)):
+            raise UnsupportedModelError(
+                f"{self._where(unknown[0])} is not part of {type(model).__name__} "
+                f"({len(unknown)} such tensors). Does config.json belong to these files?"
+            )
+        state = model.state_dict()
+        for names in aliases.values():
+            found = [name for name in names if name in self._assemblies]
+            if not found:
+                raise UnsupportedModelError(f"{self._folder}: tensor {names[0]} is missing.")
+            for name in found:
+                self._check_tensor(name, tuple(state[name].shape))
+            for name in found[1:]:
+                self._refuse_unequal(found[0], name)
+            self._assemblies[names[0]] = self._assemblies[found[0]]
+
+    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
+        assembly = self._assemblies[name]
+        if assembly.shape != shape:
+            raise UnsupportedModelError(f"{self._where(name)} has shape {assembly.shape}; the config asks for {shape}.")
+        for run in assembly.runs:
+            if (dtype := self._stored[run.name].dtype) not in FULL_PRECISION:
+                raise UnsupportedModelError(
+                    f"{self._where(name)} is {dtype}; full-precision training starts from {', '.join(FULL_PRECISION)}."
+                )
+
+    def _refuse_unequal(self, first: str, second: str) -> None:
+        """A tied weight that is stored twice must be stored with the same values, else one of them would be lost."""
+        pairs = zip(self._read(self._assemblies[first]), self._read(self._assemblies[second]), strict=True)
+        if not all(torch.equal(one, other) for one, other in pairs):
+            raise UnsupportedModelError(
+                f"{self._where(second)} differs from {first}, but the config ties them. Set tie_word_embeddings: false."
+            )
+
+    def _read_buffers(self, model: PreTrainedModel) -> None:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for name, buffer in model.state_dict().items():
+            if name not in parameters:
+                flat, position = buffer.view(-1), 0
+                for piece in self._read(self._assemblies[name]):
+                    flat[position : position + piece.numel()] = piece
+                    position += piece.numel()
+
+    def _where(self, name: str) -> str:
+        """File and stored name, for messages."""
+        stored = self._stored[self._assemblies[name].runs[0].name]
+        return f"{stored.path}: tensor {stored.name}"
+
+
+def resolve(path_or_id: str) -> Path:
+    """The folder of a model: a local one, else a snapshot of a hub repository, downloaded where it is not cached.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    folder = Path(path_or_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id) or path_or_id.startswith("."):
+        raise ConfigError(f"no such model folder: {path_or_id}")
+    # Only here: the client is slow to import, and most runs never need it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(path_or_id, allow_patterns=patterns))
+    except (OSError, HFValidationError) as error:
+        raise ConfigError(
+            f"{path_or_id} is no local folder, and the hub could not be read ({type(error).__name__}). "
+            "Give the path of a downloaded model, or check the name, the network and your access rights."
+        ) from error
+
+
+def export(
+    folder: Path,
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    read: Callable[[Unit, int, int], Tensor],
+    dtype: torch.dtype,
+    shard_bytes: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Write a folder that `from_pretrained` loads. It appears whole or not at all.
+
+    Args:
+        folder: new or empty.
+        model: the skeleton; its persistent buffers are written in their own dtype.
+        units: all of `find_units(model)`.
+        read: gives elements [start, stop) of a unit's layout as a flat fp32 CPU tensor.
+        dtype: of the written weights; rounding is torch's, to nearest even.
+        shard_bytes: files are cut before they exceed this, between tensors.
+        tokenizer: saved along.
+
+    Raises:
+        ConfigError: the folder is not empty.
+        CapacityError: the weights do not fit on this disk. Nothing is written.
+        TransferError: writing failed. What was written is removed.
+        UnsupportedModelError: no layout of the weights is known that loads back.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not empty; export writes only to a new or empty folder. Choose another one.")
+    outgoing = _Outgoing(model, units, read, dtype)
+    shards = _cut(outgoing.num_bytes, shard_bytes)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        total, free = sum(outgoing.num_bytes.values()), shutil.disk_usage(folder.parent).free
+        if free < total:
+            raise CapacityError(str(folder.parent), total, free, "Free space on this disk, or export to another one.")
+        partial.mkdir()
+        for file_name, names in shards.items():
+            outgoing.write_shard(partial / file_name, names)
+        if len(shards) > 1:
+            _write_index(partial / INDEX_FILE, shards, total)
+        _write_settings(partial, model, dtype, tokenizer)
+        partial.rename(folder)
+    except TransferError:
+        raise
+    except OSError as error:
+        raise TransferError("export", "disk", str(error.filename or folder), 0, error.errno or 0) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+class _Outgoing:
+    """The tensors of a checkpoint that is being written, by the names they have on disk."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        units: Sequence[Unit],
+        read: Callable[[Unit, int, int], Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        self._read, self._dtype = read, dtype
+        self._places = {tensor.name: (unit, tensor.start) for unit in units for tensor in unit.layout.tensors}
+        state = model.state_dict(keep_vars=True)
+        self._buffers = {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
+        layout = hub_layout(model, {name: state[name] for name in (*self._places, *self._buffers)})
+        # Wider dtypes first: then every tensor of a file is aligned to its own element size.
+        self._layout = dict(sorted(layout.items(), key=lambda item: -self._dtype_of(item[1]).itemsize))
+        self.num_bytes = {
+            name: math.prod(assembly.shape) * self._dtype_of(assembly).itemsize
+            for name, assembly in self._layout.items()
+        }
+
+    def write_shard(self, path: Path, names: Sequence[str]) -> None:
+        """Header first, then the tensors in the order of `names`; on disk when it returns."""
+        with path.open("wb") as file:
+            tensors = {name: self._layout[name] for name in names}
+            file.write(write_header((name, self._dtype_of(tensor), tensor.shape) for name, tensor in tensors.items()))
+            for tensor in tensors.values():
+                for run in tensor.runs:
+                    for piece in self._pieces(run):
+                        file.write(piece.contiguous().view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _dtype_of(self, assembly: Assembly) -> torch.dtype:
+        source = assembly.runs[0].name
+        return self._buffers[source].dtype if source in self._buffers else self._dtype
+
+    def _pieces(self, run: Run) -> Iterator[Tensor]:
+        for start, stop in _chunks(run.num_elements):
+            if run.name in self._buffers:
+                yield self._buffers[run.name].flatten()[run.start + start : run.start + stop]
+            else:
+                unit, first = self._places[run.name]
+                yield self._read(unit, first + run.start + start, first + run.start + stop).to(self._dtype)
+
+
+def _cut(num_bytes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
+    """Names by file: consecutive tensors up to `shard_bytes`, which only a tensor larger than that exceeds."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, size in num_bytes.items():
+        if size > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= size
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    return {f"model-{k + 1:05d}-of-{len(shards):05d}.safetensors": names for k, names in enumerate(shards)}
+
+
+def _write_index(path: Path, shards: Mapping[str, Sequence[str]], total_bytes: int) -> None:
+    weight_map = {name: file_name for file_name, names in shards.items() for name in names}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _write_settings(
+    folder: Path, model: PreTrainedModel, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Config, generation settings, tokenizer. The cache that training switched off is on again."""
+    config = copy.deepcopy(model.config)
+    config.dtype, config.architectures, config.use_cache = dtype, [type(model).__name__], True
+    # Not save_pretrained(), which refuses settings that loading accepts: too late to refuse after a training run.
+    config.to_json_file(folder / "config.json", use_diff=True)
+    if model.can_generate():
+        model.generation_config.to_json_file(folder / "generation_config.json")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _headers(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a folder by their stored name."""
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    if single.is_file():
+        return read_header(single)
+    if not index.is_file():
+        raise UnsupportedModelError(
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}. Convert other formats with save_pretrained()."
+        )
+    stored: dict[str, StoredTensor] = {}
+    weight_map = _weight_map(index)
+    for file_name in sorted(set(weight_map.values())):
+        # Names only: the hub's cache links files to another folder, so a resolved path says nothing.
+        if Path(file_name).name != file_name or not (folder / file_name).is_file():
+            raise UnsupportedModelError(f"{index}: {file_name!r} is no file in this folder.")
+        for name, tensor in read_header(folder / file_name).items():
+            if name in stored:
+                raise UnsupportedModelError(f"{tensor.path}: tensor {name} is also in {stored[name].path}.")
+            stored[name] = tensor
+    for name, file_name in weight_map.items():
+        if name not in stored or stored[name].path.name != file_name:
+            raise UnsupportedModelError(f"{folder / file_name}: tensor {name} is missing; the index lists it.")
+    return stored
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise UnsupportedModelError(f"{index} is no index of safetensors shards: {error!r}") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise UnsupportedModelError(f"{index}: weight_map must give a file name for each tensor.")
+    return weight_map
+
+
+def _ignored(model: PreTrainedModel, name: str) -> bool:
+    """Tensors that the model's authors left in old checkpoints, and buffers that are computed from the config."""
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _read_exactly(file: RawIOBase, piece: Tensor, stored: StoredTensor) -> None:
+    """Fill a uint8 tensor from the file's position; a system call may return less than was asked for."""
+    view = piece.numpy().data
+    while view:
+        position = file.tell()
+        try:
+            count = file.readinto(view)
+        except OSError as error:
+            raise TransferError("reading weights", "disk", str(stored.path), position, error.errno or 0) from error
+        if not count:
+            raise TransferError("reading weights", "disk", str(stored.path), position, 0)
+        view = view[count:]
+
+
+def _seed_of(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
+
+
+def _upwards(name: str) -> Iterator[str]:
+    """A module's name, its parent's, and so on to the root, which is the empty name."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _chunks(num_elements: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, num_elements, CHUNK_ELEMENTS):
+        yield start, min(start + CHUNK_ELEMENTS, num_elements)

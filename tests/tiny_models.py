@@ -1,0 +1,160 @@
+"""Tiny configurations of the model families that every family test runs over: 4 layers, hidden size 64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+BASE: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MOE: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.05,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama_tied": {"_t": "llama", "tie_word_embeddings": True},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 8},
+    "phi3": {},
+    "olmo2": {},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
+    "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0},
+    "cohere2": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "logit_scale": 0.25},
+    "gemma2": {"sliding_window": 8, "tie_word_embeddings": True},
+    "gemma3_text": {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_moe": dict(**MOE),
+    "qwen2_moe": dict(shared_expert_intermediate_size=48, **MOE),
+    "mixtral": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.05,
+    },
+    "olmoe": dict(**{k: v for k, v in MOE.items() if k != "moe_intermediate_size"}),
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "output_router_logits": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "deepseek_v2": {
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+    "deepseek_v3": {
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "qwen3_next": dict(
+        layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_conv_kernel_dim=4,
+        shared_expert_intermediate_size=32,
+        **MOE,
+    ),
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+    },
+    "gemma3n_text": {
+        "sliding_window": 8,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 160,
+        "laurel_rank": 8,
+        "num_kv_shared_layers": 0,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "intermediate_size": [96] * 4,
+    },
+    "gemma4_text": {
+        "sliding_window": 8,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 160,
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "llama4_text": {
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [1, 1, 1, 0],
+        "attention_chunk_size": 8,
+    },
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128},
+}
+
+
+def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
+    """Config of one of FAMILIES; `overrides` go on top, such as dropout rates."""
+    options = {**FAMILIES[family], **overrides}
+    model_type = options.pop("_t", family)
+    base = {"vocab_size": BASE["vocab_size"]} if model_type == "gpt2" else BASE
+    config = AutoConfig.for_model(model_type, **{**base, **options})
+    assert isinstance(config, PretrainedConfig)
+    return config
