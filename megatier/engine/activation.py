@@ -1,0 +1,104 @@
+"""What happens to a unit's activations between forward and backward: keep, recompute, or offload.
+
+All three run the same graph in the forward, the training graph, so that they agree bit for bit and compile once; they
+differ in what they keep of it.
+
+keep: the graph stays. A saved tensor that lies in the unit's weight slot is packed as (offset, dtype, size, stride) and
+re-bound, at unpack, to wherever the unit's weights lie by then; so weights leave while activations stay.
+recompute: saved tensors are dropped at once; the backward runs the forward again, with the same random numbers.
+offload: recompute, with the unit's input in RAM in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+
+class Activations(StrEnum):
+    """The policy of a unit."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+
+
+@dataclass(frozen=True, slots=True)
+class _InSlot:
+    """A saved tensor that is a view of the unit's weights."""
+
+    offset: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class Rebinding:
+    """Saved-tensor hooks of one unit in one group: weights saved for the backward become addresses, not tensors."""
+
+    def __init__(self, weights: Tensor) -> None:
+        """Weights is the unit's slot during the forward: uint8 [block], a view of its arena."""
+        self.weights: Tensor | None = weights
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Run the forward inside."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        self.weights = None
+
+    def _pack(self, tensor: Tensor) -> Tensor | _InSlot:
+        assert self.weights is not None
+        if tensor.untyped_storage().data_ptr() != self.weights.untyped_storage().data_ptr():
+            return tensor
+        offset = int(tensor.storage_offset()) * tensor.element_size() - int(self.weights.storage_offset())
+        if not 0 <= offset < self.weights.numel():
+            return tensor
+        return _InSlot(offset, tensor.dtype, tensor.size(), tensor.stride())
+
+    def _unpack(self, packed: Tensor | _InSlot) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        assert self.weights is not None, "the backward binds the unit's weights first"
+        start = (int(self.weights.storage_offset()) + packed.offset) // packed.dtype.itemsize
+        return self.weights.view(packed.dtype).as_strided(packed.size, packed.stride, start)
+
+
+@contextlib.contextmanager
+def dropping() -> Iterator[None]:
+    """Run a forward whose saved tensors are not wanted: the training graph, without its memory."""
+
+    def refuse(_: object) -> Tensor:
+        raise AssertionError("this graph was dropped; the backward recomputes")
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse):
+        yield
+
+
+class Replay:
+    """The random state and autocast settings of a forward, to run it again alike."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Taken just before the forward."""
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        kinds = {"cpu", device.type}
+        self._autocast = {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds}
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Restore inside; leave the present random state as it was."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng([self._device] if self._cuda is not None else []))
+            torch.set_rng_state(self._cpu)
+            if self._cuda is not None:
+                torch.cuda.set_rng_state(self._cuda, self._device)
+            for kind, (enabled, dtype) in self._autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            yield

@@ -1,0 +1,135 @@
+"""Gradients of units: summed in fp32 over slices, uses and groups, rounded once to the compute dtype, handed over.
+
+A unit's gradient of a group is whole when every forward use has had its backward. One use, one slice and one group need
+no sum: the gradient is written as autograd made it. Parameters without a gradient count as zero; everything is
+addressed by parameter, never by a running offset.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatier.store.layout import Layout
+
+
+class GradSink(Protocol):
+    """Where gradients go; it knows the tiers."""
+
+    def take_grad(self, unit: str) -> Tensor:
+        """A uint8 buffer for fp32 (several groups) or the compute dtype; it keeps its contents if `sums_here`."""
+
+    def ship_grad(self, unit: str, *, group: int) -> None:
+        """Hand it over."""
+
+    def sums_here(self, unit: str) -> bool:
+        """True when groups are added up in the buffer itself, because it is at home on the GPU."""
+
+
+class Measure(Protocol):
+    """Whoever takes the norm."""
+
+    def measure(self, unit: str, grad: Tensor) -> None:
+        """Note the sums of squares of a final gradient, flat, in the compute dtype."""
+
+
+class Gradients:
+    """Collects the gradients of one step."""
+
+    def __init__(
+        self,
+        layouts: Mapping[str, Layout],
+        dtype: torch.dtype,
+        device: torch.device,
+        sink: GradSink,
+        norm: Measure,
+        *,
+        groups: int,
+        slices: int,
+    ) -> None:
+        """Dtype is the compute dtype; device is where sums are taken; groups and slices are those of the step."""
+        self._layouts, self._dtype, self._device, self._sink, self._norm = layouts, dtype, device, sink, norm
+        self._groups, self._slices = groups, slices
+        self._gaps = {name: _gaps(layout) for name, layout in layouts.items()}
+        self._uses: Counter[str] = Counter()
+        self._left: Counter[str] = Counter()
+        self._sums: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self.group = 0
+
+    def begin_group(self, group: int) -> None:
+        """Forget what an abandoned group left behind."""
+        self.group = group
+        for counts in (self._uses, self._left):
+            counts.clear()
+        self._sums.clear()
+        self._buffers.clear()
+
+    def expect(self, unit: str) -> None:
+        """A forward use happened; a backward will follow."""
+        self._uses[unit] += 1
+        self._left[unit] += 1
+
+    def add(self, unit: str, parts: Sequence[tuple[str, Tensor | None]]) -> None:
+        """Gradients of one slice of one use, by parameter name."""
+        layout = self._layouts[unit]
+        tensors = {tensor.name: tensor for tensor in layout.tensors}
+        target, fresh = self._target(unit)
+        for name, grad in parts:
+            piece = target[tensors[name].start : tensors[name].stop]
+            if grad is None:
+                if fresh:
+                    piece.zero_()
+            elif fresh:
+                piece.copy_(grad.reshape(-1))
+            else:
+                piece.add_(grad.reshape(-1))
+
+    def close(self, unit: str) -> None:
+        """A use's backward is over; after the last, the group's gradient goes out."""
+        self._left[unit] -= 1
+        if self._left[unit]:
+            return
+        total = self._sums.pop(unit, None)
+        last = self.group == self._groups - 1
+        taken = self._buffers.pop(unit) if unit in self._buffers else self._sink.take_grad(unit)
+        buffer = taken.view(torch.float32 if self._groups > 1 else self._dtype)
+        if total is not None:
+            if self.group and self._sink.sums_here(unit):
+                buffer.add_(total)
+            else:
+                buffer.copy_(total)
+        if last and (self._groups == 1 or self._sink.sums_here(unit)):
+            if buffer.dtype is not self._dtype:
+                rounded = buffer.to(self._dtype)
+                buffer = taken.view(self._dtype)[: rounded.numel()].copy_(rounded)
+            self._norm.measure(unit, buffer)
+        self._sink.ship_grad(unit, group=self.group)
+
+    def _target(self, unit: str) -> tuple[Tensor, bool]:
+        """Flat buffer of all elements, and whether this is its first summand."""
+        if self._groups == 1 and self._slices == 1 and self._uses[unit] == 1:
+            self._buffers[unit] = self._sink.take_grad(unit)
+            buffer = self._buffers[unit].view(self._dtype)
+            for start, stop in self._gaps[unit]:
+                buffer[start:stop].zero_()
+            return buffer, True
+        if unit in self._sums:
+            return self._sums[unit], False
+        count = self._layouts[unit].num_elements
+        self._sums[unit] = torch.zeros(count, dtype=torch.float32, device=self._device)
+        return self._sums[unit], True
+
+
+def _gaps(layout: Layout) -> list[tuple[int, int]]:
+    """Padding between and after tensors."""
+    gaps, offset = [], 0
+    for tensor in layout.tensors:
+        if tensor.start > offset:
+            gaps.append((offset, tensor.start))
+        offset = tensor.stop
+    return [*gaps, (offset, layout.num_elements)] if offset < layout.num_elements else gaps

@@ -1,0 +1,174 @@
+"""AdamW and sums of squares on the GPU, in Triton: the bits of native/adamw.c and native/reduce.c.
+
+What keeps the bits equal: no operation is fused (`enable_fp_fusion=False`), square root and division round to nearest
+(plain `/` and `tl.sqrt` are approximate), subnormals are kept (Triton sets no flush to zero for these operations), and
+master, weight and remainder are joined and split as integers. Sums follow the C tree, lane by lane.
+
+Import it only where CUDA is available: Triton comes with torch's CUDA builds alone. Launches go to the current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+from torch import Tensor
+
+_jit: Callable[[Callable[..., Any]], Any] = triton.jit
+
+BLOCK_ELEMENTS = 1024
+"""Elements of one AdamW program: 8 a thread, so that a thread moves 16 bytes at a time."""
+SPAN_ELEMENTS = tl.constexpr(65_536)
+LANES = tl.constexpr(256)
+ROWS_AHEAD = tl.constexpr(16)
+"""Rows of lanes loaded before the first is added."""
+
+Planes = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
+Scalars = tuple[float, float, float, float, float, float, float, float]
+
+
+# HOP 5/6: gradient and state -> new state, on the GPU
+def adamw(planes: Planes, segments: Sequence[tuple[int, int, float]], scalars: Scalars) -> None:
+    """AdamW in place; native/adamw.h holds the definition. One launch a segment.
+
+    Args:
+        planes: weight, remainder, exp_avg, exp_avg_sq, grad: flat uint8 on the GPU. Remainder given: weight and grad
+            are bf16; None: weight is the fp32 master and grad fp32.
+        segments: (start, stop, decay) in elements, not overlapping. Starts at multiples of 128 elements are fast.
+        scalars: see `_native.ThreadPool.submit_adamw`; these and decay are rounded to fp32.
+    """
+    weight, remainder, exp_avg, exp_avg_sq, grad = planes
+    number = torch.float32 if remainder is None else torch.uint16
+    views = (
+        weight.view(number),
+        None if remainder is None else remainder.view(torch.int16),
+        exp_avg.view(torch.float32),
+        exp_avg_sq.view(torch.float32),
+        grad.view(number),
+    )
+    for start, stop, decay in segments:
+        pieces = tuple(None if view is None else view[start:stop] for view in views)
+        grid = (triton.cdiv(stop - start, BLOCK_ELEMENTS),)
+        _update[grid](pieces, stop - start, decay, scalars, BLOCK_ELEMENTS, num_warps=8, enable_fp_fusion=False)
+
+
+def sum_squares(piece: Tensor) -> Tensor:
+    """Partial sums of squares, one per span of 65,536 elements, in the order of `_native.sum_squares`.
+
+    Args:
+        piece: flat bf16 or fp32 on the GPU.
+
+    Returns:
+        fp64 [ceil(numel / 65,536)] on the same device. Equal to the CPU's bit for bit, but for the payload of a NaN.
+    """
+    partials = torch.empty(triton.cdiv(piece.numel(), 65_536), dtype=torch.float64, device=piece.device)
+    values = piece.view(torch.uint16) if piece.dtype is torch.bfloat16 else piece
+    _sum_spans[(partials.numel(),)](values, piece.numel(), partials, num_warps=4, enable_fp_fusion=False)
+    return partials
+
+
+# ---------------------------------------------------------------------- AdamW
+
+
+@_jit
+def _update(planes: tl.tuple, count: tl.int64, decay: tl.float32, scalars: tl.tuple, block: tl.constexpr) -> None:
+    """One block of a segment. A whole one has no mask: with it loads and stores would be element by element."""
+    start = tl.program_id(0).to(tl.int64) * block
+    elements = start + tl.arange(0, block)
+    if start + block <= count:
+        _update_elements(planes, elements, None, decay, scalars)
+    else:
+        _update_elements(planes, elements, elements < count, decay, scalars)
+
+
+@_jit
+def _update_elements(
+    planes: tl.tuple, elements: tl.tensor, inside: tl.tensor | None, decay: tl.tensor, scalars: tl.tuple
+) -> None:
+    weight, remainder, exp_avg, exp_avg_sq, grad = planes
+    beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, sqrt_bias2, grad_scale = scalars
+    x = tl.load(weight + elements, inside)
+    m = tl.load(exp_avg + elements, inside)
+    v = tl.load(exp_avg_sq + elements, inside)
+    g = tl.load(grad + elements, inside)
+    if remainder is not None:
+        rest = tl.load(remainder + elements, inside)
+        x = ((x.to(tl.uint32) << 16) + rest.to(tl.int32).to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
+
+    g = _float_of(g) * grad_scale
+    m = _settle(beta1 * m + one_minus_beta1 * g)
+    v = _settle(beta2 * v + one_minus_beta2 * (g * g))
+    x = x * decay - step_size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), sqrt_bias2) + eps)
+
+    tl.store(exp_avg + elements, m, inside)
+    tl.store(exp_avg_sq + elements, v, inside)
+    bits = _one_nan(x.to(tl.uint32, bitcast=True))
+    if remainder is None:
+        tl.store(weight + elements, bits.to(tl.float32, bitcast=True), inside)
+    else:  # the remainder, bits - (weight << 16), is the low half of the bits as it stands
+        tl.store(weight + elements, ((bits + 0x8000) >> 16).to(tl.uint16), inside)
+        tl.store(remainder + elements, bits.to(tl.uint16).to(tl.int16, bitcast=True), inside)
+
+
+@_jit
+def _settle(moment: tl.tensor) -> tl.tensor:
+    bits = moment.to(tl.uint32, bitcast=True)
+    bits = tl.where((bits & 0x7FFFFFFF) < 0x00800000, 0, bits)
+    return _one_nan(bits).to(tl.float32, bitcast=True)
+
+
+@_jit
+def _one_nan(bits: tl.tensor) -> tl.tensor:
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
+
+
+@_jit
+def _float_of(values: tl.tensor) -> tl.tensor:
+    """Fp32 of loaded numbers: bf16 ones arrive as uint16."""
+    if values.dtype == tl.uint16:
+        return (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:  # noqa: RET505  Triton decides at compile time, so it needs both branches
+        return values
+
+
+# ---------------------------------------------------------------------- sums of squares
+
+
+@_jit
+def _sum_spans(values: tl.tensor, count: tl.int64, partials: tl.tensor) -> None:
+    """One span. What is missing of the last one counts as +0, which changes no sum: none is below +0."""
+    span = tl.program_id(0).to(tl.int64)
+    start = span * SPAN_ELEMENTS
+    left = tl.minimum(count - start, SPAN_ELEMENTS).to(tl.int32)
+    lanes = tl.zeros([LANES], tl.float64)
+    for row in range(0, left, LANES * ROWS_AHEAD):
+        if left - row >= LANES * ROWS_AHEAD:
+            lanes = _add_rows(lanes, values + start + row, None)
+        else:
+            lanes = _add_rows(lanes, values + start + row, left - row)
+    tl.store(partials + span + tl.arange(0, 1), _fold(lanes))
+
+
+@_jit
+def _add_rows(lanes: tl.tensor, values: tl.tensor, left: tl.tensor | None) -> tl.tensor:
+    """Lane l adds elements l, l + 256, ... of the next rows in turn."""
+    for row in tl.static_range(ROWS_AHEAD):
+        elements = row * LANES + tl.arange(0, LANES)
+        loaded = tl.load(values + elements) if left is None else tl.load(values + elements, elements < left, 0)
+        number = _float_of(loaded).to(tl.float64)
+        lanes += number * number
+    return lanes
+
+
+@_jit
+def _fold(lanes: tl.tensor) -> tl.tensor:
+    """Lane l += lane l + 128, then + 64, ... + 1: written out, since tl.reduce may pair them otherwise."""
+    for half in tl.static_range(8):
+        lanes = tl.sum(tl.reshape(lanes, [2, LANES >> (half + 1)]), 0)
+    return lanes
+
+
+__all__ = ["adamw", "sum_squares"]

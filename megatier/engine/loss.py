@@ -1,0 +1,167 @@
+"""Head and loss as one node: cross-entropy over chunks of tokens, so that the logits never exist whole.
+
+The head's module returns the hidden states unchanged; the model's `loss_function` runs this node on them. Linear scales
+of the logits (Granite, Cohere) commute with the head and stay where Hugging Face has them; a soft cap does not, and is
+applied here.
+
+For logits z = cap * tanh(h W' / cap) (or h W'), labels y and N counted tokens, loss = sum(logsumexp(z) - z[y]) / N and
+d loss / d z = (softmax(z) - onehot(y)) / N. Both gradients are made in the forward, where the logits are at hand; the
+head's is summed over chunks in fp32.
+
+Source: the fused linear cross-entropy of Liger Kernel (arXiv 2410.10989).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from megatier.engine.node import Node
+from megatier.errors import UnsupportedModelError
+from megatier.store.tier import Phase
+
+IGNORED = -100
+"""Label of a token that does not count."""
+
+
+class FusedLoss:
+    """Replaces a model's head and loss function."""
+
+    def __init__(self, model: PreTrainedModel, head: Node, chunk: int) -> None:
+        """Install on the model.
+
+        Args:
+            model: the skeleton.
+            head: node of the output embedding; its unit holds the head's weight (an embedding's, when tied).
+            chunk: tokens per chunk.
+
+        Raises:
+            UnsupportedModelError: the head has a bias.
+        """
+        if len(head.names) != 1:
+            raise UnsupportedModelError(f"{head.module_name} has a bias; set model.fused_loss to false.")
+        self._head, self._chunk = head, chunk
+        self._cap = _take_softcap(model)
+        head.module.forward = lambda hidden: hidden
+        model.loss_function = self
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: int | None = None,
+        shift_labels: Tensor | None = None,
+        **_: Any,  # noqa: ANN401 - Hugging Face passes what its own loss functions take
+    ) -> Tensor:
+        """The mean cross-entropy, or the sum over num_items_in_batch.
+
+        Args:
+            logits: hidden states [B, T, H], under the name that Hugging Face gives the head's output.
+            labels: [B, T], to be shifted by one; -100 does not count.
+            vocab_size: ignored; the head knows.
+            num_items_in_batch: tokens that the whole step counts.
+            shift_labels: [B, T], shifted already.
+        """
+        hidden = logits.reshape(-1, logits.shape[-1])
+        if shift_labels is None:
+            shift_labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        targets = shift_labels.reshape(-1)
+        count = num_items_in_batch if num_items_in_batch is not None else int((targets != IGNORED).sum())
+        stage = self._head.stage
+        if not torch.is_grad_enabled():
+            use = stage.source.enter(self._head.unit, Phase.FORWARD, stage.gradients.group)
+            loss = self._forward(hidden, self._weight(use.bytes), targets, count, None)
+            use.leave()
+            return loss
+        stage.gradients.expect(self._head.unit)
+        result: Tensor = _LossFunction.apply(self, hidden, stage.anchor, targets, count)  # type: ignore[no-untyped-call]
+        return result
+
+    def run(self, hidden: Tensor, targets: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss (fp32 scalar), gradient of hidden (its dtype), gradient of the head (fp32 [V, H])."""
+        stage = self._head.stage
+        use = stage.source.enter(self._head.unit, Phase.FORWARD, stage.gradients.group)
+        weight = self._weight(use.bytes)
+        grads = (torch.empty_like(hidden), torch.zeros(weight.shape, dtype=torch.float32, device=weight.device))
+        loss = self._forward(hidden, weight, targets, count, grads)
+        use.leave()
+        return loss, *grads
+
+    def deliver(self, grad: Tensor) -> None:
+        """Hand the head's gradient over."""
+        gradients = self._head.stage.gradients
+        gradients.add(self._head.unit, [(self._head.names[0], grad)])
+        gradients.close(self._head.unit)
+
+    def _weight(self, weights: Tensor) -> Tensor:
+        return self._head.leaves(weights)[0].detach()
+
+    def _forward(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, count: int, grads: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        for start in range(0, hidden.shape[0], self._chunk):
+            rows = slice(start, start + self._chunk)
+            loss += self._chunk_loss(hidden[rows], weight, targets[rows], count, grads, rows)
+        return loss / count
+
+    def _chunk_loss(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        count: int,
+        grads: tuple[Tensor, Tensor] | None,
+        rows: slice,
+    ) -> Tensor:
+        logits = (hidden @ weight.t()).float()
+        capped = torch.tanh(logits / self._cap) if self._cap else None
+        if capped is not None and self._cap:
+            logits = capped * self._cap
+        counted = targets != IGNORED
+        index = targets.clamp(min=0)[:, None]
+        norms = torch.logsumexp(logits, -1)
+        loss = ((norms - logits.gather(1, index)[:, 0]) * counted).sum()
+        if grads is not None:
+            slope = logits.sub_(norms[:, None]).exp_()
+            slope.scatter_add_(1, index, -torch.ones_like(slope[:, :1]))
+            slope.mul_((counted.float() / count)[:, None])
+            if capped is not None:
+                slope.mul_(1 - capped * capped)
+            slope = slope.to(hidden.dtype)
+            grads[0][rows] = slope @ weight
+            grads[1].add_(slope.t() @ hidden)
+        return loss
+
+
+class _LossFunction(torch.autograd.Function):
+    """Gradients are made in the forward; the backward scales them and hands the head's over."""
+
+    @staticmethod
+    def forward(ctx: Any, fused: FusedLoss, hidden: Tensor, anchor: Tensor, targets: Tensor, count: int) -> Tensor:  # noqa: ANN401
+        loss, hidden_grad, head_grad = fused.run(hidden.detach(), targets, count)
+        ctx.fused, ctx.hidden_grad, ctx.head_grad = fused, hidden_grad, head_grad
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        fused, hidden_grad, head_grad = ctx.fused, ctx.hidden_grad, ctx.head_grad
+        ctx.fused = ctx.hidden_grad = ctx.head_grad = None
+        fused.deliver(head_grad.mul_(grad))
+        return None, hidden_grad.mul_(grad), None, None, None
+
+
+def _take_softcap(model: PreTrainedModel) -> float | None:
+    """Move the final soft cap from the model's forward into the loss."""
+    text = model.config.get_text_config()
+    cap = getattr(text, "final_logit_softcapping", None)
+    if cap:
+        for config in (text, model.config):  # some configs are strict dataclasses that refuse None
+            if "final_logit_softcapping" in config.__dict__:
+                config.__dict__["final_logit_softcapping"] = None
+    return cap

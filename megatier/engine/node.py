@@ -1,0 +1,395 @@
+"""One autograd node per unit, under Hugging Face's own forward.
+
+The modules of a unit lie on meta. Each one's `forward` is replaced, on the instance, by a call of this node: it asks for
+the unit's weights, binds views of their GPU slot, runs the original forward, and unbinds; its backward asks again, runs
+the unit's backward, and hands the gradients over. Masks, rotary tables, auxiliary losses and scales stay Hugging
+Face's business, which is why one node serves every family.
+
+A group's batch is cut into slices along the batch dimension of its batched arguments; they share one binding. Which
+arguments are batched is learnt by calling the model with one row and with two (`learning`), never guessed by size.
+
+Source: the mechanism of gradient checkpointing (torch.utils.checkpoint) with the weights taken out as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from transformers.utils.output_capturing import _active_collector
+
+from megatier.engine.activation import Activations, Rebinding, Replay, dropping
+from megatier.engine.gradient import Gradients
+from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
+from megatier.store.layout import TensorSlice
+from megatier.store.tier import Phase
+
+_collector: ContextVar[dict[str, list[Tensor]] | None] = _active_collector  # type: ignore[assignment]
+"""Where Hugging Face collects what its hooks capture, such as router logits."""
+
+CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+
+
+class WeightUse(Protocol):
+    """Weights on the GPU until `leave`."""
+
+    bytes: Tensor
+
+    def leave(self) -> None:
+        """Give them back."""
+
+
+class WeightSource(Protocol):
+    """Who brings weights and takes activations; it knows the tiers."""
+
+    def enter(self, unit: str, phase: Phase, group: int) -> WeightUse:
+        """The unit's weights, uint8 [block]."""
+
+    def stash(self, unit: str, tensor: Tensor) -> None:
+        """Take a contiguous activation to RAM."""
+
+    def fetch(self, unit: str, tensor: Tensor) -> None:
+        """Bring it back."""
+
+
+@dataclass(slots=True)
+class Stage:
+    """What all nodes of a model share."""
+
+    source: WeightSource
+    gradients: Gradients
+    dtype: torch.dtype
+    device: torch.device
+    slices: int
+    activations: Activations
+    anchor: Tensor
+    """A scalar that requires a gradient: input of every node, so that units without a differentiable input have one."""
+    checks_finite: bool = False
+    """Stop at the first unit with a value that is not finite (a diagnosis, not a training mode)."""
+    learnt: dict[str, list[tuple[int, ...] | None]] | None = None
+    """While learning: shapes of each module's flat arguments in the run with one row."""
+
+
+class Node:
+    """One module of one unit, streamed."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        unit: str,
+        module_name: str,
+        module: nn.Module,
+        bindings: Sequence[tuple[dict[str, Tensor | None], str, TensorSlice]],
+        *,
+        is_layer: bool,
+    ) -> None:
+        """Replace the module's forward on the instance."""
+        self.stage, self.unit, self.module_name, self.module = stage, unit, module_name, module
+        self.is_layer = is_layer
+        self._bindings = bindings
+        self._forward: Callable[..., Any] = module.forward
+        self._leaves: dict[int, list[Tensor]] = {}
+        self._slices = {tensor.name: tensor for _, _, tensor in bindings}
+        self.batched: list[bool] | None = None
+        """Per flat argument, whether it is cut; None: not learnt yet."""
+        module.forward = self.__call__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
+        """The module's forward, with streamed weights."""
+        training = torch.is_grad_enabled()
+        if training:
+            # A replay would append keys and values a second time: the same loss, wrong gradients.
+            kwargs = {k: None if k in CACHE_ARGUMENTS else v for k, v in kwargs.items()}
+            if kwargs.get("use_cache"):
+                kwargs["use_cache"] = False
+        flat, spec = tree_flatten((args, kwargs))
+        self._learn(flat)
+        call = _Call(self, flat, spec, [i for i, x in enumerate(flat) if torch.is_tensor(x) and x.requires_grad])
+        if not training:
+            return call.run_plain()
+        inputs = [flat[i] for i in call.differentiable]
+        for i in call.differentiable:
+            call.flat[i] = None
+        self.stage.gradients.expect(self.unit)
+        results = _UnitFunction.apply(call, self.stage.anchor, *inputs)  # type: ignore[no-untyped-call]
+        return call.unpack(list(results))
+
+    def leaves(self, weights: Tensor) -> list[Tensor]:
+        """Views of the unit's parameters in a slot, one per tensor, each an autograd leaf; cached by address."""
+        key = weights.data_ptr()
+        if key not in self._leaves:
+            plane = weights.detach().view(self.stage.dtype)
+            self._leaves[key] = [
+                plane[t.start : t.stop].view(t.shape).detach().requires_grad_() for t in self._slices.values()
+            ]
+        return self._leaves[key]
+
+    def run(self, leaves: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """The module's own forward with these weights bound."""
+        by_name = dict(zip(self._slices, leaves, strict=True))
+        before = [parameters[leaf] for parameters, leaf, _ in self._bindings]
+        # Hugging Face's checkpointing wrapper would run the layer again after it is unbound.
+        checkpointing = getattr(self.module, "gradient_checkpointing", False)
+        if checkpointing:
+            self.module.gradient_checkpointing = False  # type: ignore[assignment]
+        for parameters, leaf, tensor in self._bindings:
+            parameters[leaf] = by_name[tensor.name]
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            for (parameters, leaf, _), parameter in zip(self._bindings, before, strict=True):
+                parameters[leaf] = parameter
+            if checkpointing:
+                self.module.gradient_checkpointing = True  # type: ignore[assignment]
+
+    @property
+    def names(self) -> list[str]:
+        """Parameter names, in the order of `leaves`."""
+        return list(self._slices)
+
+    def _learn(self, flat: Sequence[Any]) -> None:
+        learnt = self.stage.learnt
+        if learnt is None:
+            return
+        shapes = [tuple(x.shape) if torch.is_tensor(x) and x.dim() else None for x in flat]
+        if self.module_name not in learnt:
+            learnt[self.module_name] = shapes
+            return
+        one = learnt[self.module_name]
+        if len(one) != len(shapes) or any(
+            a is not None and b is not None and a[1:] != b[1:] for a, b in zip(one, shapes, strict=True)
+        ):
+            raise ConfigError(
+                f"train.slices: the arguments of {self.module_name} cannot be cut along the batch; set it to 1."
+            )
+        self.batched = [a is not None and b is not None and a[0] != b[0] for a, b in zip(one, shapes, strict=True)]
+
+
+@dataclass(slots=True)
+class _Call:
+    """One use of a node in one group."""
+
+    node: Node
+    flat: list[Any]
+    spec: TreeSpec
+    differentiable: list[int]
+    """Positions of the inputs that require a gradient; their places in `flat` are empty in a training call."""
+    captured: list[tuple[str, int]] = field(default_factory=list)
+    """Outputs that Hugging Face collects by hooks (router logits): key and how many."""
+    is_tuple: bool = False
+
+    def cut(self, inputs: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Any]]]:
+        """Per slice: the differentiable inputs, detached and requiring a gradient, and all flat arguments."""
+        count = self.node.stage.slices
+        if count > 1 and self.node.batched is None:
+            raise AssertionError("slices are learnt before training")
+        for index in range(count):
+            leaves = [
+                self._part(tensor, i, index).detach().requires_grad_()
+                for tensor, i in zip(inputs, self.differentiable, strict=True)
+            ]
+            flat = [self._part(x, i, index) for i, x in enumerate(self.flat)]
+            for position, leaf in zip(self.differentiable, leaves, strict=True):
+                flat[position] = leaf
+            yield leaves, flat
+
+    def _part(self, value: Any, position: int, index: int) -> Any:  # noqa: ANN401
+        count, batched = self.node.stage.slices, self.node.batched
+        if count == 1 or not torch.is_tensor(value) or batched is None or not batched[position]:
+            return value
+        rows = value.shape[0] // count
+        return value[index * rows : (index + 1) * rows]
+
+    def run(self, leaves: Sequence[Tensor], flat: Sequence[Any]) -> list[Tensor]:
+        """Outputs and captured outputs of one slice."""
+        args, kwargs = tree_unflatten(flat, self.spec)
+        outer = _collector.get()
+        caught: dict[str, list[Tensor]] = {}
+        if outer is None:
+            output = self.node.run(leaves, args, kwargs)
+        else:
+            caught = {key: [] for key, value in outer.items() if isinstance(value, list) and key != "hidden_states"}
+            token = _collector.set(caught)
+            try:
+                output = self.node.run(leaves, args, kwargs)
+            finally:
+                _collector.reset(token)
+        self.is_tuple = isinstance(output, tuple)
+        self.captured = [(key, len(value)) for key, value in caught.items() if value]
+        outputs = list(output) if self.is_tuple else [output]
+        if not all(torch.is_tensor(x) or x is None for x in outputs):
+            raise UnsupportedModelError(
+                f"{self.node.module_name} returns something other than tensors; it cannot be streamed."
+            )
+        outputs += [tensor for values in caught.values() for tensor in values]
+        if self.node.stage.checks_finite:
+            self._check(leaves, outputs)
+        return outputs
+
+    def _check(self, leaves: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
+        for what, tensors in (("a weight", leaves), ("an output", outputs)):
+            if any(t is not None and t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors):
+                raise NonFiniteError(f"{what} of unit {self.node.unit} ({self.node.module_name}) is not finite")
+
+    def run_plain(self) -> Any:  # noqa: ANN401
+        """Without gradients, uncut: evaluation, and learning what is batched."""
+        stage = self.node.stage
+        use = stage.source.enter(self.node.unit, Phase.FORWARD, stage.gradients.group)
+        results = self.run(self.node.leaves(use.bytes), self.flat)
+        use.leave()
+        return self.unpack(results)
+
+    def unpack(self, results: list[Tensor]) -> Any:  # noqa: ANN401
+        """What the module returns; captured outputs go to Hugging Face's collector."""
+        count = sum(number for _, number in self.captured)
+        caught = results[len(results) - count :]
+        outer = _collector.get()
+        for key, number in self.captured:
+            if outer is not None:
+                outer[key].extend(caught[:number])
+            caught = caught[number:]
+        outputs = results[: len(results) - count]
+        return tuple(outputs) if self.is_tuple else outputs[0]
+
+
+# HOP 3/6: GPU slot -> weights: views, no copy
+class _UnitFunction(torch.autograd.Function):
+    """Forward and backward of one use of one unit."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+        node, stage = call.node, call.node.stage
+        ctx.call, ctx.kept, ctx.replays = call, [], []
+        keep = stage.activations is Activations.KEEP
+        use = stage.source.enter(node.unit, Phase.FORWARD, stage.gradients.group)
+        leaves = node.leaves(use.bytes)
+        parts = []
+        for slice_inputs, flat in call.cut(inputs):
+            rebinding = Rebinding(use.bytes)
+            if not keep:
+                ctx.replays.append(Replay(stage.device))
+            with torch.enable_grad(), rebinding.hooks() if keep else dropping():
+                outputs = call.run(leaves, flat)
+            if keep:
+                ctx.kept.append((slice_inputs, leaves, outputs, rebinding))
+            parts.append([None if x is None else x.detach() for x in outputs])
+        use.leave()
+        results = _join(parts)
+        _save_inputs(ctx, inputs)
+        ctx.mark_non_differentiable(*[x for x in results if x is not None and not x.is_floating_point()])
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        call: _Call = ctx.call
+        node, stage = call.node, call.node.stage
+        inputs = _load_inputs(ctx)
+        use = stage.source.enter(node.unit, Phase.BACKWARD, stage.gradients.group)
+        input_grads: list[list[Tensor | None]] = []
+        pieces = iter(()) if ctx.kept else call.cut(inputs)
+        for index in range(stage.slices):
+            if ctx.kept:
+                slice_inputs, leaves, outputs, rebinding = ctx.kept[index]
+                rebinding.weights = use.bytes
+                ctx.kept[index] = ()
+            else:
+                slice_inputs, flat = next(pieces)
+                leaves = node.leaves(use.bytes)
+                with torch.enable_grad(), ctx.replays[index].again():
+                    outputs = call.run(leaves, flat)
+            found = _grads(outputs, _cut_grads(grads, outputs, index, stage.slices), [*slice_inputs, *leaves])
+            del outputs
+            stage.gradients.add(node.unit, list(zip(node.names, found[len(slice_inputs) :], strict=True)))
+            input_grads.append(list(found[: len(slice_inputs)]))
+        use.leave()
+        stage.gradients.close(node.unit)
+        return (None, None, *_join_grads(input_grads, call))
+
+
+def _save_inputs(ctx: Any, inputs: Sequence[Tensor]) -> None:  # noqa: ANN401
+    """Offload the largest input of a layer; the others, and those of small units, stay."""
+    node: Node = ctx.call.node
+    ctx.shape, ctx.stashed = None, None
+    saved: list[Tensor | None] = list(inputs)
+    if node.stage.activations is Activations.KEEP:
+        saved = []
+    elif node.stage.activations is Activations.OFFLOAD and node.is_layer and inputs:
+        ctx.stashed = max(range(len(inputs)), key=lambda i: inputs[i].numel())
+        tensor = inputs[ctx.stashed].detach().contiguous()
+        ctx.shape = (tensor.shape, tensor.dtype)
+        node.stage.source.stash(node.unit, tensor)
+        saved[ctx.stashed] = None
+    ctx.save_for_backward(*saved)
+
+
+def _load_inputs(ctx: Any) -> list[Tensor]:  # noqa: ANN401
+    node: Node = ctx.call.node
+    inputs = list(ctx.saved_tensors)
+    if ctx.stashed is not None:
+        shape, dtype = ctx.shape
+        inputs[ctx.stashed] = torch.empty(shape, dtype=dtype, device=node.stage.device)
+        node.stage.source.fetch(node.unit, inputs[ctx.stashed])
+    return inputs
+
+
+def _join(parts: list[list[Any]]) -> list[Any]:
+    """Slices end to end along the batch."""
+    if len(parts) == 1:
+        return parts[0]
+    return [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
+
+
+def _cut_grads(
+    grads: Sequence[Tensor | None], outputs: Sequence[Tensor | None], index: int, count: int
+) -> list[Tensor | None]:
+    if count == 1:
+        return list(grads)
+    result: list[Tensor | None] = []
+    for grad, output in zip(grads, outputs, strict=True):
+        rows = 0 if output is None else output.shape[0]
+        result.append(None if grad is None else grad[index * rows : (index + 1) * rows])
+    return result
+
+
+def _grads(
+    outputs: Sequence[Tensor | None], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None and o.requires_grad]
+    if not pairs:
+        return [None] * len(inputs)
+    return torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
+
+
+def _join_grads(parts: list[list[Tensor | None]], call: _Call) -> list[Tensor | None]:
+    """Gradients of batched inputs end to end, of shared ones added up."""
+    if len(parts) == 1:
+        return parts[0]
+    joined: list[Tensor | None] = []
+    for position, column in zip(call.differentiable, zip(*parts, strict=True), strict=True):
+        present = [grad for grad in column if grad is not None]
+        if not present:
+            joined.append(None)
+        elif call.node.batched is not None and call.node.batched[position]:
+            joined.append(torch.cat(present))
+        else:
+            total = present[0]
+            for grad in present[1:]:
+                total = total + grad
+            joined.append(total)
+    return joined
+
+
+@contextlib.contextmanager
+def learning(stage: Stage) -> Iterator[None]:
+    """Run the model twice inside, with one row and with two: nodes learn which arguments are batched."""
+    stage.learnt = {}
+    try:
+        yield
+    finally:
+        stage.learnt = None

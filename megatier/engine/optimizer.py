@@ -1,0 +1,237 @@
+"""AdamW on split masters, and the exact global norm.
+
+One definition, the same bits from the C kernel and the Triton kernel, without fused multiply-add:
+
+    g = grad * scale                              m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) (g g)
+    x = x (1 - lr wd) - lr / (1 - beta1^t) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
+
+with x the fp32 master (split: weight plane and remainder), m and v below 2^-126 set to 0. `scale` is the clip
+coefficient, min(1, clip / (norm + 1e-6)).
+
+The norm is that of the rounded gradients. Sums of squares are taken per parameter tensor and span of 65,536 elements in
+fp64, in a fixed order, and added exactly (`math.fsum`): independent of units, slots, slices and device.
+
+Source: Loshchilov and Hutter, arXiv 1711.05101. The split is megatier's: 12 bytes of state a parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatier import _native
+from megatier.errors import NonFiniteError
+from megatier.store.layout import Layout, TensorSlice
+from megatier.store.tier import Kind
+
+SPAN_ELEMENTS = 65_536
+"""Elements under one partial sum of squares."""
+UPDATE_QUEUE_DEPTH = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """What does not change from step to step."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float | None = 1.0
+    """Global norm to clip to; None: off."""
+
+
+class AdamW:
+    """The optimizer of one run.
+
+    Threads: `begin_step`, `norm` from the training loop; `apply`, `accumulate` and `check` from the update lane;
+    `measure` from either.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[str, Layout],
+        decayed: frozenset[str],
+        hyper: Hyperparameters,
+        *,
+        dtype: torch.dtype,
+        groups: int,
+        num_threads: int,
+    ) -> None:
+        """Dtype is the compute dtype: bf16 has split masters, fp32 whole ones."""
+        self.hyper = hyper
+        self._layouts, self._decayed, self._dtype, self._groups = dict(layouts), decayed, dtype, groups
+        self._split = dtype is torch.bfloat16
+        self._pool = _native.ThreadPool(num_threads, UPDATE_QUEUE_DEPTH)
+        self._scalars = (0.0,) * 8
+        self._learning_rate = 0.0
+        self._sums: dict[str, list[Tensor]] = {}
+        if torch.cuda.is_available():  # Triton comes with torch's CUDA builds alone
+            from megatier.engine import kernels
+
+            self._kernels = kernels
+
+    def begin_step(self, step: int, learning_rate: float) -> None:
+        """Forget the last step's gradients; set the scalars of step 1, 2, ...: updates read them until the next."""
+        hyper = self.hyper
+        self._learning_rate = learning_rate
+        step_size = learning_rate / (1 - hyper.beta1**step)
+        self._scalars = (
+            hyper.beta1,
+            1 - hyper.beta1,
+            hyper.beta2,
+            1 - hyper.beta2,
+            hyper.eps,
+            step_size,
+            math.sqrt(1 - hyper.beta2**step),
+            1.0,
+        )
+        self._sums.clear()
+
+    def clip(self, norm: float) -> float:
+        """Set and return the coefficient for this norm."""
+        limit = self.hyper.clip
+        coefficient = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+        self._scalars = (*self._scalars[:7], coefficient)
+        return coefficient
+
+    def norm(self) -> float:
+        """Global norm of the measured gradients, sqrt of the exact sum of the partial sums."""
+        names = sorted(self._sums)
+        return math.sqrt(math.fsum(x for name in names for part in self._sums[name] for x in part.tolist()))
+
+    def first_non_finite(self) -> str | None:
+        """The first unit, in forward order, whose measured gradient is not finite."""
+        for name in self._layouts:
+            if any(not bool(part.isfinite().all()) for part in self._sums.get(name, ())):
+                return name
+        return None
+
+    # ------------------------------------------------------------------ gradients
+
+    def measure(self, unit: str, grad: Tensor) -> None:
+        """Note the sums of squares of a final gradient.
+
+        Args:
+            unit: its unit.
+            grad: flat [num_elements] in the compute dtype, on any device.
+        """
+        parts = []
+        for tensor in self._layouts[unit].tensors:
+            piece = grad[tensor.start : tensor.stop]
+            if piece.is_cuda:
+                parts.append(self._kernels.sum_squares(piece))
+                continue
+            sums = torch.empty(-(-piece.numel() // SPAN_ELEMENTS), dtype=torch.float64)
+            _native.sum_squares(piece.data_ptr(), piece.numel(), self._split, sums.data_ptr())
+            parts.append(sums)
+        self._sums[unit] = parts
+
+    def accumulate(self, unit: str, total: Tensor, part: Tensor, *, group: int) -> None:
+        """Add a group's gradient in RAM; see schedule.player.Optimizer.
+
+        Args:
+            unit: its unit.
+            total: uint8, fp32 sum; after the last group its front holds the gradient in the compute dtype.
+            part: uint8, fp32 gradient of this group.
+            group: 0, 1, ...
+        """
+        count = self._layouts[unit].num_elements
+        _native.accumulate(total.data_ptr(), part.data_ptr(), count, group == 0)
+        if group < self._groups - 1:
+            return
+        if self._split:
+            _native.round_bf16(total.data_ptr(), total.data_ptr(), count)
+        self.measure(unit, total.view(self._dtype)[:count])
+
+    def check(self, unit: str) -> None:
+        """Refuse a gradient that is not finite, before the immediate mode applies it.
+
+        Raises:
+            NonFiniteError: names the unit.
+        """
+        if any(not bool(part.isfinite().all()) for part in self._sums[unit]):
+            raise NonFiniteError(f"the gradient of unit {unit} is not finite; its weights were not changed")
+
+    # ------------------------------------------------------------------ update
+
+    # HOP 5/6: gradient and state -> new state
+    def apply(self, unit: str, elements: tuple[int, int], planes: Mapping[Kind, Tensor], grad: Tensor) -> None:
+        """AdamW in place on elements [start, stop) of a unit.
+
+        Args:
+            unit: its unit.
+            elements: the run of elements that the planes hold.
+            planes: uint8 tensors of each kind of state, all on one device.
+            grad: uint8, the final gradient of the same elements, in the compute dtype.
+        """
+        start, stop = elements
+        segments = self._segments(self._layouts[unit], start, stop)
+        remainder = planes.get(Kind.REMAINDER)
+        weight, exp_avg, exp_avg_sq = planes[Kind.WEIGHT], planes[Kind.EXP_AVG], planes[Kind.EXP_AVG_SQ]
+        if weight.is_cuda:
+            self._kernels.adamw((weight, remainder, exp_avg, exp_avg_sq, grad), segments, self._scalars)
+            return
+        addresses = (
+            weight.data_ptr(),
+            remainder.data_ptr() if remainder is not None else 0,
+            exp_avg.data_ptr(),
+            exp_avg_sq.data_ptr(),
+            grad.data_ptr(),
+        )
+        self._pool.submit_adamw(addresses, self._split, segments, self._scalars).wait()
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._pool.close()
+
+    def _segments(self, layout: Layout, start: int, stop: int) -> list[tuple[int, int, float]]:
+        """Runs of equal decay, relative to `start`. A run takes the padding behind it along: zeros stay zeros."""
+        segments: list[tuple[int, int, float]] = []
+        for tensor in layout.tensors:
+            first, last = max(start, tensor.start), min(stop, tensor.stop)
+            if first >= last:
+                continue
+            decay = self._decay(tensor)
+            if segments and segments[-1][2] == decay:
+                segments[-1] = (segments[-1][0], last - start, decay)
+            else:
+                segments.append((first - start, last - start, decay))
+        return segments
+
+    def _decay(self, tensor: TensorSlice) -> float:
+        return 1 - self._learning_rate * self.hyper.weight_decay if tensor.name in self._decayed else 1.0
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 -> (weight bf16, remainder int16), flat, exact: see `join_master`."""
+    source = master.detach().reshape(-1).contiguous()
+    weight = torch.empty(source.numel(), dtype=torch.bfloat16)
+    remainder = torch.empty(source.numel(), dtype=torch.int16)
+    _native.split(source.data_ptr(), weight.data_ptr(), remainder.data_ptr(), source.numel())
+    return weight, remainder
+
+
+def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 master of two planes, flat."""
+    master = torch.empty(weight.numel(), dtype=torch.float32)
+    _native.join(weight.data_ptr(), remainder.data_ptr(), master.data_ptr(), weight.numel())
+    return master
+
+
+def learning_rate(step: int, *, peak: float, schedule: str, warmup: int, steps: int, minimum_ratio: float) -> float:
+    """Learning rate of step 1, 2, ..., steps: linear warm-up, then constant, linear or cosine to minimum_ratio * peak."""
+    if step <= warmup:
+        return peak * step / warmup
+    share = (step - warmup - 1) / max(1, steps - warmup)
+    if schedule == "constant":
+        return peak
+    fall = share if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * share))
+    return peak * (1 - (1 - minimum_ratio) * fall)
+
+
+__all__ = ["AdamW", "Hyperparameters", "join_master", "learning_rate", "split_master"]

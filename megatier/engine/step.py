@@ -1,0 +1,195 @@
+"""One training step, written once, and its evaluation.
+
+for each group:  forward -> loss -> backward          gradients leave unit by unit
+norm -> clip coefficient                              the one point where the host waits for the device
+updates: before each unit's next forward (deferred), or inside the backward (clipping off)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatier.engine.activation import Activations
+from megatier.engine.gradient import Gradients, GradSink
+from megatier.engine.loss import IGNORED, FusedLoss
+from megatier.engine.node import Node, Stage, WeightSource, learning
+from megatier.engine.optimizer import AdamW
+from megatier.errors import NonFiniteError
+from megatier.models.decoder import Unit, bindings
+
+Batch = Mapping[str, Tensor]
+
+
+class Stream(WeightSource, GradSink, Protocol):
+    """What plays the timeline under the engine."""
+
+    def begin(self, name: str) -> None:
+        """Start a pass."""
+
+    def end(self) -> None:
+        """End it."""
+
+    def cancel(self) -> None:
+        """Leave it half-way."""
+
+    def defer_updates(self) -> None:
+        """All gradients are final; update before the next use."""
+
+    def drain_gradients(self) -> None:
+        """Wait until every gradient is summed and measured."""
+
+    def drain(self) -> None:
+        """Finish every update and write-back."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step reports."""
+
+    loss: float
+    grad_norm: float
+    clip_coefficient: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Numeric choices and policies."""
+
+    dtype: torch.dtype
+    device: torch.device
+    groups: int = 1
+    slices: int = 1
+    activations: Activations = Activations.KEEP
+    fused_loss: bool = True
+    loss_chunk: int = 1024
+
+
+class Engine:
+    """A Hugging Face skeleton whose units stream, with its optimizer."""
+
+    def __init__(
+        self, model: PreTrainedModel, units: Sequence[Unit], stream: Stream, optimizer: AdamW, options: EngineOptions
+    ) -> None:
+        """Install nodes on every module that uses a unit. Buffers move to the device."""
+        self.model, self._stream, self._optimizer, self.options = model, stream, optimizer, options
+        layouts = {unit.name: unit.layout for unit in units}
+        gradients = Gradients(
+            layouts, options.dtype, options.device, stream, optimizer, groups=options.groups, slices=options.slices
+        )
+        anchor = torch.zeros((), device=options.device, requires_grad=True)
+        self._stage = Stage(
+            stream, gradients, options.dtype, options.device, options.slices, options.activations, anchor
+        )
+        bound = [(unit, name, bindings(model, unit, name)) for unit in units for name in unit.module_names]
+        _move_buffers(model, options)
+        self._nodes = {
+            name: Node(self._stage, unit.name, name, model.get_submodule(name), places, is_layer=unit.is_layer)
+            for unit, name, places in bound
+        }
+        head = model.get_output_embeddings()
+        if options.fused_loss:
+            FusedLoss(model, next(n for n in self._nodes.values() if n.module is head), options.loss_chunk)
+
+    def train_step(self, step: int, rate: float, groups: Sequence[Batch]) -> StepResult:
+        """Forward, backward and update on one step's tokens; the deferred update runs ahead of the next forward.
+
+        Args:
+            step: 1, 2, ...
+            rate: learning rate.
+            groups: one batch (input_ids and labels [B, T], ...) per group, on any device.
+
+        Raises:
+            NonFiniteError: loss or gradient is NaN or infinite; no update of this step was applied (clipping on), or
+                none after the named unit's (off).
+        """
+        self._learn(groups[0])
+        self.model.train()
+        self._optimizer.begin_step(step, rate)
+        counted = sum(_count(batch) for batch in groups)
+        losses = []
+        self._stream.begin("train")
+        for index, batch in enumerate(groups):
+            self._stage.gradients.begin_group(index)
+            loss = self._loss(batch, counted if len(groups) > 1 else None)
+            if self._optimizer.hyper.clip is None and not math.isfinite(loss.item()):
+                self._stream.cancel()
+                self._fail(step, "the loss", batch)
+            loss.backward()
+            losses.append(loss.detach())
+        self._stream.end()
+        total = math.fsum(loss.item() for loss in losses)
+        return self._finish(step, total, groups[0])
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Mean loss per counted token, on the weights of the last whole step."""
+        self._stream.drain()
+        self.model.eval()
+        total, tokens = 0.0, 0
+        with torch.no_grad():
+            for batch in batches:
+                self._stream.begin("evaluate")
+                count = _count(batch)
+                total += self._loss(batch, None).item() * count
+                tokens += count
+                self._stream.end()
+        return total / max(1, tokens)
+
+    def _finish(self, step: int, loss: float, batch: Batch) -> StepResult:
+        self._stream.drain_gradients()
+        norm = self._optimizer.norm()
+        if not (math.isfinite(norm) and math.isfinite(loss)):
+            self._fail(step, "the loss" if not math.isfinite(loss) else "the gradient norm", batch)
+        coefficient = self._optimizer.clip(norm)
+        if self._optimizer.hyper.clip is not None:
+            self._stream.defer_updates()
+        return StepResult(loss, norm, coefficient)
+
+    def _loss(self, batch: Batch, counted: int | None) -> Tensor:
+        inputs: dict[str, object] = {key: value.to(self.options.device) for key, value in batch.items()}
+        if counted is not None:
+            inputs["num_items_in_batch"] = counted
+        loss: Tensor = self.model(**inputs, use_cache=False).loss
+        return loss
+
+    def _learn(self, batch: Batch) -> None:
+        """Before the first step with slices: which arguments of each module are batched."""
+        if self.options.slices == 1 or all(node.batched is not None for node in self._nodes.values()):
+            return
+        with torch.no_grad(), learning(self._stage):
+            for rows in (1, 2):
+                self._stream.begin("evaluate")
+                self._loss({key: value[:rows] for key, value in batch.items()}, None)
+                self._stream.end()
+
+    def _fail(self, step: int, what: str, batch: Batch) -> None:
+        """Find the first unit with a value that is not finite, and stop."""
+        unit = self._optimizer.first_non_finite()
+        where = f"; the first gradient that is not finite is that of unit {unit}" if unit is not None else ""
+        self._stage.checks_finite = True
+        try:
+            self.evaluate([batch])
+        except NonFiniteError as error:
+            where = f"; {error}"
+        raise NonFiniteError(
+            f"{what} of step {step} is not finite{where}. No update of this step was written; lower "
+            "train.learning_rate, set train.clip, or look at the data of this step."
+        )
+
+
+def _count(batch: Batch) -> int:
+    """Tokens whose prediction counts."""
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+
+def _move_buffers(model: PreTrainedModel, options: EngineOptions) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(options.device)
