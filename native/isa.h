@@ -18,7 +18,7 @@ extern _Atomic int isa_level;
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define ISA_TARGET_AVX2 __attribute__((target("avx2")))
-#define ISA_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")))
+#define ISA_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
 #define ISA_CHOOSE(portable, avx2, avx512) \
     (isa_level == ISA_AVX512 ? (avx512) : isa_level == ISA_AVX2 ? (avx2) : (portable))
 static inline unsigned float_state_ieee(void)

@@ -263,7 +263,7 @@ def test_wait_with_timeout_returns_false_until_done() -> None:
 @pytest.mark.parametrize(("queue_depth_max", "blocks"), [(2, True), (1000, False)])
 def test_submit_blocks_only_while_queue_is_full(queue_depth_max: int, blocks: bool) -> None:
     pool, work = _native.ThreadPool(1, queue_depth_max), Work()
-    batch = work.submit(pool, 200)
+    batch = work.submit(pool, 400)
     submitted_ns = time.perf_counter_ns()
     assert batch.wait()
     start_ns, end_ns = batch.span_ns()
