@@ -1,8 +1,8 @@
 """AdamW and sums of squares on the GPU, in Triton: the bits of native/adamw.c and native/reduce.c.
 
-What keeps the bits equal: no operation is fused (`enable_fp_fusion=False`), square root and division round to nearest
-(plain `/` and `tl.sqrt` are approximate), subnormals are kept (Triton sets no flush to zero for these operations), and
-master, weight and remainder are joined and split as integers. Sums follow the C tree, lane by lane.
+What keeps the bits of AdamW equal: no operation is fused (`enable_fp_fusion=False`), square root and division round to
+nearest (plain `/` and `tl.sqrt` are approximate), subnormals are kept (Triton from 3.6 on; 3.5 flushes those of roots
+and quotients), and master, weight and remainder are joined and split as integers. Sums follow the C tree, lane by lane.
 
 Import it only where CUDA is available: Triton comes with torch's CUDA builds alone. Launches go to the current stream.
 """
@@ -17,12 +17,16 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
-_jit: Callable[[Callable[..., Any]], Any] = triton.jit
+_jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["count"])
+"""Lengths are not compiled in: one kernel for all, since only the last block of elements needs the length."""
 
 BLOCK_ELEMENTS = 1024
-"""Elements of one AdamW program: 8 a thread, so that a thread moves 16 bytes at a time."""
+BLOCK_WARPS = 8
+"""4 elements a thread: 16 bytes of an fp32 plane and 8 of a 16-bit one, so that no data move between threads."""
+
 SPAN_ELEMENTS = tl.constexpr(65_536)
 LANES = tl.constexpr(256)
+LANE_WARPS = 4
 ROWS_AHEAD = tl.constexpr(16)
 """Rows of lanes loaded before the first is added."""
 
@@ -51,8 +55,8 @@ def adamw(planes: Planes, segments: Sequence[tuple[int, int, float]], scalars: S
     )
     for start, stop, decay in segments:
         pieces = tuple(None if view is None else view[start:stop] for view in views)
-        grid = (triton.cdiv(stop - start, BLOCK_ELEMENTS),)
-        _update[grid](pieces, stop - start, decay, scalars, BLOCK_ELEMENTS, num_warps=8, enable_fp_fusion=False)
+        launch = _update[(triton.cdiv(stop - start, BLOCK_ELEMENTS),)]
+        launch(pieces, stop - start, decay, scalars, BLOCK_ELEMENTS, num_warps=BLOCK_WARPS, enable_fp_fusion=False)
 
 
 def sum_squares(piece: Tensor) -> Tensor:
@@ -64,9 +68,9 @@ def sum_squares(piece: Tensor) -> Tensor:
     Returns:
         fp64 [ceil(numel / 65,536)] on the same device. Equal to the CPU's bit for bit, but for the payload of a NaN.
     """
-    partials = torch.empty(triton.cdiv(piece.numel(), 65_536), dtype=torch.float64, device=piece.device)
+    partials = torch.empty(triton.cdiv(piece.numel(), SPAN_ELEMENTS.value), dtype=torch.float64, device=piece.device)
     values = piece.view(torch.uint16) if piece.dtype is torch.bfloat16 else piece
-    _sum_spans[(partials.numel(),)](values, piece.numel(), partials, num_warps=4, enable_fp_fusion=False)
+    _sum_spans[(partials.numel(),)](values, piece.numel(), partials, num_warps=LANE_WARPS)
     return partials
 
 
@@ -154,7 +158,7 @@ def _sum_spans(values: tl.tensor, count: tl.int64, partials: tl.tensor) -> None:
 
 @_jit
 def _add_rows(lanes: tl.tensor, values: tl.tensor, left: tl.tensor | None) -> tl.tensor:
-    """Lane l adds elements l, l + 256, ... of the next rows in turn."""
+    """Lane l adds elements l, l + 256, ... of the next rows in turn. A square is exact, so fusion changes no bit."""
     for row in tl.static_range(ROWS_AHEAD):
         elements = row * LANES + tl.arange(0, LANES)
         loaded = tl.load(values + elements) if left is None else tl.load(values + elements, elements < left, 0)
@@ -165,7 +169,7 @@ def _add_rows(lanes: tl.tensor, values: tl.tensor, left: tl.tensor | None) -> tl
 
 @_jit
 def _fold(lanes: tl.tensor) -> tl.tensor:
-    """Lane l += lane l + 128, then + 64, ... + 1: written out, since tl.reduce may pair them otherwise."""
+    """Lane l += lane l + 128, then + 64, ... + 1: sums of two each, since Triton pairs more as it likes."""
     for half in tl.static_range(8):
         lanes = tl.sum(tl.reshape(lanes, [2, LANES >> (half + 1)]), 0)
     return lanes

@@ -110,7 +110,9 @@ class Node:
                 kwargs["use_cache"] = False
         flat, spec = tree_flatten((args, kwargs))
         self._learn(flat)
-        call = _Call(self, flat, spec, [i for i, x in enumerate(flat) if torch.is_tensor(x) and x.requires_grad])
+        collected = tuple(key for key, value in (_collector.get() or {}).items() if isinstance(value, list))
+        differentiable = [i for i, x in enumerate(flat) if torch.is_tensor(x) and x.requires_grad]
+        call = _Call(self, flat, spec, differentiable, tuple(key for key in collected if key != "hidden_states"))
         if not training:
             return call.run_plain()
         inputs = [flat[i] for i in call.differentiable]
@@ -180,8 +182,10 @@ class _Call:
     spec: TreeSpec
     differentiable: list[int]
     """Positions of the inputs that require a gradient; their places in `flat` are empty in a training call."""
+    collected: tuple[str, ...]
+    """What Hugging Face collects by hooks in this pass (router logits); a recompute must collect it again."""
     captured: list[tuple[str, int]] = field(default_factory=list)
-    """Outputs that Hugging Face collects by hooks (router logits): key and how many."""
+    """Outputs so collected: key and how many."""
     is_tuple: bool = False
 
     def cut(self, inputs: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Any]]]:
@@ -209,17 +213,12 @@ class _Call:
     def run(self, leaves: Sequence[Tensor], flat: Sequence[Any]) -> list[Tensor]:
         """Outputs and captured outputs of one slice."""
         args, kwargs = tree_unflatten(flat, self.spec)
-        outer = _collector.get()
-        caught: dict[str, list[Tensor]] = {}
-        if outer is None:
+        caught: dict[str, list[Tensor]] = {key: [] for key in self.collected}
+        token = _collector.set(caught)
+        try:
             output = self.node.run(leaves, args, kwargs)
-        else:
-            caught = {key: [] for key, value in outer.items() if isinstance(value, list) and key != "hidden_states"}
-            token = _collector.set(caught)
-            try:
-                output = self.node.run(leaves, args, kwargs)
-            finally:
-                _collector.reset(token)
+        finally:
+            _collector.reset(token)
         self.is_tuple = isinstance(output, tuple)
         self.captured = [(key, len(value)) for key, value in caught.items() if value]
         outputs = list(output) if self.is_tuple else [output]

@@ -36,7 +36,7 @@ from megatier.schedule.placement import (
     grad_bytes,
     state_kinds,
 )
-from megatier.schedule.timeline import Access, Load, Timeline, Update, build
+from megatier.schedule.timeline import Access, Load, Timeline, Update, build, demanded_bytes, update_bytes
 from megatier.schedule.trace import Recorder, TraceEvent
 from megatier.store.store import Lease, TieredStore
 from megatier.store.tier import BlockSpec, Kind, Phase, Tier
@@ -82,6 +82,8 @@ class Use:
         self._lease.release()
         self._player.recorder.access(self._access, self._cause, self._asked, self._entered, left)
         self._player.gate.open_to(len(self._player.accesses))
+        if self._player.timeline is None:  # nothing is known of the next use: make room
+            self._player.forget_weights(self._access.unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,8 @@ class Player:
         self._ahead: deque[tuple[str, Elements]] = deque()
         self._pending = False
         self._busy = {"load": "ram_to_gpu", "update": "update"}
+        self.demanded: Counter[str] = Counter()
+        """Bytes per queue that the placement demanded of the passes and updates so far."""
         self.gate = Gate()
         self.recorder = Recorder()
         self._register()
@@ -152,6 +156,7 @@ class Player:
         if (name, updates) not in self._timelines:
             self._timelines[name, updates] = build(self._orders[name], self.placement, updates=updates)
         self.timeline = self._timelines[name, updates]
+        self._demand(self.timeline, updates=updates)
         for update in self.timeline.updates:
             self._submit_update(update)
         for load in self.timeline.loads:
@@ -159,6 +164,13 @@ class Player:
 
     def end(self) -> None:
         """End a pass: its order is known from now on, and no weights stay in GPU slots."""
+        if self.timeline is None:
+            on_demand = [
+                Load(access.unit, index, 0, None, -1)
+                for index, access in enumerate(self.accesses)
+                if self.placement.homes[access.unit, Kind.WEIGHT] is not Tier.GPU
+            ]
+            self._demand(Timeline(tuple(self.accesses), tuple(on_demand), ()), updates=False)
         self._orders.setdefault(self._pass, tuple(self.accesses))
         self._evict_weights()
 
@@ -182,8 +194,10 @@ class Player:
         """
         if self._pending:
             self._pending = False
-            for name in self.units:
+            for name, unit in self.units.items():
                 self._submit_update(Update(name, None))
+                for queue in ("nvme_to_ram", "ram_to_nvme"):
+                    self.demanded[queue] += update_bytes(unit, self.placement, self.policy)
         for transfer in self._updates.values():
             transfer.wait()
         for name in self.units:
@@ -362,10 +376,28 @@ class Player:
 
     # ------------------------------------------------------------------ names and spans
 
+    def _demand(self, timeline: Timeline, *, updates: bool) -> None:
+        trains = any(access.phase is Phase.BACKWARD for access in timeline.accesses)
+        immediate = trains and not self.policy.deferred
+        self.demanded.update(
+            demanded_bytes(
+                timeline,
+                self.placement,
+                self.units,
+                self.policy,
+                gradients=trains,
+                updates=updates or immediate,
+            )
+        )
+
+    def forget_weights(self, unit: str) -> None:
+        """Drop a unit's weights from its GPU slot, where it has one."""
+        if self.placement.homes[unit, Kind.WEIGHT] is not Tier.GPU:
+            self.store.evict(block_key(unit, Kind.WEIGHT), Tier.GPU)
+
     def _evict_weights(self) -> None:
         for name in self.units:
-            if self.placement.homes[name, Kind.WEIGHT] is not Tier.GPU:
-                self.store.evict(block_key(name, Kind.WEIGHT), Tier.GPU)
+            self.forget_weights(name)
 
     def _register(self) -> None:
         split, groups = self.policy.split, self.policy.groups

@@ -122,7 +122,13 @@ def _next_use(uses: Mapping[str, list[int]], unit: str | None, now: int) -> floa
 
 
 def demanded_bytes(
-    timeline: Timeline, placement: Placement, units: Mapping[str, UnitSpec], policy: Policy, *, train: bool
+    timeline: Timeline,
+    placement: Placement,
+    units: Mapping[str, UnitSpec],
+    policy: Policy,
+    *,
+    gradients: bool,
+    updates: bool,
 ) -> dict[str, int]:
     """Bytes per queue that one pass of the timeline must move.
 
@@ -131,7 +137,8 @@ def demanded_bytes(
         placement: homes.
         units: sizes by name.
         policy: dtype, groups, clip.
-        train: gradients leave, and every unit is updated once, in this pass or right after it.
+        gradients: it has backwards, so gradients leave and offloaded activations go and come.
+        updates: every unit is updated once: inside the timeline (deferred) or inside the backward (immediate).
     """
     moved: Counter[str] = Counter()
     fed = [update.load for update in timeline.updates if update.load is not None]
@@ -140,16 +147,22 @@ def demanded_bytes(
         moved["ram_to_gpu"] += size
         if placement.homes[load.unit, Kind.WEIGHT] is Tier.NVME and load not in fed:
             moved["nvme_to_ram"] += size
-    if not train:
-        return dict(moved)
     for name, unit in units.items():
-        for kind in state_kinds(split=policy.split):
-            if placement.homes[name, kind] is Tier.NVME:
-                moved["nvme_to_ram"] += _block_bytes(unit, kind, policy)
-                moved["ram_to_nvme"] += _block_bytes(unit, kind, policy)
-        if placement.grad_homes[name] is not Tier.GPU:
-            moved["gpu_to_ram"] += policy.groups * grad_bytes(unit, policy)
-    return dict(moved)
+        if gradients:
+            if placement.grad_homes[name] is not Tier.GPU:
+                moved["gpu_to_ram"] += policy.groups * grad_bytes(unit, policy)
+            for queue in ("gpu_to_ram", "ram_to_gpu"):
+                moved[queue] += policy.groups * unit.activation_bytes
+        if updates:
+            for queue in ("nvme_to_ram", "ram_to_nvme"):
+                moved[queue] += update_bytes(unit, placement, policy)
+    return {queue: size for queue, size in moved.items() if size}
+
+
+def update_bytes(unit: UnitSpec, placement: Placement, policy: Policy) -> int:
+    """Bytes that the update of a unit reads from NVMe, and as many that it writes."""
+    kinds = [kind for kind in state_kinds(split=policy.split) if placement.homes[unit.name, kind] is Tier.NVME]
+    return sum(_block_bytes(unit, kind, policy) for kind in kinds)
 
 
 def _block_bytes(unit: UnitSpec, kind: Kind, policy: Policy) -> int:

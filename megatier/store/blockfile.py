@@ -96,7 +96,7 @@ class FileBatch:
 class BlockFiles:
     """All blocks of one store on NVMe.
 
-    Threads: reserve and prepare from one thread; read and write from any, once prepared.
+    Threads: reserve, allocate and fill from one thread; read and write from any, after that.
     """
 
     def __init__(self, mounts: Sequence[MountBudget], run_id: str, options: IoOptions) -> None:
@@ -141,10 +141,14 @@ class BlockFiles:
             CapacityError: the mounts' budgets are used up.
         """
         total = round_up(num_bytes, PAGE_BYTES)
-        stripes, start = [], 0
+        stripes, start, before = [], 0, list(self._used)
         while start < total:
             size = min(STRIPE_BYTES, total - start)
-            mount = self._roomiest(size, total - start)
+            try:
+                mount = self._roomiest(size, total - start)
+            except CapacityError:
+                self._used = before
+                raise
             stripes.append(Stripe(mount, self._used[mount], start, size))
             self._used[mount] += size
             start += size
@@ -160,16 +164,13 @@ class BlockFiles:
             raise CapacityError("nvme", missing, max([0, *free]), remedy)
         return best
 
-    def prepare(self) -> None:
-        """Create the files at full size and fill them with zeros.
+    def allocate(self) -> None:
+        """Create the files at full size, quickly; `fill` writes them.
 
         Raises:
             CapacityError: a disk has less room than was reserved on it.
-            TransferError: the device failed while the file was filled.
+            TransferError: the device or the file system failed.
         """
-        zeros = np.zeros(REQUEST_BYTES + PAGE_BYTES, dtype=np.uint8)
-        skip = -zeros.ctypes.data % PAGE_BYTES
-        address = zeros.ctypes.data + skip
         for index, directory in enumerate(self._directories):
             path = directory / "blocks"
             self._files.append(self._open(path))
@@ -182,17 +183,27 @@ class BlockFiles:
                 free = os.statvfs(directory)
                 remedy = f"Give {self._mounts[index].directory} a smaller size in tiers.nvme or free space on it."
                 raise CapacityError("nvme", self._used[index], free.f_bavail * free.f_frsize, remedy) from error
-            self._fill(index, path, address)
 
-    def _fill(self, index: int, path: Path, zeros: int) -> None:
+    def fill(self) -> None:
+        """Write zeros over everything that was reserved: the first write into a fresh extent is half as fast.
+
+        Raises:
+            TransferError: the device failed.
+        """
+        zeros = np.zeros(REQUEST_BYTES + PAGE_BYTES, dtype=np.uint8)
+        address = zeros.ctypes.data + -zeros.ctypes.data % PAGE_BYTES
         batches = []
-        for offset in range(0, self._used[index], REQUEST_BYTES):
-            size = min(REQUEST_BYTES, self._used[index] - offset)
-            segment = (self._files[index], offset, zeros, size)
-            batch = self._writers.submit_io(True, [segment], 0, self.options.chunk_bytes, REQUEST_BYTES)
-            batches.append(FileBatch(batch, "filling", "(zeros)", [path]))
-        for file_batch in batches:
-            file_batch.wait()
+        for index, directory in enumerate(self._directories):
+            for offset in range(0, self._used[index], REQUEST_BYTES):
+                segment = (self._files[index], offset, address, min(REQUEST_BYTES, self._used[index] - offset))
+                batch = self._writers.submit_io(True, [segment], 0, self.options.chunk_bytes, REQUEST_BYTES)
+                batches.append(FileBatch(batch, "write", "(zeros)", [directory / "blocks"]))
+        try:
+            for file_batch in batches:
+                file_batch.wait()
+        except TransferError:
+            self._writers.close()  # no request may outlive the zeros
+            raise
 
     def _open(self, path: Path) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -206,7 +217,7 @@ class BlockFiles:
         return os.open(path, flags, 0o600)
 
     def forget(self, extent: Extent) -> None:
-        """Note that the extent holds zeros, as `prepare` left it."""
+        """Note that the extent holds zeros, as `fill` left it."""
         chunk = self.options.chunk_bytes
         if self._zero_checksum is None:
             zeros = np.zeros(chunk, dtype=np.uint8)

@@ -241,7 +241,8 @@ class TieredStore:
                     pin = self.clock is not None and not on_gpu
                     self._arenas[tier] = Arena(size, self.device if on_gpu else torch.device("cpu"), pin=pin)
             if self._files is not None:
-                self._files.prepare()
+                self._files.allocate()
+                self._files.fill()
                 for block in self._blocks.values():
                     if block.extent is not None:
                         self._files.forget(block.extent)

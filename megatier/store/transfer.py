@@ -1,10 +1,13 @@
 """Transfers and queues: the asynchronous lanes between tiers. The only file with streams, events and threads.
 
+Where it stands: hop 2 (RAM slot -> GPU slot) and hop 4 (gradients -> RAM slot) of a byte's journey.
+
 A queue runs its items strictly in order on one worker thread. An item first orders itself behind the transfers it
 depends on, then starts its move: a native batch (NVMe), a copy on a CUDA stream, or a memory copy in place where no
 GPU is. The worker does not wait for a batch or a stream, so several moves of a queue are in flight.
 
-On a CUDA device, waiting for a copy costs the host nothing: `order` makes a stream wait on the event.
+On a CUDA device, a queue with a stream waits for a copy without the host: `order` makes the stream wait on the event.
+What the host or a native thread touches next needs `wait`.
 """
 
 from __future__ import annotations
@@ -13,15 +16,21 @@ import contextlib
 import queue
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
-from megatier.errors import StepAbandonedError
+from megatier import _native
+from megatier.errors import MegatierError, StepAbandonedError
 
 QUEUE_DEPTH_MAX = 4096
 """Items that may wait in one queue; a full one blocks its submitter. A bound, not a tuning value."""
+LOG_TRANSFERS_MAX = 1 << 17
+"""Transfers kept for a trace that nobody takes; the oldest go first."""
+FAILURES = (MegatierError, OSError, RuntimeError)
+"""How a move can fail: our typed errors, the system's, CUDA's."""
 
 
 class Completion(Protocol):
@@ -40,12 +49,19 @@ class Completion(Protocol):
 class Transfer:
     """One move on one queue: a future that any thread may wait on, any number of times."""
 
-    __slots__ = ("_completion", "_error", "_issued", "_span", "after", "key", "num_bytes", "queue")
+    __slots__ = ("_completion", "_error", "_issued", "_span", "after", "behind", "key", "num_bytes", "queue")
 
-    def __init__(self, queue_name: str, key: str, num_bytes: int, after: Sequence[Transfer] = ()) -> None:
+    def __init__(
+        self,
+        queue_name: str,
+        key: str,
+        num_bytes: int,
+        after: Sequence[Transfer] = (),
+        behind: Sequence[Transfer] = (),
+    ) -> None:
         """Made by Queue.submit and by `mark`."""
         self.queue, self.key, self.num_bytes = queue_name, key, num_bytes
-        self.after: tuple[Transfer, ...] = tuple(after)
+        self.after, self.behind = tuple(after), tuple(behind)
         self._issued = threading.Event()
         self._completion: Completion | None = None
         self._error: BaseException | None = None
@@ -78,6 +94,14 @@ class Transfer:
         else:
             self.wait()
 
+    def over(self) -> bool:
+        """Block until the move has ended, well (True) or not (False)."""
+        try:
+            self.wait()
+        except FAILURES:
+            return False
+        return True
+
     def issued(self, timeout_s: float) -> bool:
         """True once the move has started, or failed; waits at most timeout_s for it."""
         return self._issued.wait(timeout_s)
@@ -85,6 +109,10 @@ class Transfer:
     def done(self) -> bool:
         """True when wait() would return, or raise, at once."""
         return self._issued.is_set() and (self._completion is None or self._completion.done())
+
+    def failed(self) -> bool:
+        """True when the move ended in an error; never blocks."""
+        return self.done() and not self.over()
 
     def span_ns(self) -> tuple[int, int]:
         """Start and end of the move, in time.perf_counter_ns; only after wait()."""
@@ -97,12 +125,12 @@ class Transfer:
 
     def _finish(self, completion: Completion | None, span: tuple[int, int]) -> None:
         self._completion, self._span = completion, span
-        self.after = ()  # else every transfer of a run would hang together in one chain
+        self.after = self.behind = ()  # else every transfer of a run would hang together in one chain
         self._issued.set()
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
-        self.after = ()
+        self.after = self.behind = ()
         self._issued.set()
 
 
@@ -158,24 +186,33 @@ class Queue:
         self._thread.start()
 
     def submit(
-        self, key: str, num_bytes: int, start: Callable[[], Completion | None], after: Sequence[Transfer] = ()
+        self,
+        key: str,
+        num_bytes: int,
+        start: Callable[[], Completion | None],
+        after: Sequence[Transfer] = (),
+        behind: Sequence[Transfer] = (),
     ) -> Transfer:
-        """Append a move. `start` runs on the worker once all of `after` are ordered before it.
+        """Append a move. `start` runs on the worker once all it comes after are ordered before it.
 
         Args:
             key: block it moves, for the trace.
             num_bytes: bytes it moves.
             start: begins the move; returns what to wait on, or None when the move is over (or lies on the stream).
-            after: transfers that must come first. If one failed, this one fails with the same error, unstarted.
+            after: transfers that bring the bytes. If one failed, this one fails with the same error, unstarted.
+            behind: transfers that still use the target; how they end does not matter.
         """
-        transfer = Transfer(self.name, key, num_bytes, after)
+        assert self._thread.is_alive(), f"queue {self.name} is closed"
+        transfer = Transfer(self.name, key, num_bytes, after, behind)
         self._items.put((transfer, start))
         return transfer
 
     def close(self) -> None:
-        """Let the worker finish what was submitted, and join it."""
+        """Let the worker finish what was submitted, and join it. Safe to call twice."""
         self._items.put(None)
         self._thread.join()
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _run(self) -> None:
         context = torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
@@ -188,8 +225,11 @@ class Queue:
                     transfer._fail(error)
 
     def _start(self, transfer: Transfer, start: Callable[[], Completion | None]) -> None:
+        for dependency in transfer.behind:
+            with contextlib.suppress(*FAILURES):
+                self._come_after(dependency)
         for dependency in transfer.after:
-            dependency.order()
+            self._come_after(dependency)
         began = time.perf_counter_ns()
         started = self._record()
         completion = start()
@@ -199,12 +239,94 @@ class Queue:
             completion = StreamSpan(self._clock, started, ended)
         transfer._finish(completion, (began, time.perf_counter_ns()))
 
+    def _come_after(self, dependency: Transfer) -> None:
+        if self._stream is None:  # a native thread moves the bytes: no stream can hold it back
+            dependency.wait()
+        else:
+            dependency.order()
+
     def _record(self) -> torch.cuda.Event | None:
         if self._stream is None:
             return None
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
+
+
+class Lanes:
+    """The four queues between the tiers, the bytes that moved on each, and a log for the trace.
+
+    Attributes:
+        clock: maps device times to the host's; None without a CUDA device.
+        moved_bytes: bytes submitted per queue since the start.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Start the workers."""
+        self.clock = StreamClock() if device.type == "cuda" else None
+        self.moved_bytes: Counter[str] = Counter()
+        names = ("nvme_to_ram", "ram_to_gpu", "gpu_to_ram", "ram_to_nvme")
+        self._queues = {name: Queue(name, self.clock if "gpu" in name else None) for name in names}
+        self._log: deque[Transfer] = deque(maxlen=LOG_TRANSFERS_MAX)
+
+    def submit(
+        self,
+        queue: str,
+        key: str,
+        num_bytes: int,
+        start: Callable[[], Completion | None],
+        after: Sequence[Transfer] = (),
+        behind: Sequence[Transfer] = (),
+    ) -> Transfer:
+        """Append a move to a queue; see Queue.submit."""
+        transfer = self._queues[queue].submit(key, num_bytes, start, after, behind)
+        if num_bytes:
+            self.moved_bytes[queue] += num_bytes
+            self._log.append(transfer)
+        return transfer
+
+    # HOP 2/6: RAM slot -> GPU slot
+    def to_gpu(
+        self,
+        key: str,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[Transfer] = (),
+        behind: Sequence[Transfer] = (),
+    ) -> Transfer:
+        """Copy uint8 [n] in RAM to uint8 [n] on the GPU, on queue ram_to_gpu."""
+        return self.submit("ram_to_gpu", key, source.numel(), lambda: self._copy(target, source), after, behind)
+
+    # HOP 4/6: gradient in a GPU slot -> RAM slot
+    def to_ram(
+        self,
+        key: str,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[Transfer] = (),
+        behind: Sequence[Transfer] = (),
+    ) -> Transfer:
+        """Copy uint8 [n] on the GPU to uint8 [n] in RAM, on queue gpu_to_ram."""
+        return self.submit("gpu_to_ram", key, source.numel(), lambda: self._copy(target, source), after, behind)
+
+    def take_log(self) -> list[Transfer]:
+        """Transfers submitted since the last call."""
+        log, self._log = self._log, deque(maxlen=LOG_TRANSFERS_MAX)
+        return list(log)
+
+    def close(self) -> None:
+        """Finish every move that was submitted, and stop the workers."""
+        for queue in self._queues.values():
+            queue.close()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self.clock is None:
+            _native.copy(target.data_ptr(), source.data_ptr(), source.numel())
+            return
+        target.copy_(source, non_blocking=True)
+        for tensor in (target, source):
+            if tensor.is_cuda:  # the caching allocator must not hand the memory out before the copy is over
+                tensor.record_stream(torch.cuda.current_stream())
 
 
 def mark(clock: StreamClock | None, key: str) -> Transfer | None:

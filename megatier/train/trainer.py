@@ -1,0 +1,234 @@
+"""The training run: from a config to a trained Hugging Face folder.
+
+directory -> data -> skeleton -> plan and reserve -> weights in -> steps -> weights out
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from megatier.config import RunConfig, TrainConfig
+from megatier.data.packing import PackedText
+from megatier.data.tokenizer import load_tokenizer
+from megatier.engine.optimizer import learning_rate
+from megatier.errors import ConfigError, UnsupportedModelError, mib
+from megatier.models.decoder import build_skeleton
+from megatier.models.weights import Checkpoint, Initialiser, export, resolve
+from megatier.schedule.trace import TraceEvent, stall_seconds, write_trace
+from megatier.store.tier import Tier
+from megatier.train.metrics import MetricsLog, format_count, format_seconds
+from megatier.train.report import Progress, QueueBytes, StepReport, TierState, TierUse, print_moves, print_placement
+from megatier.train.run_directory import DATA_FOLDER, METRICS_FILE, MODEL_FOLDER, TRACE_FILE, RunDirectory
+from megatier.train.session import COMPUTE_DTYPES, Session, WeightReader
+
+SHARD_BYTES = 4 << 30
+TRACED_STEPS = 3
+"""The trace keeps the last steps only: one step of a large model has thousands of spans."""
+
+
+def train(config: RunConfig, console: Console) -> None:
+    """Train as the config says.
+
+    Writes, in `output.directory`: config.yaml, metrics.jsonl, data/, model/ (the export), trace.json (by option).
+
+    Raises:
+        MegatierError: before training where possible; the message says what to change.
+    """
+    make_repeatable(config)
+    with ExitStack() as stack:
+        directory = stack.enter_context(RunDirectory(config)).path
+        source_folder = resolve(config.model.path) if config.model.path is not None else None
+        model_config = _model_config(config, source_folder)
+        tokenizer = load_tokenizer(config)
+        text = PackedText.build(config.data, tokenizer, directory / DATA_FOLDER)
+        _check_vocabulary(model_config, text)
+        model = build_skeleton(model_config, config.model.attention)
+        tokens = config.data.sequence_length
+        session = stack.enter_context(Session(model, config.model, config.tiers, config.train, tokens))
+        _describe(console, config, session, text)
+        reader: WeightReader = (
+            Checkpoint(source_folder, model) if source_folder is not None else Initialiser(model, config.train.seed)
+        )
+        _load(console, session, reader)
+        log = stack.enter_context(MetricsLog(directory / METRICS_FILE))
+        run = _Run(config, console, session, text, log)
+        run.steps()
+        run.report()
+        if config.output.trace:
+            write_trace(directory / TRACE_FILE, run.traced)
+        if config.output.export:
+            _export(console, config, session, tokenizer, model, directory / MODEL_FOLDER)
+
+
+class _Run:
+    """The loop over steps."""
+
+    def __init__(
+        self, config: RunConfig, console: Console, session: Session, text: PackedText, log: MetricsLog
+    ) -> None:
+        self._config, self._console, self._session, self._text, self._log = config, console, session, text, log
+        self._moved_before = session.store.moved_bytes.copy()
+        self.traced: list[tuple[int, list[TraceEvent]]] = []
+
+    def steps(self) -> None:
+        """All steps, with evaluations in between and at the end."""
+        train = self._config.train
+        torch.manual_seed(train.seed)  # dropout, from here on
+        with Progress(self._console, train.steps) as progress:
+            for step in range(1, train.steps + 1):
+                self._step(step, progress)
+                if step == train.steps or (train.evaluate_every and step % train.evaluate_every == 0):
+                    self._evaluate(step, progress)
+
+    def report(self) -> None:
+        """What moved, against what the placement demands."""
+        store, player = self._session.store, self._session.player
+        moved = store.moved_bytes - self._moved_before
+        queues = ("nvme_to_ram", "ram_to_gpu", "gpu_to_ram", "ram_to_nvme")
+        print_moves(self._console, [QueueBytes(queue, moved[queue], player.demanded[queue]) for queue in queues])
+
+    def _step(self, step: int, progress: Progress) -> None:
+        train, session = self._config.train, self._session
+        began = time.perf_counter()
+        rate = rate_of(step, train)
+        batch = self._text.batch(step - 1, train.batch)
+        columns = [value.chunk(train.groups) for value in batch.values()]
+        groups = [dict(zip(batch, parts, strict=True)) for parts in zip(*columns, strict=True)]
+        result = session.engine.train_step(step, rate, groups)
+        seconds = time.perf_counter() - began
+        events = session.player.take_events()
+        self.traced = [*self.traced[1 - TRACED_STEPS :], (step, events)]
+        stalls = stall_seconds(events)
+        count = batch["input_ids"].numel()
+        tiers = tuple(TierUse(tier, used, budget) for tier, used, budget in _tier_uses(session))
+        progress.update(StepReport(step, result.loss, rate, result.grad_norm, count, seconds, stalls, tiers))
+        self._log.write(
+            {
+                "step": step,
+                "loss": result.loss,
+                "learning_rate": rate,
+                "grad_norm": result.grad_norm,
+                "clip_coefficient": result.clip_coefficient,
+                "tokens": count,
+                "seconds": seconds,
+                "tokens_per_s": count / seconds,
+                "stall_seconds": stalls,
+                "moved_bytes": dict(session.store.moved_bytes - self._moved_before),
+            }
+        )
+
+    def _evaluate(self, step: int, progress: Progress) -> None:
+        train = self._config.train
+        batches = [b for b, _ in zip(self._text.holdout(train.batch), range(train.evaluate_batches), strict=False)]
+        if not batches:
+            progress.note("no held-out text to evaluate on")
+            return
+        began = time.perf_counter()
+        loss = self._session.engine.evaluate(batches)
+        self._session.player.take_events()
+        progress.note(f"step {step}: held-out loss {loss:.4f} ({format_seconds(time.perf_counter() - began)})")
+        self._log.write({"step": step, "heldout_loss": loss})
+
+
+def make_repeatable(config: RunConfig) -> None:
+    """Choose only operations whose result repeats bit by bit in a fresh process, where the config asks for it."""
+    if not config.numerics.deterministic:
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass over memory
+
+
+def rate_of(step: int, train: TrainConfig) -> float:
+    """Learning rate of step 1, 2, ... of a run."""
+    return learning_rate(
+        step,
+        peak=train.learning_rate,
+        schedule=train.schedule,
+        warmup=train.warmup_steps,
+        steps=train.steps,
+        minimum_ratio=train.min_learning_rate_ratio,
+    )
+
+
+def _model_config(config: RunConfig, folder: Path | None) -> PretrainedConfig:
+    try:
+        if folder is not None:
+            return AutoConfig.from_pretrained(folder)
+        settings: Mapping[str, Any] = config.model.config or {}
+        return AutoConfig.for_model(**settings)
+    except (ValueError, TypeError, OSError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UnsupportedModelError(f"transformers does not take this model config: {first}") from error
+
+
+def _check_vocabulary(model_config: PretrainedConfig, text: PackedText) -> None:
+    size = model_config.get_text_config().vocab_size
+    if text.vocabulary_size > size:
+        raise ConfigError(
+            f"the tokenizer has {text.vocabulary_size} tokens, the model's vocab_size is {size}. Raise "
+            "model.config.vocab_size or choose the model's own tokenizer."
+        )
+
+
+def _describe(console: Console, config: RunConfig, session: Session, text: PackedText) -> None:
+    num_parameters = sum(tensor.num_elements for unit in session.units for tensor in unit.layout.tensors)
+    access = {None: "no NVMe tier", True: "NVMe by O_DIRECT", False: "NVMe by buffered access (O_DIRECT was refused)"}
+    console.print(
+        f"{format_count(num_parameters)} parameters in {len(session.units)} units, {config.model.compute_dtype}, on "
+        f"{session.engine.options.device}; {format_count(text.num_tokens)} tokens to train on; "
+        f"{access[session.store.is_direct]}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    placement = session.placement
+    states = [
+        TierState(
+            tier,
+            placement.state_bytes.get(tier, 0),
+            placement.other_bytes.get(tier, 0),
+            session.store.usage(tier)["budget"],
+        )
+        for tier in Tier
+    ]
+    print_placement(console, states)
+
+
+def _load(console: Console, session: Session, reader: WeightReader) -> None:
+    began = time.perf_counter()
+    session.load(reader)
+    console.print(f"weights in place ({format_seconds(time.perf_counter() - began)})", highlight=False)
+
+
+def _tier_uses(session: Session) -> Iterator[tuple[str, int, int]]:
+    for tier in Tier:
+        usage = session.store.usage(tier)
+        budget = usage.pop("budget")
+        if budget:
+            yield str(tier), sum(usage.values()), budget
+
+
+def _export(
+    console: Console,
+    config: RunConfig,
+    session: Session,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    folder: Path,
+) -> None:
+    session.player.drain()
+    dtype = COMPUTE_DTYPES[config.output.export_dtype]
+    export(folder, model, session.units, session.read_master, dtype, SHARD_BYTES, tokenizer)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    console.print(
+        f"model written to {folder} ({mib(size)}, {config.output.export_dtype})", highlight=False, soft_wrap=True
+    )

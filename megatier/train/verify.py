@@ -1,0 +1,92 @@
+"""`megatier verify`: trains one tiny model under several placements and compares every bit of the outcome."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig
+
+from megatier.config import ModelConfig, TiersConfig, TrainConfig
+from megatier.models.decoder import build_skeleton
+from megatier.models.weights import Initialiser
+from megatier.store.tier import Kind, Tier
+from megatier.train.session import Session
+
+STEPS = 5
+SEQUENCES, SEQUENCE_LENGTH = 4, 64
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attention_dropout": 0.1,
+}
+PLACEMENTS: dict[str, tuple[tuple[str, ...], int, int]] = {
+    "all on the gpu": (("gpu",), 64 << 20, 64 << 20),
+    "all in ram": (("ram",), 4 << 20, 64 << 20),
+    "all on nvme": (("nvme",), 4 << 20, 16 << 20),
+    "gpu, ram and nvme": (("gpu", "ram", "nvme"), 4 << 20, 6 << 20),
+}
+"""Name -> tiers that may hold state, GPU budget, RAM budget in bytes."""
+NVME_BYTES = 64 << 20
+
+
+def verify(device: str, directory: Path, console: Console) -> bool:
+    """Train under every placement, activation policy and clipping mode; print a table; True when all agree.
+
+    Args:
+        device: auto, cuda or cpu.
+        directory: on the drive to try; holds the block files while this runs.
+        console: where the table goes.
+    """
+    torch.use_deterministic_algorithms(True)
+    table = Table("state", "activations", "clip", "moved over NVMe", "losses, weights and moments", "")
+    agree = True
+    for clip in (1.0, None):
+        expected = ""
+        for name in PLACEMENTS:
+            for activations in ("keep", "recompute", "offload"):
+                digest, moved = _run(device, directory, name, activations, clip)
+                expected = expected or digest
+                agree &= digest == expected
+                verdict = "[green]equal[/]" if digest == expected else "[red]different[/]"
+                mode = "global norm" if clip is not None else "off"
+                table.add_row(name, activations, mode, f"{moved / 1e6:.1f} MB", digest, verdict)
+    console.print(table)
+    total = len(PLACEMENTS) * 3 * 2
+    outcome = "bit-identical" if agree else "NOT identical; please report this with `megatier doctor`"
+    console.print(f"{total} runs of {STEPS} steps, compared within each clipping mode: {outcome}", soft_wrap=True)
+    return agree
+
+
+def _run(device: str, directory: Path, placement: str, activations: str, clip: float | None) -> tuple[str, int]:
+    """Digest of losses, weights and moments after a few steps, and bytes moved from and to NVMe."""
+    state, gpu, ram = PLACEMENTS[placement]
+    model = build_skeleton(AutoConfig.for_model(**MODEL), "sdpa")
+    tiers = TiersConfig(device=device, gpu=gpu, ram=ram, nvme=(f"{directory}:{NVME_BYTES}",), state=state)  # type: ignore[arg-type]
+    train = TrainConfig(steps=STEPS, batch=SEQUENCES, activations=activations, clip=clip, weight_decay=0.1)  # type: ignore[arg-type]
+    digest = hashlib.sha256()
+    with Session(model, ModelConfig(config=MODEL), tiers, train, SEQUENCE_LENGTH) as session:
+        session.load(Initialiser(model, seed=0))
+        torch.manual_seed(0)
+        for step in range(1, STEPS + 1):
+            generator = torch.Generator().manual_seed(step)
+            tokens = torch.randint(0, 512, (SEQUENCES, SEQUENCE_LENGTH), generator=generator)
+            result = session.engine.train_step(step, 1e-3, [{"input_ids": tokens, "labels": tokens}])
+            digest.update(repr((result.loss, result.grad_norm)).encode())
+        session.player.drain()
+        for unit in session.units:
+            for kind in (Kind.WEIGHT, Kind.REMAINDER, Kind.EXP_AVG, Kind.EXP_AVG_SQ):
+                plane = session.read_plane(unit, kind, 0, unit.layout.num_elements)
+                digest.update(plane.view(torch.uint8).numpy().tobytes())
+        if state == ("gpu", "ram", "nvme"):
+            assert all(session.placement.state_bytes.get(tier) for tier in Tier), "this placement is meant to be mixed"
+        moved = session.store.moved_bytes
+    return digest.hexdigest()[:16], moved["nvme_to_ram"] + moved["ram_to_nvme"]

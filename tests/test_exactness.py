@@ -1,0 +1,259 @@
+"""The first promise: tiers and activation policies change speed, never numbers."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import (
+    BATCH,
+    MODELS,
+    PLACES,
+    ModelWeights,
+    Run,
+    exactness_config,
+    one_thread,
+    opened,
+    outcome,
+    plain_model,
+    random_groups,
+    read_parameters,
+    run_in_fresh_process,
+    run_steps,
+)
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatier.config import TrainConfig
+from megatier.models.decoder import decays
+from megatier.schedule.timeline import Timeline, demanded_bytes
+from megatier.store.tier import Kind, Tier
+from megatier.train.session import Session
+
+ACTIVATIONS = ("keep", "recompute", "offload")
+NUMERIC = list(itertools.product(("bf16", "fp32"), (0.5, None), (1, 3), (1, 2)))
+"""Compute dtype, clip, groups, slices: what may change a bit."""
+ALL = list(itertools.product(PLACES, ACTIVATIONS))
+
+
+def pairs(index: int) -> list[tuple[str, str]]:
+    """Every place once; over three indices, every place with every activation policy."""
+    return [(place, ACTIVATIONS[(index + n) % 3]) for n, place in enumerate(PLACES)]
+
+
+MATRIX = [
+    pytest.param(
+        Run(model=model, dtype=dtype, clip=clip, groups=groups, slices=slices),
+        ALL if slow or model == "untied" else pairs(index),
+        id=f"{model}-{dtype}-{'clip' if clip else 'off'}-{groups}-groups-{slices}-slices{'-full' if slow else ''}",
+        marks=[pytest.mark.slow] if slow else [],
+    )
+    for slow in (False, True)
+    for model in MODELS
+    for index, (dtype, clip, groups, slices) in enumerate(NUMERIC)
+    if not (slow and model == "untied")
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.mark.parametrize(("run", "settings"), MATRIX)
+def test_exactness_any_tier_and_activation_policy_gives_the_same_bits(
+    run: Run, settings: Sequence[tuple[str, str]], tmp_path: Path
+) -> None:
+    found = {pair: replace(run, place=pair[0], activations=pair[1])(tmp_path) for pair in settings}
+    expected = found[settings[0]]
+    assert len(expected.losses) == 5
+    assert [pair for pair, result in found.items() if result != expected] == []
+
+
+def test_exactness_another_dropout_seed_gives_other_losses(tmp_path: Path) -> None:
+    for model in ("untied", "tied"):
+        run = Run(model=model)
+        assert run(tmp_path).losses[0] != replace(run, seed=6)(tmp_path).losses[0]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_exactness_two_fresh_processes_give_the_same_bits(model: str, tmp_path: Path) -> None:
+    run = Run(model=model, groups=3, slices=2, place="gpu_ram_nvme", activations="recompute")
+    [first] = run_in_fresh_process([run], tmp_path)
+    [second] = run_in_fresh_process([replace(run, place="nvme", activations="offload")], tmp_path)
+    assert first == second == run(tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("model", MODELS)
+def test_exactness_on_cuda_any_tier_and_activation_policy_gives_the_same_bits(
+    model: str, clip: float | None, groups: int, tmp_path: Path
+) -> None:
+    run = Run(model=model, clip=clip, groups=groups, device="cuda")
+    runs = [
+        replace(run, place=place, activations=activations)
+        for place, activations in itertools.product(("gpu", "ram", "nvme", "gpu_ram_nvme"), ACTIVATIONS)
+    ]
+    first, *others = run_in_fresh_process(runs, tmp_path)
+    [again] = run_in_fresh_process([runs[-1]], tmp_path)
+    assert all(other == first for other in (*others, again))
+
+
+# ---------------------------------------------------------------------- against a plain run
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("model", ["untied", "tied", "moe"])
+def test_exactness_fp32_equals_a_plain_model_with_a_plain_adamw(
+    model: str, clip: float | None, activations: str, tmp_path: Path
+) -> None:
+    config, train = exactness_config(model), Run(model=model, clip=clip, activations=activations).train
+    plain = plain_model(config)
+    source = ModelWeights(plain)
+    with opened(config, tmp_path, PLACES["gpu_ram_nvme"], train, source=source, compute_dtype="fp32") as session:
+        results = run_steps(session, train)
+        found = {kind: read_parameters(session, kind) for kind in (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ)}
+    expected = PlainAdamW(plain, clip)
+    torch.manual_seed(5)
+    for step, result in enumerate(results, 1):
+        [batch] = random_groups(train, config.vocab_size, step)
+        loss = plain(**batch, use_cache=False).loss
+        loss.backward()
+        norm = expected.step(step, 1e-2)
+        assert result.loss == loss.item(), f"loss of step {step}"
+        assert result.grad_norm == pytest.approx(norm, rel=1e-14)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(found[Kind.WEIGHT][name], parameter), name
+        assert torch.equal(found[Kind.EXP_AVG][name], expected.exp_avg[name]), name
+        assert torch.equal(found[Kind.EXP_AVG_SQ][name], expected.exp_avg_sq[name]), name
+
+
+class PlainAdamW:
+    """AdamW of megatier's definition in single torch operations, which are each rounded on their own."""
+
+    def __init__(self, model: PreTrainedModel, clip: float | None) -> None:
+        self.model, self.clip, self.decayed = model, clip, decays(model)
+        self.exp_avg = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        self.exp_avg_sq = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def step(self, step: int, rate: float) -> float:
+        """Update every parameter; returns the global norm."""
+        grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        norm = sum(float(g.double().square().sum()) for g in grads.values()) ** 0.5
+        scale = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
+        for name, parameter in self.model.named_parameters():
+            grad = grads[name] * scale
+            moment = self.exp_avg[name] = settle(self.exp_avg[name] * 0.9 + grad * (1 - 0.9))
+            square = self.exp_avg_sq[name] = settle(self.exp_avg_sq[name] * 0.999 + grad * grad * (1 - 0.999))
+            change = moment / (square.sqrt() / (1 - 0.999**step) ** 0.5 + 1e-8)
+            decay = 1 - rate * 0.1 if name in self.decayed else 1.0
+            parameter.copy_(parameter * decay - change * (rate / (1 - 0.9**step)))
+            parameter.grad = None
+        return norm
+
+
+def settle(moment: Tensor) -> Tensor:
+    """Subnormals become 0."""
+    return torch.where(moment.abs() < 2.0**-126, 0.0, moment)
+
+
+@pytest.mark.parametrize(("groups", "slices"), [(1, 1), (1, 2), (3, 1)])
+@pytest.mark.parametrize("model", MODELS)
+def test_exactness_fused_loss_gives_nearly_the_gradients_of_the_plain_one(
+    model: str, groups: int, slices: int, tmp_path: Path
+) -> None:
+    config = exactness_config(model)
+    # With beta1 = 0 the first moment is the gradient itself.
+    train = TrainConfig(steps=1, batch=BATCH, groups=groups, slices=slices, beta1=0.0, clip=None)
+    losses, grads = [], []
+    for fused in (False, True):
+        with opened(config, tmp_path, PLACES["gpu_ram"], train, compute_dtype="fp32", fused_loss=fused) as session:
+            losses.append(run_steps(session, train, 1)[0].loss)
+            grads.append(read_parameters(session, Kind.EXP_AVG))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    for name, expected in grads[0].items():
+        assert (grads[1][name] - expected).norm() <= 1e-4 * expected.norm(), name
+
+
+# ---------------------------------------------------------------------- what moves, and when
+
+
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize(("clip", "groups", "slices"), [(0.5, 1, 1), (0.5, 3, 2), (None, 1, 2), (None, 3, 1)])
+@pytest.mark.parametrize("place", PLACES)
+def test_player_steady_step_follows_the_timeline_and_moves_what_it_demands(
+    place: str, clip: float | None, groups: int, slices: int, activations: str, tmp_path: Path
+) -> None:
+    run = Run(model="tied", clip=clip, groups=groups, slices=slices, activations=activations)
+    with opened(exactness_config("tied"), tmp_path, PLACES[place], run.train) as session:
+        for step in (1, 2, 3, 4):
+            session.player.take_events()
+            before = Counter(session.store.moved_bytes)
+            [batch, *rest] = random_groups(run.train, 160, step)
+            session.engine.train_step(step, 1e-2, [batch, *rest])
+            if step > 2 or (step == 2 and clip is None):
+                timeline = session.player.planned("train", updates=clip is not None)
+                assert session.player.timeline == timeline
+                check_trace(session, timeline)
+                moved = Counter(session.store.moved_bytes)
+                moved.subtract(before)
+                assert +moved == demanded(session, timeline)
+
+
+def check_trace(session: Session, timeline: Timeline) -> None:
+    """Compute used the units in the timeline's order, and weights came in the order of its loads."""
+    events = session.player.take_events()
+    used = [event.name for event in events if event.lane == "compute"]
+    assert used == [f"{access.unit} {access.phase} {access.group}" for access in timeline.accesses]
+    loads = [load.unit for load in timeline.loads]
+    fed = [update.unit for update in timeline.updates if update.load is not None]
+    came = [e.name.removesuffix("/weight") for e in events if e.lane == "ram_to_gpu" and e.name.endswith("/weight")]
+    assert Counter(came) == Counter(loads) + Counter(fed)
+    if not timeline.updates:
+        assert came == loads
+
+
+def demanded(session: Session, timeline: Timeline) -> Counter[str]:
+    """What the timeline demands, and each layer's boundary activation out and in."""
+    player = session.player
+    moved = Counter(demanded_bytes(timeline, session.placement, player.units, player.policy, train=True))
+    for unit in player.units.values():
+        for queue in ("gpu_to_ram", "ram_to_gpu"):
+            moved[queue] += unit.activation_bytes * player.policy.groups
+    return +moved
+
+
+def test_player_state_on_nvme_is_read_and_written_once_a_step(tmp_path: Path) -> None:
+    run = Run(model="untied")
+    with opened(exactness_config("untied"), tmp_path, PLACES["nvme"], run.train) as session:
+        num_elements = sum(unit.layout.num_elements for unit in session.units)
+        assert session.placement.state_bytes[Tier.NVME] == 12 * num_elements
+        assert len(session.player.chunks("model.embed_tokens")) == 3
+        run_steps(session, run.train, 2)
+        before = Counter(session.store.moved_bytes)
+        [batch] = random_groups(run.train, 2112, 3)
+        session.engine.train_step(3, 1e-2, [batch])
+        moved = Counter(session.store.moved_bytes)
+        moved.subtract(before)
+    assert moved["ram_to_nvme"] == 12 * num_elements
+    assert 12 * num_elements < moved["nvme_to_ram"] <= 14 * num_elements
+    assert moved["gpu_to_ram"] == 2 * num_elements
+
+
+def test_outcome_of_other_weights_differs(tmp_path: Path) -> None:
+    run = Run(model="tied")
+    with opened(exactness_config("tied"), tmp_path, PLACES["ram"], run.train) as session:
+        untrained = outcome(session, [])
+        results = run_steps(session, run.train, 1)
+        trained = outcome(session, results)
+    assert all(a != b for a, b in zip(untrained.digests, trained.digests, strict=True))

@@ -1,0 +1,503 @@
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_models import FAMILIES, tiny_config
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from megatier.errors import ConfigError, TransferError, UnsupportedModelError
+from megatier.models import weights
+from megatier.models.conversion import assemble
+from megatier.models.decoder import Unit, build_skeleton, find_units
+from megatier.models.shards import read_header
+from megatier.models.weights import Checkpoint, Initialiser, export, resolve
+
+SHARD_BYTES = 60_000
+Read = Callable[[Unit, int, int], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that tensors of tiny models come in several pieces too."""
+    monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 1000)
+
+
+def flat_blocks(source: Initialiser | Checkpoint, units: tuple[Unit, ...]) -> dict[str, Tensor]:
+    """Read all units; checks order, dtype and size of the pieces."""
+    blocks = {}
+    for unit in units:
+        blocks[unit.name] = torch.zeros(unit.layout.num_elements)
+        position = 0
+        for start, piece in source.read(unit):
+            assert start >= position
+            assert piece.dtype == torch.float32
+            assert 0 < piece.numel() <= weights.CHUNK_ELEMENTS
+            position = start + piece.numel()
+            blocks[unit.name][start:position] = piece
+    return blocks
+
+
+def tensors_of(blocks: dict[str, Tensor], units: tuple[Unit, ...]) -> dict[str, Tensor]:
+    return {t.name: blocks[u.name][t.start : t.stop].view(t.shape) for u in units for t in u.layout.tensors}
+
+
+def reader(blocks: dict[str, Tensor]) -> Read:
+    return lambda unit, start, stop: blocks[unit.name][start:stop]
+
+
+def fresh(family: str) -> tuple[PreTrainedModel, tuple[Unit, ...], dict[str, Tensor]]:
+    """Skeleton, units, and initial values moved off their 0 and 1, so that no error can hide."""
+    model = build_skeleton(tiny_config(family), "sdpa")
+    units = find_units(model)
+    blocks = flat_blocks(Initialiser(model, seed=1), units)
+    generator = torch.Generator().manual_seed(2)
+    for block in blocks.values():
+        block += 0.02 * torch.randn(block.shape, generator=generator)
+    for name, buffer in model.state_dict().items():
+        if "bias" in name and not buffer.is_meta:
+            buffer.normal_(generator=generator)
+    return model, units, blocks
+
+
+def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+
+
+def stored_tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A small checkpoint in one file."""
+    model, units, blocks = fresh("llama")
+    export(tmp_path / "llama", model, units, reader(blocks), torch.float32, 1 << 30)
+    return tmp_path / "llama"
+
+
+def patch(folder: Path, changes: Mapping[str, Tensor | None]) -> None:
+    """Replace, add or (None) remove tensors of a checkpoint in one file."""
+    tensors = {**load_file(folder / "model.safetensors"), **changes}
+    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
+
+
+def skeleton_of(folder: Path) -> PreTrainedModel:
+    return build_skeleton(AutoConfig.from_pretrained(folder), "sdpa")
+
+
+# Families: out to a folder, into transformers, out of transformers, back in.
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_export_family_is_what_transformers_loads_and_saves(family: str, tmp_path: Path) -> None:
+    dtype = (torch.float32, torch.bfloat16)[list(FAMILIES).index(family) % 2]
+    model, units, blocks = fresh(family)
+    export(tmp_path / "ours", model, units, reader(blocks), dtype, SHARD_BYTES)
+    result: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto", output_loading_info=True)
+    loaded, report = result
+    assert not any(report.values()), report
+    assert loaded.config.dtype == dtype
+    found, expected = loaded.state_dict(), tensors_of(blocks, units)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor.to(dtype).to(found[name].dtype)), name
+    for name, buffer in persistent_buffers(model).items():
+        assert torch.equal(found[name].float(), buffer.to(found[name].dtype).float()), name
+
+    loaded.save_pretrained(tmp_path / "theirs", max_shard_size=SHARD_BYTES)
+    ours, theirs = stored_tensors(tmp_path / "ours"), stored_tensors(tmp_path / "theirs")
+    assert {name: tensor.shape for name, tensor in ours.items()} == {n: t.shape for n, t in theirs.items()}
+    for name, tensor in ours.items():
+        assert torch.equal(theirs[name], tensor.to(theirs[name].dtype)), name
+
+    again = skeleton_of(tmp_path / "theirs")
+    read_back = tensors_of(flat_blocks(Checkpoint(tmp_path / "theirs", again), units), units)
+    assert find_units(again) == units
+    for name, tensor in expected.items():
+        assert torch.equal(read_back[name], tensor.to(dtype).float()), name
+    for name, buffer in persistent_buffers(again).items():
+        assert torch.equal(buffer, found[name].float()), name
+
+
+# Initialiser
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "gpt2", "gemma3_text", "qwen3_moe", "qwen3_next", "gpt_oss", "lfm2"])
+def test_initialiser_family_draws_from_the_distributions_of_a_normal_model(family: str) -> None:
+    """GPT-2 scales its residual projections by depth, Qwen3-Next draws A_log and dt_bias in ways of its own."""
+    model = build_skeleton(tiny_config(family), "sdpa")
+    units = find_units(model)
+    ours = tensors_of(flat_blocks(Initialiser(model, seed=3), units), units)
+    torch.manual_seed(3)
+    normal = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+    for name, parameter in normal.named_parameters():
+        found, expected = ours[name], parameter.detach()
+        if expected.unique().numel() == 1:
+            assert torch.equal(found, expected), name
+        elif expected.numel() >= 1000:
+            tolerance = 6 * float(expected.std()) / math.sqrt(expected.numel())
+            assert float(found.mean()) == pytest.approx(float(expected.mean()), abs=2 * tolerance), name
+            assert float(found.std()) == pytest.approx(float(expected.std()), abs=tolerance), name
+
+
+def test_initialiser_unit_depends_on_seed_and_name_alone() -> None:
+    model = build_skeleton(tiny_config("llama"), "sdpa")
+    units = find_units(model)
+    state = torch.get_rng_state()
+    whole = flat_blocks(Initialiser(model, seed=5), units)
+    alone = flat_blocks(Initialiser(model, seed=5), units[3:4])
+    other = flat_blocks(Initialiser(model, seed=6), units[3:4])
+    assert torch.equal(whole[units[3].name], alone[units[3].name])
+    assert not torch.equal(whole[units[3].name], other[units[3].name])
+    assert not torch.equal(whole[units[3].name], whole[units[2].name])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_initialiser_parameter_that_nothing_sets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_skeleton(tiny_config("llama"), "sdpa")
+    monkeypatch.setattr(PreTrainedModel, "_init_weights", lambda self, module: None)
+    with pytest.raises(UnsupportedModelError, match=r"no initial value for model\.embed_tokens\.weight"):
+        next(Initialiser(model, seed=0).read(find_units(model)[0]))
+
+
+# Export
+
+
+def test_export_bf16_rounds_to_nearest_even_as_torch_does(tmp_path: Path) -> None:
+    model, units, blocks = fresh("llama")
+    blocks["model.norm"][:2] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8])
+    export(tmp_path / "out", model, units, reader(blocks), torch.bfloat16, 1 << 30)
+    assert stored_tensors(tmp_path / "out")["model.norm.weight"][:2].tolist() == [1.0, 1 + 2**-6]
+
+
+def test_export_one_file_has_no_index_and_says_its_format(llama: Path) -> None:
+    assert {path.name for path in llama.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    with safe_open(llama / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    config = json.loads((llama / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["dtype"] == "float32"
+    assert config["use_cache"] is True
+
+
+def test_export_shards_stay_below_the_limit_and_the_index_lists_all(tmp_path: Path) -> None:
+    model, units, blocks = fresh("llama")
+    export(tmp_path / "out", model, units, reader(blocks), torch.bfloat16, SHARD_BYTES)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = {path.name: read_header(path) for path in (tmp_path / "out").glob("*.safetensors")}
+    assert len(files) > 2
+    assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
+    sizes = {file: sum(tensor.num_bytes for tensor in tensors.values()) for file, tensors in files.items()}
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    assert all(size <= SHARD_BYTES for size in sizes.values())
+
+
+def test_export_tied_head_is_stored_once(tmp_path: Path) -> None:
+    model, units, blocks = fresh("llama_tied")
+    export(tmp_path / "out", model, units, reader(blocks), torch.float32, 1 << 30)
+    assert "lm_head.weight" not in stored_tensors(tmp_path / "out")
+
+
+def test_export_folder_with_files_is_refused_and_untouched(tmp_path: Path) -> None:
+    model, units, blocks = fresh("llama")
+    (tmp_path / "mine.txt").write_text("keep")
+    with pytest.raises(ConfigError, match="not empty"):
+        export(tmp_path, model, units, reader(blocks), torch.float32, 1 << 30)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_export_failing_read_leaves_nothing_behind(tmp_path: Path) -> None:
+    model, units, blocks = fresh("llama")
+
+    def read(unit: Unit, start: int, stop: int) -> Tensor:
+        if unit.name == "model.layers.2":
+            raise TransferError("read", "nvme", "/mnt/x", 4096, 5)
+        return blocks[unit.name][start:stop]
+
+    with pytest.raises(TransferError, match="/mnt/x at byte 4096"):
+        export(tmp_path / "out", model, units, read, torch.float32, 1 << 30)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_export_full_disk_is_a_transfer_error_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, units, blocks = fresh("llama")
+
+    def no_space(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", no_space)
+    with pytest.raises(TransferError, match=r"export failed.*No space left"):
+        export(tmp_path / "out", model, units, reader(blocks), torch.float32, 1 << 30)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Checkpoint
+
+
+def test_checkpoint_bf16_and_fp16_come_as_fp32(llama: Path) -> None:
+    expected = load_file(llama / "model.safetensors")
+
+    dtypes = {name: (torch.bfloat16, torch.float16, torch.float32)[k % 3] for k, name in enumerate(expected)}
+    patch(llama, {name: tensor.to(dtypes[name]) for name, tensor in expected.items()})
+    model = skeleton_of(llama)
+    units = find_units(model)
+    found = tensors_of(flat_blocks(Checkpoint(llama, model), units), units)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor.to(dtypes[name]).float()), name
+
+
+def test_checkpoint_of_the_bare_decoder_gets_its_prefix(llama: Path) -> None:
+    expected = load_file(llama / "model.safetensors")
+
+    patch(llama, dict.fromkeys(expected) | {n.removeprefix("model."): t for n, t in expected.items()})
+    model = skeleton_of(llama)
+    units = find_units(model)
+    found = tensors_of(flat_blocks(Checkpoint(llama, model), units), units)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_checkpoint_reads_generation_settings(llama: Path) -> None:
+    GenerationConfig(eos_token_id=[2, 7]).save_pretrained(llama)
+    model = skeleton_of(llama)
+    Checkpoint(llama, model)
+    assert model.generation_config is not None
+    assert model.generation_config.eos_token_id == [2, 7]
+
+
+def test_checkpoint_old_leftovers_are_ignored(llama: Path) -> None:
+    patch(llama, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    Checkpoint(llama, skeleton_of(llama))
+
+
+@pytest.mark.parametrize("equal", [True, False], ids=["equal", "different"])
+def test_checkpoint_tied_head_stored_twice_must_agree(equal: bool, tmp_path: Path) -> None:
+    model, units, blocks = fresh("llama_tied")
+    export(tmp_path / "out", model, units, reader(blocks), torch.float32, 1 << 30)
+    embedding = stored_tensors(tmp_path / "out")["model.embed_tokens.weight"]
+    patch(tmp_path / "out", {"lm_head.weight": embedding + (0 if equal else 1)})
+    if equal:
+        Checkpoint(tmp_path / "out", model)
+        return
+    with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        Checkpoint(tmp_path / "out", model)
+
+
+def test_checkpoint_tied_weight_stored_under_the_heads_name_is_found(tmp_path: Path) -> None:
+    model, units, blocks = fresh("llama_tied")
+    export(tmp_path / "out", model, units, reader(blocks), torch.float32, 1 << 30)
+    embedding = stored_tensors(tmp_path / "out")["model.embed_tokens.weight"]
+    patch(tmp_path / "out", {"model.embed_tokens.weight": None, "lm_head.weight": embedding})
+    found = tensors_of(flat_blocks(Checkpoint(tmp_path / "out", model), units[:1]), units[:1])
+    assert torch.equal(found["model.embed_tokens.weight"], embedding)
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({NORM: None}, rf"tensor {NORM} is missing"),
+        ({"model.extra": torch.ones(3)}, r"model\.safetensors: tensor model\.extra is not part of LlamaForCausalLM"),
+        ({NORM: torch.ones(65)}, rf"tensor {NORM} has shape \(65,\).*\(64,\)"),
+        ({NORM: torch.ones(64, dtype=torch.int8)}, rf"tensor {NORM} is I8"),
+        ({NORM: torch.ones(64, dtype=torch.float8_e4m3fn)}, rf"tensor {NORM} is F8_E4M3"),
+        ({"norm.weight": torch.ones(64)}, rf"{NORM}: two tensors"),
+    ],
+    ids=["missing", "extra", "shape", "integer", "fp8", "twice"],
+)
+def test_checkpoint_wrong_tensor_is_refused_by_name(
+    llama: Path, change: dict[str, Tensor | None], message: str
+) -> None:
+    patch(llama, change)
+    with pytest.raises(UnsupportedModelError, match=message):
+        Checkpoint(llama, skeleton_of(llama))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("5.up_proj.weight", None, r"experts\.gate_up_proj: .*different shapes"),
+        ("7.down_proj.weight", None, r"experts\.0\.down_proj\.weight has shape \(7, 64, 32\)"),
+        ("1.down_proj.weight", torch.ones(64, 31), r"experts\.down_proj: .*different shapes"),
+    ],
+    ids=["up missing", "down missing", "shape"],
+)
+def test_checkpoint_wrong_expert_is_refused_by_name(
+    name: str, tensor: Tensor | None, message: str, tmp_path: Path
+) -> None:
+    model, units, blocks = fresh("qwen3_moe")
+    export(tmp_path / "out", model, units, reader(blocks), torch.float32, 1 << 30)
+    patch(tmp_path / "out", {f"model.layers.2.mlp.experts.{name}": tensor})
+    with pytest.raises(UnsupportedModelError, match=rf"layers\.2\.mlp\.{message}"):
+        Checkpoint(tmp_path / "out", model)
+
+
+def test_checkpoint_form_that_only_transformers_converts_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    model = build_skeleton(tiny_config("llama"), "sdpa")
+    converter = WeightConverter("wide.weight", "lm_head.weight", operations=[Transpose(0, 1)])
+    monkeypatch.setattr("megatier.models.conversion.get_model_conversion_mapping", lambda model: [converter])
+    with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight.*Transpose"):
+        assemble(model, {"wide.weight": (64, 160)})
+
+
+def header(entries: object, data: bytes = bytes(64)) -> bytes:
+    raw = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return len(raw).to_bytes(8, "little") + raw + data
+
+
+def entry(**changes: object) -> dict[str, object]:
+    return {"dtype": "F32", "shape": [4], "data_offsets": [0, 16], **changes}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "cut off"),
+        (b"\x08\x00", "cut off"),
+        ((1 << 63).to_bytes(8, "little") + b"{}", "cut off"),
+        (header(b"{"), "malformed"),
+        (header(b"\xff\xfe"), "malformed"),
+        (header(b"[" * 100_000), "malformed"),
+        (header(b'{"a":1,"a":2}'), "a key comes twice"),
+        (header([]), "no JSON object"),
+        (header({"a": 1}), "entry for tensor a is malformed"),
+        (header({"a": entry(dtype=None)}), "entry for tensor a is malformed"),
+        (header({"a": entry(data_offsets=[0])}), "entry for tensor a is malformed"),
+        (header({"a": entry(data_offsets=[56, 72])}), "tensor a lies outside the file"),
+        (header({"a": entry(data_offsets=[-16, 0])}), "tensor a lies outside the file"),
+        (header({"a": entry(data_offsets=[16, 0])}), "tensor a lies outside the file"),
+        (header({"a": entry(data_offsets=[0.0, 16])}), "tensor a lies outside the file"),
+        (header({"a": entry(shape=[-4])}), "tensor a lies outside the file"),
+        (header({"a": entry(shape=[True])}), "tensor a lies outside the file"),
+        (header({"a": entry(shape=[5])}), r"tensor a has 16 bytes, which is not F32 of shape \(5,\)"),
+        (header({"a": entry(dtype="BF16")}), "tensor a has 16 bytes"),
+        (header({"a": entry(), "b": entry(data_offsets=[12, 28])}), "tensors a and b overlap"),
+    ],
+)
+def test_header_hostile_is_refused_by_file_and_tensor(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
+        read_header(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("file_name", ["../model.safetensors", "/etc/passwd", "..", "", "absent.safetensors"])
+def test_checkpoint_index_that_leaves_the_folder_is_refused(file_name: str, llama: Path, tmp_path: Path) -> None:
+    (llama / "model.safetensors").rename(tmp_path / "model.safetensors")
+    index = llama / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {NORM: file_name}}))
+    with pytest.raises(UnsupportedModelError, match="is no file in this folder"):
+        Checkpoint(llama, skeleton_of(llama))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
+def test_checkpoint_index_malformed_is_refused(content: str, llama: Path) -> None:
+    (llama / "model.safetensors").unlink()
+    (llama / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(UnsupportedModelError, match="index"):
+        Checkpoint(llama, skeleton_of(llama))
+
+
+def test_checkpoint_tensor_that_only_the_index_knows_is_refused(llama: Path) -> None:
+    (llama / "model.safetensors").rename(llama / "one.safetensors")
+    weight_map = {NORM: "one.safetensors", "model.ghost": "one.safetensors"}
+    (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(UnsupportedModelError, match=r"one\.safetensors: tensor model\.ghost is missing"):
+        Checkpoint(llama, skeleton_of(llama))
+
+
+def test_checkpoint_folder_without_weights_is_refused(llama: Path) -> None:
+    (llama / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModelError, match=r"neither model\.safetensors nor"):
+        Checkpoint(llama, skeleton_of(llama))
+
+
+def test_checkpoint_file_cut_while_reading_is_a_transfer_error(llama: Path) -> None:
+    model = skeleton_of(llama)
+    checkpoint, unit = Checkpoint(llama, model), find_units(model)[-1]
+    with (llama / "model.safetensors").open("r+b") as file:
+        file.truncate(read_header(llama / "model.safetensors")["lm_head.weight"].offset + 100)
+    with pytest.raises(TransferError, match=r"model\.safetensors at byte"):
+        list(checkpoint.read(unit))
+
+
+BIG_FILE = """
+import resource, sys
+from pathlib import Path
+from typing import Any
+from transformers import AutoConfig
+from megatier.models.decoder import build_skeleton, find_units
+from megatier.models.shards import write_header
+from megatier.models.weights import Checkpoint
+import torch
+
+folder = Path(sys.argv[1])
+config = AutoConfig.for_model("llama", vocab_size=63488, hidden_size=1024, intermediate_size=64, num_hidden_layers=1,
+                              num_attention_heads=1, num_key_value_heads=1, head_dim=2, tie_word_embeddings=True)
+model = build_skeleton(config, "sdpa")
+header = write_header((name, torch.float32, tuple(p.shape)) for name, p in model.named_parameters())
+path = folder / "model.safetensors"
+path.write_bytes(header)
+with path.open("r+b") as file:
+    file.truncate(len(header) + 4 * sum(p.numel() for p in model.parameters()))
+assert path.stat().st_size > 256_000_000
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+checkpoint = Checkpoint(folder, model)
+elements = sum(piece.numel() for unit in find_units(model) for _, piece in checkpoint.read(unit))
+assert elements == sum(p.numel() for p in model.parameters())
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_checkpoint_large_file_is_read_in_constant_memory(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BIG_FILE, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert int(result.stdout.split()[-1]) < 64 << 10, "KiB of memory more than before"
+
+
+# resolve
+
+
+def test_resolve_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert resolve(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./model", "../model", "a/b/c", "~/no such model"])
+def test_resolve_absent_path_is_no_hub_id(path: str) -> None:
+    with pytest.raises(ConfigError, match="no such model folder"):
+        resolve(path)
+
+
+def test_resolve_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def unreachable(repo_id: str, allow_patterns: list[str]) -> str:
+        raise LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    with pytest.raises(ConfigError, match=r"someone/model is no local folder.*check the name, the network"):
+        resolve("someone/model")
+
+
+def test_resolve_hub_id_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo_id, allow_patterns: str(tmp_path))
+    assert resolve("someone/model") == tmp_path

@@ -1,0 +1,260 @@
+"""Short runs of tiny models on chosen tiers: their losses, norms, and digests of every weight and moment."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import tiny_config
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from megatier.config import ModelConfig, TiersConfig, TrainConfig
+from megatier.engine.step import Batch, StepResult
+from megatier.errors import PlanError
+from megatier.models.decoder import Unit, build_skeleton
+from megatier.models.weights import Initialiser
+from megatier.store.tier import Kind, Tier
+from megatier.train.session import Session, WeightReader
+
+KIB, MIB = 1 << 10, 1 << 20
+SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 24, "head_dim": 8}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    # Embedding and head have 67,584 elements: three update chunks of the least size there is.
+    "untied": ("llama", {**SMALL, "vocab_size": 2112, "num_hidden_layers": 2, "attention_dropout": 0.2}),
+    "tied": ("llama_tied", {**SMALL, "num_hidden_layers": 4, "attention_dropout": 0.1}),
+    "moe": ("qwen3_moe", {**SMALL, "num_hidden_layers": 4, "num_experts": 3, "moe_intermediate_size": 8}),
+}
+"""What the exactness tests run: dropout and a bare head, dropout and a tied one, a router with its auxiliary loss."""
+BATCH, TOKENS = 6, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the state shall lie; budgets are the least that do, plus room for some state."""
+
+    tiers: tuple[str, ...]
+    """Tiers that must hold state in the end."""
+    gpu: int = 0
+    """Bytes beyond the least."""
+    ram: int = 0
+
+
+PLACES = {
+    "gpu": Place(tiers=("gpu",), gpu=64 * MIB),
+    "ram": Place(tiers=("ram",)),
+    "nvme": Place(tiers=("nvme",)),
+    "gpu_ram": Place(tiers=("gpu", "ram"), gpu=100 * KIB),
+    "ram_nvme": Place(tiers=("ram", "nvme"), ram=32 * KIB),
+    "gpu_ram_nvme": Place(tiers=("gpu", "ram", "nvme"), gpu=100 * KIB, ram=32 * KIB),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What must not depend on tiers."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    digests: tuple[str, ...]
+    """Of the masters and of both moments."""
+
+
+def exactness_config(model: str) -> PretrainedConfig:
+    """Config of one of MODELS."""
+    family, options = MODELS[model]
+    return tiny_config(family, **options)
+
+
+@contextlib.contextmanager
+def opened(
+    config: PretrainedConfig,
+    mount: Path,
+    place: Place,
+    train: TrainConfig,
+    *,
+    source: WeightReader | None = None,
+    device: str = "cpu",
+    tokens: int = TOKENS,
+    **model_options: Any,
+) -> Iterator[Session]:
+    """A loaded session with the least budgets under which the place holds.
+
+    Args:
+        config: of the model.
+        mount: directory for block files.
+        place: where the state shall lie.
+        train: optimizer and numeric choices.
+        source: initial weights; Hugging Face's own initialisation where not given.
+        device: that computes.
+        tokens: per sequence.
+        model_options: of ModelConfig.
+    """
+    options = {"fused_loss": False, "loss_chunk": 20, **model_options}
+    model_config = ModelConfig(config={"model_type": config.model_type}, **options)
+    skeleton = build_skeleton(config, "sdpa")
+    budgets = {"gpu": 1, "ram": 1}
+    while True:
+        tiers = TiersConfig(
+            device=device,  # type: ignore[arg-type]
+            nvme=(f"{mount}:16MiB",) if "nvme" in place.tiers else (),
+            state=place.tiers,
+            io_threads=2,
+            update_threads=2,
+            **budgets,
+        )
+        try:
+            session = Session(skeleton, model_config, tiers, train, tokens)
+            break
+        except PlanError as short:
+            if short.what.startswith("GPU"):
+                budgets["gpu"] = short.needed_bytes + place.gpu
+            else:
+                budgets["ram"] += short.needed_bytes - short.had_bytes
+                budgets["ram"] += place.ram if short.what.startswith("RAM slots") else 0
+    with session:
+        session.load(source or Initialiser(skeleton, 0))
+        yield session
+
+
+def random_groups(train: TrainConfig, vocab: int, step: int) -> list[Batch]:
+    """One step's batches, one per group, with a few labels that do not count."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(3, vocab, (train.batch, TOKENS), generator=generator)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, -100)
+    parts = zip(ids.chunk(train.groups), labels.chunk(train.groups), strict=True)
+    return [{"input_ids": part, "labels": wanted} for part, wanted in parts]
+
+
+def run_steps(session: Session, train: TrainConfig, num_steps: int = 5, seed: int = 5) -> list[StepResult]:
+    """Train on the same batches with the same dropout as every other run of as many groups."""
+    torch.manual_seed(seed)
+    vocab = session.model.config.get_text_config().vocab_size
+    return [session.engine.train_step(n, 1e-2, random_groups(train, vocab, n)) for n in range(1, num_steps + 1)]
+
+
+def read_parameters(session: Session, kind: Kind) -> dict[str, Tensor]:
+    """Every parameter's fp32 master (Kind.WEIGHT) or moment, by name, on the CPU."""
+    session.player.drain()
+    found = {}
+    for unit in session.units:
+        plane = read_unit(session, unit, kind)
+        found |= {t.name: plane[t.start : t.stop].view(t.shape) for t in unit.layout.tensors}
+    return found
+
+
+def read_unit(session: Session, unit: Unit, kind: Kind) -> Tensor:
+    """A whole plane with its padding, the fp32 master for Kind.WEIGHT."""
+    if kind is Kind.WEIGHT:
+        return session.read_master(unit, 0, unit.layout.num_elements)
+    return session.read_plane(unit, kind, 0, unit.layout.num_elements)
+
+
+def outcome(session: Session, results: Sequence[StepResult]) -> Outcome:
+    """Summarise a run that is over."""
+    session.player.drain()
+    digests = []
+    for kind in (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ):
+        digest = hashlib.sha256()
+        for unit in session.units:
+            digest.update(read_unit(session, unit, kind).numpy().tobytes())
+        digests.append(digest.hexdigest())
+    return Outcome(tuple(r.loss for r in results), tuple(r.grad_norm for r in results), tuple(digests))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Five steps of one of MODELS, and all that may change their numbers or must not."""
+
+    model: str
+    dtype: str = "bf16"
+    clip: float | None = 0.5
+    groups: int = 1
+    slices: int = 1
+    place: str = "ram"
+    activations: str = "keep"
+    device: str = "cpu"
+    seed: int = 5
+
+    @property
+    def train(self) -> TrainConfig:
+        """Optimizer, numeric choices, activation policy."""
+        return TrainConfig(
+            steps=5,
+            batch=BATCH,
+            groups=self.groups,
+            slices=self.slices,
+            activations=self.activations,  # type: ignore[arg-type]
+            clip=self.clip,
+            weight_decay=0.1,
+        )
+
+    def __call__(self, mount: Path) -> Outcome:
+        """Run; check that the state lies where it shall."""
+        place = PLACES[self.place]
+        config = exactness_config(self.model)
+        with opened(config, mount, place, self.train, compute_dtype=self.dtype, device=self.device) as session:
+            held = {tier for tier, size in session.placement.state_bytes.items() if size}
+            assert held == {Tier(name) for name in place.tiers}, f"{self.place} lies on {held}"
+            return outcome(session, run_steps(session, self.train, seed=self.seed))
+
+
+def run_in_fresh_process(runs: Sequence[Run], mount: Path) -> list[Outcome]:
+    """The same runs, one after another, in one new interpreter with deterministic kernels."""
+    command = [sys.executable, __file__, str(mount), *(json.dumps(asdict(run)) for run in runs)]
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=540)
+    assert done.returncode == 0, done.stderr
+    return [Outcome(*(tuple(part) for part in parts)) for parts in json.loads(done.stdout.splitlines()[-1])]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Tiny operations are faster on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class ModelWeights:
+    """The parameters of a plain model, as a source for Session.load."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._parameters = dict(model.named_parameters())
+
+    def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
+        for tensor in unit.layout.tensors:
+            yield tensor.start, self._parameters[tensor.name].detach().flatten()
+
+
+def plain_model(config: PretrainedConfig, attention: str = "sdpa") -> PreTrainedModel:
+    """The model as Hugging Face builds it, in fp32, training, with every parameter moved off its default."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    assert isinstance(model, PreTrainedModel)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return model.train()
+
+
+def main() -> None:
+    """Mount and runs, as JSON, on the command line; their outcomes as one line of JSON."""
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    outcomes = [Run(**json.loads(text))(Path(sys.argv[1])) for text in sys.argv[2:]]
+    sys.stdout.write(json.dumps([astuple(outcome) for outcome in outcomes]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
