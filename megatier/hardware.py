@@ -96,6 +96,12 @@ def cores_usable(root: Path = ROOT) -> int:
     return max(1, min([len(os.sched_getaffinity(0)), *(int(quota) for quota in _cpu_quotas(root))]))
 
 
+def cpu_has_bf16(root: Path = ROOT) -> bool:
+    """Whether the CPU multiplies bf16 numbers itself (AVX-512 BF16, AMX, Arm BF16)."""
+    words = set(_text(root / "proc/cpuinfo").split())
+    return not words.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+
+
 def memlock_limit_bytes() -> int | None:
     """Bytes that this process may lock in RAM; None: no limit."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

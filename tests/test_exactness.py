@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tiny_runs import (
@@ -155,11 +156,16 @@ class PlainAdamW:
             grad = grads[name] * scale
             moment = self.exp_avg[name] = settle(self.exp_avg[name] * 0.9 + grad * (1 - 0.9))
             square = self.exp_avg_sq[name] = settle(self.exp_avg_sq[name] * 0.999 + grad * grad * (1 - 0.999))
-            change = moment / (square.sqrt() / (1 - 0.999**step) ** 0.5 + 1e-8)
+            change = moment / (root(square) / (1 - 0.999**step) ** 0.5 + 1e-8)
             decay = 1 - rate * 0.1 if name in self.decayed else 1.0
             parameter.copy_(parameter * decay - change * (rate / (1 - 0.9**step)))
             parameter.grad = None
         return norm
+
+
+def root(square: Tensor) -> Tensor:
+    """Square root, correctly rounded; torch's own on the CPU is not."""
+    return torch.from_numpy(np.sqrt(square.numpy()))
 
 
 def settle(moment: Tensor) -> Tensor:
@@ -188,8 +194,10 @@ def test_exactness_fused_loss_gives_nearly_the_gradients_of_the_plain_one(
 # ---------------------------------------------------------------------- what moves, and when
 
 
-@pytest.mark.parametrize("activations", ACTIVATIONS)
-@pytest.mark.parametrize(("clip", "groups", "slices"), [(0.5, 1, 1), (0.5, 3, 2), (None, 1, 2), (None, 3, 1)])
+@pytest.mark.parametrize(
+    ("clip", "groups", "slices", "activations"),
+    [(0.5, 1, 1, "keep"), (0.5, 3, 2, "offload"), (None, 1, 2, "recompute"), (None, 3, 1, "offload")],
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_player_steady_step_follows_the_timeline_and_moves_what_it_demands(
     place: str, clip: float | None, groups: int, slices: int, activations: str, tmp_path: Path
@@ -223,14 +231,9 @@ def check_trace(session: Session, timeline: Timeline) -> None:
         assert came == loads
 
 
-def demanded(session: Session, timeline: Timeline) -> Counter[str]:
-    """What the timeline demands, and each layer's boundary activation out and in."""
+def demanded(session: Session, timeline: Timeline) -> dict[str, int]:
     player = session.player
-    moved = Counter(demanded_bytes(timeline, session.placement, player.units, player.policy, train=True))
-    for unit in player.units.values():
-        for queue in ("gpu_to_ram", "ram_to_gpu"):
-            moved[queue] += unit.activation_bytes * player.policy.groups
-    return +moved
+    return demanded_bytes(timeline, session.placement, player.units, player.policy, gradients=True, updates=True)
 
 
 def test_player_state_on_nvme_is_read_and_written_once_a_step(tmp_path: Path) -> None:

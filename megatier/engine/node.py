@@ -76,6 +76,16 @@ class Stage:
     """While learning: shapes of each module's flat arguments in the run with one row."""
 
 
+class _Unbound(nn.Parameter):
+    """A parameter on meta that names the device of its weights: Llama 4 sends token ids to its embedding's."""
+
+    streams_to: torch.device
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.streams_to
+
+
 class Node:
     """One module of one unit, streamed."""
 
@@ -98,6 +108,11 @@ class Node:
         self._slices = {tensor.name: tensor for _, _, tensor in bindings}
         self.batched: list[bool] | None = None
         """Per flat argument, whether it is cut; None: not learnt yet."""
+        for parameters, leaf, _ in bindings:
+            unbound = parameters[leaf]
+            assert unbound is not None
+            unbound.__class__ = _Unbound
+            unbound.streams_to = stage.device  # type: ignore[attr-defined]
         module.forward = self.__call__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
@@ -109,6 +124,8 @@ class Node:
             if kwargs.get("use_cache"):
                 kwargs["use_cache"] = False
         flat, spec = tree_flatten((args, kwargs))
+        if any(torch.is_tensor(x) and x.is_meta for x in flat):
+            raise UnsupportedModelError(f"{self.module_name} was given a tensor on meta, made from an unbound weight.")
         self._learn(flat)
         collected = tuple(key for key, value in (_collector.get() or {}).items() if isinstance(value, list))
         differentiable = [i for i, x in enumerate(flat) if torch.is_tensor(x) and x.requires_grad]
@@ -126,7 +143,9 @@ class Node:
         """Views of the unit's parameters in a slot, one per tensor, each an autograd leaf; cached by address."""
         key = weights.data_ptr()
         if key not in self._leaves:
-            plane = weights.detach().view(self.stage.dtype)
+            # `.data`, for a version counter of its own: all slots of an arena share one, and a load into a neighbour
+            # must not look like a change of weights that autograd has saved.
+            plane = weights.data.view(self.stage.dtype)
             self._leaves[key] = [
                 plane[t.start : t.stop].view(t.shape).detach().requires_grad_() for t in self._slices.values()
             ]

@@ -67,8 +67,8 @@ class AdamW:
         self._layouts, self._decayed, self._dtype, self._groups = dict(layouts), decayed, dtype, groups
         self._split = dtype is torch.bfloat16
         self._pool = _native.ThreadPool(num_threads, UPDATE_QUEUE_DEPTH)
-        self._scalars = (0.0,) * 8
-        self._learning_rate = 0.0
+        self._begun = (0.0, (0.0,) * 7)
+        self._adopt(1.0)
         self._sums: dict[str, list[Tensor]] = {}
         if torch.cuda.is_available():  # Triton comes with torch's CUDA builds alone
             from megatier.engine import kernels
@@ -76,28 +76,35 @@ class AdamW:
             self._kernels = kernels
 
     def begin_step(self, step: int, learning_rate: float) -> None:
-        """Forget the last step's gradients; set the scalars of step 1, 2, ...: updates read them until the next."""
+        """Forget the last step's gradients; note the scalars of step 1, 2, ...
+
+        With clipping on, updates still read those of the last step until `clip`: they are deferred into this one.
+        """
         hyper = self.hyper
-        self._learning_rate = learning_rate
-        step_size = learning_rate / (1 - hyper.beta1**step)
-        self._scalars = (
+        scalars = (
             hyper.beta1,
             1 - hyper.beta1,
             hyper.beta2,
             1 - hyper.beta2,
             hyper.eps,
-            step_size,
+            learning_rate / (1 - hyper.beta1**step),
             math.sqrt(1 - hyper.beta2**step),
-            1.0,
         )
+        self._begun = (learning_rate, scalars)
         self._sums.clear()
+        if hyper.clip is None:
+            self._adopt(1.0)
 
     def clip(self, norm: float) -> float:
-        """Set and return the coefficient for this norm."""
+        """Return the coefficient for this norm; updates read it, and the scalars of the step begun, from now on."""
         limit = self.hyper.clip
         coefficient = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
-        self._scalars = (*self._scalars[:7], coefficient)
+        self._adopt(coefficient)
         return coefficient
+
+    def _adopt(self, coefficient: float) -> None:
+        self._learning_rate, scalars = self._begun
+        self._scalars = (*scalars, coefficient)
 
     def norm(self) -> float:
         """Global norm of the measured gradients, sqrt of the exact sum of the partial sums."""

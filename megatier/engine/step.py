@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from megatier.engine.activation import Activations
 from megatier.engine.gradient import Gradients, GradSink
 from megatier.engine.loss import IGNORED, FusedLoss
+from megatier.engine.matmul import Fp32Products
 from megatier.engine.node import Node, Stage, WeightSource, learning
 from megatier.engine.optimizer import AdamW
 from megatier.errors import NonFiniteError
@@ -69,6 +71,8 @@ class EngineOptions:
     activations: Activations = Activations.KEEP
     fused_loss: bool = True
     loss_chunk: int = 1024
+    fp32_products: bool = False
+    """Take bf16 products in fp32: for a CPU without bf16 instructions."""
 
 
 class Engine:
@@ -117,11 +121,12 @@ class Engine:
         self._stream.begin("train")
         for index, batch in enumerate(groups):
             self._stage.gradients.begin_group(index)
-            loss = self._loss(batch, counted if len(groups) > 1 else None)
-            if self._optimizer.hyper.clip is None and not math.isfinite(loss.item()):
-                self._stream.cancel()
-                self._fail(step, "the loss", batch)
-            loss.backward()
+            with self._arithmetic():
+                loss = self._loss(batch, counted if len(groups) > 1 else None)
+                if self._optimizer.hyper.clip is None and not math.isfinite(loss.item()):
+                    self._stream.cancel()
+                    self._fail(step, "the loss", batch)
+                loss.backward()
             losses.append(loss.detach())
         self._stream.end()
         total = math.fsum(loss.item() for loss in losses)
@@ -131,8 +136,9 @@ class Engine:
         """Mean loss per counted token, on the weights of the last whole step."""
         self._stream.drain()
         self.model.eval()
+        self._stage.gradients.group = 0  # the order of units is recorded with their group
         total, tokens = 0.0, 0
-        with torch.no_grad():
+        with torch.no_grad(), self._arithmetic():
             for batch in batches:
                 self._stream.begin("evaluate")
                 count = _count(batch)
@@ -151,6 +157,9 @@ class Engine:
             self._stream.defer_updates()
         return StepResult(loss, norm, coefficient)
 
+    def _arithmetic(self) -> AbstractContextManager[object]:
+        return Fp32Products() if self.options.fp32_products else nullcontext()
+
     def _loss(self, batch: Batch, counted: int | None) -> Tensor:
         inputs: dict[str, object] = {key: value.to(self.options.device) for key, value in batch.items()}
         if counted is not None:
@@ -162,7 +171,7 @@ class Engine:
         """Before the first step with slices: which arguments of each module are batched."""
         if self.options.slices == 1 or all(node.batched is not None for node in self._nodes.values()):
             return
-        with torch.no_grad(), learning(self._stage):
+        with torch.no_grad(), learning(self._stage), self._arithmetic():
             for rows in (1, 2):
                 self._stream.begin("evaluate")
                 self._loss({key: value[:rows] for key, value in batch.items()}, None)

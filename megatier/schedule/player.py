@@ -45,7 +45,7 @@ from megatier.store.transfer import Gate, Instant, Queue, Transfer, mark
 WAIT_SLICE_S = 0.001
 """How often a waiting access looks again at what it waits for, to name the cause."""
 CHUNK_DEPTH = UPDATE_DEPTH - 1
-"""Update chunks read ahead of the one in work."""
+"""Update chunks that arrive or are worked on; one more leaves."""
 
 Elements = tuple[int, int]
 
@@ -134,6 +134,7 @@ class Player:
         self._grads: dict[str, Lease] = {}
         self._ahead: deque[tuple[str, Elements]] = deque()
         self._pending = False
+        self._is_closed = False
         self._busy = {"load": "ram_to_gpu", "update": "update"}
         self.demanded: Counter[str] = Counter()
         """Bytes per queue that the placement demanded of the passes and updates so far."""
@@ -163,7 +164,18 @@ class Player:
             self._loads[load.access] = self._lanes["load"].submit(load.unit, 0, partial(self._load, load))
 
     def end(self) -> None:
-        """End a pass: its order is known from now on, and no weights stay in GPU slots."""
+        """End a pass: its order is known from now on, and no weights stay in GPU slots.
+
+        Raises:
+            TimelineError: units of the recorded order were not used.
+        """
+        if self.timeline is not None and len(self.accesses) < len(self.timeline.accesses):
+            left = self.timeline.accesses[len(self.accesses)]
+            self.cancel()
+            raise TimelineError(
+                f"the pass ended before {left.unit} ({left.phase}, group {left.group}), which step 1 used. megatier "
+                "needs the same order of units in every step."
+            )
         if self.timeline is None:
             on_demand = [
                 Load(access.unit, index, 0, None, -1)
@@ -175,11 +187,10 @@ class Player:
         self._evict_weights()
 
     def cancel(self) -> None:
-        """Leave a pass half-way: loads that wait for compute are given up."""
+        """Leave a pass half-way: loads that wait for compute are given up, updates that are due still run."""
         self.gate.abandon()
-        for transfer in self._loads.values():
-            with contextlib.suppress(StepAbandonedError):
-                transfer.wait()
+        for transfer in (*self._loads.values(), *self._updates.values()):
+            transfer.over()
         self._evict_weights()
 
     def defer_updates(self) -> None:
@@ -237,7 +248,8 @@ class Player:
         return self.recorder.take(self.store.take_log())
 
     def close(self) -> None:
-        """Abandon what waits for compute and stop the lanes."""
+        """Abandon what waits for compute, or has not begun, and stop the lanes. `drain` first to finish a step."""
+        self._is_closed = True
         self.gate.abandon()
         for lane in self._lanes.values():
             lane.close()
@@ -266,7 +278,7 @@ class Player:
             if transfer is not None:
                 self._wait(transfer, causes)
         key = block_key(unit, Kind.WEIGHT)
-        for transfer in self.store.prefetch(key, Tier.GPU):
+        for transfer in self.store.prefetch(key, Tier.GPU, wait=True):
             self._wait(transfer, causes)
         lease = self.store.lease(key, Tier.GPU)
         cause = causes.most_common(1)[0][0] if causes else "ram_to_gpu"
@@ -286,6 +298,8 @@ class Player:
         """
         key, last = grad_key(unit), group == self.policy.groups - 1
         self._grads.pop(unit).release()
+        if group and (summed := self._updates.get(unit)) is not None:
+            summed.wait()  # this gradient takes the place of the last group's
         if self.placement.grad_homes[unit] is not Tier.GPU:
             self.store.mark_dirty(key, Tier.GPU)
             self.store.write_back(key, Tier.GPU, wait=True)
@@ -314,7 +328,8 @@ class Player:
 
     def _wait(self, transfer: Transfer, causes: Counter[str]) -> None:
         while not transfer.issued(WAIT_SLICE_S):
-            waits_for = next((d.queue for d in transfer.after if not d.done()), transfer.queue)
+            before = (*transfer.after, *transfer.behind)
+            waits_for = next((other.queue for other in before if not other.done()), transfer.queue)
             causes[self._busy.get(waits_for, waits_for)] += 1
         if not transfer.done():
             causes[transfer.queue] += 1
@@ -328,7 +343,7 @@ class Player:
             self._busy["load"] = "update"
             update.wait()
         self._busy["load"] = "ram_to_gpu"
-        self.store.prefetch(block_key(load.unit, Kind.WEIGHT), Tier.GPU)
+        self.store.prefetch(block_key(load.unit, Kind.WEIGHT), Tier.GPU, wait=True)
 
     def _make_room(self, lane: str, load: Load) -> None:
         self._busy[lane] = "slot"
@@ -342,37 +357,54 @@ class Player:
         self._updates[update.unit] = self._lanes["update"].submit(update.unit, 0, partial(self._update, update), after)
 
     def _update(self, update: Update) -> None:
-        """AdamW on one unit, chunk by chunk: read ahead, update, feed the load, write back."""
-        name = update.unit
-        if not self.policy.deferred:
-            self._optimizer.check(name)
-        if update.load is not None:
-            self._make_room("update", update.load)
+        """AdamW on one unit, and its gradient's slot free again, whatever happens."""
+        try:
+            if self._is_closed:
+                raise StepAbandonedError(f"the run was closed before {update.unit} was updated")
+            if not self.policy.deferred:
+                self._optimizer.check(update.unit)
+            self._update_chunks(update.unit, feeds=update.load is not None and self._may_feed(update.load))
+        finally:
+            while self._ahead and self._ahead[0][0] == update.unit:
+                self._ahead.popleft()
+            if self.policy.groups == 1 and self.placement.grad_homes[update.unit] is None:
+                self.store.evict(grad_key(update.unit), Tier.RAM)
+
+    def _may_feed(self, load: Load) -> bool:
+        """True once there is room for the weights on the GPU; False when the step that wanted them was given up."""
+        try:
+            self._make_room("update", load)
+        except StepAbandonedError:
+            return False
+        return True
+
+    def _update_chunks(self, name: str, *, feeds: bool) -> None:
+        """Chunk by chunk: read ahead, update, feed the load, write back."""
         for elements in self.chunks(name):
-            self._ahead.popleft()
             self._busy["update"] = "nvme_to_ram" if self._spilled(name) else "gpu_to_ram"
+            self._read_ahead()
+            self._ahead.popleft()
             with self._grad_lease(name, elements) as grad, self.open_state(name, elements, self._kinds) as state:
-                self._read_ahead()
                 self._busy["update"] = "update"
                 start = time.perf_counter_ns()
                 self._optimizer.apply(name, elements, state.planes, grad.bytes)
                 self.recorder.work("update", name, start, time.perf_counter_ns())
                 state.write_back()
-                if update.load is not None:
+                if feeds:
                     span = self._span(name, Kind.WEIGHT, elements)
-                    self.store.prefetch(block_key(name, Kind.WEIGHT), Tier.GPU, span)
-        if self.policy.groups == 1 and self.placement.grad_homes[name] is None:
-            self.store.evict(grad_key(name), Tier.RAM)
+                    self.store.prefetch(block_key(name, Kind.WEIGHT), Tier.GPU, span, wait=True)
 
     def _read_ahead(self) -> None:
         for name, elements in list(self._ahead)[:CHUNK_DEPTH]:
             for kind in self._spilled(name):
-                self.store.prefetch(block_key(name, kind), Tier.RAM, self._span(name, kind, elements))
+                self.store.prefetch(block_key(name, kind), Tier.RAM, self._span(name, kind, elements), wait=True)
 
     def _accumulate(self, unit: str, group: int) -> None:
-        with self.store.lease(sum_key(unit), Tier.RAM) as total, self.store.lease(grad_key(unit), Tier.RAM) as part:
-            self._optimizer.accumulate(unit, total.bytes, part.bytes, group=group)
-        self.store.evict(grad_key(unit), Tier.RAM)
+        try:
+            with self.store.lease(sum_key(unit), Tier.RAM) as total, self.store.lease(grad_key(unit), Tier.RAM) as part:
+                self._optimizer.accumulate(unit, total.bytes, part.bytes, group=group)
+        finally:
+            self.store.evict(grad_key(unit), Tier.RAM)
 
     # ------------------------------------------------------------------ names and spans
 

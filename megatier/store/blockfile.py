@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class IoOptions:
     checksums: bool = True
     """Verify every chunk that is read."""
     chunk_bytes: int = 64 << 10
-    """Bytes under one checksum, a multiple of 4,096; spans of a block start on chunk boundaries."""
+    """Bytes under one checksum, a power of two from 4,096; spans of a block start on chunk boundaries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,10 @@ class Extent:
     def __init__(self, num_bytes: int, stripes: tuple[Stripe, ...], checksums: npt.NDArray[np.uint32]) -> None:
         """num_bytes is the block's size rounded up to a page."""
         self.num_bytes, self.stripes, self.checksums = num_bytes, stripes, checksums
+
+    def padded(self, stop: int) -> int:
+        """Where a span that ends at `stop` ends on the drive: a block's last page is moved whole."""
+        return round_up(stop)
 
 
 class FileBatch:
@@ -114,7 +119,6 @@ class BlockFiles:
         self._locks: list[int] = []
         self._files: list[int] = []
         self._used = [0] * len(mounts)
-        self._zero_checksum: int | None = None
         self._readers = _native.ThreadPool(options.num_threads, QUEUE_DEPTH_MAX)
         self._writers = _native.ThreadPool(options.num_threads, QUEUE_DEPTH_MAX)
         try:
@@ -135,34 +139,34 @@ class BlockFiles:
         return sum(self._budgets)
 
     def reserve(self, num_bytes: int) -> Extent:
-        """Give a block its place, striped over the mounts.
+        """Give a block its place, striped over the mounts; it will hold zeros.
 
         Raises:
             CapacityError: the mounts' budgets are used up.
         """
-        total = round_up(num_bytes, PAGE_BYTES)
-        stripes, start, before = [], 0, list(self._used)
+        total, chunk, before = round_up(num_bytes), self.options.chunk_bytes, list(self._used)
+        stripes, start = [], 0
         while start < total:
-            size = min(STRIPE_BYTES, total - start)
-            try:
-                mount = self._roomiest(size, total - start)
-            except CapacityError:
+            mount, size = self._roomiest(total - start)
+            if not size:
+                free = self.capacity_bytes - sum(before)
                 self._used = before
-                raise
+                raise CapacityError("nvme", total, free, "Raise a mount's size in tiers.nvme or add a mount.")
             stripes.append(Stripe(mount, self._used[mount], start, size))
             self._used[mount] += size
             start += size
-        num_chunks = -(-total // self.options.chunk_bytes)
-        return Extent(total, tuple(stripes), np.zeros(num_chunks, dtype=np.uint32))
+        checksums = np.full(-(-total // chunk), zero_checksum(chunk), dtype=np.uint32)
+        if tail := total % chunk:
+            checksums[-1] = zero_checksum(tail)
+        return Extent(total, tuple(stripes), checksums)
 
-    def _roomiest(self, size: int, missing: int) -> int:
-        """The mount with the largest free share, so that unequal budgets fill evenly."""
+    def _roomiest(self, missing: int) -> tuple[int, int]:
+        """The mount with the largest free share, so that unequal budgets fill evenly, and the bytes it takes."""
+        chunk = self.options.chunk_bytes
         free = [budget - used for budget, used in zip(self._budgets, self._used, strict=True)]
-        best = max(range(len(free)), key=lambda i: (free[i] / max(1, self._budgets[i]), -i), default=-1)
-        if best < 0 or free[best] < size:
-            remedy = "Raise a mount's size in tiers.nvme or add a mount."
-            raise CapacityError("nvme", missing, max([0, *free]), remedy)
-        return best
+        sizes = [min(missing, STRIPE_BYTES, room if room >= missing else room // chunk * chunk) for room in free]
+        best = max(range(len(free)), key=lambda i: (sizes[i] > 0, free[i] / max(1, self._budgets[i]), -i))
+        return best, max(0, sizes[best])
 
     def allocate(self) -> None:
         """Create the files at full size, quickly; `fill` writes them.
@@ -216,17 +220,6 @@ class BlockFiles:
                 self.is_direct = False
         return os.open(path, flags, 0o600)
 
-    def forget(self, extent: Extent) -> None:
-        """Note that the extent holds zeros, as `fill` left it."""
-        chunk = self.options.chunk_bytes
-        if self._zero_checksum is None:
-            zeros = np.zeros(chunk, dtype=np.uint8)
-            self._zero_checksum = _native.checksum(zeros.ctypes.data, chunk)
-        extent.checksums[:] = self._zero_checksum
-        if tail := extent.num_bytes % chunk:
-            zeros = np.zeros(tail, dtype=np.uint8)
-            extent.checksums[-1] = _native.checksum(zeros.ctypes.data, tail)
-
     # HOP 1/6: NVMe extent -> RAM slot
     def read(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
         """Start reading bytes [start, stop) of a block into page-aligned memory; every chunk is verified."""
@@ -267,6 +260,13 @@ class BlockFiles:
                 directory.rmdir()
             os.close(lock)
         self._files, self._locks = [], []
+
+
+@functools.cache
+def zero_checksum(num_bytes: int) -> int:
+    """Checksum of so many zeros."""
+    zeros = np.zeros(num_bytes, dtype=np.uint8)
+    return _native.checksum(zeros.ctypes.data, num_bytes)
 
 
 def lock_directory(directory: Path) -> int:

@@ -24,6 +24,7 @@ import torch
 
 from megatier import _native
 from megatier.errors import MegatierError, StepAbandonedError
+from megatier.store.tier import Tier
 
 QUEUE_DEPTH_MAX = 4096
 """Items that may wait in one queue; a full one blocks its submitter. A bound, not a tuning value."""
@@ -93,6 +94,10 @@ class Transfer:
             self._completion.order()
         else:
             self.wait()
+
+    def order_for(self, tier: Tier) -> None:
+        """`order` for what runs on the gpu, `wait` for what the host touches next."""
+        self.order() if tier is Tier.GPU else self.wait()
 
     def over(self) -> bool:
         """Block until the move has ended, well (True) or not (False)."""
@@ -316,8 +321,8 @@ class Lanes:
 
     def close(self) -> None:
         """Finish every move that was submitted, and stop the workers."""
-        for queue in self._queues.values():
-            queue.close()
+        for lane in self._queues.values():
+            lane.close()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if self.clock is None:

@@ -15,7 +15,7 @@ from megatier.engine.activation import Activations
 from megatier.engine.optimizer import AdamW, Hyperparameters, join_master, split_master
 from megatier.engine.step import Engine, EngineOptions
 from megatier.errors import ConfigError
-from megatier.hardware import cores_usable, default_budgets
+from megatier.hardware import cores_usable, cpu_has_bf16, default_budgets
 from megatier.models.decoder import Unit, decays, find_units
 from megatier.schedule.placement import Budgets, Placement, Policy, UnitSpec, place
 from megatier.schedule.player import Player
@@ -84,6 +84,7 @@ class Session:
                 Activations(train.activations),
                 model_config.fused_loss,
                 model_config.loss_chunk,
+                fp32_products=device.type == "cpu" and dtype is torch.bfloat16 and not cpu_has_bf16(),
             )
             self.engine = Engine(model, self.units, self.player, self.optimizer, engine_options)
         except BaseException:

@@ -1,0 +1,48 @@
+"""bf16 products on CPUs that have no bf16 instructions.
+
+There, a library's bf16 product runs at a quarter of its fp32 speed. This mode takes the product of the same numbers in
+fp32 and rounds the result once to bf16: what bf16 hardware does, up to the order of the fp32 sums. It is a numeric
+choice that follows from the machine, the same for every placement and activation policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+PRODUCTS: dict[Callable[..., Any], tuple[int, ...]] = {
+    torch.ops.aten.mm.default: (0,),
+    torch.ops.aten.addmm.default: (0,),
+    torch.ops.aten.bmm.default: (0,),
+    torch.ops.aten.baddbmm.default: (0,),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (0,),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (0, 1, 2),
+}
+"""Operators, and which of their results are rounded (attention's second is the fp32 log-sum-exp)."""
+
+
+class Fp32Products(TorchDispatchMode):
+    """While active, bf16 matrix products and attention on the CPU are taken in fp32 and rounded once."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the operator takes and gives
+        """Intercept products; let everything else through."""
+        kwargs = kwargs or {}
+        if func not in PRODUCTS or args[0].dtype is not torch.bfloat16:
+            return func(*args, **kwargs)
+        results = func(*map(_widen, args), **{name: _widen(value) for name, value in kwargs.items()})
+        if torch.is_tensor(results):
+            return results.to(torch.bfloat16)
+        return tuple(x.to(torch.bfloat16) if i in PRODUCTS[func] else x for i, x in enumerate(results))
+
+
+def _widen(value: Any) -> Any:  # noqa: ANN401
+    return value.float() if torch.is_tensor(value) and value.dtype is torch.bfloat16 else value

@@ -1,0 +1,324 @@
+"""Copies: how bytes get into slots and out of them. The moving half of the store; `store` is its face.
+
+Bytes go up from NVMe through RAM slots to the GPU, and home again one step at a time. A slot is taken free, or from the
+copy unused for longest. A copy that is being written to NVMe keeps its slot until that went well, so that a failed
+write leaves it whole.
+
+Every method is called with `lock` held; those that say so let go of it while they wait.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from megatier import _native
+from megatier.errors import BlockNotFoundError, CapacityError, DirtyBlockError, LeaseHeldError
+from megatier.store.arena import Slot, SlotPool
+from megatier.store.blockfile import BlockFiles
+from megatier.store.reservation import Reservation
+from megatier.store.residency import Block, Copy, Span, assign, overlap, without
+from megatier.store.tier import Tier
+from megatier.store.transfer import Lanes, Transfer, mark
+
+POISON = 0xFF
+"""Byte written over a released slot of the CPU arena that stands for the GPU: NaN in every float type."""
+
+
+class Copies:
+    """The copies of one store's blocks in gpu and ram.
+
+    Attributes:
+        lock: guards the copies and everything that is known of them.
+    """
+
+    def __init__(self, reservation: Reservation, lanes: Lanes, files: BlockFiles | None) -> None:
+        """Slots come from the reservation, once it is allocated."""
+        self._reservation, self._lanes, self._files = reservation, lanes, files
+        self._slotted: dict[Copy, None] = {}
+        """Copies in slots; the one unused for longest comes first."""
+        self.lock = threading.Lock()
+        self._slot_freed = threading.Condition(self.lock)
+
+    # ------------------------------------------------------------------ places
+
+    def view(self, copy: Copy, span: Span) -> torch.Tensor:
+        """uint8 [stop - start] of a copy."""
+        return self._reservation.view(copy.tier, copy.offset + span[0] - copy.span[0], span[1] - span[0])
+
+    def place(self, block: Block, tier: Tier, span: Span, *, wait: bool) -> Copy:
+        """The copy that holds the span, or a new, empty one in a slot. A gpu copy is always whole.
+
+        Lets go of the lock while it waits: for a slot (if `wait`), or for the write of an evicted copy of these bytes.
+
+        Raises:
+            CapacityError: the slots are too small; or all are leased, dirty or being written, and not `wait`.
+            LeaseHeldError, DirtyBlockError: such a copy lies across the span's ends.
+            TransferError: a write-back that keeps a slot failed.
+        """
+        wanted = block.whole if tier is Tier.GPU else span
+        while True:
+            for copy in block.on(tier):
+                if copy.holds(span):
+                    copy.is_leaving = False
+                    return copy
+            if others := [copy for copy in block.on(tier) if overlap(copy.span, wanted)]:
+                self._clear(others[0])
+                continue
+            pool = self._reservation.pool(tier, block.spec, wanted[1] - wanted[0])
+            if (slot := self._take(pool, wait=wait)) is not None:
+                copy = Copy(block, tier, wanted, slot.offset, slot)
+                block.copies.append(copy)
+                self._slotted[copy] = None
+                return copy
+            if not wait:
+                remedy = f"All {pool.num_slots} slots are leased, dirty or being written; release some."
+                raise CapacityError(tier, wanted[1] - wanted[0], 0, remedy)
+            self._wait_for_slot(pool)
+
+    def _clear(self, copy: Copy) -> None:
+        self.evict(copy)
+        if copy.is_leaving and (moves := copy.in_use()):
+            self._wait_unlocked(moves[0])
+
+    def _take(self, pool: SlotPool, *, wait: bool) -> Slot | None:
+        """A free slot, or that of the copy unused for longest. What was prefetched is spared if a wait helps."""
+        if (slot := pool.take()) is not None:
+            return slot
+        idle = [c for c in self._slotted if c.slot is not None and c.slot.pool is pool and not c.num_leases]
+        for copy in idle:
+            copy.settle()
+        spared = wait and any(copy.unwritten for copy in idle)
+        for copy in sorted(idle, key=lambda copy: copy.is_ahead):
+            if copy.block.spec.home is not None and not copy.unwritten and not (copy.is_ahead and spared):
+                self.evict(copy)
+                return pool.take()
+        return None
+
+    def _wait_for_slot(self, pool: SlotPool) -> None:
+        """Let others go on until a slot may be free; raise the error of a write-back that keeps one."""
+        for copy in self._slotted:
+            if copy.slot is not None and copy.slot.pool is pool and not copy.num_leases:
+                for transfer in copy.unwritten.values():
+                    if transfer is not None and not transfer.done():
+                        self._wait_unlocked(transfer)
+                        return
+                    if transfer is not None and copy.is_leaving:
+                        transfer.wait()
+        self._slot_freed.wait()
+
+    def _wait_unlocked(self, transfer: Transfer) -> None:
+        self.lock.release()
+        try:
+            transfer.over()
+        finally:
+            self.lock.acquire()
+
+    # ------------------------------------------------------------------ up
+
+    def bring(self, copy: Copy, span: Span, *, wait: bool) -> None:
+        """Start the moves that make the span valid, from the nearest tier that has it.
+
+        Lets go of the lock while it waits for RAM slots, if `wait`.
+
+        Raises:
+            CapacityError: no RAM slot to pass through, and not `wait`.
+            BlockNotFoundError: the bytes are nowhere.
+        """
+        copy.forget_failures()
+        copy.num_leases += 1  # nobody takes the slot while this waits for another one
+        try:
+            for part in copy.missing(span):
+                if copy.tier is Tier.GPU:
+                    self._fill_gpu(copy, part, wait=wait)
+                elif copy.block.extent is not None:
+                    self._read(copy, part)
+                else:
+                    self._fill_ram(copy, part)
+        except BaseException:
+            self.unlease(copy)
+            raise
+        copy.num_leases -= 1
+
+    def _read(self, copy: Copy, span: Span) -> None:
+        files, extent, slot = self._files, copy.block.extent, copy.slot
+        assert files is not None
+        assert extent is not None
+        assert slot is not None
+        key, address, stop = copy.block.spec.key, self.view(copy, span).data_ptr(), extent.padded(span[1])
+        transfer = self._lanes.submit(
+            "nvme_to_ram",
+            key,
+            stop - span[0],
+            lambda: files.read(key, extent, span[0], stop, address),
+            behind=slot.pending,
+        )
+        assign(copy.fills, span, transfer)
+
+    def _fill_ram(self, copy: Copy, span: Span) -> None:
+        """From the home, or the scratch copy, on the gpu."""
+        key = copy.block.spec.key
+        assert copy.slot is not None
+        try:
+            source = copy.block.find(Tier.GPU, span)
+        except BlockNotFoundError:
+            raise BlockNotFoundError(f"block {key} has no bytes {span} anywhere; lease it fresh first.") from None
+        after = [*source.arriving(span), *self.point(key)]
+        transfer = self._lanes.to_ram(key, self.view(copy, span), self.view(source, span), after, copy.slot.pending)
+        assign(copy.fills, span, transfer)
+        source.use(transfer)
+
+    def _fill_gpu(self, copy: Copy, span: Span, *, wait: bool) -> None:
+        """Through RAM: copies there as they lie, and the rest in pieces as large as its slots."""
+        assert copy.slot is not None
+        block, key = copy.block, copy.block.spec.key
+        for part in self._ram_spans(block, span):
+            passing = not any(c.holds(part) and not c.is_leaving for c in block.on(Tier.RAM))
+            source = self.place(block, Tier.RAM, part, wait=wait)
+            self.bring(source, part, wait=wait)
+            after, behind = source.arriving(part), copy.slot.pending
+            transfer = self._lanes.to_gpu(key, self.view(copy, part), self.view(source, part), after, behind)
+            assign(copy.fills, part, transfer)
+            source.use(transfer)
+            if passing:
+                self.evict(source)
+
+    def _ram_spans(self, block: Block, span: Span) -> list[Span]:
+        copies = [copy.span for copy in block.on(Tier.RAM) if overlap(copy.span, span)]
+        parts = [(max(start, span[0]), min(stop, span[1])) for start, stop in copies]
+        if (rest := without(span, parts)) and block.spec.home is not None:
+            chunk = self._files.options.chunk_bytes if self._files is not None else 1
+            size = max(chunk, self._reservation.slot_bytes(Tier.RAM, block.spec) // chunk * chunk)
+            for start, stop in rest:
+                parts += [(first, min(first + size, stop)) for first in range(start, stop, size)]
+        return sorted(parts)
+
+    # ------------------------------------------------------------------ home
+
+    def send_home(self, copy: Copy, span: Span, *, wait: bool) -> Transfer:
+        """Start copying a span one step towards home. Lets go of the lock while it waits for a slot, if `wait`."""
+        if copy.tier is Tier.GPU:
+            transfer = self._copy_down(copy, span, wait=wait)
+        elif copy.block.extent is not None:
+            transfer = self._write(copy, span)
+        else:
+            transfer = self._copy_up(copy, span)
+        copy.dirty(span)
+        assign(copy.unwritten, span, transfer)
+        return transfer
+
+    def _write(self, copy: Copy, span: Span) -> Transfer:
+        """RAM -> NVMe, behind an older write of the same bytes."""
+        files, extent = self._files, copy.block.extent
+        assert files is not None
+        assert extent is not None
+        key, address, stop = copy.block.spec.key, self.view(copy, span).data_ptr(), extent.padded(span[1])
+        older = [transfer for transfer in copy.in_use() if transfer.queue == "ram_to_nvme"]
+        return self._lanes.submit(
+            "ram_to_nvme",
+            key,
+            stop - span[0],
+            lambda: files.write(key, extent, span[0], stop, address),
+            copy.arriving(span),
+            older,
+        )
+
+    def _copy_down(self, copy: Copy, span: Span, *, wait: bool) -> Transfer:
+        """GPU -> RAM: into the home there, or into a slot, which is dirty from then on unless the block is scratch."""
+        block, key = copy.block, copy.block.spec.key
+        copy.num_leases += 1  # nobody takes the slot while this waits for another one
+        try:
+            below = self.place(block, Tier.RAM, span, wait=wait)
+        finally:
+            copy.num_leases -= 1
+        compute = [transfer for transfer in copy.in_use() if transfer.queue == "compute"]
+        after, behind = [*copy.arriving(span), *compute, *self.point(key)], self.occupants(below)
+        transfer = self._lanes.to_ram(key, self.view(below, span), self.view(copy, span), after, behind)
+        assign(below.fills, span, transfer)
+        if block.extent is not None:
+            below.dirty(span)
+        return transfer
+
+    def _copy_up(self, copy: Copy, span: Span) -> Transfer:
+        """RAM -> the home on the GPU."""
+        block, key = copy.block, copy.block.spec.key
+        home = block.find(Tier.GPU, span)
+        after, behind = copy.arriving(span), [*self.occupants(home), *self.point(key)]
+        transfer = self._lanes.to_gpu(key, self.view(home, span), self.view(copy, span), after, behind)
+        assign(home.fills, span, transfer)
+        return transfer
+
+    # ------------------------------------------------------------------ away
+
+    def occupants(self, copy: Copy) -> list[Transfer]:
+        """What must have ended before a copy's bytes may be overwritten."""
+        return [*copy.in_use(), *(copy.slot.pending if copy.slot is not None else [])]
+
+    def point(self, key: str) -> list[Transfer]:
+        """The present point of compute, where it is asynchronous."""
+        point = mark(self._lanes.clock, key)
+        return [] if point is None else [point]
+
+    def evict(self, copy: Copy) -> None:
+        """Drop a copy in a slot, now or, if it is being written to NVMe, when that went well.
+
+        Raises:
+            LeaseHeldError: it is leased.
+            DirtyBlockError: bytes are not home, and no write-back was started.
+            TransferError: a write-back failed.
+        """
+        key, home = copy.block.spec.key, copy.block.spec.home
+        if copy.num_leases:
+            raise LeaseHeldError(f"block {key} on {copy.tier} is leased; release it first.")
+        copy.settle()
+        for transfer in copy.unwritten.values() if home is not None else ():
+            if transfer is None:
+                raise DirtyBlockError(f"block {key} on {copy.tier} has bytes that are not home yet; write them back.")
+            if transfer.done():
+                transfer.wait()
+        if any(transfer is not None and transfer.queue == "ram_to_nvme" for transfer in copy.unwritten.values()):
+            copy.is_leaving = True
+        else:
+            self._give(copy)
+
+    def drop_stale(self, copies: list[Copy], span: Span) -> None:
+        """Newer bytes of the span are in another tier.
+
+        Raises:
+            LeaseHeldError: one of the copies is leased; none was dropped.
+        """
+        stale = [copy for copy in copies if any(overlap(span, filled) for filled in copy.fills)]
+        for copy in stale:
+            if copy.num_leases:
+                raise LeaseHeldError(f"block {copy.block.spec.key} on {copy.tier} is leased; release it first.")
+        for copy in stale:
+            copy.supersede(span)
+            if not copy.fills:
+                self.evict(copy)
+
+    def unlease(self, copy: Copy) -> None:
+        """One lease less; a copy that got no bytes goes, the others become the last used."""
+        copy.num_leases -= 1
+        copy.forget_failures()
+        if copy.slot is None:
+            return
+        self._slotted[copy] = self._slotted.pop(copy)
+        if not copy.num_leases and not copy.fills and not copy.unwritten:
+            self._give(copy)
+        self._slot_freed.notify_all()
+
+    def _give(self, copy: Copy) -> None:
+        """Free the slot."""
+        assert copy.slot is not None
+        pending = copy.in_use()
+        if copy.tier is Tier.GPU and self._lanes.clock is None:
+            view = self.view(copy, copy.span)
+            poison = self._lanes.submit(
+                "ram_to_gpu", "", 0, lambda: _native.fill(view.data_ptr(), POISON, view.numel()), behind=pending
+            )
+            pending = [poison]
+        copy.block.copies.remove(copy)
+        del self._slotted[copy]
+        copy.slot.pool.give(copy.slot, pending)
+        self._slot_freed.notify_all()

@@ -1,0 +1,123 @@
+"""Reservations: the bytes of gpu and ram that are set aside, before anything is allocated, and the arenas they become.
+
+Homes come first in a tier's arena, the slots of each kind of block after them. Everything is counted against the
+tier's budget when it is asked for, and allocated once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megatier.errors import CapacityError
+from megatier.store.arena import Arena, SlotPool
+from megatier.store.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
+
+
+class Reservation:
+    """Budgets, homes, slots and arenas of one store."""
+
+    def __init__(self, budgets: Mapping[Tier, int]) -> None:
+        """Budgets are bytes per tier; what NVMe holds is only counted here."""
+        self._budgets = dict(budgets)
+        self._homes: Counter[tuple[Tier, Kind]] = Counter()
+        self._wanted: dict[tuple[Tier, Kind | None], tuple[int, int]] = {}
+        self._pools: dict[tuple[Tier, Kind | None], SlotPool] = {}
+        self._arenas: dict[Tier, Arena] = {}
+
+    def home(self, spec: BlockSpec, tier: Tier) -> int:
+        """Set a block's home aside; returns its offset in the tier's arena.
+
+        Raises:
+            CapacityError: the budget is used up.
+        """
+        self._require(tier, round_up(spec.num_bytes))
+        offset = self._home_bytes(tier)
+        self._homes[tier, spec.kind] += round_up(spec.num_bytes)
+        return offset
+
+    def slots(self, tier: Tier, kind: Kind | None, slot_bytes: int, num_slots: int) -> None:
+        """Set slots aside; kind None serves all kinds without slots of their own.
+
+        Raises:
+            CapacityError: the budget is used up.
+        """
+        assert (tier, kind) not in self._wanted, f"{kind} has slots on {tier} already"
+        self._require(tier, round_up(slot_bytes) * num_slots)
+        self._wanted[tier, kind] = (slot_bytes, num_slots)
+
+    def default_slots(self, tier: Tier, passing: Sequence[int]) -> None:
+        """Where no slots were asked for, make the budget's rest slots for blocks of these sizes."""
+        room = (self._budgets[tier] - self._home_bytes(tier)) // PAGE_BYTES * PAGE_BYTES
+        if not passing or not room or any(t is tier for t, _ in self._wanted):
+            return
+        size = max((size for size in map(round_up, passing) if size <= room), default=room)
+        self._wanted[tier, None] = (size, min(len(passing), room // size))
+
+    def allocate(self, device: torch.device) -> None:
+        """Cut the slots and allocate the arenas.
+
+        Raises:
+            CapacityError: the system has less memory than the budgets say.
+        """
+        for tier in (Tier.GPU, Tier.RAM):
+            size = self._home_bytes(tier)
+            for (pool_tier, kind), (slot_bytes, num_slots) in self._wanted.items():
+                if pool_tier is tier:
+                    pool = self._pools[tier, kind] = SlotPool(size, slot_bytes, num_slots)
+                    size += pool.slot_bytes * num_slots
+            if size:
+                pin = device.type == "cuda" and tier is Tier.RAM
+                where = device if tier is Tier.GPU else torch.device("cpu")
+                self._arenas[tier] = Arena(size, where, pin=pin)
+
+    def pool(self, tier: Tier, spec: BlockSpec, num_bytes: int) -> SlotPool:
+        """The slots through which a block's bytes pass.
+
+        Raises:
+            CapacityError: there are none, or they are smaller than num_bytes.
+        """
+        pool = self._pools.get((tier, spec.kind)) or self._pools.get((tier, None))
+        had = pool.slot_bytes if pool is not None and pool.num_slots else 0
+        if pool is None or had < num_bytes:
+            remedy = (
+                f"The slots for {spec.kind} blocks on {tier} are too small: raise the {tier} budget or lease spans."
+            )
+            raise CapacityError(tier, num_bytes, had, remedy)
+        return pool
+
+    def slot_bytes(self, tier: Tier, spec: BlockSpec) -> int:
+        """Size of the slots through which a block's bytes pass.
+
+        Raises:
+            CapacityError: there are none.
+        """
+        return self.pool(tier, spec, 1).slot_bytes
+
+    def view(self, tier: Tier, offset: int, num_bytes: int) -> torch.Tensor:
+        """uint8 [num_bytes] of a tier's arena."""
+        return self._arenas[tier].view(offset, num_bytes)
+
+    def usage(self, tier: Tier) -> dict[str, int]:
+        """Bytes by kind at home in the tier, `slots`, and `budget`."""
+        kinds = {str(kind): size for (t, kind), size in self._homes.items() if t is tier}
+        return kinds | {"slots": self._slot_bytes(tier), "budget": self._budgets[tier]}
+
+    def close(self) -> None:
+        """Unlock and drop the arenas. Nothing may move any more."""
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
+
+    def _require(self, tier: Tier, num_bytes: int) -> None:
+        free = self._budgets[tier] - self._home_bytes(tier) - self._slot_bytes(tier)
+        if num_bytes > free:
+            raise CapacityError(tier, num_bytes, free, f"Raise the {tier} budget or home fewer blocks there.")
+
+    def _home_bytes(self, tier: Tier) -> int:
+        return sum(size for (t, _), size in self._homes.items() if t is tier)
+
+    def _slot_bytes(self, tier: Tier) -> int:
+        return sum(round_up(size) * count for (t, _), (size, count) in self._wanted.items() if t is tier)

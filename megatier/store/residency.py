@@ -1,0 +1,175 @@
+"""Residency: where the valid copies of a block are now, and which of their bytes home has not.
+
+Bytes are counted in half-open spans of a block. A copy keeps two maps of disjoint spans: `fills`, bytes that are valid
+once a transfer has ended, and `unwritten`, bytes that are newer than home's. Copies of a block in one tier never
+overlap. Pure bookkeeping: nothing moves here; `store` holds the lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from megatier.errors import BlockNotFoundError
+from megatier.store.arena import Slot
+from megatier.store.blockfile import Extent
+from megatier.store.tier import BlockSpec, Tier
+from megatier.store.transfer import Transfer
+
+Span = tuple[int, int]
+"""Bytes [start, stop) of a block."""
+
+
+def overlap(first: Span, second: Span) -> int:
+    """Bytes that two spans share."""
+    return max(0, min(first[1], second[1]) - max(first[0], second[0]))
+
+
+def without(span: Span, others: Iterable[Span]) -> list[Span]:
+    """What is left of a span, in order."""
+    left = []
+    start = span[0]
+    for first, stop in sorted(other for other in others if overlap(span, other)):
+        if start < first:
+            left.append((start, first))
+        start = max(start, stop)
+    return [*left, (start, span[1])] if start < span[1] else left
+
+
+def cut(marks: dict[Span, Transfer | None], span: Span) -> list[Transfer]:
+    """Remove a span's marks, and return them; spans that reach beyond it keep theirs there."""
+    found = []
+    for other in [other for other in marks if overlap(span, other)]:
+        mark = marks.pop(other)
+        marks.update(dict.fromkeys(without(other, [span]), mark))
+        found += [mark] if mark is not None else []
+    return found
+
+
+def assign(marks: dict[Span, Transfer | None], span: Span, mark: Transfer | None) -> None:
+    """Set a span's mark."""
+    cut(marks, span)
+    marks[span] = mark
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """Bytes of a block in gpu or ram, at an arena offset."""
+
+    block: Block
+    tier: Tier
+    span: Span
+    offset: int
+    slot: Slot | None = None
+    """None: the home copy, which is never evicted."""
+    fills: dict[Span, Transfer | None] = field(default_factory=dict)
+    """Bytes that are valid once their transfer has ended well (None: already)."""
+    unwritten: dict[Span, Transfer | None] = field(default_factory=dict)
+    """Bytes that home has not, and the transfer that takes them there (None: not begun)."""
+    users: list[Transfer] = field(default_factory=list)
+    """Moves and compute that may still touch the bytes."""
+    num_leases: int = 0
+    is_ahead: bool = False
+    """Prefetched, and not leased since."""
+    is_leaving: bool = False
+    """Evicted; the slot is free once the bytes are on NVMe."""
+
+    def holds(self, span: Span) -> bool:
+        """True when the span lies inside the copy."""
+        return self.span[0] <= span[0] and span[1] <= self.span[1]
+
+    def missing(self, span: Span) -> list[Span]:
+        """Parts of a span that nothing brought yet."""
+        return without(span, self.fills)
+
+    def arriving(self, span: Span) -> list[Transfer]:
+        """Transfers after which the span is valid."""
+        return [t for filled, t in self.fills.items() if t is not None and overlap(filled, span)]
+
+    def in_use(self) -> list[Transfer]:
+        """Moves and compute that have not ended."""
+        moves = (*self.fills.values(), *self.unwritten.values(), *self.users)
+        return [t for t in moves if t is not None and not t.done()]
+
+    def use(self, *transfers: Transfer) -> None:
+        """Note who touches the bytes."""
+        self.users = [t for t in (*self.users, *transfers) if not t.done()]
+
+    def dirty(self, span: Span) -> None:
+        """The bytes changed: whatever write-back is under way takes older ones."""
+        self.use(*cut(self.unwritten, span))
+        self.unwritten[span] = None
+
+    def supersede(self, span: Span) -> None:
+        """Newer bytes are elsewhere. A write of the old ones that is under way is still waited for."""
+        self.use(*cut(self.fills, span))
+        writing = {other: t for other, t in self.unwritten.items() if t is not None and not t.done()}
+        cut(self.unwritten, span)
+        self.unwritten |= writing
+
+    def settle(self) -> None:
+        """What was written well is clean."""
+        for span, transfer in list(self.unwritten.items()):
+            if transfer is not None and transfer.done() and transfer.over():
+                del self.unwritten[span]
+
+    def forget_failures(self) -> None:
+        """Bytes that did not arrive are missing again."""
+        self.fills = {span: t for span, t in self.fills.items() if t is None or not t.failed()}
+
+    def unsafe(self, span: Span) -> bool:
+        """True when bytes of the span are nowhere else, and not on their way home either."""
+        return any(overlap(span, other) and (t is None or t.failed()) for other, t in self.unwritten.items())
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A registered block and its copies in gpu and ram."""
+
+    spec: BlockSpec
+    extent: Extent | None = None
+    copies: list[Copy] = field(default_factory=list)
+
+    @property
+    def whole(self) -> Span:
+        """All of its bytes."""
+        return 0, self.spec.num_bytes
+
+    def on(self, tier: Tier) -> list[Copy]:
+        """Its copies in a tier."""
+        return [copy for copy in self.copies if copy.tier is tier]
+
+    def find(self, tier: Tier, span: Span) -> Copy:
+        """The copy with a valid, or arriving, span.
+
+        Raises:
+            BlockNotFoundError: there is none.
+        """
+        for copy in self.on(tier):
+            if copy.holds(span) and not copy.missing(span):
+                return copy
+        raise BlockNotFoundError(f"block {self.spec.key} has no copy of bytes {span} on {tier}.")
+
+    def is_dirty(self) -> bool:
+        """True when a copy has bytes that home has not."""
+        for copy in self.copies:
+            copy.settle()
+        return any(copy.unwritten for copy in self.copies)
+
+    def residency(self) -> dict[Tier, tuple[Span, ...]]:
+        """Per tier, the spans that are there now and as new as any."""
+        found: dict[Tier, tuple[Span, ...]] = {}
+        newer: list[Span] = []
+        for tier in (Tier.RAM, Tier.GPU) if self.spec.home is Tier.GPU else (Tier.GPU, Tier.RAM):  # home comes last
+            spans, changed = [], []
+            for copy in self.on(tier):
+                copy.settle()
+                valid = [span for span, t in copy.fills.items() if t is None or (t.done() and t.over())]
+                spans += [part for span in valid for part in without(span, newer)]
+                changed += list(copy.unwritten)
+            newer += changed
+            if spans:
+                found[tier] = tuple(sorted(spans))
+        if self.extent is not None and (spans := without(self.whole, newer)):
+            found[Tier.NVME] = tuple(spans)
+        return found

@@ -1,0 +1,76 @@
+"""Small runs of `megatier train`: their command lines, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+LINES = 300
+MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+    "tie_word_embeddings": False,
+}
+SETTINGS: dict[str, Any] = {
+    "model.compute_dtype": "fp32",
+    "data.tokenizer": "bytes",
+    "data.sequence_length": 32,
+    "data.holdout_fraction": 0.2,
+    "tiers.device": "cpu",
+    "tiers.gpu": "4MiB",
+    "tiers.ram": "8MiB",
+    "tiers.io_threads": 2,
+    "tiers.update_threads": 1,
+    "train.steps": 3,
+    "train.batch": 4,
+    "train.learning_rate": 1e-2,
+    "train.evaluate_batches": 2,
+}
+
+
+def command(folder: Path, settings: Mapping[str, Any] | None = None) -> list[str]:
+    """Words of a run in `folder/run` on a small text.
+
+    Args:
+        folder: an existing directory.
+        settings: go on top of SETTINGS, by dotted name; None takes one away. With `model.path`, no MODEL is given.
+    """
+    given = {"data.files": str(write_text(folder)), "output.directory": str(folder / "run"), **(settings or {})}
+    model = {} if given.get("model.path") else {f"model.config.{key}": value for key, value in MODEL.items()}
+    words = {**model, **SETTINGS, **given}
+    return ["train", *(f"--{name}={written(value)}" for name, value in words.items() if value is not None)]
+
+
+def written(value: object) -> str:
+    """A value as the command line takes it."""
+    return json.dumps(value) if isinstance(value, bool) else str(value)
+
+
+def write_text(folder: Path) -> Path:
+    """A folder of ten short texts."""
+    texts = folder / "texts"
+    texts.mkdir(exist_ok=True)
+    for number in range(10):
+        lines = (f"line {line * 7 % 31} of text {number} has {line * number % 17} words\n" for line in range(LINES // 10))
+        (texts / f"{number}.txt").write_text("".join(lines))
+    return texts
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Records of the run in `folder/run`."""
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def leftovers(folder: Path) -> Iterator[Path]:
+    """Block directories and locks that are still there."""
+    yield from (path for path in folder.rglob("*") if path.name.startswith("megatier-") or path.name == "lock")

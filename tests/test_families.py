@@ -1,0 +1,109 @@
+"""Every family of models: the gradients of every parameter, streamed, are those of the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_config
+from tiny_runs import PLACES, ModelWeights, one_thread, opened, plain_model, read_parameters
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
+
+from megatier.config import TrainConfig
+from megatier.models.decoder import build_skeleton
+from megatier.store.tier import Kind
+
+BATCH, TOKENS, VOCAB, CHUNK = 4, 24, 160, 16
+Gradients = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def padded_batch() -> dict[str, Tensor]:
+    """Rows of several lengths, padded right, a fifth of the labels masked."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, (BATCH, TOKENS), generator=generator)
+    mask = (torch.arange(TOKENS) < torch.tensor([[TOKENS], [17], [20], [9]])).long()
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, -100)
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels.masked_fill(mask == 0, -100)}
+
+
+def plain_gradients(config: PretrainedConfig, attention: str) -> tuple[float, Gradients, ModelWeights]:
+    """Loss and gradients of the plain model; parameters that are not used have a gradient of 0."""
+    model = plain_model(config, attention)
+    torch.manual_seed(3)
+    loss = model(**padded_batch(), use_cache=False).loss
+    loss.backward()
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    return loss.item(), grads, ModelWeights(model)
+
+
+def streamed_gradients(
+    config: PretrainedConfig, mount: Path, source: ModelWeights, activations: Any = "keep", **options: Any
+) -> tuple[float, Gradients]:
+    """Loss and gradients of one streamed step: with beta1 = 0 the first moment is the gradient itself."""
+    train = TrainConfig(steps=1, batch=BATCH, activations=activations, beta1=0.0, clip=1e9)
+    options = {"compute_dtype": "fp32", "loss_chunk": CHUNK, "source": source, "tokens": TOKENS, **options}
+    with opened(config, mount, PLACES["ram"], train, **options) as session:
+        torch.manual_seed(3)
+        result = session.engine.train_step(1, 0.0, [padded_batch()])
+        return result.loss, read_parameters(session, Kind.EXP_AVG)
+
+
+def attention_of(config: PretrainedConfig) -> str:
+    return str(build_skeleton(config, "sdpa").config._attn_implementation)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_gradients_are_those_of_the_plain_model(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family)
+    loss, expected, source = plain_gradients(config, attention_of(config))
+    for activations in ("keep", "recompute"):
+        found_loss, found = streamed_gradients(config, tmp_path, source, activations)
+        assert found_loss == loss
+        assert found.keys() == expected.keys()
+        different = [name for name, grad in expected.items() if not torch.equal(found[name], grad)]
+        assert different == [], activations
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_fused_loss_gives_nearly_the_plain_gradients_and_no_whole_logits(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family)
+    with VocabularyRows() as rows:
+        loss, expected, source = plain_gradients(config, attention_of(config))
+    assert rows.largest >= BATCH * (TOKENS - 1)
+    with VocabularyRows() as rows:
+        found_loss, found = streamed_gradients(config, tmp_path, source, fused_loss=True)
+    assert rows.largest == CHUNK
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    far = {
+        name: float((found[name] - grad).norm() / grad.norm())
+        for name, grad in expected.items()
+        if (found[name] - grad).norm() > 1e-4 * grad.norm()
+    }
+    assert far == {}
+
+
+class VocabularyRows(TorchDispatchMode):
+    """The most rows that any result as wide as the vocabulary had."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if torch.is_tensor(tensor) and tensor.dim() > 1 and tensor.shape[-1] == VOCAB:
+                rows = tensor.numel() // VOCAB
+                if tensor.is_floating_point() and rows != 64:  # a head's weight transposed has hidden_size rows
+                    self.largest = max(self.largest, rows)
+        return result

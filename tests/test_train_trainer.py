@@ -1,0 +1,245 @@
+"""`megatier train` from the first word to the exported folder."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_commands import MODEL, command, leftovers, metrics
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from megatier.cli import main
+from megatier.config import TrainConfig
+from megatier.data.tokenizer import byte_tokenizer
+from megatier.train.trainer import rate_of
+
+PLACES: dict[str, dict[str, Any]] = {
+    "gpu": {"tiers.state": "gpu"},
+    "ram": {"tiers.state": "ram", "tiers.gpu": "512KiB"},
+    "nvme": {"tiers.state": "nvme", "tiers.gpu": "512KiB"},
+    "gpu_ram": {"tiers.state": "gpu,ram", "tiers.gpu": "640KiB"},
+    "ram_nvme": {"tiers.state": "ram,nvme", "tiers.gpu": "512KiB", "tiers.ram": "1400KiB"},
+    "gpu_ram_nvme": {"tiers.gpu": "640KiB", "tiers.ram": "1400KiB"},
+}
+MODES: list[dict[str, Any]] = [
+    {"train.clip": 0.5, "train.activations": "keep"},
+    {"train.clip": "null", "train.activations": "offload", "train.slices": 2},
+    {"train.clip": 0.5, "train.groups": 2, "train.slices": 2, "train.activations": "recompute"},
+    {"train.clip": "null", "train.groups": 2, "train.activations": "offload"},
+]
+
+
+@pytest.fixture(autouse=True)
+def _repeatable_settings() -> Iterator[None]:
+    """A run chooses deterministic kernels for its process; tests share theirs."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.set_num_threads(before[1])
+
+
+def trained(folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """Masters at the end of a run in a new folder."""
+    folder.mkdir()
+    assert main(command(folder, {"output.export_dtype": "fp32", **settings})) == 0
+    return load_file(folder / "run" / "model" / "model.safetensors")
+
+
+def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+# ---------------------------------------------------------------------- records
+
+
+def test_train_run_leaves_config_metrics_and_model_and_nothing_else(tmp_path: Path) -> None:
+    assert main(command(tmp_path, {"tiers.nvme": f"{tmp_path}:16MiB", "tiers.state": "nvme"})) == 0
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.jsonl", "data", "model"}
+    assert list(leftovers(tmp_path)) == []
+
+
+def test_train_metrics_have_every_figure_of_every_step(tmp_path: Path) -> None:
+    assert main(command(tmp_path, {"train.evaluate_every": 2, "tiers.state": "ram", "tiers.gpu": "512KiB"})) == 0
+    records = metrics(tmp_path)
+    assert [(record["step"], "heldout_loss" in record) for record in records] == [
+        (1, False),
+        (2, False),
+        (2, True),
+        (3, False),
+        (3, True),
+    ]
+    first = records[0]
+    assert first.keys() == {
+        "step",
+        "loss",
+        "learning_rate",
+        "grad_norm",
+        "clip_coefficient",
+        "tokens",
+        "seconds",
+        "tokens_per_s",
+        "stall_seconds",
+        "moved_bytes",
+    }
+    assert first["loss"] == pytest.approx(math.log(MODEL["vocab_size"]), rel=0.05)
+    assert first["tokens"] == 4 * 32
+    assert first["tokens_per_s"] == pytest.approx(first["tokens"] / first["seconds"])
+    assert first["clip_coefficient"] == min(1.0, 1.0 / (first["grad_norm"] + 1e-6))
+    assert set(first["moved_bytes"]) == {"ram_to_gpu", "gpu_to_ram"}
+
+
+def test_train_learns(tmp_path: Path) -> None:
+    assert main(command(tmp_path, {"train.steps": 30, "output.export": False})) == 0
+    records = metrics(tmp_path)
+    assert records[-1]["heldout_loss"] < records[0]["loss"] - 2
+
+
+def test_train_without_export_writes_no_model(tmp_path: Path) -> None:
+    assert main(command(tmp_path, {"output.export": False})) == 0
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_train_without_held_out_text_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(tmp_path, {"data.holdout_fraction": 0, "train.evaluate_every": 1})) == 0
+    assert "no held-out text" in capsys.readouterr().out
+    assert not any("heldout_loss" in record for record in metrics(tmp_path))
+
+
+def test_train_trace_is_a_chrome_trace_of_the_last_steps(tmp_path: Path) -> None:
+    settings = {"output.trace": True, "train.steps": 5, "tiers.nvme": f"{tmp_path}:16MiB", "tiers.state": "nvme"}
+    assert main(command(tmp_path, settings)) == 0
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    lanes = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {"compute", "nvme_to_ram", "ram_to_gpu", "gpu_to_ram", "ram_to_nvme", "update"} <= set(lanes)
+    assert {span["args"]["step"] for span in spans} == {3, 4, 5}
+    assert all(span["dur"] >= 0 and span["ts"] > 0 for span in spans)
+    for lane in ("compute", "update"):
+        times = sorted((s["ts"], s["ts"] + s["dur"]) for s in spans if s["tid"] == lanes[lane])
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(times)), f"{lane} overlaps itself"
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(str(value) for value in mode.values()))
+def test_train_any_placement_moves_what_it_demands_and_gives_the_same_weights(
+    mode: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for place, tiers in PLACES.items():
+        settings = {**tiers, **mode, "tiers.nvme": f"{tmp_path}:16MiB", "train.evaluate_every": 2}
+        if mode["train.activations"] == "offload":
+            settings["tiers.ram"] = "1500KiB" if "nvme" in place and "ram" in place else "8MiB"
+        found[place] = trained(tmp_path / place, settings)
+        report = capsys.readouterr().out
+        moves = {row[0]: row[1:] for row in re.findall(r"(\w+_to_\w+)\s+│\s+([\d,]+) │\s+([\d,]+) │\s+(\S+) │", report)}
+        assert {row[2] for row in moves.values()} == {"none"}, report
+        assert len(moves) == 4
+        lies = dict(re.findall(r"│ (gpu|ram|nvme)\s+│\s+(\S+)", report))
+        assert {tier for tier, size in lies.items() if size != "0"} == set(place.split("_")), report
+    assert [place for place, weights in found.items() if not equal(weights, found["gpu"])] == []
+
+
+def test_train_evaluations_in_between_change_no_bit(tmp_path: Path) -> None:
+    settings = {"tiers.nvme": f"{tmp_path}:16MiB", "tiers.state": "ram,nvme", "train.steps": 4}
+    for clip in (0.5, "null"):
+        runs = [
+            trained(tmp_path / f"{clip}-{every}", {**settings, "train.clip": clip, "train.evaluate_every": every})
+            for every in (0, 1)
+        ]
+        assert equal(*runs)
+        [seldom, often] = [metrics(tmp_path / f"{clip}-{every}") for every in (0, 1)]
+        assert len(often) == len(seldom) + 3
+        assert [r["loss"] for r in seldom if "loss" in r] == [r["loss"] for r in often if "loss" in r]
+        assert seldom[-1]["heldout_loss"] == often[-1]["heldout_loss"]
+
+
+def test_train_two_fresh_processes_give_the_same_bytes(tmp_path: Path) -> None:
+    settings = {"tiers.nvme": f"{tmp_path}:16MiB", "tiers.state": "nvme", "model.config.attention_dropout": 0.1}
+    found = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        words = command(tmp_path / name, {**settings, "model.compute_dtype": "bf16"})
+        code = "import sys; from megatier.cli import main; sys.exit(main(sys.argv[1:]))"
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        losses = [record.get("loss", record.get("heldout_loss")) for record in metrics(tmp_path / name)]
+        found.append((losses, (tmp_path / name / "run" / "model" / "model.safetensors").read_bytes()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_rate_of_any_schedule_follows_its_formula(schedule: str) -> None:
+    train = TrainConfig(
+        steps=11,
+        warmup_steps=4,
+        learning_rate=2.0,
+        min_learning_rate_ratio=0.1,
+        schedule=schedule,  # type: ignore[arg-type]
+    )
+    rates = [rate_of(step, train) for step in range(1, 12)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
+    for position, rate in enumerate(rates[4:]):
+        share = position / 7
+        factor = {"constant": 1.0, "linear": 1 - share, "cosine": 0.5 * (1 + math.cos(math.pi * share))}[schedule]
+        floor = 1.0 if schedule == "constant" else 0.1
+        assert rate == pytest.approx(2.0 * (floor + (1 - floor) * factor), rel=1e-12)
+
+
+# ---------------------------------------------------------------------- Hugging Face in and out
+
+
+def saved_model(folder: Path, dtype: torch.dtype, layers: int = 2) -> LlamaForCausalLM:
+    """A model whose one shard has about 6 MB in fp32, with a tokenizer, written by transformers."""
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": layers, "head_dim": 32}
+    model = LlamaForCausalLM(LlamaConfig(**{**MODEL, **sizes})).to(dtype)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_train_local_folder_larger_than_ram_trains_and_exports(dtype: torch.dtype, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    layers = 4 if dtype is torch.float32 else 8
+    saved = saved_model(source, dtype, layers)
+    settings: dict[str, Any] = {
+        "model.path": str(source),
+        "data.tokenizer": None,
+        "tiers.gpu": "5MiB",
+        "tiers.ram": "3MiB",
+        "tiers.nvme": f"{tmp_path}:64MiB",
+        "train.steps": 2,
+        "train.clip": "null",
+        "output.export_dtype": "fp32",
+        "model.compute_dtype": "bf16",
+    }
+    assert (source / "model.safetensors").stat().st_size > 3 << 20
+    for rate in (0.0, 1e-3):
+        folder = tmp_path / f"rate-{rate}"
+        folder.mkdir()
+        assert main(command(folder, {**settings, "train.learning_rate": rate})) == 0
+        model = AutoModelForCausalLM.from_pretrained(folder / "run" / "model")
+        assert model.dtype is torch.float32
+        expected = {name: parameter.float() for name, parameter in saved.named_parameters()}
+        found = dict(model.named_parameters())
+        assert found.keys() == expected.keys()
+        same = [torch.equal(found[name], expected[name]) for name in expected]
+        assert all(same) if rate == 0 else not any(same)
+        tokenizer = AutoTokenizer.from_pretrained(folder / "run" / "model")
+        assert tokenizer.decode(tokenizer("häuser\n")["input_ids"]) == "häuser\n"
+        assert list(leftovers(folder)) == []
