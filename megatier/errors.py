@@ -123,3 +123,11 @@ def mib(num_bytes: int) -> str:
         if num_bytes >= scale:
             return f"{num_bytes / scale:.1f} {unit}"
     return f"{num_bytes} B"
+
+
+def at_least(num_bytes: int) -> str:
+    """Bytes as a human reads them, rounded up: a minimum that works when it is typed in."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= scale:
+            return f"{-(-10 * num_bytes // scale) / 10:.1f} {unit}"
+    return f"{num_bytes} B"

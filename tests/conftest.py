@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatier.store.blockfile import BlockFiles, Extent, FileBatch
 from megatier.store.residency import overlap
 from megatier.store.store import TieredStore
 from megatier.store.tier import Tier
@@ -127,3 +128,29 @@ def missing(whole: tuple[int, int], spans: list[tuple[int, int]]) -> int:
     for start, stop in spans:
         covered[start:stop] = True
     return int((~covered).sum())
+
+
+def slow_reads(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """A drive whose reads end late."""
+
+    class Late:
+        def __init__(self, batch: FileBatch) -> None:
+            self.batch, self.end = batch, time.monotonic() + seconds
+
+        def wait(self) -> None:
+            time.sleep(max(0.0, self.end - time.monotonic()))
+            self.batch.wait()
+
+        def done(self) -> bool:
+            return time.monotonic() >= self.end and self.batch.done()
+
+        def span_ns(self) -> tuple[int, int]:
+            start, _ = self.batch.span_ns()
+            return start, start + int(seconds * 1e9)
+
+    real = BlockFiles.read
+
+    def read(self: BlockFiles, key: str, extent: Extent, start: int, stop: int, address: int) -> Late:
+        return Late(real(self, key, extent, start, stop, address))
+
+    monkeypatch.setattr(BlockFiles, "read", read)

@@ -61,7 +61,9 @@ def write_text(folder: Path) -> Path:
     texts = folder / "texts"
     texts.mkdir(exist_ok=True)
     for number in range(10):
-        lines = (f"line {line * 7 % 31} of text {number} has {line * number % 17} words\n" for line in range(LINES // 10))
+        lines = (
+            f"line {line * 7 % 31} of text {number} has {line * number % 17} words\n" for line in range(LINES // 10)
+        )
         (texts / f"{number}.txt").write_text("".join(lines))
     return texts
 

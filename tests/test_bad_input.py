@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -10,18 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_commands import MODEL, command, leftovers, metrics, write_text
+from small_commands import MODEL, command, leftovers, metrics
 from test_train_trainer import saved_model
 
 from megatier.cli import main
-from megatier.errors import ConfigError, MegatierError, PlanError
+from megatier.errors import ConfigError, PlanError
 
 MAIN = "import sys; from megatier.cli import main; sys.exit(main(sys.argv[1:]))"
 RUN_AS_MAIN = [sys.executable, "-c", MAIN]
@@ -74,10 +73,10 @@ def tree(folder: Path) -> dict[Path, bytes]:
         ({"train.batch": 3, "train.groups": 2}, "multiple of groups"),
         ({"tiers.state": "ram,cloud"}, "tiers.state"),
         ({"data.tokenizer": None}, "data.tokenizer"),
-        ({"model.config.model_type": "llamma"}, "llamma"),
+        ({"model.config.model_type": "llamma"}, "Did you mean llama?"),
         ({"model.config.num_attention_heads": 5}, "5"),
         ({"model.config.hidden_size": "wide"}, "hidden_size"),
-        ({"model.config.num_hidden_layers": 0}, "layer"),
+        ({"model.config.num_hidden_layers": 0}, "Layer"),
         ({"model.config.hidden_act": "none such"}, "none such"),
         ({"model.config.vocab_size": 200}, "257 tokens"),
     ],
@@ -100,3 +99,235 @@ def test_train_unsupported_architecture_is_refused(model_type: str, tmp_path: Pa
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_train_cuda_without_a_gpu_is_refused(refused: Callable[[dict[str, Any]], str]) -> None:
     assert "torch sees no GPU" in refused({"tiers.device": "cuda"})
+
+
+# ---------------------------------------------------------------------- budgets and drives
+
+
+def test_train_too_small_a_gpu_budget_states_a_minimum_that_works(
+    tmp_path: Path, refused: Callable[[dict[str, Any]], str]
+) -> None:
+    settings = {"tiers.gpu": "10KiB", "tiers.state": "ram", "output.directory": str(tmp_path / "other")}
+    message = refused(settings)
+    assert re.search(r"largest unit, model\.\S+: needs \S+ \S+, there is 10.0 KiB", message), message
+    least = stated_minimum(message, "tiers.gpu")
+    assert main(command(tmp_path, {**settings, "tiers.gpu": least})) == 0, "the same directory, nothing in its way"
+
+
+@pytest.mark.parametrize("clip", [1.0, "null"])
+@pytest.mark.parametrize("mounted", [False, True])
+def test_train_too_small_a_ram_budget_states_minima_that_work(
+    clip: object, mounted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"tiers.gpu": "512KiB", "tiers.ram": "4KiB", "tiers.state": "ram,nvme", "train.clip": clip}
+    settings["train.groups"] = 2
+    if mounted:
+        settings["tiers.nvme"] = f"{tmp_path}:4MiB"
+    for _ in range(3):  # gradients, then slots for updates: each is named on its own
+        if main(command(tmp_path, settings)) == 0:
+            break
+        settings["tiers.ram"] = stated_minimum(capsys.readouterr().err, "tiers.ram")
+    else:
+        pytest.fail("no stated minimum was enough")
+
+
+def stated_minimum(message: str, setting: str) -> str:
+    found = re.search(rf"Raise {setting} to at least ([\d.]+ [KMG]?i?B)", message)
+    assert found is not None, message
+    return found[1]
+
+
+def test_train_too_small_an_nvme_budget_is_refused(tmp_path: Path, refused: Callable[[dict[str, Any]], str]) -> None:
+    message = refused({"tiers.state": "nvme", "tiers.nvme": f"{tmp_path}:100KiB"})
+    assert "state on NVMe: needs 624.0 KiB, there is 100.0 KiB" in message
+
+
+def test_train_without_any_room_for_state_is_refused(refused: Callable[[dict[str, Any]], str]) -> None:
+    assert "give tiers.nvme a mount" in refused({"tiers.state": "nvme"})
+
+
+def on_small_drive(drive: Path, options: str, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command in a mount namespace of its own, where `drive` is a file system in memory with these options."""
+    drive.mkdir()
+    code = (
+        "import os, sys\n"
+        "from megatier.cli import main\n"
+        "os.posix_fallocate = lambda *_: sys.exit('filled the disk')\n"
+        "code = main(sys.argv[2:])\n"
+        "print(os.listdir(sys.argv[1]))\n"
+        "sys.exit(code)\n"
+    )
+    inside = 'mount -t tmpfs -o "$0" none "$1" || exit 77; shift; exec "$@"'
+    command_in_there = [options, str(drive), sys.executable, "-c", code, str(drive), *words]
+    command_line = ["unshare", "--map-root-user", "--mount", "sh", "-c", inside, *command_in_there]
+    if shutil.which("unshare") is None:
+        pytest.skip("no mount namespaces here")
+    done = subprocess.run(command_line, capture_output=True, text=True, check=False)
+    if done.returncode == 77 or done.stderr.startswith("unshare:"):
+        pytest.skip("no mount namespaces for this user")
+    return done
+
+
+def test_train_disk_smaller_than_its_mount_budget_is_refused_before_it_is_full(tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    words = command(tmp_path, {"tiers.state": "nvme", "tiers.nvme": f"{drive}:1GiB"})
+    done = on_small_drive(drive, "size=400k", words)
+    assert done.returncode == 2, done.stderr
+    expected = r"megatier: error: tier nvme is full: needs 624.0 KiB, 400.0 KiB free\. .*drive.*\n"
+    assert re.fullmatch(expected, done.stderr), done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_train_read_only_file_system_is_refused(tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    done = on_small_drive(drive, "ro", command(tmp_path, {"output.directory": f"{drive}/run"}))
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(r"megatier: error: .*drive.*Read-only file system.*\n", done.stderr), done.stderr
+
+
+# ---------------------------------------------------------------------- paths
+
+
+@pytest.mark.parametrize("setting", ["data.files", "model.path", "tiers.nvme"])
+def test_train_missing_path_is_refused(setting: str, tmp_path: Path, refused: Callable[[dict[str, Any]], str]) -> None:
+    assert "none/such" in refused({setting: f"{tmp_path}/none/such"})
+
+
+@pytest.mark.parametrize("setting", ["output.directory", "tiers.nvme"])
+@pytest.mark.parametrize("below", [True, False])
+def test_train_file_where_a_directory_belongs_is_refused(
+    setting: str, below: bool, tmp_path: Path, refused: Callable[[dict[str, Any]], str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert "file" in refused({setting: f"{tmp_path}/file/deeper" if below else f"{tmp_path}/file"})
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may do everything")
+@pytest.mark.parametrize("setting", ["output.directory", "tiers.nvme", "data.files"])
+def test_train_without_permission_is_refused(
+    setting: str, tmp_path: Path, refused: Callable[[dict[str, Any]], str]
+) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555 if setting != "data.files" else 0)
+    assert "ermission denied" in refused({setting: f"{locked}/run" if setting == "output.directory" else str(locked)})
+    locked.chmod(0o755)
+
+
+def test_train_rerun_in_a_finished_runs_directory_is_refused(
+    tmp_path: Path, refused: Callable[[dict[str, Any]], str]
+) -> None:
+    assert main(command(tmp_path)) == 0
+    assert "holds a run already" in refused({})
+
+
+def test_train_folder_without_weights_is_refused(tmp_path: Path, refused: Callable[[dict[str, Any]], str]) -> None:
+    source = tmp_path / "source"
+    saved_model(source, torch.float32)
+    (source / "model.safetensors").unlink()
+    settings = {"model.path": str(source), "data.tokenizer": None, "tiers.ram": "16MiB"}
+    assert "model.safetensors" in refused(settings)
+    (source / "config.json").write_text("{")
+    assert "config" in refused(settings)
+    (source / "config.json").unlink()
+    assert "config" in refused(settings)
+
+
+# ---------------------------------------------------------------------- data
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("empty.txt", "", "no text"),
+        ("short.txt", "too short", "less than one sequence"),
+        ("bad.jsonl", '{"text": "fine"}\n{"text": \n', "bad.jsonl, line 2: no valid JSON"),
+        ("key.jsonl", '{"body": "fine"}\n', "no text under 'text'"),
+    ],
+)
+def test_train_bad_data_is_refused(
+    name: str, content: str, expected: str, tmp_path: Path, refused: Callable[[dict[str, Any]], str]
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert expected in refused({"data.files": str(tmp_path / name)})
+
+
+# ---------------------------------------------------------------------- numbers that are not finite
+
+
+@pytest.mark.parametrize("clip", [1.0, "null"])
+def test_train_nan_in_a_checkpoint_stops_and_names_step_and_unit(
+    clip: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    saved_model(source, torch.float32)
+    capsys.readouterr()
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][5, 7] = float("nan")
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    before = tree(source)
+    settings = {"model.path": str(source), "data.tokenizer": None, "train.clip": clip, "tiers.state": "ram"}
+    assert main(command(tmp_path, {**settings, "tiers.ram": "32MiB"})) == 2
+    message = capsys.readouterr().err
+    assert re.fullmatch(
+        r"megatier: error: the loss of step 1 is not finite; a weight of unit model\.layers\.1 .*\n", message
+    ), message
+    assert metrics(tmp_path) == []
+    assert not (tmp_path / "run" / "model").exists()
+    assert tree(source) == before
+    assert list(leftovers(tmp_path)) == []
+
+
+@pytest.mark.parametrize("clip", [1.0, "null"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_train_exploding_rate_stops_and_names_step_and_unit(
+    clip: object, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"train.learning_rate": 1e38, "train.steps": 9, "train.clip": clip, "model.compute_dtype": dtype}
+    assert main(command(tmp_path, {**settings, "tiers.state": "nvme", "tiers.nvme": f"{tmp_path}:16MiB"})) == 2
+    message = capsys.readouterr().err
+    assert re.fullmatch(r"megatier: error: .*step \d.*unit (model\.\S+|lm_head).*\n", message), message
+    step = re.search(r"step (\d)", message)
+    assert step is not None
+    assert [record["step"] for record in metrics(tmp_path)] == list(range(1, int(step[1])))
+    assert list(leftovers(tmp_path)) == []
+
+
+def test_train_refused_with_debug_shows_the_traceback(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        main([*command(tmp_path, {"train.steps": 0}), "--debug"])
+    with pytest.raises(PlanError):
+        main([*command(tmp_path, {"tiers.gpu": "10KiB"}), "--debug"])
+    assert list(leftovers(tmp_path)) == []
+
+
+# ---------------------------------------------------------------------- while a run goes on
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run of many steps, past its second, with its state on NVMe."""
+    settings = {"train.steps": 100_000, "tiers.state": "ram,nvme", "tiers.ram": "1400KiB", "tiers.gpu": "512KiB"}
+    words = command(tmp_path, {**settings, "tiers.nvme": f"{tmp_path}:16MiB"})
+    with subprocess.Popen([*RUN_AS_MAIN, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        path, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+        while not path.exists() or path.read_text().count("\n") < 2:
+            assert process.poll() is None, process.stderr.read() if process.stderr else ""
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM], ids=["interrupt", "terminate"])
+def test_train_ended_by_a_signal_cleans_up_and_a_second_run_is_refused_before(
+    ending: signal.Signals, running: subprocess.Popen[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(list(leftovers(tmp_path))) == 3, "its block directory, the lock in there, and the run's lock"
+    assert main(command(tmp_path)) == 2
+    assert "is in use by another run" in capsys.readouterr().err
+    running.send_signal(ending)
+    _, errors = running.communicate(timeout=60)
+    assert (running.returncode, errors) == (130, "megatier: interrupted.\n")
+    assert list(leftovers(tmp_path)) == []
+    assert len(metrics(tmp_path)) >= 2
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.jsonl", "data"}

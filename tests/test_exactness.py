@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from tiny_runs import (
     BATCH,
     MODELS,
@@ -42,22 +44,30 @@ NUMERIC = list(itertools.product(("bf16", "fp32"), (0.5, None), (1, 3), (1, 2)))
 ALL = list(itertools.product(PLACES, ACTIVATIONS))
 
 
+FEW = [("bf16", 0.5, 3, 2), ("bf16", None, 1, 1), ("fp32", 0.5, 1, 2), ("fp32", None, 3, 1)]
+"""Of NUMERIC, for larger models: any two values of dtype, clip and groups meet."""
+
+
 def pairs(index: int) -> list[tuple[str, str]]:
     """Every place once; over three indices, every place with every activation policy."""
     return [(place, ACTIVATIONS[(index + n) % 3]) for n, place in enumerate(PLACES)]
 
 
+def matrix(model: str, *, slow: bool) -> Iterator[ParameterSet]:
+    """Runs that change numbers, each with the settings that must not."""
+    full = slow or model == "untied"
+    for index, (dtype, clip, groups, slices) in enumerate(NUMERIC if full else FEW):
+        yield pytest.param(
+            Run(model=model, dtype=dtype, clip=clip, groups=groups, slices=slices),
+            ALL if full else pairs(index),
+            id=f"{model}-{dtype}-{'clip' if clip else 'off'}-{groups}x{slices}{'-all' if slow else ''}",
+            marks=[pytest.mark.slow] if slow else [],
+        )
+
+
 MATRIX = [
-    pytest.param(
-        Run(model=model, dtype=dtype, clip=clip, groups=groups, slices=slices),
-        ALL if slow or model == "untied" else pairs(index),
-        id=f"{model}-{dtype}-{'clip' if clip else 'off'}-{groups}-groups-{slices}-slices{'-full' if slow else ''}",
-        marks=[pytest.mark.slow] if slow else [],
-    )
-    for slow in (False, True)
-    for model in MODELS
-    for index, (dtype, clip, groups, slices) in enumerate(NUMERIC)
-    if not (slow and model == "untied")
+    *(case for model in MODELS for case in matrix(model, slow=False)),
+    *(case for model in MODELS if model != "untied" for case in matrix(model, slow=True)),
 ]
 
 
@@ -75,6 +85,13 @@ def test_exactness_any_tier_and_activation_policy_gives_the_same_bits(
     expected = found[settings[0]]
     assert len(expected.losses) == 5
     assert [pair for pair, result in found.items() if result != expected] == []
+
+
+def test_exactness_bf16_products_in_fp32_give_the_same_bits_on_any_tier(tmp_path: Path) -> None:
+    run = Run(model="moe", groups=3, slices=2, fp32_products=True)
+    expected = run(tmp_path)
+    assert replace(run, place="gpu_ram_nvme", activations="recompute")(tmp_path) == expected
+    assert replace(run, place="nvme", activations="offload")(tmp_path) == expected
 
 
 def test_exactness_another_dropout_seed_gives_other_losses(tmp_path: Path) -> None:
@@ -150,7 +167,7 @@ class PlainAdamW:
     def step(self, step: int, rate: float) -> float:
         """Update every parameter; returns the global norm."""
         grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        norm = sum(float(g.double().square().sum()) for g in grads.values()) ** 0.5
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
         scale = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
         for name, parameter in self.model.named_parameters():
             grad = grads[name] * scale

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHUNK_BYTES, check_invariants, pattern, probe
+from conftest import CHUNK_BYTES, check_invariants, pattern, probe, slow_reads
 
 from megatier.errors import (
     BlockNotFoundError,
@@ -22,7 +22,7 @@ from megatier.errors import (
     RunLockedError,
 )
 from megatier.store import blockfile
-from megatier.store.blockfile import BlockFiles, Extent, FileBatch, IoOptions
+from megatier.store.blockfile import IoOptions
 from megatier.store.copies import POISON
 from megatier.store.store import TieredStore
 from megatier.store.tier import BlockSpec, Kind, Tier, round_up
@@ -60,32 +60,6 @@ def send_home(store: TieredStore, key: str, span: tuple[int, int] | None = None)
         if has_copy(store, key, tier) and store.is_dirty(key):
             store.write_back(key, tier, span, wait=True)
             store.settle(key)
-
-
-def slow_reads(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """A drive whose reads end late."""
-
-    class Late:
-        def __init__(self, batch: FileBatch) -> None:
-            self.batch, self.end = batch, time.monotonic() + seconds
-
-        def wait(self) -> None:
-            time.sleep(max(0.0, self.end - time.monotonic()))
-            self.batch.wait()
-
-        def done(self) -> bool:
-            return time.monotonic() >= self.end and self.batch.done()
-
-        def span_ns(self) -> tuple[int, int]:
-            start, _ = self.batch.span_ns()
-            return start, start + int(seconds * 1e9)
-
-    real = BlockFiles.read
-
-    def read(self: BlockFiles, key: str, extent: Extent, start: int, stop: int, address: int) -> Late:
-        return Late(real(self, key, extent, start, stop, address))
-
-    monkeypatch.setattr(BlockFiles, "read", read)
 
 
 class StoreContract:
@@ -487,10 +461,10 @@ class StoreContract:
                 values = pattern(choose.randrange(1 << 30), span[1] - span[0])
                 write(store, key, tier, values, start)
                 model[key] = torch.cat([model[key][:start], values, model[key][span[1] :]])
-                for step in (Tier.GPU, Tier.RAM):
-                    if self.home is not step and any(c.unwritten for c in store._blocks[key].on(step)):
-                        store.write_back(key, step, span, wait=True)
-                        for copy in store._blocks[key].on(step) if choose.randrange(2) or step is Tier.GPU else []:
+                for step in (Tier.GPU, Tier.RAM) if self.home is Tier.NVME and tier is Tier.GPU else (tier,):
+                    store.write_back(key, step, span, wait=True)
+                    if self.home is not step and choose.randrange(2):
+                        for copy in store._blocks[key].on(step):
                             store.evict(key, step, copy.span)
 
 
@@ -795,3 +769,18 @@ def test_close_with_a_block_still_leased_leaves_no_thread(tmp_path: Path) -> Non
     store.close()
     lease.release()
     assert not list(tmp_path.iterdir())
+
+
+def test_lease_waiting_for_a_slot_gets_it_when_a_write_ends(open_nvme: Callable[..., TieredStore]) -> None:
+    store = open_nvme(num_slots=1)
+    for seed in range(20):
+        lease, got = store.lease("a", Tier.RAM, wait=True), threading.Event()
+        thread = threading.Thread(target=lambda got=got: (store.lease("b", Tier.RAM, wait=True).release(), got.set()))
+        thread.start()
+        time.sleep(0.001 * (seed % 3))
+        lease.bytes.fill_(seed)
+        store.mark_dirty("a", Tier.RAM)
+        lease.release()
+        store.write_back("a", Tier.RAM)  # and no evict: the slot is free when the write has ended
+        assert got.wait(10)
+        thread.join()

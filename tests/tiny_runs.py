@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tiny_models import tiny_config
@@ -102,28 +103,35 @@ def opened(
     options = {"fused_loss": False, "loss_chunk": 20, **model_options}
     model_config = ModelConfig(config={"model_type": config.model_type}, **options)
     skeleton = build_skeleton(config, "sdpa")
-    budgets = {"gpu": 1, "ram": 1}
-    while True:
-        tiers = TiersConfig(
-            device=device,  # type: ignore[arg-type]
-            nvme=(f"{mount}:16MiB",) if "nvme" in place.tiers else (),
-            state=place.tiers,
-            io_threads=2,
-            update_threads=2,
-            **budgets,
-        )
-        try:
-            session = Session(skeleton, model_config, tiers, train, tokens)
-            break
-        except PlanError as short:
-            if short.what.startswith("GPU"):
-                budgets["gpu"] = short.needed_bytes + place.gpu
-            else:
-                budgets["ram"] += short.needed_bytes - short.had_bytes
-                budgets["ram"] += place.ram if short.what.startswith("RAM slots") else 0
+    session = _session(skeleton, model_config, mount, place, train, device, tokens)
     with session:
         session.load(source or Initialiser(skeleton, 0))
         yield session
+
+
+def _session(
+    skeleton: PreTrainedModel,
+    model_config: ModelConfig,
+    mount: Path,
+    place: Place,
+    train: TrainConfig,
+    device: Any,
+    tokens: int,
+) -> Session:
+    """Ask again with what each refusal says is missing."""
+    gpu, ram = 1, 1
+    while True:
+        nvme = (f"{mount}:16MiB",) if "nvme" in place.tiers else ()
+        tiers = TiersConfig(
+            device=device, gpu=gpu, ram=ram, nvme=nvme, state=place.tiers, io_threads=2, update_threads=2
+        )
+        try:
+            return Session(skeleton, model_config, tiers, train, tokens)
+        except PlanError as short:
+            if short.what.startswith("GPU"):
+                gpu = short.needed_bytes + place.gpu
+            else:
+                ram += short.needed_bytes - short.had_bytes + place.ram * short.what.startswith("RAM slots")
 
 
 def random_groups(train: TrainConfig, vocab: int, step: int) -> list[Batch]:
@@ -145,7 +153,7 @@ def run_steps(session: Session, train: TrainConfig, num_steps: int = 5, seed: in
 def read_parameters(session: Session, kind: Kind) -> dict[str, Tensor]:
     """Every parameter's fp32 master (Kind.WEIGHT) or moment, by name, on the CPU."""
     session.player.drain()
-    found = {}
+    found: dict[str, Tensor] = {}
     for unit in session.units:
         plane = read_unit(session, unit, kind)
         found |= {t.name: plane[t.start : t.stop].view(t.shape) for t in unit.layout.tensors}
@@ -184,6 +192,8 @@ class Run:
     activations: str = "keep"
     device: str = "cpu"
     seed: int = 5
+    fp32_products: bool = False
+    """As on a CPU without bf16 instructions; slower for tiny models."""
 
     @property
     def train(self) -> TrainConfig:
@@ -202,7 +212,10 @@ class Run:
         """Run; check that the state lies where it shall."""
         place = PLACES[self.place]
         config = exactness_config(self.model)
-        with opened(config, mount, place, self.train, compute_dtype=self.dtype, device=self.device) as session:
+        with (
+            patch("megatier.train.session.cpu_has_bf16", return_value=not self.fp32_products),
+            opened(config, mount, place, self.train, compute_dtype=self.dtype, device=self.device) as session,
+        ):
             held = {tier for tier, size in session.placement.state_bytes.items() if size}
             assert held == {Tier(name) for name in place.tiers}, f"{self.place} lies on {held}"
             return outcome(session, run_steps(session, self.train, seed=self.seed))
@@ -245,7 +258,8 @@ def plain_model(config: PretrainedConfig, attention: str = "sdpa") -> PreTrained
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
-    return model.train()
+    model.train()
+    return model
 
 
 def main() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 from megatier.errors import MegatierError
@@ -33,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megatier: error: no command {command!r}; there are {', '.join(COMMANDS)}.", file=sys.stderr)
         return EXIT_ERROR
     debug = "--debug" in rest
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is ended cleans up, as on Ctrl-C
     try:
         # Imported here, so that --help is fast and doctor runs where something else is broken.
         module = importlib.import_module(f"megatier.cli.{command}")

@@ -1,8 +1,8 @@
 """One autograd node per unit, under Hugging Face's own forward.
 
-The modules of a unit lie on meta. Each one's `forward` is replaced, on the instance, by a call of this node: it asks for
-the unit's weights, binds views of their GPU slot, runs the original forward, and unbinds; its backward asks again, runs
-the unit's backward, and hands the gradients over. Masks, rotary tables, auxiliary losses and scales stay Hugging
+The modules of a unit lie on meta. Each one's `forward` is replaced, on the instance, by a call of this node: it asks
+for the unit's weights, binds views of their GPU slot, runs the original forward, and unbinds; its backward asks again,
+runs the unit's backward, and hands the gradients over. Masks, rotary tables, auxiliary losses and scales stay Hugging
 Face's business, which is why one node serves every family.
 
 A group's batch is cut into slices along the batch dimension of its batched arguments; they share one binding. Which
@@ -30,7 +30,7 @@ from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from megatier.store.layout import TensorSlice
 from megatier.store.tier import Phase
 
-_collector: ContextVar[dict[str, list[Tensor]] | None] = _active_collector  # type: ignore[assignment]
+_collector: ContextVar[dict[str, Any] | None] = _active_collector  # type: ignore[assignment]
 """Where Hugging Face collects what its hooks capture, such as router logits."""
 
 CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
@@ -106,8 +106,8 @@ class Node:
         self._forward: Callable[..., Any] = module.forward
         self._leaves: dict[int, list[Tensor]] = {}
         self._slices = {tensor.name: tensor for _, _, tensor in bindings}
-        self.batched: list[bool] | None = None
-        """Per flat argument, whether it is cut; None: not learnt yet."""
+        self.batched: list[bool | None] | None = None
+        """Per flat argument, whether it is cut (None: it was no tensor while learning); None: not learnt yet."""
         for parameters, leaf, _ in bindings:
             unbound = parameters[leaf]
             assert unbound is not None
@@ -155,10 +155,6 @@ class Node:
         """The module's own forward with these weights bound."""
         by_name = dict(zip(self._slices, leaves, strict=True))
         before = [parameters[leaf] for parameters, leaf, _ in self._bindings]
-        # Hugging Face's checkpointing wrapper would run the layer again after it is unbound.
-        checkpointing = getattr(self.module, "gradient_checkpointing", False)
-        if checkpointing:
-            self.module.gradient_checkpointing = False  # type: ignore[assignment]
         for parameters, leaf, tensor in self._bindings:
             parameters[leaf] = by_name[tensor.name]
         try:
@@ -166,8 +162,6 @@ class Node:
         finally:
             for (parameters, leaf, _), parameter in zip(self._bindings, before, strict=True):
                 parameters[leaf] = parameter
-            if checkpointing:
-                self.module.gradient_checkpointing = True  # type: ignore[assignment]
 
     @property
     def names(self) -> list[str]:
@@ -189,7 +183,7 @@ class Node:
             raise ConfigError(
                 f"train.slices: the arguments of {self.module_name} cannot be cut along the batch; set it to 1."
             )
-        self.batched = [a is not None and b is not None and a[0] != b[0] for a, b in zip(one, shapes, strict=True)]
+        self.batched = [None if a is None or b is None else a[0] != b[0] for a, b in zip(one, shapes, strict=True)]
 
 
 @dataclass(slots=True)
@@ -207,12 +201,16 @@ class _Call:
     """Outputs so collected: key and how many."""
     is_tuple: bool = False
 
+    @property
+    def num_slices(self) -> int:
+        """1 where no argument is batched, such as for position embeddings."""
+        count, batched = self.node.stage.slices, self.node.batched
+        assert count == 1 or batched is not None, "slices are learnt before training"
+        return count if batched is None or any(batched) else 1
+
     def cut(self, inputs: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Any]]]:
         """Per slice: the differentiable inputs, detached and requiring a gradient, and all flat arguments."""
-        count = self.node.stage.slices
-        if count > 1 and self.node.batched is None:
-            raise AssertionError("slices are learnt before training")
-        for index in range(count):
+        for index in range(self.num_slices):
             leaves = [
                 self._part(tensor, i, index).detach().requires_grad_()
                 for tensor, i in zip(inputs, self.differentiable, strict=True)
@@ -223,13 +221,22 @@ class _Call:
             yield leaves, flat
 
     def _part(self, value: Any, position: int, index: int) -> Any:  # noqa: ANN401
-        count, batched = self.node.stage.slices, self.node.batched
-        if count == 1 or not torch.is_tensor(value) or batched is None or not batched[position]:
+        count, batched = self.num_slices, self.node.batched
+        if count == 1 or not torch.is_tensor(value) or not value.dim() or batched is None:
             return value
-        rows = value.shape[0] // count
+        if (is_cut := batched[position]) is None:
+            raise ConfigError(
+                f"train.slices: argument {position} of {self.node.module_name} was not there in the first step, so "
+                "megatier does not know how to cut it. Give every batch the same keys, or set train.slices to 1."
+            )
+        if not is_cut:
+            return value
+        rows, rest = divmod(value.shape[0], count)
+        if rest:
+            raise ConfigError(f"train.slices is {count}, but a group has {value.shape[0]} rows; it must divide them.")
         return value[index * rows : (index + 1) * rows]
 
-    def run(self, leaves: Sequence[Tensor], flat: Sequence[Any]) -> list[Tensor]:
+    def run(self, leaves: Sequence[Tensor], flat: Sequence[Any]) -> list[Tensor | None]:
         """Outputs and captured outputs of one slice."""
         args, kwargs = tree_unflatten(flat, self.spec)
         caught: dict[str, list[Tensor]] = {key: [] for key in self.collected}
@@ -263,7 +270,7 @@ class _Call:
         use.leave()
         return self.unpack(results)
 
-    def unpack(self, results: list[Tensor]) -> Any:  # noqa: ANN401
+    def unpack(self, results: list[Tensor | None]) -> Any:  # noqa: ANN401
         """What the module returns; captured outputs go to Hugging Face's collector."""
         count = sum(number for _, number in self.captured)
         caught = results[len(results) - count :]
@@ -311,7 +318,7 @@ class _UnitFunction(torch.autograd.Function):
         use = stage.source.enter(node.unit, Phase.BACKWARD, stage.gradients.group)
         input_grads: list[list[Tensor | None]] = []
         pieces = iter(()) if ctx.kept else call.cut(inputs)
-        for index in range(stage.slices):
+        for index in range(call.num_slices):
             if ctx.kept:
                 slice_inputs, leaves, outputs, rebinding = ctx.kept[index]
                 rebinding.weights = use.bytes
@@ -321,7 +328,7 @@ class _UnitFunction(torch.autograd.Function):
                 leaves = node.leaves(use.bytes)
                 with torch.enable_grad(), ctx.replays[index].again():
                     outputs = call.run(leaves, flat)
-            found = _grads(outputs, _cut_grads(grads, outputs, index, stage.slices), [*slice_inputs, *leaves])
+            found = _grads(outputs, _cut_grads(grads, outputs, index, call.num_slices), [*slice_inputs, *leaves])
             del outputs
             stage.gradients.add(node.unit, list(zip(node.names, found[len(slice_inputs) :], strict=True)))
             input_grads.append(list(found[: len(slice_inputs)]))

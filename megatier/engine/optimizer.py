@@ -70,6 +70,7 @@ class AdamW:
         self._begun = (0.0, (0.0,) * 7)
         self._adopt(1.0)
         self._sums: dict[str, list[Tensor]] = {}
+        self._refused: str | None = None
         if torch.cuda.is_available():  # Triton comes with torch's CUDA builds alone
             from megatier.engine import kernels
 
@@ -92,6 +93,7 @@ class AdamW:
         )
         self._begun = (learning_rate, scalars)
         self._sums.clear()
+        self._refused = None
         if hyper.clip is None:
             self._adopt(1.0)
 
@@ -156,13 +158,18 @@ class AdamW:
         self.measure(unit, total.view(self._dtype)[:count])
 
     def check(self, unit: str) -> None:
-        """Refuse a gradient that is not finite, before the immediate mode applies it.
+        """Refuse a gradient that is not finite, before the immediate mode applies it, and all that come after it.
 
         Raises:
             NonFiniteError: names the unit.
         """
-        if any(not bool(part.isfinite().all()) for part in self._sums[unit]):
-            raise NonFiniteError(f"the gradient of unit {unit} is not finite; its weights were not changed")
+        if self._refused is None and any(not bool(part.isfinite().all()) for part in self._sums[unit]):
+            self._refused = unit
+        if self._refused is not None:
+            raise NonFiniteError(
+                f"the gradient of unit {self._refused} is not finite; it and the units before it keep their weights, "
+                "those behind it were updated already, because train.clip is off"
+            )
 
     # ------------------------------------------------------------------ update
 
@@ -231,7 +238,7 @@ def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def learning_rate(step: int, *, peak: float, schedule: str, warmup: int, steps: int, minimum_ratio: float) -> float:
-    """Learning rate of step 1, 2, ..., steps: linear warm-up, then constant, linear or cosine to minimum_ratio * peak."""
+    """Learning rate of step 1 to steps: linear warm-up, then constant, linear or cosine to minimum_ratio * peak."""
     if step <= warmup:
         return peak * step / warmup
     share = (step - warmup - 1) / max(1, steps - warmup)

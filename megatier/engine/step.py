@@ -27,6 +27,8 @@ from megatier.errors import NonFiniteError
 from megatier.models.decoder import Unit, bindings
 
 Batch = Mapping[str, Tensor]
+REMEDY = "Lower train.learning_rate, set train.clip, or look at the data of this step."
+"""What helps against numbers that are not finite."""
 
 
 class Stream(WeightSource, GradSink, Protocol):
@@ -100,6 +102,7 @@ class Engine:
         head = model.get_output_embeddings()
         if options.fused_loss:
             FusedLoss(model, next(n for n in self._nodes.values() if n.module is head), options.loss_chunk)
+        self._is_learnt = options.slices == 1
 
     def train_step(self, step: int, rate: float, groups: Sequence[Batch]) -> StepResult:
         """Forward, backward and update on one step's tokens; the deferred update runs ahead of the next forward.
@@ -115,6 +118,7 @@ class Engine:
         """
         self._learn(groups[0])
         self.model.train()
+        _stop_checkpointing(self.model)
         self._optimizer.begin_step(step, rate)
         counted = sum(_count(batch) for batch in groups)
         losses = []
@@ -148,7 +152,10 @@ class Engine:
         return total / max(1, tokens)
 
     def _finish(self, step: int, loss: float, batch: Batch) -> StepResult:
-        self._stream.drain_gradients()
+        try:
+            self._stream.drain_gradients()
+        except NonFiniteError as error:
+            raise NonFiniteError(f"step {step}: {error}. {REMEDY}") from error
         norm = self._optimizer.norm()
         if not (math.isfinite(norm) and math.isfinite(loss)):
             self._fail(step, "the loss" if not math.isfinite(loss) else "the gradient norm", batch)
@@ -169,13 +176,19 @@ class Engine:
 
     def _learn(self, batch: Batch) -> None:
         """Before the first step with slices: which arguments of each module are batched."""
-        if self.options.slices == 1 or all(node.batched is not None for node in self._nodes.values()):
+        if self._is_learnt:
             return
+        self.model.eval()  # draws no random numbers
+        if "attention_mask" in batch:  # without padding, Hugging Face leaves masks out
+            mask = batch["attention_mask"].clone()
+            mask[:, -1] = 0
+            batch = {**batch, "attention_mask": mask}
         with torch.no_grad(), learning(self._stage), self._arithmetic():
             for rows in (1, 2):
                 self._stream.begin("evaluate")
                 self._loss({key: value[:rows] for key, value in batch.items()}, None)
                 self._stream.end()
+        self._is_learnt = True
 
     def _fail(self, step: int, what: str, batch: Batch) -> None:
         """Find the first unit with a value that is not finite, and stop."""
@@ -187,14 +200,20 @@ class Engine:
         except NonFiniteError as error:
             where = f"; {error}"
         raise NonFiniteError(
-            f"{what} of step {step} is not finite{where}. No update of this step was written; lower "
-            "train.learning_rate, set train.clip, or look at the data of this step."
+            f"{what} of step {step} is not finite{where}. No update of this step was written. {REMEDY}"
         )
 
 
 def _count(batch: Batch) -> int:
     """Tokens whose prediction counts."""
     return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+
+def _stop_checkpointing(model: PreTrainedModel) -> None:
+    """Hugging Face's own recompute would call a node again in the backward; `activations` is the setting for it."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False  # type: ignore[assignment]
 
 
 def _move_buffers(model: PreTrainedModel, options: EngineOptions) -> None:

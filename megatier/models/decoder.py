@@ -22,6 +22,9 @@ from megatier.store.layout import Layout, TensorSlice
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Parameters that Hugging Face's Trainer leaves out of weight decay, by lower-case name."""
 
+BUILD_FAILURES = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, ImportError)
+"""What the constructors of models raise for settings that do not fit together."""
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:
@@ -66,8 +69,9 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=_attention_of(config, attention)
             )
-    except (ValueError, ImportError) as error:
-        raise UnsupportedModelError(f"{config.model_type} cannot be built: {error}") from error
+    except BUILD_FAILURES as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedModelError(f"{config.model_type} cannot be built from this config: {reason}") from error
     assert isinstance(model, PreTrainedModel)
     _materialise_buffers(model)
     model.config.use_cache = False

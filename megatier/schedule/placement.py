@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatier.errors import PlanError, mib
+from megatier.errors import PlanError, at_least
 from megatier.store.tier import STATE_KINDS, Kind, Tier, round_up
 
 SLOTS_MIN = 2
@@ -175,7 +175,7 @@ def _gpu_slots(
     least = _gpu_least(rest, policy)
     if used + least > budgets.gpu:
         what = f"GPU slots for the largest unit, {largest.name}"
-        remedy = f"Raise tiers.gpu to at least {mib(used + least)}."
+        remedy = f"Raise tiers.gpu to at least {at_least(used + least)}."
         raise PlanError(what, used + least, budgets.gpu, remedy)
     weight = _size(largest, Kind.WEIGHT, policy)
     grad = max(grad_bytes(unit, policy) for unit in rest)
@@ -202,7 +202,7 @@ def _fill_ram(
         slots.append(SlotPlan(Tier.RAM, Kind.GRAD, max(grad_bytes(unit, policy) for unit in rest), SLOTS_MIN))
     used = _ram_fixed(units, rest, policy) + sum(round_up(plan.slot_bytes) * plan.num_slots for plan in slots)
     if used > budgets.ram:
-        remedy = f"Raise tiers.ram to at least {mib(used)}" + (
+        remedy = f"Raise tiers.ram to at least {at_least(used)}" + (
             ", or set train.clip to null." if policy.deferred else "."
         )
         raise PlanError("gradients and activations in RAM", used, budgets.ram, remedy)
@@ -214,16 +214,17 @@ def _fill_ram(
         chunk = max(policy.chunk_elements or min(longest, CHUNK_ELEMENTS_MAX), policy.align_elements)
         return {(unit.name, kind): Tier.RAM for unit, kind in blocks}, tuple(slots), chunk
     if Tier.NVME not in policy.state or not budgets.nvme:
-        remedy = "Raise tiers.ram, or give tiers.nvme a mount."
+        remedy = f"Raise tiers.ram to at least {at_least(used + everything)}, or give tiers.nvme a mount."
         raise PlanError("state in RAM", used + everything, budgets.ram, remedy)
-    chunk, pools = _chunk_slots(longest, budgets.ram - used, policy)
+    chunk, pools = _chunk_slots(longest, used, budgets.ram, policy)
     used += sum(round_up(plan.slot_bytes) * plan.num_slots for plan in pools)
     homes = _spill(blocks, budgets.ram - used if Tier.RAM in policy.state else 0, policy)
     return homes, (*slots, *pools), chunk
 
 
-def _chunk_slots(longest: int, room: int, policy: Policy) -> tuple[int, list[SlotPlan]]:
+def _chunk_slots(longest: int, used: int, budget: int, policy: Policy) -> tuple[int, list[SlotPlan]]:
     """Update chunks as large as a quarter of the RAM that is left allows."""
+    room = max(0, budget - used)
     kinds = state_kinds(split=policy.split)
     depth = {kind: UPDATE_DEPTH + (SLOTS_MIN if kind is Kind.WEIGHT else 0) for kind in kinds}
     per_element = sum(bytes_per_element(kind, split=policy.split) * depth[kind] for kind in kinds)
@@ -235,9 +236,12 @@ def _chunk_slots(longest: int, room: int, policy: Policy) -> tuple[int, list[Slo
         SlotPlan(Tier.RAM, kind, min(chunk, longest) * bytes_per_element(kind, split=policy.split), depth[kind])
         for kind in kinds
     ]
-    needed = sum(round_up(plan.slot_bytes) * plan.num_slots for plan in pools)
-    if needed > room:
-        raise PlanError("RAM slots for updates from NVMe", needed, room, "Raise tiers.ram or lower tiers.chunk.")
+    needed = used + sum(round_up(plan.slot_bytes) * plan.num_slots for plan in pools)
+    if needed > budget:
+        remedy = f"Raise tiers.ram to at least {at_least(needed)}" + (
+            ", or lower tiers.chunk." if policy.chunk_elements else "."
+        )
+        raise PlanError("RAM slots for updates from NVMe", needed, budget, remedy)
     return chunk, pools
 
 

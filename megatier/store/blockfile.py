@@ -176,17 +176,18 @@ class BlockFiles:
             TransferError: the device or the file system failed.
         """
         for index, directory in enumerate(self._directories):
-            path = directory / "blocks"
+            path, size = directory / "blocks", self._used[index]
+            remedy = f"Give {self._mounts[index].directory} a smaller size in tiers.nvme or free space on it."
+            if size > (free := _free_bytes(directory)):  # else the attempt would fill the disk for a moment
+                raise CapacityError("nvme", size, free, remedy)
             self._files.append(self._open(path))
             try:
-                if self._used[index]:
-                    os.posix_fallocate(self._files[index], 0, self._used[index])
+                if size:
+                    os.posix_fallocate(self._files[index], 0, size)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
                     raise TransferError("preallocating", "nvme", str(path), 0, error.errno or 0) from error
-                free = os.statvfs(directory)
-                remedy = f"Give {self._mounts[index].directory} a smaller size in tiers.nvme or free space on it."
-                raise CapacityError("nvme", self._used[index], free.f_bavail * free.f_frsize, remedy) from error
+                raise CapacityError("nvme", size, _free_bytes(directory), remedy) from error
 
     def fill(self) -> None:
         """Write zeros over everything that was reserved: the first write into a fresh extent is half as fast.
@@ -304,5 +305,10 @@ def budget_bytes(mount: MountBudget) -> int:
         raise ConfigError(f"tiers.nvme: {mount.directory} is not a directory. Create it, or name a mount that exists.")
     if mount.num_bytes is not None:
         return mount.num_bytes
-    free = os.statvfs(mount.directory)
-    return free.f_bavail * free.f_frsize * 9 // 10
+    return _free_bytes(mount.directory) * 9 // 10
+
+
+def _free_bytes(directory: Path) -> int:
+    """What this user may still fill."""
+    file_system = os.statvfs(directory)
+    return file_system.f_bavail * file_system.f_frsize

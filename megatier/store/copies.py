@@ -101,11 +101,10 @@ class Copies:
         for copy in self._slotted:
             if copy.slot is not None and copy.slot.pool is pool and not copy.num_leases:
                 for transfer in copy.unwritten.values():
-                    if transfer is not None and not transfer.done():
+                    if transfer is not None:
                         self._wait_unlocked(transfer)
-                        return
-                    if transfer is not None and copy.is_leaving:
                         transfer.wait()
+                        return
         self._slot_freed.wait()
 
     def _wait_unlocked(self, transfer: Transfer) -> None:
@@ -181,7 +180,7 @@ class Copies:
             transfer = self._lanes.to_gpu(key, self.view(copy, part), self.view(source, part), after, behind)
             assign(copy.fills, part, transfer)
             source.use(transfer)
-            if passing:
+            if passing and not source.unsafe(source.span):
                 self.evict(source)
 
     def _ram_spans(self, block: Block, span: Span) -> list[Span]:
@@ -206,6 +205,7 @@ class Copies:
             transfer = self._copy_up(copy, span)
         copy.dirty(span)
         assign(copy.unwritten, span, transfer)
+        self._slot_freed.notify_all()  # in a while: whoever waits for a slot can wait for this
         return transfer
 
     def _write(self, copy: Copy, span: Span) -> Transfer:

@@ -1,7 +1,11 @@
-"""The run directory: one run at a time, under a lock, with the resolved config beside what the run leaves behind."""
+"""The run directory: one run at a time, under a lock, with the resolved config beside what the run leaves behind.
+
+A run that was refused before its first step leaves nothing, so that the same command works once its cause is gone.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from types import TracebackType
@@ -28,26 +32,30 @@ class RunDirectory:
             RunLockedError: a run is going on in it.
         """
         self.path = Path(config.output.directory)
+        self._is_new = not self.path.exists()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"output.directory: cannot create {self.path.parent}: {error.strerror}.") from error
         self._lock = lock_directory(self.path)
         try:
-            taken = [name for name in (CONFIG_FILE, METRICS_FILE, MODEL_FOLDER) if (self.path / name).exists()]
-            if taken:
-                raise ConfigError(
-                    f"{self.path} holds a run already ({taken[0]}). Nothing was changed; name another --output.directory, "
-                    "or move the old run away."
-                )
-            text = yaml.safe_dump(to_dict(config), sort_keys=False)
-            (self.path / CONFIG_FILE).write_text(text, encoding="utf-8")
-        except OSError as error:
-            self._unlock()
-            raise ConfigError(f"output.directory: cannot write to {self.path}: {error.strerror}.") from error
-        except ConfigError:
+            self._begin(config)
+        except BaseException:
             self._unlock()
             raise
+
+    def _begin(self, config: RunConfig) -> None:
+        names = (CONFIG_FILE, METRICS_FILE, MODEL_FOLDER, DATA_FOLDER)
+        if taken := [name for name in names if (self.path / name).exists()]:
+            raise ConfigError(
+                f"{self.path} holds a run already ({taken[0]}). Nothing was changed; name another --output.directory "
+                "or move the old run away."
+            )
+        text = yaml.safe_dump(to_dict(config), sort_keys=False)
+        try:
+            (self.path / CONFIG_FILE).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"output.directory: cannot write to {self.path}: {error.strerror}.") from error
 
     def __enter__(self) -> Self:
         return self
@@ -55,8 +63,20 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and not (self.path / METRICS_FILE).exists():
+            self._remove_traces()
         self._unlock()
+
+    def _remove_traces(self) -> None:
+        """Remove what this run wrote: it refused to begin in a directory that had any of it."""
+        for path in (self.path / CONFIG_FILE, *(self.path / DATA_FOLDER).glob("*.tokens")):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # missing, or somebody put a file of theirs inside: it stays
+            (self.path / DATA_FOLDER).rmdir()
 
     def _unlock(self) -> None:
         (self.path / "lock").unlink(missing_ok=True)
+        if self._is_new:
+            with contextlib.suppress(OSError):  # it holds a run
+                self.path.rmdir()
         os.close(self._lock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -47,7 +48,7 @@ class Session:
     def __init__(
         self, model: PreTrainedModel, model_config: ModelConfig, tiers: TiersConfig, train: TrainConfig, tokens: int
     ) -> None:
-        """Plan, then reserve everything.
+        """Plan. Memory and files are reserved by `store.seal`, or by the first use of a block.
 
         Args:
             model: a skeleton (`models.decoder.build_skeleton`).
@@ -67,15 +68,17 @@ class Session:
         specs = [_spec(model, unit, dtype, train, tokens) for unit in self.units]
         gpu, ram = _budgets(tiers, device)
         layouts = {unit.name: unit.layout for unit in self.units}
-        self.store = TieredStore.open(gpu=gpu, ram=ram, nvme=tiers.nvme, device=str(device), options=options)
-        try:
-            budgets = Budgets(gpu, ram, self.store.usage(Tier.NVME)["budget"])
+        with ExitStack() as stack:
+            store = TieredStore.open(gpu=gpu, ram=ram, nvme=tiers.nvme, device=str(device), options=options)
+            self.store = stack.enter_context(store)
+            budgets = Budgets(gpu, ram, store.usage(Tier.NVME)["budget"])
             self.placement: Placement = place(specs, budgets, policy)
             hyper = Hyperparameters(train.beta1, train.beta2, train.eps, train.weight_decay, train.clip)
             threads = tiers.update_threads or cores_usable()
             self.optimizer = AdamW(layouts, decays(model), hyper, dtype=dtype, groups=train.groups, num_threads=threads)
-            self.player = Player(self.store, specs, self.placement, policy, self.optimizer)
-            self.store.seal()
+            stack.callback(self.optimizer.close)
+            self.player = Player(store, specs, self.placement, policy, self.optimizer)
+            stack.callback(self.player.close)
             engine_options = EngineOptions(
                 dtype,
                 device,
@@ -87,9 +90,7 @@ class Session:
                 fp32_products=device.type == "cpu" and dtype is torch.bfloat16 and not cpu_has_bf16(),
             )
             self.engine = Engine(model, self.units, self.player, self.optimizer, engine_options)
-        except BaseException:
-            self.store.close()
-            raise
+            self._opened = stack.pop_all()
         self._dtype = dtype
 
     def __enter__(self) -> Self:
@@ -102,9 +103,7 @@ class Session:
 
     def close(self) -> None:
         """Stop the lanes, free the memory, remove the block files."""
-        self.player.close()
-        self.optimizer.close()
-        self.store.close()
+        self._opened.close()
 
     def load(self, source: WeightReader, progress: Callable[[Unit], None] = lambda _: None) -> None:
         """Fill every unit's master weights, piece by piece; moments are zero already."""

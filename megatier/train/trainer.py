@@ -1,6 +1,6 @@
 """The training run: from a config to a trained Hugging Face folder.
 
-directory -> data -> skeleton -> plan and reserve -> weights in -> steps -> weights out
+directory -> skeleton -> plan -> data -> reserve -> weights in -> steps -> weights out
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from megatier.config import RunConfig, TrainConfig
 from megatier.data.packing import PackedText
@@ -47,13 +49,13 @@ def train(config: RunConfig, console: Console) -> None:
     with ExitStack() as stack:
         directory = stack.enter_context(RunDirectory(config)).path
         source_folder = resolve(config.model.path) if config.model.path is not None else None
-        model_config = _model_config(config, source_folder)
-        tokenizer = load_tokenizer(config)
-        text = PackedText.build(config.data, tokenizer, directory / DATA_FOLDER)
-        _check_vocabulary(model_config, text)
-        model = build_skeleton(model_config, config.model.attention)
+        model = build_skeleton(_model_config(config, source_folder), config.model.attention)
         tokens = config.data.sequence_length
         session = stack.enter_context(Session(model, config.model, config.tiers, config.train, tokens))
+        tokenizer = load_tokenizer(config)
+        _check_vocabulary(model, len(tokenizer))
+        text = PackedText.build(config.data, tokenizer, directory / DATA_FOLDER)
+        session.store.seal()
         _describe(console, config, session, text)
         reader: WeightReader = (
             Checkpoint(source_folder, model) if source_folder is not None else Initialiser(model, config.train.seed)
@@ -166,17 +168,22 @@ def _model_config(config: RunConfig, folder: Path | None) -> PretrainedConfig:
             return AutoConfig.from_pretrained(folder)
         settings: Mapping[str, Any] = config.model.config or {}
         return AutoConfig.for_model(**settings)
-    except (ValueError, TypeError, OSError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UnsupportedModelError(f"transformers does not take this model config: {first}") from error
+    except (ValueError, TypeError, OSError, StrictDataclassError) as error:
+        # A complaint about one field stands below its headline; of any other the first sentence says it all.
+        headline, *details = str(error).strip().splitlines()
+        reason = details[-1].strip() if details and isinstance(error, StrictDataclassError) else headline
+        near = [] if folder is not None else get_close_matches(str(settings["model_type"]), CONFIG_MAPPING, n=1)
+        hint = f" Did you mean {near[0]}?" if near and near[0] != settings["model_type"] else ""
+        reason = reason.partition(". ")[0].rstrip(".")
+        raise UnsupportedModelError(f"transformers does not take this model config: {reason}.{hint}") from error
 
 
-def _check_vocabulary(model_config: PretrainedConfig, text: PackedText) -> None:
-    size = model_config.get_text_config().vocab_size
-    if text.vocabulary_size > size:
+def _check_vocabulary(model: PreTrainedModel, num_tokens: int) -> None:
+    size = model.config.get_text_config().vocab_size
+    if num_tokens > size:
         raise ConfigError(
-            f"the tokenizer has {text.vocabulary_size} tokens, the model's vocab_size is {size}. Raise "
-            "model.config.vocab_size or choose the model's own tokenizer."
+            f"the tokenizer has {num_tokens} tokens, the model's vocab_size is {size}. Raise model.config.vocab_size "
+            "or choose the model's own tokenizer."
         )
 
 

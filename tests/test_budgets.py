@@ -1,0 +1,120 @@
+"""Budgets are real: a run whose state is several times the RAM budget, watched from the operating system."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_commands import command, metrics
+
+from megatier.cli import main
+from megatier.train import trainer
+from megatier.train.report import TierState
+
+MIB, GIB = 1 << 20, 1 << 30
+SLACK_BYTES = 256 * MIB
+"""What Python, torch's temporaries and the allocator may take beyond imports and budgets."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A run in a fresh process, in bytes."""
+
+    imported: int
+    """Resident after imports."""
+    peak: int
+    """Highest resident figure since the process began, as the kernel counted it."""
+    state: dict[str, int]
+    """By tier."""
+    others: dict[str, int]
+    """Slots, gradients and activations, by tier."""
+
+    @property
+    def taken(self) -> int:
+        return self.peak - self.imported
+
+
+def watch(folder: Path, settings: dict[str, Any]) -> Watched:
+    """Train in a fresh process."""
+    words = [sys.executable, __file__, *command(folder, settings)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=540)
+    assert done.returncode == 0, done.stderr
+    return Watched(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def shape(hidden: int, layers: int) -> dict[str, Any]:
+    """A Llama of bytes, whose layers have 12 times hidden² parameters or so."""
+    sizes = {"hidden_size": hidden, "intermediate_size": hidden * 8 // 3, "num_hidden_layers": layers}
+    return {f"model.config.{name}": value for name, value in {**sizes, "num_key_value_heads": 4}.items()}
+
+
+def num_parameters(hidden: int, layers: int) -> int:
+    layer = 4 * hidden * hidden + 3 * hidden * (hidden * 8 // 3) + 2 * hidden
+    return 2 * 320 * hidden + layers * layer + hidden
+
+
+@pytest.mark.parametrize(("clip", "share"), [("null", 5), (1.0, 3)], ids=["clip-off", "exact-clip"])
+@pytest.mark.parametrize(
+    ("hidden", "layers"), [(384, 12), pytest.param(768, 13, marks=pytest.mark.slow)], ids=["small", "gib"]
+)
+def test_train_state_many_times_the_ram_budget_stays_within_it(
+    clip: object, share: int, hidden: int, layers: int, tmp_path: Path
+) -> None:
+    parameters = num_parameters(hidden, layers)
+    state = 12 * parameters
+    gpu, ram = 8 * 2 * parameters // layers, state // share
+    settings = {
+        **shape(hidden, layers),
+        "model.compute_dtype": "bf16",
+        "tiers.gpu": gpu,
+        "tiers.ram": ram,
+        "tiers.nvme": f"{tmp_path}:{2 * state}",
+        "tiers.state": "ram,nvme",
+        "tiers.update_threads": 2,
+        "train.clip": clip,
+        "train.batch": 1,
+        "train.steps": 2,
+        "train.evaluate_batches": 1,
+    }
+    run = watch(tmp_path, settings)
+    print(run.taken / MIB, (gpu+ram) / MIB, run)
+    # Of each weight, remainder and both moments there is one copy, padded to pages; in RAM there are, besides, one
+    # gradient of each parameter where clipping needs them all, and slots.
+    assert state <= sum(run.state.values()) <= state + 5 * 4096 * 4 * (layers + 3)
+    assert run.state["ram"] + run.others["ram"] <= ram
+    assert run.state["nvme"] > state / 2
+    assert run.others["gpu"] <= gpu
+    assert run.others["ram"] <= (2 * parameters if clip != "null" else 0) + ram / 2
+    assert run.taken <= gpu + ram + SLACK_BYTES, f"{run.taken / MIB:.0f} MiB"
+
+
+def resident(name: str) -> int:
+    """A figure of this process in bytes: VmRSS, VmHWM."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) * 1024
+
+
+def run_watched() -> None:
+    """Run the command line; what it took, as one line of JSON."""
+    placement: list[TierState] = []
+    show = trainer.print_placement
+
+    def note(console: Any, tiers: Any) -> None:
+        placement.extend(tiers)
+        show(console, tiers)
+
+    trainer.print_placement = note
+    imported = resident("VmRSS")
+    code = main(sys.argv[1:])
+    state, others = ({tier.tier: getattr(tier, name) for tier in placement} for name in ("state_bytes", "other_bytes"))
+    sys.stdout.write(json.dumps(dict(imported=imported, peak=resident("VmHWM"), state=state, others=others)) + "\n")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    run_watched()

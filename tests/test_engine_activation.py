@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatier.engine.activation import Rebinding, Replay, dropping
+
+
+def slot(values: Tensor, before: int = 64) -> Tensor:
+    """A uint8 view of an arena, `before` bytes into it, that holds the values."""
+    arena = torch.full((before + values.numel() * values.element_size() + 64,), 0xFF, dtype=torch.uint8)
+    view = arena[before : before + values.numel() * values.element_size()]
+    view.copy_(values.reshape(-1).view(torch.uint8))
+    return view
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rebinding_weights_moved_and_poisoned_gradients_are_those_of_the_new_place(dtype: torch.dtype) -> None:
+    values, x = torch.randn(8, 4).to(dtype), torch.randn(3, 4).to(dtype).requires_grad_()
+    weights = slot(values)
+    leaf = weights.view(dtype).view(8, 4).detach().requires_grad_()
+    rebinding = Rebinding(weights)
+    with rebinding.hooks():
+        output = x @ leaf[2:6].t()
+    assert rebinding.weights is None
+    weights.fill_(0xFF)
+    rebinding.weights = slot(values, before=192)
+    [found] = torch.autograd.grad(output.sum(), [x])
+    assert torch.equal(found, torch.ones(3, 4, dtype=dtype) @ values[2:6])
+
+
+def test_rebinding_tensors_outside_the_slot_are_kept_as_they_are() -> None:
+    values, other = torch.randn(4, 4), torch.randn(4, 4)
+    weights = slot(values)
+    neighbour = torch.as_strided(weights.view(torch.float32), (4,), (1,), 0)  # before the slot, in the same arena
+    neighbour.fill_(3.0)
+    x = torch.randn(4, 4, requires_grad=True)
+    rebinding = Rebinding(weights)
+    with rebinding.hooks():
+        output = (x @ other) * neighbour
+    rebinding.weights = slot(torch.zeros(4, 4))
+    [found] = torch.autograd.grad(output.sum(), [x])
+    torch.testing.assert_close(found, (torch.ones(4, 4) * 3.0) @ other.t())
+
+
+def test_rebinding_backward_before_weights_are_bound_is_a_defect() -> None:
+    weights = slot(torch.randn(4, 4))
+    x = torch.randn(4, 4, requires_grad=True)
+    rebinding = Rebinding(weights)
+    with rebinding.hooks():
+        output = x @ weights.view(torch.float32).view(4, 4)
+    with pytest.raises(AssertionError, match="binds the unit's weights first"):
+        output.sum().backward()
+
+
+def test_dropping_graph_holds_nothing_and_cannot_run_backward() -> None:
+    x = torch.randn(4, requires_grad=True)
+    with dropping():
+        output = x.exp().sin()
+    assert output.requires_grad
+    with pytest.raises(AssertionError, match="this graph was dropped"):
+        output.sum().backward()
+
+
+def test_replay_again_gives_the_same_random_numbers_and_leaves_the_state_alone() -> None:
+    torch.manual_seed(7)
+    replay = Replay(torch.device("cpu"))
+    first = torch.rand(4)
+    torch.rand(100)
+    state = torch.get_rng_state()
+    with replay.again():
+        assert torch.equal(torch.rand(4), first)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_replay_again_restores_autocast(enabled: bool) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        replay = Replay(torch.device("cpu"))
+    product = torch.ones(2, 2) @ torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not enabled), replay.again():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is (torch.bfloat16 if enabled else product.dtype)
+
+
+@pytest.mark.gpu
+def test_replay_again_restores_the_device_generator() -> None:
+    device = torch.device("cuda", 0)
+    replay = Replay(device)
+    first = torch.rand(4, device=device)
+    with replay.again():
+        assert torch.equal(torch.rand(4, device=device), first)

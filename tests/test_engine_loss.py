@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from tiny_models import tiny_config
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from megatier.engine.activation import Activations
+from megatier.engine.gradient import Gradients
+from megatier.engine.loss import IGNORED, FusedLoss
+from megatier.engine.node import Node, Stage
+from megatier.errors import UnsupportedModelError
+from megatier.store.layout import Layout
+from megatier.store.tier import Phase
+
+VOCAB, HIDDEN, ROWS, TOKENS = 37, 8, 3, 11
+
+
+class Head:
+    """A model that is only a head, with its weights; it takes the gradient."""
+
+    def __init__(self, cap: float | None, chunk: int, dtype: torch.dtype, *, bias: bool = False) -> None:
+        torch.manual_seed(0)
+        layout = Layout.of([("weight", (VOCAB, HIDDEN)), *([("bias", (VOCAB,))] if bias else [])])
+        self.weights = torch.randn(layout.num_elements).to(dtype)
+        self.weight = self.weights[: VOCAB * HIDDEN].view(VOCAB, HIDDEN)
+        self.grad = torch.full((layout.num_elements,), float("nan"), dtype=dtype)
+        self.phases: list[Phase] = []
+        self.measured = 0
+        config = tiny_config("gemma2", final_logit_softcapping=cap)
+        self.model = cast("PreTrainedModel", SimpleNamespace(config=config, loss_function=None))
+        device = torch.device("cpu")
+        gradients = Gradients({"head": layout}, dtype, device, self, self, groups=1, slices=1)
+        gradients.begin_group(0)
+        anchor = torch.zeros((), requires_grad=True)
+        stage = Stage(self, gradients, dtype, device, 1, Activations.KEEP, anchor)
+        self.module = nn.Linear(HIDDEN, VOCAB, bias=bias, device="meta")
+        bindings = [(self.module._parameters, tensor.name, tensor) for tensor in layout.tensors]
+        node = Node(stage, "head", "lm_head", self.module, bindings, is_layer=False)  # type: ignore[arg-type]
+        FusedLoss(self.model, node, chunk)
+
+    def enter(self, unit: str, phase: Phase, group: int) -> SimpleNamespace:
+        self.phases.append(phase)
+        return SimpleNamespace(bytes=self.weights.view(torch.uint8), leave=lambda: None)
+
+    def take_grad(self, unit: str) -> Tensor:
+        return self.grad.view(torch.uint8)
+
+    def ship_grad(self, unit: str, *, group: int) -> None: ...
+
+    def sums_here(self, unit: str) -> bool:
+        return False
+
+    def measure(self, unit: str, grad: Tensor) -> None:
+        self.measured += 1
+
+    def stash(self, unit: str, tensor: Tensor) -> None: ...
+
+    def fetch(self, unit: str, tensor: Tensor) -> None: ...
+
+    def __call__(self, hidden: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        loss: Tensor = self.model.loss_function(logits=self.module(hidden), labels=labels, **kwargs)
+        return loss
+
+    @property
+    def weight_grad(self) -> Tensor:
+        return self.grad[: VOCAB * HIDDEN].view(VOCAB, HIDDEN)
+
+
+def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Hidden states and labels, a third of which do not count."""
+    torch.manual_seed(1)
+    hidden = torch.randn(ROWS, TOKENS, HIDDEN).to(dtype)
+    labels = torch.randint(0, VOCAB, (ROWS, TOKENS))
+    return hidden, labels.masked_fill(torch.rand(labels.shape) < 0.3, IGNORED)
+
+
+def reference(
+    hidden: Tensor, weight: Tensor, labels: Tensor, cap: float | None, count: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and gradients by torch's own cross-entropy in fp64."""
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logits = hidden @ weight.t()
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    total = functional.cross_entropy(
+        logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1), ignore_index=IGNORED, reduction="sum"
+    )
+    loss = total / (count or (labels[:, 1:] != IGNORED).sum())
+    hidden_grad, weight_grad = torch.autograd.grad(loss, [hidden, weight])
+    return loss.detach(), hidden_grad, weight_grad
+
+
+CHUNKS = [1, 7, TOKENS, ROWS * TOKENS, 1000]
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_fused_loss_and_gradients_are_those_of_torch(chunk: int, cap: float | None) -> None:
+    head = Head(cap, chunk, torch.float32)
+    hidden, labels = batch()
+    expected, hidden_grad, weight_grad = reference(hidden, head.weight, labels, cap)
+    hidden.requires_grad_()
+    loss = head(hidden, labels)
+    loss.backward()
+    assert loss.dtype is torch.float32
+    torch.testing.assert_close(loss.detach().double(), expected, rtol=1e-6, atol=0)
+    assert hidden.grad is not None
+    torch.testing.assert_close(hidden.grad.double(), hidden_grad, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(head.weight_grad.double(), weight_grad, rtol=1e-4, atol=1e-7)
+    assert head.measured == 1
+    assert head.phases == [Phase.FORWARD]  # both gradients are made there
+
+
+def test_fused_loss_padding_of_the_head_is_zero() -> None:
+    head = Head(None, 7, torch.float32)
+    head(*batch()).backward()
+    assert torch.equal(head.grad[VOCAB * HIDDEN :], torch.zeros(len(head.grad) - VOCAB * HIDDEN))
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_fused_loss_in_bf16_is_close_and_its_value_fp32(cap: float | None) -> None:
+    head = Head(cap, 7, torch.bfloat16)
+    hidden, labels = batch(torch.bfloat16)
+    expected, hidden_grad, weight_grad = reference(hidden, head.weight, labels, cap)
+    hidden.requires_grad_()
+    loss = head(hidden, labels)
+    loss.backward()
+    assert loss.dtype is torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
+    assert hidden.grad is not None
+    assert hidden.grad.dtype is torch.bfloat16
+    for found, wanted in ((hidden.grad, hidden_grad), (head.weight_grad, weight_grad)):
+        assert (found.double() - wanted).norm() <= 2e-2 * wanted.norm()
+
+
+def test_fused_loss_num_items_in_batch_is_the_denominator() -> None:
+    head = Head(None, 7, torch.float32)
+    hidden, labels = batch()
+    expected, hidden_grad, _ = reference(hidden, head.weight, labels, None, count=100)
+    hidden.requires_grad_()
+    loss = head(hidden, labels, num_items_in_batch=100)
+    loss.backward()
+    torch.testing.assert_close(loss.detach().double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(hidden.grad.double(), hidden_grad, rtol=1e-4, atol=1e-7)  # type: ignore[union-attr]
+
+
+def test_fused_loss_scaled_afterwards_scales_both_gradients() -> None:
+    head = Head(None, 7, torch.float32)
+    hidden, labels = batch()
+    _, hidden_grad, weight_grad = reference(hidden, head.weight, labels, None)
+    hidden.requires_grad_()
+    (head(hidden, labels) * 3).backward()
+    torch.testing.assert_close(hidden.grad.double(), 3 * hidden_grad, rtol=1e-4, atol=1e-7)  # type: ignore[union-attr]
+    torch.testing.assert_close(head.weight_grad.double(), 3 * weight_grad, rtol=1e-4, atol=1e-7)
+
+
+def test_fused_loss_shifted_labels_are_taken_as_they_are() -> None:
+    head = Head(None, 7, torch.float32)
+    hidden, labels = batch()
+    shifted = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    assert torch.equal(head(hidden, labels, shift_labels=shifted), head(hidden, labels))
+
+
+def test_fused_loss_of_tokens_that_do_not_count_moves_nothing() -> None:
+    head = Head(None, 7, torch.float32)
+    hidden, labels = batch()
+    labels[1] = IGNORED
+    hidden.requires_grad_()
+    head(hidden, labels).backward()
+    assert hidden.grad is not None
+    assert torch.equal(hidden.grad[1], torch.zeros(TOKENS, HIDDEN))
+    assert torch.equal(hidden.grad[:, -1], torch.zeros(ROWS, HIDDEN))  # nothing follows the last token
+    assert hidden.grad[0].abs().max() > 0
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_fused_loss_evaluation_gives_the_training_value_and_expects_no_backward(cap: float | None) -> None:
+    head = Head(cap, 7, torch.float32)
+    hidden, labels = batch()
+    with torch.no_grad():
+        value = head(hidden, labels)
+    assert not value.requires_grad
+    assert torch.equal(value, head(hidden.requires_grad_(), labels).detach())
+
+
+def test_fused_loss_takes_the_soft_cap_out_of_the_models_forward() -> None:
+    assert Head(5.0, 7, torch.float32).model.config.final_logit_softcapping is None
+
+
+def test_fused_loss_head_returns_the_hidden_states() -> None:
+    head, (hidden, _) = Head(None, 7, torch.float32), batch()
+    assert head.module(hidden) is hidden
+
+
+def test_fused_loss_head_with_a_bias_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"lm_head has a bias; set model\.fused_loss to false"):
+        Head(None, 7, torch.float32, bias=True)

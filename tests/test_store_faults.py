@@ -1,0 +1,112 @@
+"""Faults below the C code: a preloaded shim, a file size limit, a small file system, a killed process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatier.store.blockfile import IoOptions
+from megatier.store.store import TieredStore
+from megatier.store.tier import BlockSpec, Tier
+
+FAULTS = Path(__file__).parent / "faults"
+NAMES = re.findall(r"@scenario\ndef (\w+)", (FAULTS / "store.py").read_text())
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """How each scenario of faults/store.py went, in one process."""
+    directory = tmp_path_factory.mktemp("faults")
+    shim, place = directory / "shim.so", directory / "drives"
+    place.mkdir()
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", shim, FAULTS / "shim.c", "-ldl"], check=True)
+    preload = " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(shim)]))
+    command = [sys.executable, "-X", "faulthandler", str(FAULTS / "store.py"), str(place)]
+    done = subprocess.run(
+        command, env={**os.environ, "LD_PRELOAD": preload}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    report: dict[str, str] = json.loads(done.stdout)
+    return report
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fault(found: dict[str, str], name: str) -> None:
+    assert found[name] == ""
+
+
+SMALL_DISK = """
+import os, sys
+from megatier.errors import CapacityError
+from megatier.store.store import TieredStore
+from megatier.store.tier import BlockSpec, Tier
+directory = sys.argv[1]
+store = TieredStore.open(ram="1MiB", nvme=[f"{directory}:64MiB"])
+store.register(BlockSpec("a", 32 << 20, Tier.NVME))
+try:
+    store.seal()
+except CapacityError as error:
+    print(error.tier, error.needed_bytes, error.free_bytes, error)
+store.close()
+print(os.listdir(directory))
+with TieredStore.open(ram="1MiB", nvme=[f"{directory}:1MiB"]) as store:
+    store.register(BlockSpec("a", 64 << 10, Tier.NVME))
+    with store.lease("a", Tier.RAM) as block:
+        block.bytes.fill_(7)
+        store.mark_dirty("a", Tier.RAM)
+    store.write_back("a", Tier.RAM)
+    store.settle("a")
+    print(store.is_direct is not None)
+"""
+
+
+def test_disk_smaller_than_the_plan_is_refused_with_figures(tmp_path: Path) -> None:
+    mount = 'mount -t tmpfs -o size=4m none "$1" && exec "$2" -c "$3" "$1"'
+    namespace = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]  # seen by nobody else
+    try:
+        allowed = subprocess.run(
+            [*namespace, "mount", "-t", "tmpfs", "none", str(tmp_path)], capture_output=True, timeout=60
+        )
+    except FileNotFoundError:
+        pytest.skip("no unshare command")
+    if allowed.returncode:
+        pytest.skip(f"may not mount: {allowed.stderr.decode().strip()}")
+    command = [*namespace, "sh", "-c", mount, "sh", str(tmp_path), sys.executable, SMALL_DISK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    refusal, left, works = done.stdout.splitlines()
+    tier, needed, free, *sentence = refusal.split(" ")
+    assert (tier, int(needed)) == ("nvme", 32 << 20)
+    assert 3 << 20 < int(free) <= 4 << 20
+    assert f"Give {tmp_path} a smaller size in tiers.nvme or free space on it." in " ".join(sentence)
+    assert left == "[]"
+    assert works == "True"
+
+
+KILLED = """
+import os, signal, sys
+from megatier.store.store import TieredStore
+from megatier.store.tier import BlockSpec, Tier
+store = TieredStore.open(ram="1MiB", nvme=[f"{sys.argv[1]}:1MiB"], run_id="run")
+store.register(BlockSpec("a", 64 << 10, Tier.NVME))
+store.prefetch("a", Tier.RAM)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_run_id_of_a_killed_process_can_be_used_again(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == ["megatier-run"]
+    options = IoOptions(num_threads=1)
+    with TieredStore.open(ram="1MiB", nvme=[f"{tmp_path}:1MiB"], run_id="run", options=options) as store:
+        store.register(BlockSpec("a", 64 << 10, Tier.NVME))
+        store.lease("a", Tier.RAM).release()
+    assert not list(tmp_path.iterdir())

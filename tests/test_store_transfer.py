@@ -1,0 +1,222 @@
+"""Transfers, queues, gates and instants, on the CPU."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from conftest import pattern
+
+from megatier.errors import StepAbandonedError, TransferError
+from megatier.store.tier import Tier
+from megatier.store.transfer import Gate, Instant, Lanes, Queue, Transfer, mark
+
+
+class Late:
+    """A move that ends when told."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.ended, self.error = threading.Event(), error
+
+    def wait(self) -> None:
+        self.ended.wait()
+        if self.error is not None:
+            raise self.error
+
+    def done(self) -> bool:
+        return self.ended.is_set()
+
+    def span_ns(self) -> tuple[int, int]:
+        return 5, 2_000_000_005
+
+
+def failure() -> TransferError:
+    return TransferError("read of block x", "nvme", "/somewhere", 4096, errno.EIO)
+
+
+@pytest.fixture
+def queue() -> Iterator[Queue]:
+    queue = Queue("test")
+    yield queue
+    queue.close()
+
+
+def test_items_run_in_order_on_one_thread(queue: Queue) -> None:
+    seen: list[tuple[int, str]] = []
+    transfers = [
+        queue.submit("key", 0, lambda number=number: seen.append((number, threading.current_thread().name)))  # type: ignore[misc]
+        for number in range(100)
+    ]
+    transfers[-1].wait()
+    assert seen == [(number, "megatier-test") for number in range(100)]
+
+
+def test_wait_returns_the_seconds_of_the_move_every_time(queue: Queue) -> None:
+    late = Late()
+    transfer = queue.submit("key", 7, lambda: late)
+    assert transfer.issued(10)
+    assert not transfer.done()
+    late.ended.set()
+    assert [transfer.wait(), transfer.wait()] == [2.0, 2.0]
+    assert transfer.span_ns() == (5, 2_000_000_005)
+    assert (transfer.queue, transfer.key, transfer.num_bytes) == ("test", "key", 7)
+    assert transfer.done()
+    assert not transfer.failed()
+
+
+def test_queue_goes_on_while_a_move_is_in_flight(queue: Queue) -> None:
+    late = Late()
+    first, second = queue.submit("a", 0, lambda: late), queue.submit("b", 0, lambda: None)
+    second.wait()
+    assert not first.done()
+    late.ended.set()
+    first.wait()
+
+
+def test_item_starts_after_what_it_depends_on() -> None:
+    late, started = Late(), threading.Event()
+    source, target = Queue("source"), Queue("target")
+    first = source.submit("a", 0, lambda: late)
+    second = target.submit("b", 0, started.set, after=[first])
+    assert not started.wait(0.02)
+    assert second.after == (first,)
+    late.ended.set()
+    second.wait()
+    assert second.after == ()  # no chain is kept
+    for queue in (source, target):
+        queue.close()
+
+
+@pytest.mark.parametrize("error", [failure(), RuntimeError("cuda"), OSError(errno.EIO, "drive")])
+def test_failure_reaches_every_waiter_and_what_depends_on_it(queue: Queue, error: Exception) -> None:
+    late, started = Late(error), threading.Event()
+    late.ended.set()
+    first = queue.submit("a", 0, lambda: late)
+    second = queue.submit("b", 0, started.set, after=[first])
+    third = queue.submit("c", 0, lambda: None, behind=[first])
+    for transfer in (first, second):
+        for use in (transfer.wait, transfer.order, lambda t=transfer: t.order_for(Tier.RAM)):  # type: ignore[misc]
+            with pytest.raises(type(error)) as caught:
+                use()
+            assert caught.value is error
+        assert transfer.failed()
+        assert not transfer.over()
+    assert not started.is_set()
+    third.wait()
+    assert third.over()
+
+
+def test_failure_to_start_is_the_transfers_alone(queue: Queue) -> None:
+    def start() -> None:
+        raise failure()
+
+    first, second = queue.submit("a", 0, start), queue.submit("b", 0, lambda: None)
+    with pytest.raises(TransferError):
+        first.wait()
+    second.wait()
+
+
+def test_close_finishes_what_was_submitted_and_then_refuses() -> None:
+    queue, seen = Queue("test"), list[int]()
+    for number in range(50):
+        queue.submit("key", 0, lambda number=number: seen.append(number))  # type: ignore[misc]
+    queue.close()
+    queue.close()
+    assert seen == list(range(50))
+    with pytest.raises(AssertionError, match="closed"):
+        queue.submit("key", 0, lambda: None)
+
+
+def test_lanes_copy_count_and_log() -> None:
+    lanes = Lanes(torch.device("cpu"))
+    source, target = pattern(1, 1000), torch.zeros(1000, dtype=torch.uint8)
+    lanes.to_gpu("up", target, source).wait()
+    assert torch.equal(target, source)
+    lanes.to_ram("down", target[:10], source[10:20]).wait()
+    assert torch.equal(target[:10], source[10:20])
+    lanes.submit("ram_to_gpu", "", 0, lambda: None)
+    assert lanes.moved_bytes == {"ram_to_gpu": 1000, "gpu_to_ram": 10}
+    assert [(t.queue, t.key) for t in lanes.take_log()] == [("ram_to_gpu", "up"), ("gpu_to_ram", "down")]
+    assert lanes.take_log() == []
+    lanes.close()
+
+
+def test_mark_and_instant_without_a_gpu_are_now() -> None:
+    assert mark(None, "key") is None
+    before = time.perf_counter_ns()
+    assert before <= Instant(None).ns() <= time.perf_counter_ns()
+
+
+def test_gate_lets_pass_who_waits_for_no_more() -> None:
+    gate, passed = Gate(), list[int]()
+
+    def wait(count: int) -> None:
+        gate.wait_for(count)
+        passed.append(count)
+
+    threads = [threading.Thread(target=wait, args=(count,)) for count in (0, 2, 3)]
+    for thread in threads:
+        thread.start()
+    gate.open_to(2)
+    for thread in threads[:2]:
+        thread.join(10)
+    assert sorted(passed) == [0, 2]
+    gate.open_to(3)
+    threads[2].join(10)
+    assert sorted(passed) == [0, 2, 3]
+
+
+def test_gate_abandoned_wakes_everyone_with_an_error_until_reset() -> None:
+    gate, woken = Gate(), threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(StepAbandonedError):
+            gate.wait_for(1)
+        woken.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    gate.abandon()
+    thread.join(10)
+    assert woken.is_set()
+    with pytest.raises(StepAbandonedError):
+        gate.wait_for(0)
+    gate.reset()
+    gate.wait_for(0)
+
+
+def test_transfer_remembers_nothing_of_what_it_waited_for(queue: Queue) -> None:
+    first = queue.submit("a", 0, lambda: None)
+    second = queue.submit("b", 0, lambda: None, after=[first], behind=[first])
+    second.wait()
+    assert (second.after, second.behind) == ((), ())
+
+
+@pytest.mark.gpu
+def test_queue_of_native_moves_waits_for_streams() -> None:
+    lanes = Lanes(torch.device("cuda"))
+    source = torch.full((64 << 20,), 7, dtype=torch.uint8, device="cuda")
+    target = torch.zeros(64 << 20, dtype=torch.uint8, pin_memory=True)
+    seen: list[bool] = []
+    for _ in range(5):
+        target.zero_()
+        copied = lanes.to_ram("grad", target, source, after=[m for m in [mark(lanes.clock, "grad")] if m is not None])
+        lanes.submit("ram_to_nvme", "grad", 1, lambda: seen.append(bool((target == 7).all())), after=[copied]).wait()
+    assert seen == [True] * 5
+    lanes.close()
+
+
+@pytest.mark.gpu
+def test_transfer_on_a_stream_has_a_span_on_the_hosts_clock() -> None:
+    lanes = Lanes(torch.device("cuda"))
+    start = time.perf_counter_ns()
+    transfer = lanes.to_gpu("x", torch.zeros(1 << 20, dtype=torch.uint8, device="cuda"), pattern(1, 1 << 20))
+    assert transfer.wait() >= 0
+    first, last = transfer.span_ns()
+    assert start - 2_000_000 < first <= last < time.perf_counter_ns() + 2_000_000
+    assert isinstance(transfer, Transfer)
+    lanes.close()
