@@ -1,1 +1,35 @@
-"""Train models larger than RAM on one GPU, at full precision, over three tiers: GPU, RAM and NVMe."""
+"""Train models larger than RAM on one GPU, at full precision, over three tiers: GPU, RAM and NVMe.
+
+The public names, loaded when first used: planning and `megatier --help` must not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatier.config import RunConfig, load
+    from megatier.errors import MegatierError
+    from megatier.store.store import Lease, TieredStore
+    from megatier.store.tier import BlockSpec, Kind, Tier
+
+__all__ = ["BlockSpec", "Kind", "Lease", "MegatierError", "RunConfig", "Tier", "TieredStore", "load"]
+
+_HOMES = {
+    "BlockSpec": "megatier.store.tier",
+    "Kind": "megatier.store.tier",
+    "Lease": "megatier.store.store",
+    "MegatierError": "megatier.errors",
+    "RunConfig": "megatier.config",
+    "Tier": "megatier.store.tier",
+    "TieredStore": "megatier.store.store",
+    "load": "megatier.config",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name from its module."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'megatier' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

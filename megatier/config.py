@@ -185,7 +185,7 @@ class TrainConfig:
     batch: int = 8
     """Sequences per step, a multiple of groups * slices."""
     groups: int = 1
-    """Passes over the units per step, at least 1. Changes the order of sums."""
+    """Forward and backward runs over the units per step, at least 1. Changes the order of sums."""
     slices: int = 1
     """Parts of a group that share one binding of the weights, at least 1. Changes the order of sums."""
     activations: Literal["keep", "recompute", "offload"] = "keep"

@@ -57,7 +57,7 @@ class LastCopyError(MegatierError):
 
 
 REMEDIES = {
-    errno.ENOSPC: "Free space on this mount, or give tiers.nvme another one.",
+    errno.ENOSPC: "Free space on this drive, or name another one.",
     errno.EFBIG: "Raise the file size limit (ulimit -f).",
     errno.EIO: "Check the drive (dmesg, smartctl).",
 }
@@ -70,10 +70,7 @@ class TransferError(MegatierError, OSError):
         """Name tier, path, byte offset in the file and errno (0 when the system gave none)."""
         self.tier, self.path, self.offset = tier, path, offset
         reason = os.strerror(code) if code else "the device ended early"
-        remedy = {
-            28: "Free space on this mount or give tiers.nvme another one.",
-            5: "Check the drive (dmesg, smartctl).",
-        }.get(code, "The block is whole where it was; check the mount.")
+        remedy = REMEDIES.get(code, f"Check {path} and its drive.")
         super().__init__(code, f"{what} failed on tier {tier}, {path} at byte {offset}: {reason}. {remedy}")
 
     def __str__(self) -> str:

@@ -16,8 +16,8 @@ import psutil
 
 ROOT = Path("/")
 
-GPU_SHARE = 0.9
-"""Of the free GPU memory; the rest is for libraries' workspaces and fragments."""
+GPU_SHARE = 0.5
+"""Of the free GPU memory; the rest is for activations, which lie outside the arena, and libraries' workspaces."""
 
 RAM_SHARE = 0.8
 """Of the available RAM; the rest is for Python, staging and the page cache."""

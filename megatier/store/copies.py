@@ -60,7 +60,7 @@ class Copies:
         wanted = block.whole if tier is Tier.GPU else span
         while True:
             for copy in block.on(tier):
-                if copy.holds(span):
+                if copy.holds(span) and copy.is_usable():
                     copy.is_leaving = False
                     return copy
             if others := [copy for copy in block.on(tier) if overlap(copy.span, wanted)]:
@@ -173,18 +173,18 @@ class Copies:
         assert copy.slot is not None
         block, key = copy.block, copy.block.spec.key
         for part in self._ram_spans(block, span):
-            passing = not any(c.holds(part) and not c.is_leaving for c in block.on(Tier.RAM))
+            passing = not any(c.holds(part) and c.is_usable() for c in block.on(Tier.RAM))
             source = self.place(block, Tier.RAM, part, wait=wait)
             self.bring(source, part, wait=wait)
             after, behind = source.arriving(part), copy.slot.pending
             transfer = self._lanes.to_gpu(key, self.view(copy, part), self.view(source, part), after, behind)
             assign(copy.fills, part, transfer)
             source.use(transfer)
-            if passing and not source.unsafe(source.span):
+            if passing:
                 self.evict(source)
 
     def _ram_spans(self, block: Block, span: Span) -> list[Span]:
-        copies = [copy.span for copy in block.on(Tier.RAM) if overlap(copy.span, span)]
+        copies = [copy.span for copy in block.on(Tier.RAM) if overlap(copy.span, span) and copy.is_usable()]
         parts = [(max(start, span[0]), min(stop, span[1])) for start, stop in copies]
         if (rest := without(span, parts)) and block.spec.home is not None:
             chunk = self._files.options.chunk_bytes if self._files is not None else 1

@@ -117,6 +117,10 @@ class Copy:
         """Bytes that did not arrive are missing again."""
         self.fills = {span: t for span, t in self.fills.items() if t is None or not t.failed()}
 
+    def is_usable(self) -> bool:
+        """False once it was evicted, unless its write-back failed: then it is all there is."""
+        return not self.is_leaving or self.unsafe(self.span)
+
     def unsafe(self, span: Span) -> bool:
         """True when bytes of the span are nowhere else, and not on their way home either."""
         return any(overlap(span, other) and (t is None or t.failed()) for other, t in self.unwritten.items())
