@@ -441,7 +441,8 @@ class StoreContract:
             assert not thread.is_alive()
         assert not problems
         for key in KEYS:
-            send_home(store, key)
+            store.settle(key)
+            assert not store.is_dirty(key)
             assert torch.equal(probe(store, key), model[key])
         store.close()
 

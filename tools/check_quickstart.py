@@ -1,6 +1,6 @@
 """Check what the quick start left behind: the loss, the folder, and that the model continues text. Never the time.
 
-    python tools/check_quickstart.py runs/quickstart
+python tools/check_quickstart.py runs/quickstart
 """
 
 from __future__ import annotations

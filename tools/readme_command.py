@@ -1,6 +1,6 @@
 """Print the first shell block below a heading of README.md, so that CI runs exactly what a newcomer copies.
 
-    python tools/readme_command.py 'Quick start'
+python tools/readme_command.py 'Quick start'
 """
 
 from __future__ import annotations

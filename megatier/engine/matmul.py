@@ -27,6 +27,10 @@ PRODUCTS: dict[Callable[..., Any], tuple[int, ...]] = {
 class Fp32Products(TorchDispatchMode):
     """While active, bf16 matrix products and attention on the CPU are taken in fp32 and rounded once."""
 
+    def __init__(self) -> None:
+        """Enter it as a context."""
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],

@@ -269,8 +269,8 @@ class Player:
             index >= len(self.timeline.accesses) or self.timeline.accesses[index] != access
         ):
             raise TimelineError(
-                f"use {index} of this pass is {unit} ({phase}, group {group}), not what step 1 recorded. megatier needs "
-                "the same order of units in every step; layer drop and data-dependent depth are not supported."
+                f"use {index} of this pass is {unit} ({phase}, group {group}), not what step 1 recorded. megatier "
+                "needs the same order of units in every step; layer drop and data-dependent depth are not supported."
             )
         self.accesses.append(access)
         causes: Counter[str] = Counter()

@@ -1,8 +1,8 @@
 """Timeline: the planned transfers of a step, from the order in which its units are used. Pure.
 
 Step 1 runs in module order and records its accesses; from step 2 this timeline says which load goes into which GPU
-slot, and after which access it may start. A load takes the slot whose occupant is used again furthest in the future (Belady's
-rule: optimal, since the order is known), so that the backward starts with what the forward left behind.
+slot, and after which access it may start. A load takes the slot whose occupant is used again furthest in the future
+(Belady's rule: optimal, since the order is known), so that the backward starts with what the forward left behind.
 """
 
 from __future__ import annotations

@@ -103,9 +103,10 @@ class Copy:
     def supersede(self, span: Span) -> None:
         """Newer bytes are elsewhere. A write of the old ones that is under way is still waited for."""
         self.use(*cut(self.fills, span))
-        writing = {other: t for other, t in self.unwritten.items() if t is not None and not t.done()}
-        cut(self.unwritten, span)
-        self.unwritten |= writing
+        under_way = {other: t for other, t in self.unwritten.items() if t is not None and not t.done()}
+        rest = {other: t for other, t in self.unwritten.items() if other not in under_way}
+        cut(rest, span)
+        self.unwritten = rest | under_way
 
     def settle(self) -> None:
         """What was written well is clean."""

@@ -147,7 +147,8 @@ def make_repeatable(config: RunConfig) -> None:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass over memory
+    # A debugging aid that costs a pass over memory; torch sets it through a module's class, which mypy cannot see.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def rate_of(step: int, train: TrainConfig) -> float:
@@ -163,11 +164,12 @@ def rate_of(step: int, train: TrainConfig) -> float:
 
 
 def _model_config(config: RunConfig, folder: Path | None) -> PretrainedConfig:
+    settings: Mapping[str, Any] = config.model.config or {}
     try:
-        if folder is not None:
-            return AutoConfig.from_pretrained(folder)
-        settings: Mapping[str, Any] = config.model.config or {}
-        return AutoConfig.for_model(**settings)
+        found: PretrainedConfig = (
+            AutoConfig.from_pretrained(folder) if folder is not None else AutoConfig.for_model(**settings)
+        )
+        return found
     except (ValueError, TypeError, OSError, StrictDataclassError) as error:
         # A complaint about one field stands below its headline; of any other the first sentence says it all.
         headline, *details = str(error).strip().splitlines()

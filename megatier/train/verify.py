@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,7 +19,7 @@ from megatier.train.session import Session
 
 STEPS = 5
 SEQUENCES, SEQUENCE_LENGTH = 4, 64
-MODEL = {
+MODEL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 512,
     "hidden_size": 128,

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatier.config import DataConfig, ModelConfig, OutputConfig, RunConfig, load
+from megatier.errors import ConfigError, RunLockedError
+from megatier.train.run_directory import CONFIG_FILE, DATA_FOLDER, METRICS_FILE, RunDirectory
+
+
+def config_in(directory: Path) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(config={"model_type": "llama", "hidden_size": 64}),
+        data=DataConfig(files=("python-stdlib",), tokenizer="bytes"),
+        output=OutputConfig(directory=str(directory)),
+    )
+
+
+def test_run_directory_new_holds_the_resolved_config(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "deep" / "run")
+    with RunDirectory(config) as directory:
+        assert load(directory.path / CONFIG_FILE) == config
+
+
+def test_run_directory_entered_twice_is_refused_until_the_first_leaves(tmp_path: Path) -> None:
+    config = config_in(tmp_path / "run")
+    with RunDirectory(config):
+        with pytest.raises(RunLockedError):
+            RunDirectory(config)
+        assert (tmp_path / "run" / CONFIG_FILE).exists()
+    (tmp_path / "run" / CONFIG_FILE).unlink()
+    with RunDirectory(config):
+        pass
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, METRICS_FILE, DATA_FOLDER, "model"])
+def test_run_directory_with_a_run_is_refused_and_left_alone(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ConfigError, match=f"holds a run already .{name}"):
+        RunDirectory(config_in(tmp_path))
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
+
+
+def test_run_directory_refused_before_the_first_step_leaves_nothing_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(KeyError), RunDirectory(config_in(tmp_path)) as directory:
+        (directory.path / DATA_FOLDER).mkdir()
+        (directory.path / DATA_FOLDER / "train.tokens").write_bytes(b"12")
+        raise KeyError
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    with pytest.raises(KeyError), RunDirectory(config_in(tmp_path / "run")):
+        raise KeyError
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_run_directory_refused_later_keeps_the_record(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), RunDirectory(config_in(tmp_path)) as directory:
+        (directory.path / METRICS_FILE).write_text("{}\n")
+        raise KeyError
+    assert {path.name for path in tmp_path.iterdir()} == {CONFIG_FILE, METRICS_FILE}

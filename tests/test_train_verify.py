@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_runs import one_thread
+
+from megatier.engine.optimizer import AdamW
+from megatier.train import verify
+
+
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short runs suffice here; deterministic kernels are for the run alone."""
+    for name, value in {"STEPS": 2, "SEQUENCES": 2, "SEQUENCE_LENGTH": 8}.items():
+        monkeypatch.setattr(verify, name, value)
+    before = torch.are_deterministic_algorithms_enabled()
+    with one_thread():
+        yield
+    torch.use_deterministic_algorithms(before)
+
+
+def report_of(directory: Path) -> tuple[bool, str]:
+    written = io.StringIO()
+    agrees = verify.verify("cpu", directory, Console(file=written, width=160))
+    return agrees, written.getvalue()
+
+
+def test_verify_here_finds_every_placement_equal_and_leaves_nothing(tmp_path: Path) -> None:
+    agrees, report = report_of(tmp_path)
+    assert agrees
+    assert report.count("equal") == 24
+    assert "24 runs of 2 steps" in report
+    assert "bit-identical" in report
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_verify_one_placement_that_differs_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "PLACEMENTS", dict(list(verify.PLACEMENTS.items())[:2]))
+    apply, count = AdamW.apply, 0
+
+    def unlucky(*arguments: object) -> None:
+        nonlocal count
+        count += 1
+        apply(*arguments)  # type: ignore[arg-type]
+        if count == 20:
+            arguments[3][next(iter(arguments[3]))][0] ^= 1  # type: ignore[index]
+
+    monkeypatch.setattr(AdamW, "apply", unlucky)
+    agrees, report = report_of(tmp_path)
+    assert not agrees
+    assert "different" in report
+    assert "NOT identical" in report
