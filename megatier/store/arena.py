@@ -66,9 +66,10 @@ class Arena:
         mapping = mmap.mmap(-1, self.num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(mmap.MADV_HUGEPAGE)
         # np.frombuffer holds the buffer export: the mapping outlives every view (torch.frombuffer would not hold it).
-        whole = torch.from_numpy(np.frombuffer(mapping, dtype=np.uint8))
-        skip = -whole.data_ptr() % HUGE_PAGE_BYTES
-        used = whole[skip : skip + self.num_bytes]
+        whole = np.frombuffer(mapping, dtype=np.uint8)
+        skip = -whole.ctypes.data % HUGE_PAGE_BYTES
+        # Cut before torch sees it: torch asks the start of the storage whether a tensor is pinned.
+        used = torch.from_numpy(whole[skip : skip + self.num_bytes])
         # Cold memory of a virtual machine arrives at 0.5 GB/s a thread, so several touch it.
         with ThreadPoolExecutor(8) as threads:
             for start in range(0, self.num_bytes, POPULATE_BYTES):
