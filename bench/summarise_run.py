@@ -21,7 +21,10 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
     steady = steps[LEARNING_STEPS:]
     causes = sorted({cause for step in steady for cause in step["stall_seconds"]})
     moved = [
-        {queue: after["moved_bytes"].get(queue, 0) - before["moved_bytes"].get(queue, 0) for queue in after["moved_bytes"]}
+        {
+            queue: after["moved_bytes"].get(queue, 0) - before["moved_bytes"].get(queue, 0)
+            for queue in after["moved_bytes"]
+        }
         for before, after in zip(steps, steady, strict=False)
     ]
     return {

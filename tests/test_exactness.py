@@ -55,20 +55,17 @@ def pairs(index: int) -> list[tuple[str, str]]:
 
 def matrix(model: str, *, slow: bool) -> Iterator[ParameterSet]:
     """Runs that change numbers, each with the settings that must not."""
-    full = slow or model == "untied"
-    for index, (dtype, clip, groups, slices) in enumerate(NUMERIC if full else FEW):
+    smallest = model == "untied"
+    for index, (dtype, clip, groups, slices) in enumerate(NUMERIC if slow or smallest else FEW):
         yield pytest.param(
             Run(model=model, dtype=dtype, clip=clip, groups=groups, slices=slices),
-            ALL if full else pairs(index),
+            ALL if slow or (smallest and groups * slices < 6) else pairs(index),
             id=f"{model}-{dtype}-{'clip' if clip else 'off'}-{groups}x{slices}{'-all' if slow else ''}",
             marks=[pytest.mark.slow] if slow else [],
         )
 
 
-MATRIX = [
-    *(case for model in MODELS for case in matrix(model, slow=False)),
-    *(case for model in MODELS if model != "untied" for case in matrix(model, slow=True)),
-]
+MATRIX = [case for slow in (False, True) for model in MODELS for case in matrix(model, slow=slow)]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -88,7 +85,7 @@ def test_exactness_any_tier_and_activation_policy_gives_the_same_bits(
 
 
 def test_exactness_bf16_products_in_fp32_give_the_same_bits_on_any_tier(tmp_path: Path) -> None:
-    run = Run(model="moe", groups=3, slices=2, fp32_products=True)
+    run = Run(model="untied", groups=3, slices=2, fp32_products=True)
     expected = run(tmp_path)
     assert replace(run, place="gpu_ram_nvme", activations="recompute")(tmp_path) == expected
     assert replace(run, place="nvme", activations="offload")(tmp_path) == expected
@@ -100,29 +97,24 @@ def test_exactness_another_dropout_seed_gives_other_losses(tmp_path: Path) -> No
         assert run(tmp_path).losses[0] != replace(run, seed=6)(tmp_path).losses[0]
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_exactness_two_fresh_processes_give_the_same_bits(model: str, tmp_path: Path) -> None:
-    run = Run(model=model, groups=3, slices=2, place="gpu_ram_nvme", activations="recompute")
-    [first] = run_in_fresh_process([run], tmp_path)
-    [second] = run_in_fresh_process([replace(run, place="nvme", activations="offload")], tmp_path)
-    assert first == second == run(tmp_path)
+def test_exactness_two_fresh_processes_give_the_same_bits(tmp_path: Path) -> None:
+    runs = [Run(model=model, groups=3, place="gpu_ram_nvme", activations="recompute") for model in MODELS]
+    first = run_in_fresh_process(runs, tmp_path)
+    second = run_in_fresh_process([replace(run, place="nvme", activations="offload") for run in runs], tmp_path)
+    assert first == second
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("clip", [0.5, None])
 @pytest.mark.parametrize("model", MODELS)
-def test_exactness_on_cuda_any_tier_and_activation_policy_gives_the_same_bits(
-    model: str, clip: float | None, groups: int, tmp_path: Path
-) -> None:
-    run = Run(model=model, clip=clip, groups=groups, device="cuda")
-    runs = [
-        replace(run, place=place, activations=activations)
-        for place, activations in itertools.product(("gpu", "ram", "nvme", "gpu_ram_nvme"), ACTIVATIONS)
-    ]
-    first, *others = run_in_fresh_process(runs, tmp_path)
-    [again] = run_in_fresh_process([runs[-1]], tmp_path)
-    assert all(other == first for other in (*others, again))
+def test_exactness_on_cuda_any_tier_and_activation_policy_gives_the_same_bits(model: str, tmp_path: Path) -> None:
+    settings = list(itertools.product(("gpu", "ram", "nvme", "gpu_ram_nvme"), ACTIVATIONS))
+    numeric = [Run(model=model, clip=clip, groups=groups, device="cuda") for clip in (0.5, None) for groups in (1, 3)]
+    runs = [replace(run, place=p, activations=a) for run in numeric for p, a in settings]
+    found = run_in_fresh_process(runs, tmp_path)
+    again = run_in_fresh_process(numeric, tmp_path)
+    for index, expected in enumerate(again):
+        outcomes = dict(zip(settings, found[index * len(settings) :], strict=False))
+        assert [pair for pair, result in outcomes.items() if result != expected] == [], numeric[index]
 
 
 # ---------------------------------------------------------------------- against a plain run
@@ -219,13 +211,12 @@ def test_exactness_fused_loss_gives_nearly_the_gradients_of_the_plain_one(
 def test_player_steady_step_follows_the_timeline_and_moves_what_it_demands(
     place: str, clip: float | None, groups: int, slices: int, activations: str, tmp_path: Path
 ) -> None:
-    run = Run(model="tied", clip=clip, groups=groups, slices=slices, activations=activations)
-    with opened(exactness_config("tied"), tmp_path, PLACES[place], run.train) as session:
-        for step in (1, 2, 3, 4):
+    run = Run(model="untied", clip=clip, groups=groups, slices=slices, activations=activations)
+    with opened(exactness_config("untied"), tmp_path, PLACES[place], run.train) as session:
+        for step in (1, 2, 3):
             session.player.take_events()
             before = Counter(session.store.moved_bytes)
-            [batch, *rest] = random_groups(run.train, 160, step)
-            session.engine.train_step(step, 1e-2, [batch, *rest])
+            session.engine.train_step(step, 1e-2, random_groups(run.train, 2112, step))
             if step > 2 or (step == 2 and clip is None):
                 timeline = session.player.planned("train", updates=clip is not None)
                 assert session.player.timeline == timeline
@@ -242,10 +233,16 @@ def check_trace(session: Session, timeline: Timeline) -> None:
     assert used == [f"{access.unit} {access.phase} {access.group}" for access in timeline.accesses]
     loads = [load.unit for load in timeline.loads]
     fed = [update.unit for update in timeline.updates if update.load is not None]
-    came = [e.name.removesuffix("/weight") for e in events if e.lane == "ram_to_gpu" and e.name.endswith("/weight")]
-    assert Counter(came) == Counter(loads) + Counter(fed)
+    came = [event for event in events if event.lane == "ram_to_gpu" and event.name.endswith("/weight")]
+    moved: Counter[str] = Counter()
+    for event in came:  # a unit on NVMe comes in several pieces
+        moved[event.name] += event.num_bytes
+    expected: Counter[str] = Counter()
+    for name in loads + fed:
+        expected[f"{name}/weight"] += 2 * session.player.units[name].num_elements
+    assert moved == expected
     if not timeline.updates:
-        assert came == loads
+        assert [name for name, _ in itertools.groupby(event.name for event in came)] == [f"{n}/weight" for n in loads]
 
 
 def demanded(session: Session, timeline: Timeline) -> dict[str, int]:

@@ -197,7 +197,7 @@ def test_disk_smaller_than_the_reservation_is_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "posix_fallocate", full)
     files = open_files(tmp_path)
     files.reserve(NUM_BYTES)
-    with pytest.raises(CapacityError, match="smaller size in tiers.nvme") as caught:
+    with pytest.raises(CapacityError, match=r"smaller size in tiers\.nvme") as caught:
         files.allocate()
     assert caught.value.needed_bytes == NUM_BYTES
     files.close()

@@ -423,7 +423,7 @@ class StoreContract:
         problems: list[object] = []
 
         def play(number: int) -> None:
-            choose = random.Random(1000 * seed + number)
+            choose, key = random.Random(1000 * seed + number), ""
             try:
                 for _ in range(60):
                     key = choose.choice(KEYS)
@@ -776,7 +776,12 @@ def test_lease_waiting_for_a_slot_gets_it_when_a_write_ends(open_nvme: Callable[
     store = open_nvme(num_slots=1)
     for seed in range(20):
         lease, got = store.lease("a", Tier.RAM, wait=True), threading.Event()
-        thread = threading.Thread(target=lambda got=got: (store.lease("b", Tier.RAM, wait=True).release(), got.set()))
+
+        def use(got: threading.Event = got) -> None:
+            with store.lease("b", Tier.RAM, wait=True):
+                got.set()
+
+        thread = threading.Thread(target=use)
         thread.start()
         time.sleep(0.001 * (seed % 3))
         lease.bytes.fill_(seed)

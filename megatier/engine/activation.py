@@ -54,9 +54,7 @@ class Rebinding:
 
     def _pack(self, tensor: Tensor) -> Tensor | _InSlot:
         assert self.weights is not None
-        if tensor.untyped_storage().data_ptr() != self.weights.untyped_storage().data_ptr():
-            return tensor
-        offset = int(tensor.storage_offset()) * tensor.element_size() - int(self.weights.storage_offset())
+        offset = tensor.data_ptr() - self.weights.data_ptr()
         if not 0 <= offset < self.weights.numel():
             return tensor
         return _InSlot(offset, tensor.dtype, tensor.size(), tensor.stride())

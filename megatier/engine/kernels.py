@@ -34,7 +34,7 @@ Planes = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
 Scalars = tuple[float, float, float, float, float, float, float, float]
 
 
-# HOP 5/6: gradient and state -> new state, on the GPU
+# Hop 5 of a byte's journey where the state is at home on the GPU; optimizer.py carries the mark.
 def adamw(planes: Planes, segments: Sequence[tuple[int, int, float]], scalars: Scalars) -> None:
     """AdamW in place; native/adamw.h holds the definition. One launch a segment.
 

@@ -129,16 +129,18 @@ class AdamW:
             unit: its unit.
             grad: flat [num_elements] in the compute dtype, on any device.
         """
-        parts = []
-        for tensor in self._layouts[unit].tensors:
-            piece = grad[tensor.start : tensor.stop]
-            if piece.is_cuda:
-                parts.append(self._kernels.sum_squares(piece))
-                continue
-            sums = torch.empty(-(-piece.numel() // SPAN_ELEMENTS), dtype=torch.float64)
-            _native.sum_squares(piece.data_ptr(), piece.numel(), self._split, sums.data_ptr())
-            parts.append(sums)
-        self._sums[unit] = parts
+        tensors = self._layouts[unit].tensors
+        if grad.is_cuda:
+            self._sums[unit] = [self._kernels.sum_squares(grad[tensor.start : tensor.stop]) for tensor in tensors]
+            return
+        counts = [-(-tensor.num_elements // SPAN_ELEMENTS) for tensor in tensors]
+        sums = torch.empty(sum(counts), dtype=torch.float64)
+        source, target = grad.data_ptr(), sums.data_ptr()
+        for tensor, count in zip(tensors, counts, strict=True):
+            address = source + tensor.start * grad.element_size()
+            _native.sum_squares(address, tensor.num_elements, self._split, target)
+            target += count * sums.element_size()
+        self._sums[unit] = [sums]
 
     def accumulate(self, unit: str, total: Tensor, part: Tensor, *, group: int) -> None:
         """Add a group's gradient in RAM; see schedule.player.Optimizer.

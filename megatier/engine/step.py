@@ -117,7 +117,8 @@ class Engine:
                 none after the named unit's (off).
         """
         self._learn(groups[0])
-        self.model.train()
+        if not self.model.training:  # walks over every module
+            self.model.train()
         _stop_checkpointing(self.model)
         self._optimizer.begin_step(step, rate)
         counted = sum(_count(batch) for batch in groups)

@@ -214,12 +214,24 @@ def _fill_ram(
         chunk = max(policy.chunk_elements or min(longest, CHUNK_ELEMENTS_MAX), policy.align_elements)
         return {(unit.name, kind): Tier.RAM for unit, kind in blocks}, tuple(slots), chunk
     if Tier.NVME not in policy.state or not budgets.nvme:
-        remedy = f"Raise tiers.ram to at least {at_least(used + everything)}, or give tiers.nvme a mount."
-        raise PlanError("state in RAM", used + everything, budgets.ram, remedy)
+        raise _no_room(units, used + everything, everything, budgets, policy)
     chunk, pools = _chunk_slots(longest, used, budgets.ram, policy)
     used += sum(round_up(plan.slot_bytes) * plan.num_slots for plan in pools)
     homes = _spill(blocks, budgets.ram - used if Tier.RAM in policy.state else 0, policy)
     return homes, (*slots, *pools), chunk
+
+
+def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budgets, policy: Policy) -> PlanError:
+    """Why state finds no home when NVMe takes none."""
+    mount = ", or give tiers.nvme a mount." if Tier.NVME in policy.state else ", or add nvme to tiers.state."
+    if Tier.RAM in policy.state:
+        return PlanError("state in RAM", in_ram, budgets.ram, f"Raise tiers.ram to at least {at_least(in_ram)}{mount}")
+    if Tier.NVME in policy.state:
+        remedy = "The state has no other home: give tiers.nvme a mount, or add ram to tiers.state."
+        return PlanError("state on NVMe", spilled, budgets.nvme, remedy)
+    needed = sum(_state_size(unit, policy) + grad_bytes(unit, policy) for unit in units)
+    remedy = f"Raise tiers.gpu to at least {at_least(needed)}, or add ram to tiers.state."
+    return PlanError("state on the GPU", needed, budgets.gpu, remedy)
 
 
 def _chunk_slots(longest: int, used: int, budget: int, policy: Policy) -> tuple[int, list[SlotPlan]]:

@@ -89,9 +89,9 @@ class Copies:
         idle = [c for c in self._slotted if c.slot is not None and c.slot.pool is pool and not c.num_leases]
         for copy in idle:
             copy.settle()
-        spared = wait and any(copy.unwritten for copy in idle)
+        busy = [copy for copy in idle if copy.unwritten or copy.writes()]
         for copy in sorted(idle, key=lambda copy: copy.is_ahead):
-            if copy.block.spec.home is not None and not copy.unwritten and not (copy.is_ahead and spared):
+            if copy.block.spec.home is not None and copy not in busy and not (copy.is_ahead and wait and busy):
                 self.evict(copy)
                 return pool.take()
         return None
@@ -100,7 +100,7 @@ class Copies:
         """Let others go on until a slot may be free; raise the error of a write-back that keeps one."""
         for copy in self._slotted:
             if copy.slot is not None and copy.slot.pool is pool and not copy.num_leases:
-                for transfer in copy.unwritten.values():
+                for transfer in (*copy.unwritten.values(), *copy.writes()):
                     if transfer is not None:
                         self._wait_unlocked(transfer)
                         transfer.wait()
@@ -214,14 +214,13 @@ class Copies:
         assert files is not None
         assert extent is not None
         key, address, stop = copy.block.spec.key, self.view(copy, span).data_ptr(), extent.padded(span[1])
-        older = [transfer for transfer in copy.in_use() if transfer.queue == "ram_to_nvme"]
         return self._lanes.submit(
             "ram_to_nvme",
             key,
             stop - span[0],
             lambda: files.write(key, extent, span[0], stop, address),
             copy.arriving(span),
-            older,
+            copy.writes(),
         )
 
     def _copy_down(self, copy: Copy, span: Span, *, wait: bool) -> Transfer:
@@ -277,7 +276,7 @@ class Copies:
                 raise DirtyBlockError(f"block {key} on {copy.tier} has bytes that are not home yet; write them back.")
             if transfer.done():
                 transfer.wait()
-        if any(transfer is not None and transfer.queue == "ram_to_nvme" for transfer in copy.unwritten.values()):
+        if copy.writes():  # the slot and the extent are theirs until they end
             copy.is_leaving = True
         else:
             self._give(copy)
@@ -300,9 +299,9 @@ class Copies:
     def unlease(self, copy: Copy) -> None:
         """One lease less; a copy that got no bytes goes, the others become the last used."""
         copy.num_leases -= 1
-        copy.forget_failures()
         if copy.slot is None:
             return
+        copy.forget_failures()
         self._slotted[copy] = self._slotted.pop(copy)
         if not copy.num_leases and not copy.fills and not copy.unwritten:
             self._give(copy)

@@ -80,7 +80,7 @@ class Copy:
 
     def missing(self, span: Span) -> list[Span]:
         """Parts of a span that nothing brought yet."""
-        return without(span, self.fills)
+        return [] if span in self.fills else without(span, self.fills)
 
     def arriving(self, span: Span) -> list[Transfer]:
         """Transfers after which the span is valid."""
@@ -90,6 +90,10 @@ class Copy:
         """Moves and compute that have not ended."""
         moves = (*self.fills.values(), *self.unwritten.values(), *self.users)
         return [t for t in moves if t is not None and not t.done()]
+
+    def writes(self) -> list[Transfer]:
+        """Writes to NVMe that have not ended, of bytes old or new."""
+        return [transfer for transfer in self.in_use() if transfer.queue == "ram_to_nvme"]
 
     def use(self, *transfers: Transfer) -> None:
         """Note who touches the bytes."""
@@ -103,10 +107,11 @@ class Copy:
     def supersede(self, span: Span) -> None:
         """Newer bytes are elsewhere. A write of the old ones that is under way is still waited for."""
         self.use(*cut(self.fills, span))
-        under_way = {other: t for other, t in self.unwritten.items() if t is not None and not t.done()}
-        rest = {other: t for other, t in self.unwritten.items() if other not in under_way}
-        cut(rest, span)
-        self.unwritten = rest | under_way
+        marks, self.unwritten = self.unwritten, {}
+        under_way = [other for other, t in marks.items() if t is not None and not t.done()]
+        self.unwritten.update((other, marks.pop(other)) for other in under_way)
+        cut(marks, span)
+        self.unwritten.update(marks)
 
     def settle(self) -> None:
         """What was written well is clean."""
@@ -115,8 +120,12 @@ class Copy:
                 del self.unwritten[span]
 
     def forget_failures(self) -> None:
-        """Bytes that did not arrive are missing again."""
-        self.fills = {span: t for span, t in self.fills.items() if t is None or not t.failed()}
+        """Bytes that did not arrive are missing again; those that did need no transfer any more."""
+        for span, transfer in list(self.fills.items()):
+            if transfer is not None and transfer.done():
+                del self.fills[span]
+                if transfer.over():
+                    self.fills[span] = None
 
     def is_usable(self) -> bool:
         """False once it was evicted, unless its write-back failed: then it is all there is."""
@@ -134,6 +143,11 @@ class Block:
     spec: BlockSpec
     extent: Extent | None = None
     copies: list[Copy] = field(default_factory=list)
+
+    def write_backs(self) -> list[Transfer]:
+        """Moves that take its bytes home, ended or not."""
+        leaving = [mark for copy in self.copies for mark in copy.unwritten.values() if mark is not None]
+        return leaving + [t for copy in self.copies if copy.slot is None for t in copy.arriving(copy.span)]
 
     @property
     def whole(self) -> Span:

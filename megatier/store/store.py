@@ -301,8 +301,8 @@ class TieredStore:
         """
         with self._lock:
             block = self._block(key)
-            writes = [t for copy in block.copies for t in copy.unwritten.values() if t is not None]
-        for transfer in writes:
+            write_backs = block.write_backs()
+        for transfer in write_backs:
             transfer.wait()
         with self._lock:
             for copy in list(block.copies):

@@ -18,7 +18,7 @@ from megatier.engine.step import Engine, EngineOptions
 from megatier.errors import ConfigError
 from megatier.hardware import cores_usable, cpu_has_bf16, default_budgets
 from megatier.models.decoder import Unit, decays, find_units
-from megatier.schedule.placement import Budgets, Placement, Policy, UnitSpec, place
+from megatier.schedule.placement import CHUNK_ELEMENTS_MAX, Budgets, Placement, Policy, UnitSpec, place
 from megatier.schedule.player import Player
 from megatier.store.blockfile import IoOptions
 from megatier.store.store import TieredStore
@@ -111,7 +111,7 @@ class Session:
         for unit in self.units:
             pieces = source.read(unit)
             ahead: tuple[int, Tensor] | None = None
-            for elements in self.player.chunks(unit.name):
+            for elements in self._runs(unit):
                 master = torch.zeros(elements[1] - elements[0])
                 ahead = _assemble(master, elements, pieces, ahead)
                 with self.player.open_state(unit.name, elements, kinds, fresh=True) as state:
@@ -121,6 +121,12 @@ class Session:
                     state.write_back()
             progress(unit)
         self.player.drain()
+
+    def _runs(self, unit: Unit) -> Iterator[tuple[int, int]]:
+        """A unit's elements in runs of bounded size; one at home on the GPU, which is updated whole, is cut as well."""
+        for start, stop in self.player.chunks(unit.name):
+            for first in range(start, stop, CHUNK_ELEMENTS_MAX):
+                yield first, min(first + CHUNK_ELEMENTS_MAX, stop)
 
     def read_master(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a unit's fp32 master weights, flat, on the CPU. Call `player.drain` first."""

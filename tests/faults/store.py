@@ -55,7 +55,7 @@ def opened(directory: Path, ram_slots: int = 3) -> Iterator[TieredStore]:
     with TieredStore.open(
         gpu=2 * NUM_BYTES, ram=ram_slots * NUM_BYTES, nvme=[f"{directory}:1MiB"], options=options
     ) as store:
-        for seed, key in enumerate(KEYS):
+        for key in KEYS:
             store.register(BlockSpec(key, NUM_BYTES, Tier.NVME))
         for seed, key in enumerate(KEYS):
             write(store, key, pattern(seed, NUM_BYTES))

@@ -1,0 +1,71 @@
+"""The shape of the code: what imports what, where the byte's journey is marked, and how long files are."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "megatier"
+FILES = sorted(PACKAGE.rglob("*.py"))
+JOURNEY = {
+    1: "store/blockfile.py",
+    2: "store/transfer.py",
+    3: "engine/node.py",
+    4: "store/transfer.py",
+    5: "engine/optimizer.py",
+    6: "store/blockfile.py",
+}
+
+
+def test_the_bytes_journey_is_marked_once_per_hop() -> None:
+    marks = [
+        (int(hop), str(path.relative_to(PACKAGE)))
+        for path in FILES
+        for hop in re.findall(r"HOP (\d)", path.read_text())
+    ]
+    assert sorted(marks) == sorted(JOURNEY.items())
+    assert all(re.search(rf"# HOP {hop}/6: \S", (PACKAGE / name).read_text()) for hop, name in JOURNEY.items())
+
+
+@pytest.mark.parametrize(
+    "module", ["megatier.schedule.placement", "megatier.schedule.timeline", "megatier.config", "megatier.store.tier"]
+)
+def test_planning_runs_without_torch(module: str) -> None:
+    heavy = "('torch', 'numpy', 'transformers', 'megatier._native', 'megatier.store.store')"
+    script = f"import {module}, sys; sys.exit(str([name for name in {heavy} if name in sys.modules] or ''))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == ""
+
+
+def test_store_and_schedule_packages_import_nothing() -> None:
+    for name in ("store", "schedule", "engine", "models", "data"):
+        assert "import" not in (PACKAGE / name / "__init__.py").read_text().split('"""')[2]
+
+
+def test_streams_events_and_threads_are_named_in_transfer_alone() -> None:
+    pattern = re.compile(r"threading\.(Thread|Event)\b|torch\.cuda\.(Event|Stream|stream)\b")
+    found = {str(path.relative_to(PACKAGE)) for path in FILES if pattern.search(path.read_text())}
+    assert found == {"store/transfer.py"}
+
+
+def test_imports_are_absolute() -> None:
+    relative = [str(path) for path in FILES if re.search(r"^\s*from \.", path.read_text(), re.MULTILINE)]
+    assert not relative
+
+
+def test_files_of_the_store_are_short() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in (PACKAGE / "store").glob("*.py")}
+    assert {name: length for name, length in lengths.items() if length > 420} == {}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("importlinter") is None, reason="import-linter is a development tool")
+def test_imports_point_one_way() -> None:
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout

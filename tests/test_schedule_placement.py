@@ -1,0 +1,278 @@
+"""Placement: properties over many random models and budgets."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from megatier.config import parse_bytes
+from megatier.errors import PlanError
+from megatier.schedule.placement import (
+    SLOTS_MIN,
+    Budgets,
+    Placement,
+    Policy,
+    UnitSpec,
+    bytes_per_element,
+    grad_bytes,
+    place,
+    state_kinds,
+)
+from megatier.store.tier import Kind, Tier, round_up
+
+KIB = 1 << 10
+SEEDS = range(300)
+LAYERS = [UnitSpec("embed", 64 << 10), *[UnitSpec(f"layer{i}", 32 << 10) for i in range(6)], UnitSpec("head", 64 << 10)]
+PLENTY = Budgets(1 << 40, 1 << 40, 1 << 40)
+Case = tuple[list[UnitSpec], Budgets, Policy]
+
+
+def random_case(seed: int) -> Case:
+    """Units, budgets and a policy; about half of them fit."""
+    choose = random.Random(seed)
+    units = [
+        UnitSpec(f"unit{number}", 2048 * choose.randint(1, 40), choose.choice([0, 0, 5000]))
+        for number in range(choose.randint(1, 10))
+    ]
+    state = 12 * sum(unit.num_elements for unit in units)
+    budgets = Budgets(*(int(state * choose.uniform(0, 1.5)) for _ in range(3)))
+    tiers = [(Tier.GPU, Tier.RAM, Tier.NVME), (Tier.RAM, Tier.NVME), (Tier.GPU,), (Tier.NVME,), (Tier.RAM,)]
+    policy = Policy(
+        state=choose.choice(tiers),
+        split=choose.random() < 0.5,
+        deferred=choose.random() < 0.5,
+        groups=choose.choice([1, 1, 3]),
+        chunk_elements=choose.choice([None, None, 2048, 5000]),
+        align_elements=2048,
+    )
+    return units, budgets, policy
+
+
+def placed(seed: int) -> tuple[Case, Placement] | None:
+    case = random_case(seed)
+    try:
+        return case, place(*case)
+    except PlanError:
+        return None
+
+
+FITTING = [found for seed in SEEDS if (found := placed(seed)) is not None]
+REFUSED = [random_case(seed) for seed in SEEDS if placed(seed) is None]
+
+
+def homes_of(placement: Placement, units: Sequence[UnitSpec], tier: Tier, policy: Policy) -> int:
+    """Bytes of state at home in a tier."""
+    kinds = state_kinds(split=policy.split)
+    return sum(
+        round_up(unit.num_elements * bytes_per_element(kind, split=policy.split))
+        for unit in units
+        for kind in kinds
+        if placement.homes[unit.name, kind] is tier
+    )
+
+
+def taken(case: Case, placement: Placement, tier: Tier) -> int:
+    """Everything that the store will set aside in a tier, counted from the placement alone."""
+    units, _, policy = case
+    total = homes_of(placement, units, tier, policy)
+    total += sum(round_up(plan.slot_bytes) * plan.num_slots for plan in placement.slots if plan.tier is tier)
+    total += sum(grad_bytes(unit, policy) for unit in units if placement.grad_homes[unit.name] is tier)
+    if tier is Tier.RAM:
+        total += sum(round_up(unit.activation_bytes) for unit in units)
+    return total
+
+
+def test_cases_are_a_fair_mix() -> None:
+    assert len(FITTING) > 60
+    assert len(REFUSED) > 60
+    used = {tuple(sorted(set(placement.homes.values()))) for _, placement in FITTING}
+    assert len(used) >= 5
+
+
+def test_no_tier_for_the_state_is_refused_with_what_would_do() -> None:
+    for state, what in (
+        ((Tier.GPU,), "state on the GPU"),
+        ((Tier.NVME,), "state on NVMe"),
+        ((Tier.RAM,), "state in RAM"),
+    ):
+        with pytest.raises(PlanError, match=what) as caught:
+            place(LAYERS, Budgets(1 << 20, 1 << 20, 0), Policy(state=state))
+        assert caught.value.needed_bytes > caught.value.had_bytes
+
+
+# ---- what always holds ----
+
+
+def test_budgets_are_never_exceeded_and_the_plan_says_what_is_taken() -> None:
+    for case, placement in FITTING:
+        for tier, budget in ((Tier.GPU, case[1].gpu), (Tier.RAM, case[1].ram), (Tier.NVME, case[1].nvme)):
+            planned = placement.state_bytes.get(tier, 0) + placement.other_bytes.get(tier, 0)
+            assert taken(case, placement, tier) == planned <= budget, case
+
+
+def test_every_plane_has_one_home_in_an_allowed_tier() -> None:
+    for (units, _, policy), placement in FITTING:
+        kinds = state_kinds(split=policy.split)
+        assert set(placement.homes) == {(unit.name, kind) for unit in units for kind in kinds}
+        assert set(placement.homes.values()) <= set(policy.state)
+
+
+def test_a_unit_on_the_gpu_is_there_whole_with_its_gradient() -> None:
+    for (units, _, policy), placement in FITTING:
+        for unit in units:
+            homes = {placement.homes[unit.name, kind] for kind in state_kinds(split=policy.split)}
+            assert Tier.GPU not in homes or homes == {Tier.GPU}
+            assert (placement.grad_homes[unit.name] is Tier.GPU) == (homes == {Tier.GPU})
+
+
+def test_gradients_wait_in_ram_where_updates_are_deferred_or_sums_are_taken() -> None:
+    for (_, _, policy), placement in FITTING:
+        waits = {Tier.GPU, Tier.RAM} if policy.deferred or policy.groups > 1 else {Tier.GPU, None}
+        assert set(placement.grad_homes.values()) <= waits
+
+
+def test_slots_serve_the_largest_streamed_unit() -> None:
+    for (units, _, policy), placement in FITTING:
+        streamed = [unit for unit in units if placement.homes[unit.name, Kind.WEIGHT] is not Tier.GPU]
+        slots = {(plan.tier, plan.kind): plan for plan in placement.slots}
+        if not streamed:
+            assert not slots
+            continue
+        longest = max(unit.num_elements for unit in streamed)
+        weight, grad = slots[Tier.GPU, Kind.WEIGHT], slots[Tier.GPU, Kind.GRAD]
+        assert weight.slot_bytes >= longest * bytes_per_element(Kind.WEIGHT, split=policy.split)
+        assert min(len(streamed), SLOTS_MIN) <= weight.num_slots <= len(streamed)
+        assert grad.slot_bytes >= max(grad_bytes(unit, policy) for unit in streamed)
+        if Tier.NVME in placement.homes.values():
+            for kind in state_kinds(split=policy.split):
+                width = bytes_per_element(kind, split=policy.split)
+                assert slots[Tier.RAM, kind].slot_bytes >= min(placement.chunk_elements, longest) * width
+            assert placement.chunk_elements % policy.align_elements == 0
+
+
+def test_more_of_any_budget_keeps_a_plan_possible() -> None:
+    for (units, budgets, policy), _ in FITTING:
+        for name in ("gpu", "ram", "nvme"):
+            for extra in (1, 4096, 100_000, 10_000_000):
+                place(units, replace(budgets, **{name: getattr(budgets, name) + extra}), policy)
+
+
+def test_more_of_any_budget_spills_no_more() -> None:
+    for (units, budgets, policy), placement in FITTING:
+        for name in ("gpu", "ram"):
+            larger = place(units, replace(budgets, **{name: 2 * getattr(budgets, name) + 4096}), policy)
+            assert larger.state_bytes.get(Tier.NVME, 0) <= placement.state_bytes.get(Tier.NVME, 0)
+
+
+def test_placement_repeats() -> None:
+    for case, placement in FITTING[:50]:
+        assert place(*case) == placement
+
+
+# ---- refusals ----
+
+
+def test_refusal_names_figures_and_a_minimum_that_works() -> None:
+    """Following the advice, one message after the other, ends in a plan; each figure is what is needed."""
+    for units, budgets, policy in REFUSED:
+        for _ in range(6):
+            try:
+                place(units, budgets, policy)
+                break
+            except PlanError as error:
+                assert error.needed_bytes > error.had_bytes >= 0
+                budgets = follow(error, budgets)
+        else:
+            raise AssertionError((units, budgets, policy))
+
+
+def follow(error: PlanError, budgets: Budgets) -> Budgets:
+    """What a user types who reads the message."""
+    if error.what == "state on NVMe":
+        return replace(budgets, nvme=error.needed_bytes)
+    found = re.search(r"Raise tiers\.(gpu|ram) to at least ([\d.]+ \w+)", error.remedy)
+    assert found, error.remedy
+    tier, size = found.groups()
+    minimum = parse_bytes(size)
+    assert minimum >= error.needed_bytes > getattr(budgets, tier)
+    return replace(budgets, **{tier: minimum})
+
+
+def test_gpu_smaller_than_one_unit_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="GPU slots for the largest unit, embed: needs") as caught:
+        place(LAYERS, replace(PLENTY, gpu=100 * KIB), Policy())
+    assert caught.value.needed_bytes == 2 * 64 * KIB * 2 + 2 * 64 * KIB * 2
+    assert caught.value.had_bytes == 100 * KIB
+
+
+def test_gradients_that_do_not_fit_name_clipping() -> None:
+    budgets = Budgets(512 * KIB, 100 * KIB, 1 << 40)
+    with pytest.raises(PlanError, match=r"or set train\.clip to null"):
+        place(LAYERS, budgets, Policy(state=(Tier.NVME,)))
+
+
+def test_state_without_a_mount_names_both_ways_out() -> None:
+    budgets = Budgets(512 * KIB, 1024 * KIB, 0)
+    with pytest.raises(PlanError, match=r"or give tiers\.nvme a mount"):
+        place(LAYERS, budgets, Policy(state=(Tier.RAM, Tier.NVME)))
+
+
+# ---- the order of choice ----
+
+
+def test_gpu_is_filled_in_forward_order() -> None:
+    state = 12 * 32 * KIB + 2 * 32 * KIB
+    slots = 4 * 2 * 64 * KIB
+    for count in range(1, 6):
+        units = LAYERS[1:]
+        placement = place(units, replace(PLENTY, gpu=count * state + slots), Policy())
+        on_gpu = [unit.name for unit in units if placement.homes[unit.name, Kind.WEIGHT] is Tier.GPU]
+        assert on_gpu == [f"layer{number}" for number in range(count)]
+
+
+def test_everything_on_the_gpu_needs_no_slots() -> None:
+    placement = place(LAYERS, PLENTY, Policy())
+    assert set(placement.homes.values()) == {Tier.GPU}
+    assert placement.slots == ()
+
+
+def test_spare_gpu_memory_becomes_weight_slots() -> None:
+    policy = Policy(state=(Tier.RAM,))
+    least = place(LAYERS, replace(PLENTY, gpu=512 * KIB), policy)
+    more = place(LAYERS, replace(PLENTY, gpu=512 * KIB + 3 * 128 * KIB), policy)
+    assert least.num_slots(Tier.GPU, Kind.WEIGHT) == 2
+    assert more.num_slots(Tier.GPU, Kind.WEIGHT) == 5
+    assert place(LAYERS, PLENTY, policy).num_slots(Tier.GPU, Kind.WEIGHT) == len(LAYERS)
+
+
+def test_weight_planes_come_first_in_ram() -> None:
+    policy = Policy(deferred=False, chunk_elements=2048, align_elements=2048)
+    seen: Counter[str] = Counter()
+    sizes = {unit.name: unit.num_elements for unit in LAYERS}
+    for ram in range(400 * KIB, 3 << 20, 64 * KIB):
+        placement = place(LAYERS, Budgets(512 * KIB, ram, 1 << 40), policy)
+        homes = placement.homes.items()
+        spilled = [2 * sizes[name] for (name, kind), tier in homes if tier is Tier.NVME and kind is Kind.WEIGHT]
+        others = [plane for plane, tier in homes if tier is Tier.RAM and plane[1] is not Kind.WEIGHT]
+        # Another plane is in RAM only in a rest that is too small for any weight plane that is not.
+        rest = sum(sizes[name] * bytes_per_element(kind, split=True) for name, kind in others)
+        assert not spilled or rest < min(spilled)
+        seen["weights alone" if not others else "more"] += 1
+    assert min(seen.values()) > 3
+
+
+@pytest.mark.parametrize(("split", "total"), [(True, 12), (False, 12)])
+def test_state_is_twelve_bytes_a_parameter(split: bool, total: int) -> None:
+    assert sum(bytes_per_element(kind, split=split) for kind in state_kinds(split=split)) == total
+
+
+def test_gradient_bytes_follow_the_dtype_and_the_groups() -> None:
+    unit = UnitSpec("unit", 4096)
+    assert grad_bytes(unit, Policy()) == 2 * 4096
+    assert grad_bytes(unit, Policy(groups=2)) == 4 * 4096
+    assert grad_bytes(unit, Policy(split=False)) == 4 * 4096
