@@ -169,7 +169,6 @@ def _model_config(config: RunConfig, folder: Path | None) -> PretrainedConfig:
         found: PretrainedConfig = (
             AutoConfig.from_pretrained(folder) if folder is not None else AutoConfig.for_model(**settings)
         )
-        return found
     except (ValueError, TypeError, OSError, StrictDataclassError) as error:
         # A complaint about one field stands below its headline; of any other the first sentence says it all.
         headline, *details = str(error).strip().splitlines()
@@ -178,6 +177,7 @@ def _model_config(config: RunConfig, folder: Path | None) -> PretrainedConfig:
         hint = f" Did you mean {near[0]}?" if near and near[0] != settings["model_type"] else ""
         reason = reason.partition(". ")[0].rstrip(".")
         raise UnsupportedModelError(f"transformers does not take this model config: {reason}.{hint}") from error
+    return found
 
 
 def _check_vocabulary(model: PreTrainedModel, num_tokens: int) -> None:
