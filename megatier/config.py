@@ -190,6 +190,8 @@ class TrainConfig:
     """Parts of a group that share one binding of the weights, at least 1. Changes the order of sums."""
     activations: Literal["keep", "recompute", "offload"] = "keep"
     """What happens to activations between forward and backward. Never changes a number."""
+    kept_layers: int = 0
+    """Decoder layers, counted from the last, that keep their activations whatever `activations` says; at least 0."""
     learning_rate: float = 3e-4
     """Peak learning rate, at least 0."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
@@ -219,7 +221,7 @@ class TrainConfig:
         """Check each value, then those that depend on each other."""
         for name in ("steps", "batch", "groups", "slices", "evaluate_batches"):
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
-        for name in ("warmup_steps", "seed", "evaluate_every", "learning_rate", "weight_decay"):
+        for name in ("warmup_steps", "kept_layers", "seed", "evaluate_every", "learning_rate", "weight_decay"):
             value = getattr(self, name)
             _require(value >= 0 and math.isfinite(value), f"train.{name}", value, "at least 0")
         for name in ("beta1", "beta2"):

@@ -38,10 +38,10 @@ class Head:
         gradients = Gradients({"head": layout}, dtype, device, self, self, groups=1, slices=1)
         gradients.begin_group(0)
         anchor = torch.zeros((), requires_grad=True)
-        stage = Stage(self, gradients, dtype, device, 1, Activations.KEEP, anchor)
+        stage = Stage(self, gradients, dtype, device, 1, anchor)
         self.module = nn.Linear(HIDDEN, VOCAB, bias=bias, device="meta")
         bindings = [(self.module._parameters, tensor.name, tensor) for tensor in layout.tensors]
-        node = Node(stage, "head", "lm_head", self.module, bindings, is_layer=False)  # type: ignore[arg-type]
+        node = Node(stage, "head", "lm_head", self.module, bindings, activations=Activations.KEEP)  # type: ignore[arg-type]
         FusedLoss(self.model, node, chunk)
 
     def enter(self, unit: str, phase: Phase, group: int) -> SimpleNamespace:

@@ -108,9 +108,7 @@ class Probe(nn.Module):
         return (result, None, torch.arange(len(x))) if self.returns_tuple else result
 
 
-def streamed(
-    activations: str = "keep", slices: int = 1, *, is_layer: bool = True
-) -> tuple[Probe, Node, Shelf, dict[str, Tensor]]:
+def streamed(activations: str = "keep", slices: int = 1) -> tuple[Probe, Node, Shelf, dict[str, Tensor]]:
     """A probe on meta behind a node, and its weights by name."""
     torch.manual_seed(0)
     weights = torch.randn(LAYOUT.num_elements)
@@ -119,10 +117,10 @@ def streamed(
     gradients = Gradients({"unit": LAYOUT}, torch.float32, device, shelf, shelf, groups=1, slices=slices)
     gradients.begin_group(0)
     anchor = torch.zeros((), requires_grad=True)
-    stage = Stage(shelf, gradients, torch.float32, device, slices, Activations(activations), anchor)
+    stage = Stage(shelf, gradients, torch.float32, device, slices, anchor)
     probe = Probe("meta")
     bindings = [(probe._parameters, tensor.name, tensor) for tensor in LAYOUT.tensors]
-    node = Node(stage, "unit", "probe", probe, bindings, is_layer=is_layer)  # type: ignore[arg-type]
+    node = Node(stage, "unit", "probe", probe, bindings, activations=Activations(activations))  # type: ignore[arg-type]
     return probe, node, shelf, {t.name: weights[t.start : t.stop].view(t.shape) for t in LAYOUT.tensors}
 
 
@@ -216,12 +214,6 @@ def test_node_offloaded_input_leaves_and_comes_back() -> None:
     output = probe(torch.randn(6, SIZE, requires_grad=True))
     assert shelf.stashed["unit"].shape == (6, SIZE)
     output.sum().backward()
-    assert shelf.stashed == {}
-
-
-def test_node_small_unit_keeps_its_input() -> None:
-    probe, _, shelf, _ = streamed("offload", is_layer=False)
-    probe(torch.randn(6, SIZE, requires_grad=True))
     assert shelf.stashed == {}
 
 

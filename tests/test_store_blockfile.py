@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import stat
@@ -19,7 +20,7 @@ import pytest
 from megatier.config import MountBudget
 from megatier.errors import CapacityError, ConfigError, IntegrityError, RunLockedError, TransferError
 from megatier.store import blockfile
-from megatier.store.blockfile import BlockFiles, Extent, IoOptions, budget_bytes
+from megatier.store.blockfile import BlockFiles, Extent, IoOptions, budget_bytes, lock_directory
 
 CHUNK_BYTES = 4096
 NUM_BYTES = 10 * CHUNK_BYTES
@@ -303,3 +304,26 @@ def test_directory_left_by_a_killed_run_is_taken_over(tmp_path: Path) -> None:
     assert not read(files, extent, 0, NUM_BYTES).any()
     files.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_lock_of_a_file_removed_by_its_last_holder_is_taken_anew(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    first = lock_directory(directory)
+    really_locked = fcntl.flock
+
+    def locked_late(file: int, operation: int) -> None:
+        """The last holder goes between our open and our lock."""
+        if (directory / "lock").exists() and os.fstat(file).st_nlink and not gone:
+            gone.append((directory / "lock").unlink())
+            os.close(first)
+        really_locked(file, operation)
+
+    gone: list[None] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fcntl, "flock", locked_late)
+        second = lock_directory(directory)
+    assert gone
+    assert os.path.samestat(os.fstat(second), (directory / "lock").stat())
+    with pytest.raises(RunLockedError):
+        lock_directory(directory)
+    os.close(second)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from small_commands import leftovers
 from tiny_runs import (
+    BATCH,
     PLACES,
     ModelWeights,
     Run,
@@ -26,6 +27,7 @@ from tiny_runs import (
 from torch import Tensor
 
 from megatier.config import ModelConfig, TiersConfig, TrainConfig
+from megatier.engine.activation import Activations
 from megatier.errors import NonFiniteError, PlanError
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.store.tier import Kind
@@ -186,3 +188,17 @@ def test_open_that_is_refused_leaves_no_thread_and_no_file(tmp_path: Path) -> No
         Session(skeleton, ModelConfig(config={"model_type": "llama"}), tiers, TrainConfig(), 16)
     assert threading.active_count() == before
     assert list(leftovers(tmp_path)) == []
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+def test_session_kept_layers_change_no_bit(activations: str, tmp_path: Path) -> None:
+    outcomes = []
+    for kept_layers in (0, 1, 9):
+        train = TrainConfig(steps=3, batch=BATCH, activations=activations, kept_layers=kept_layers)  # type: ignore[arg-type]
+        with opened(exactness_config("untied"), tmp_path, PLACES["ram_nvme"], train) as session:
+            kept = [n.unit for n in session.engine._nodes.values() if n.activations is Activations.KEEP]
+            assert kept == ["model.layers.1", "model.layers.0"][:kept_layers][::-1]
+            torch.manual_seed(0)
+            results = [session.engine.train_step(s, 1e-2, random_groups(train, 2112, s)) for s in (1, 2, 3)]
+            outcomes.append([(result.loss, result.grad_norm) for result in results])
+    assert outcomes[0] == outcomes[1] == outcomes[2]

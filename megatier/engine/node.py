@@ -67,7 +67,6 @@ class Stage:
     dtype: torch.dtype
     device: torch.device
     slices: int
-    activations: Activations
     anchor: Tensor
     """A scalar that requires a gradient: input of every node, so that units without a differentiable input have one."""
     checks_finite: bool = False
@@ -97,11 +96,11 @@ class Node:
         module: nn.Module,
         bindings: Sequence[tuple[dict[str, Tensor | None], str, TensorSlice]],
         *,
-        is_layer: bool,
+        activations: Activations,
     ) -> None:
         """Replace the module's forward on the instance."""
         self.stage, self.unit, self.module_name, self.module = stage, unit, module_name, module
-        self.is_layer = is_layer
+        self.activations = activations
         self._bindings = bindings
         self._forward: Callable[..., Any] = module.forward
         self._leaves: dict[int, list[Tensor]] = {}
@@ -291,7 +290,7 @@ class _UnitFunction(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
         node, stage = call.node, call.node.stage
         ctx.call, ctx.kept, ctx.replays = call, [], []
-        keep = stage.activations is Activations.KEEP
+        keep = node.activations is Activations.KEEP
         use = stage.source.enter(node.unit, Phase.FORWARD, stage.gradients.group)
         leaves = node.leaves(use.bytes)
         parts = []
@@ -338,13 +337,13 @@ class _UnitFunction(torch.autograd.Function):
 
 
 def _save_inputs(ctx: Any, inputs: Sequence[Tensor]) -> None:  # noqa: ANN401
-    """Offload the largest input of a layer; the others, and those of small units, stay."""
+    """Offload the largest input; the others stay."""
     node: Node = ctx.call.node
     ctx.shape, ctx.stashed = None, None
     saved: list[Tensor | None] = list(inputs)
-    if node.stage.activations is Activations.KEEP:
+    if node.activations is Activations.KEEP:
         saved = []
-    elif node.stage.activations is Activations.OFFLOAD and node.is_layer and inputs:
+    elif node.activations is Activations.OFFLOAD and inputs:
         ctx.stashed = max(range(len(inputs)), key=lambda i: inputs[i].numel())
         tensor = inputs[ctx.stashed].detach().contiguous()
         ctx.shape = (tensor.shape, tensor.dtype)

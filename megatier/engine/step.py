@@ -68,9 +68,10 @@ class EngineOptions:
 
     dtype: torch.dtype
     device: torch.device
+    activations: Mapping[str, Activations]
+    """Policy per unit."""
     groups: int = 1
     slices: int = 1
-    activations: Activations = Activations.KEEP
     fused_loss: bool = True
     loss_chunk: int = 1024
     fp32_products: bool = False
@@ -90,13 +91,18 @@ class Engine:
             layouts, options.dtype, options.device, stream, optimizer, groups=options.groups, slices=options.slices
         )
         anchor = torch.zeros((), device=options.device, requires_grad=True)
-        self._stage = Stage(
-            stream, gradients, options.dtype, options.device, options.slices, options.activations, anchor
-        )
+        self._stage = Stage(stream, gradients, options.dtype, options.device, options.slices, anchor)
         bound = [(unit, name, bindings(model, unit, name)) for unit in units for name in unit.module_names]
         _move_buffers(model, options)
         self._nodes = {
-            name: Node(self._stage, unit.name, name, model.get_submodule(name), places, is_layer=unit.is_layer)
+            name: Node(
+                self._stage,
+                unit.name,
+                name,
+                model.get_submodule(name),
+                places,
+                activations=options.activations[unit.name],
+            )
             for unit, name, places in bound
         }
         head = model.get_output_embeddings()

@@ -292,7 +292,15 @@ def lock_directory(directory: Path) -> int:
         raise RunLockedError(
             f"{directory} is in use by another run. Wait for it to end or choose another directory."
         ) from error
-    return lock
+    # The last holder removes the file before it lets go: a lock on a file that is gone guards nothing.
+    try:
+        is_there = os.path.samestat(os.fstat(lock), (directory / "lock").stat())
+    except FileNotFoundError:
+        is_there = False
+    if is_there:
+        return lock
+    os.close(lock)
+    return lock_directory(directory)
 
 
 def budget_bytes(mount: MountBudget) -> int:

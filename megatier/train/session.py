@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Protocol, Self
@@ -65,7 +65,13 @@ class Session:
         device = choose_device(tiers)
         options = IoOptions(num_threads=tiers.io_threads, direct=tiers.direct_io == "auto", checksums=tiers.checksums)
         policy = _policy(dtype, tiers, train, options)
-        specs = [_spec(model, unit, dtype, train, tokens) for unit in self.units]
+        activations = _activations(self.units, train)
+        rows = train.batch // train.groups * tokens
+        hidden_bytes = rows * model.config.get_text_config().hidden_size * dtype.itemsize
+        offloaded = {name for name, policy_of in activations.items() if policy_of is Activations.OFFLOAD}
+        specs = [
+            UnitSpec(u.name, u.layout.num_elements, hidden_bytes if u.name in offloaded else 0) for u in self.units
+        ]
         gpu, ram = _budgets(tiers, device)
         layouts = {unit.name: unit.layout for unit in self.units}
         with ExitStack() as stack:
@@ -82,9 +88,9 @@ class Session:
             engine_options = EngineOptions(
                 dtype,
                 device,
+                activations,
                 train.groups,
                 train.slices,
-                Activations(train.activations),
                 model_config.fused_loss,
                 model_config.loss_chunk,
                 fp32_products=device.type == "cpu" and dtype is torch.bfloat16 and not cpu_has_bf16(),
@@ -186,12 +192,13 @@ def _policy(dtype: torch.dtype, tiers: TiersConfig, train: TrainConfig, options:
     )
 
 
-def _spec(model: PreTrainedModel, unit: Unit, dtype: torch.dtype, train: TrainConfig, tokens: int) -> UnitSpec:
-    """A layer's boundary activation is one group's hidden states."""
-    offloads = train.activations == "offload" and unit.is_layer
-    hidden: int = model.config.get_text_config().hidden_size
-    activation = train.batch // train.groups * tokens * hidden * dtype.itemsize if offloads else 0
-    return UnitSpec(unit.name, unit.layout.num_elements, activation)
+def _activations(units: Sequence[Unit], train: TrainConfig) -> dict[str, Activations]:
+    """Policy per unit: the setting, but for the last layers that keep; only layers have something worth offloading."""
+    layers = [unit.name for unit in units if unit.is_layer]
+    kept = set(layers[max(0, len(layers) - train.kept_layers) :])
+    others = Activations.KEEP if train.activations == "keep" else Activations.RECOMPUTE
+    policies = {name: Activations.KEEP if name in kept else Activations(train.activations) for name in layers}
+    return {unit.name: policies.get(unit.name, others) for unit in units}
 
 
 def _assemble(
