@@ -314,11 +314,12 @@ def test_lock_of_a_file_removed_by_its_last_holder_is_taken_anew(tmp_path: Path)
     def locked_late(file: int, operation: int) -> None:
         """The last holder goes between our open and our lock."""
         if (directory / "lock").exists() and os.fstat(file).st_nlink and not gone:
-            gone.append((directory / "lock").unlink())
+            gone.append(directory / "lock")
+            gone[0].unlink()
             os.close(first)
         really_locked(file, operation)
 
-    gone: list[None] = []
+    gone: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fcntl, "flock", locked_late)
         second = lock_directory(directory)
