@@ -255,7 +255,7 @@ def test_player_state_on_nvme_is_read_and_written_once_a_step(tmp_path: Path) ->
     with opened(exactness_config("untied"), tmp_path, PLACES["nvme"], run.train) as session:
         num_elements = sum(unit.layout.num_elements for unit in session.units)
         assert session.placement.state_bytes[Tier.NVME] == 12 * num_elements
-        assert len(session.player.chunks("model.embed_tokens")) == 3
+        assert len(session.player.blocks.chunks("model.embed_tokens")) == 3
         run_steps(session, run.train, 2)
         before = Counter(session.store.moved_bytes)
         [batch] = random_groups(run.train, 2112, 3)

@@ -16,8 +16,9 @@ from conftest import CHUNK_BYTES, check_invariants, slow_reads
 from torch import Tensor
 
 from megatier.errors import IntegrityError, NonFiniteError, TimelineError, TransferError
+from megatier.schedule.blocks import block_key
 from megatier.schedule.placement import Budgets, Policy, UnitSpec, place, state_kinds
-from megatier.schedule.player import Player, block_key
+from megatier.schedule.player import Player
 from megatier.schedule.timeline import Access, Timeline, demanded_bytes
 from megatier.schedule.trace import stall_seconds
 from megatier.store.blockfile import BlockFiles, Extent, FileBatch, IoOptions
@@ -103,8 +104,8 @@ class Run:
         self.player = Player(store, units, self.placement, policy, self.adder)
         self.store = store
         for unit in units:
-            for elements in self.player.chunks(unit.name):
-                with self.player.open_state(unit.name, elements, self.kinds, fresh=True) as state:
+            for elements in self.player.blocks.chunks(unit.name):
+                with self.player.blocks.open_state(unit.name, elements, self.kinds, fresh=True) as state:
                     for kind in self.kinds:
                         plane = self.model.planes[unit.name, kind][slice(*elements)]
                         state.planes[kind].copy_(plane.view(torch.uint8))
@@ -162,8 +163,8 @@ class Run:
     def check_state(self) -> None:
         self.player.drain()
         for unit in self.player.units.values():
-            for elements in self.player.chunks(unit.name):
-                with self.player.open_state(unit.name, elements, self.kinds) as state:
+            for elements in self.player.blocks.chunks(unit.name):
+                with self.player.blocks.open_state(unit.name, elements, self.kinds) as state:
                     for kind, plane in state.planes.items():
                         expected = self.model.planes[unit.name, kind][slice(*elements)]
                         assert torch.equal(plane.view(expected.dtype), expected), f"{unit.name}/{kind}"

@@ -16,38 +16,27 @@ Threads: `enter`, `leave` and the gradient calls come from the thread that compu
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
 import torch
 
 from megatier.errors import StepAbandonedError, TimelineError
-from megatier.schedule.placement import (
-    UPDATE_DEPTH,
-    Placement,
-    Policy,
-    UnitSpec,
-    bytes_per_element,
-    grad_bytes,
-    state_kinds,
-)
+from megatier.schedule.blocks import Elements, UnitBlocks, activation_key, block_key, grad_key, sum_key
+from megatier.schedule.placement import UPDATE_DEPTH, Placement, Policy, UnitSpec
 from megatier.schedule.timeline import Access, Load, Timeline, Update, build, demanded_bytes, update_bytes
 from megatier.schedule.trace import Recorder, TraceEvent
 from megatier.store.store import Lease, TieredStore
-from megatier.store.tier import BlockSpec, Kind, Phase, Tier
+from megatier.store.tier import Kind, Phase, Tier
 from megatier.store.transfer import Gate, Instant, Queue, Transfer, mark
 
 WAIT_SLICE_S = 0.001
 """How often a waiting access looks again at what it waits for, to name the cause."""
 CHUNK_DEPTH = UPDATE_DEPTH - 1
 """Update chunks that arrive or are worked on; one more leaves."""
-
-Elements = tuple[int, int]
 
 
 class Optimizer(Protocol):
@@ -86,26 +75,6 @@ class Use:
             self._player.forget_weights(self._access.unit)
 
 
-@dataclass(frozen=True, slots=True)
-class StateRun:
-    """A leased run of a unit's state."""
-
-    player: Player
-    unit: str
-    planes: Mapping[Kind, torch.Tensor]
-    """uint8 per kind."""
-    spans: Mapping[Kind, tuple[int, int]]
-
-    def write_back(self) -> None:
-        """Say that every plane was changed, and start its way home."""
-        store = self.player.store
-        for kind, span in self.spans.items():
-            home, key = self.player.placement.homes[self.unit, kind], block_key(self.unit, kind)
-            store.mark_dirty(key, Tier.GPU if home is Tier.GPU else Tier.RAM, span)
-            if home is Tier.NVME:
-                store.write_back(key, Tier.RAM, span)
-
-
 class Player:
     """Plays timelines. One per run; `close` stops its lanes."""
 
@@ -121,7 +90,6 @@ class Player:
         self.store, self.placement, self.policy = store, placement, policy
         self.units = {unit.name: unit for unit in units}
         self._optimizer = optimizer
-        self._kinds = state_kinds(split=policy.split)
         self._orders: dict[str, tuple[Access, ...]] = {}
         self._timelines: dict[tuple[str, bool], Timeline] = {}
         self.timeline: Timeline | None = None
@@ -140,7 +108,7 @@ class Player:
         """Bytes per queue that the placement demanded of the passes and updates so far."""
         self.gate = Gate()
         self.recorder = Recorder()
-        self._register()
+        self.blocks = UnitBlocks(store, self.units, placement, policy)
         self._lanes = {name: Queue(name, store.clock) for name in ("load", "update")}
 
     # ------------------------------------------------------------------ passes
@@ -212,36 +180,12 @@ class Player:
         for transfer in self._updates.values():
             transfer.wait()
         for name in self.units:
-            for kind in self._kinds:
+            for kind in self.blocks.kinds:
                 self.store.settle(block_key(name, kind))
 
     def planned(self, name: str, *, updates: bool) -> Timeline:
         """The timeline of a recorded pass."""
         return build(self._orders[name], self.placement, updates=updates)
-
-    @contextlib.contextmanager
-    def open_state(
-        self, unit: str, elements: Elements, kinds: Sequence[Kind], *, fresh: bool = False
-    ) -> Iterator[StateRun]:
-        """Lease a run of a unit's state where AdamW works on it: on the GPU if at home there, else in RAM.
-
-        Args:
-            unit: its name.
-            elements: one of `chunks(unit)`.
-            kinds: planes wanted.
-            fresh: every byte will be overwritten, so nothing is read.
-        """
-        spans = {kind: self._span(unit, kind, elements) for kind in kinds}
-        with contextlib.ExitStack() as stack:
-            planes = {}
-            for kind in kinds:
-                tier = Tier.GPU if self.placement.homes[unit, kind] is Tier.GPU else Tier.RAM
-                lease = self.store.lease(block_key(unit, kind), tier, spans[kind], fresh=fresh, wait=True)
-                planes[kind] = stack.enter_context(lease).bytes
-            yield StateRun(self, unit, planes, spans)
-        for kind in kinds:
-            if self.placement.homes[unit, kind] is Tier.NVME:
-                self.store.evict(block_key(unit, kind), Tier.RAM, spans[kind])
 
     def take_events(self) -> list[TraceEvent]:
         """Everything that ended since the last call; waits for moves in flight."""
@@ -352,7 +296,7 @@ class Player:
             self.store.evict(block_key(load.evicts, Kind.WEIGHT), Tier.GPU)
 
     def _submit_update(self, update: Update) -> None:
-        self._ahead.extend((update.unit, span) for span in self.chunks(update.unit))
+        self._ahead.extend((update.unit, span) for span in self.blocks.chunks(update.unit))
         after = [point] if (point := mark(self.store.clock, update.unit)) is not None else []
         self._updates[update.unit] = self._lanes["update"].submit(update.unit, 0, partial(self._update, update), after)
 
@@ -380,24 +324,27 @@ class Player:
 
     def _update_chunks(self, name: str, *, feeds: bool) -> None:
         """Chunk by chunk: read ahead, update, feed the load, write back."""
-        for elements in self.chunks(name):
-            self._busy["update"] = "nvme_to_ram" if self._spilled(name) else "gpu_to_ram"
+        for elements in self.blocks.chunks(name):
+            self._busy["update"] = "nvme_to_ram" if self.blocks.spilled(name) else "gpu_to_ram"
             self._read_ahead()
             self._ahead.popleft()
-            with self._grad_lease(name, elements) as grad, self.open_state(name, elements, self._kinds) as state:
+            with (
+                self.blocks.grad_lease(name, elements) as grad,
+                self.blocks.open_state(name, elements, self.blocks.kinds) as state,
+            ):
                 self._busy["update"] = "update"
                 start = time.perf_counter_ns()
                 self._optimizer.apply(name, elements, state.planes, grad.bytes)
                 self.recorder.work("update", name, start, time.perf_counter_ns())
                 state.write_back()
                 if feeds:
-                    span = self._span(name, Kind.WEIGHT, elements)
+                    span = self.blocks.span(name, Kind.WEIGHT, elements)
                     self.store.prefetch(block_key(name, Kind.WEIGHT), Tier.GPU, span, wait=True)
 
     def _read_ahead(self) -> None:
         for name, elements in list(self._ahead)[:CHUNK_DEPTH]:
-            for kind in self._spilled(name):
-                self.store.prefetch(block_key(name, kind), Tier.RAM, self._span(name, kind, elements), wait=True)
+            for kind in self.blocks.spilled(name):
+                self.store.prefetch(block_key(name, kind), Tier.RAM, self.blocks.span(name, kind, elements), wait=True)
 
     def _accumulate(self, unit: str, group: int) -> None:
         try:
@@ -406,7 +353,7 @@ class Player:
         finally:
             self.store.evict(grad_key(unit), Tier.RAM)
 
-    # ------------------------------------------------------------------ names and spans
+    # ------------------------------------------------------------------ bookkeeping
 
     def _demand(self, timeline: Timeline, *, updates: bool) -> None:
         trains = any(access.phase is Phase.BACKWARD for access in timeline.accesses)
@@ -430,68 +377,3 @@ class Player:
     def _evict_weights(self) -> None:
         for name in self.units:
             self.forget_weights(name)
-
-    def _register(self) -> None:
-        split, groups = self.policy.split, self.policy.groups
-        for unit in self.units.values():
-            for kind in self._kinds:
-                size = unit.num_elements * bytes_per_element(kind, split=split)
-                home = self.placement.homes[unit.name, kind]
-                self.store.register(BlockSpec(block_key(unit.name, kind), size, home, kind))
-            home_of_grad = self.placement.grad_homes[unit.name]
-            size = grad_bytes(unit, self.policy)
-            if groups > 1 and home_of_grad is Tier.RAM:
-                self.store.register(BlockSpec(grad_key(unit.name), size, None, Kind.GRAD))
-                self.store.register(BlockSpec(sum_key(unit.name), size, Tier.RAM, Kind.GRAD))
-            else:
-                self.store.register(BlockSpec(grad_key(unit.name), size, home_of_grad, Kind.GRAD))
-            if unit.activation_bytes:
-                key = activation_key(unit.name)
-                self.store.register(BlockSpec(key, unit.activation_bytes, Tier.RAM, Kind.ACTIVATION))
-        for plan in self.placement.slots:
-            self.store.reserve(plan.tier, plan.kind, plan.slot_bytes, plan.num_slots)
-
-    def chunks(self, name: str) -> list[Elements]:
-        """The runs of elements in which a unit's state is worked on."""
-        size = self.units[name].num_elements
-        step = size if self.placement.homes[name, Kind.WEIGHT] is Tier.GPU else self.placement.chunk_elements
-        return [(start, min(start + step, size)) for start in range(0, size, step)]
-
-    def _span(self, name: str, kind: Kind, elements: Elements) -> tuple[int, int]:
-        width = bytes_per_element(kind, split=self.policy.split)
-        return elements[0] * width, elements[1] * width
-
-    def _spilled(self, name: str) -> list[Kind]:
-        return [kind for kind in self._kinds if self.placement.homes[name, kind] is Tier.NVME]
-
-    def _grad_lease(self, name: str, elements: Elements) -> Lease:
-        """The final gradient in the compute dtype; a sum over groups was rounded into the front of its block."""
-        home = self.placement.grad_homes[name]
-        key = sum_key(name) if self.policy.groups > 1 and home is Tier.RAM else grad_key(name)
-        width = 2 if self.policy.split else 4
-        span = (elements[0] * width, elements[1] * width)
-        if home is None:  # lies in one slot, whole
-            lease = self.store.lease(key, Tier.RAM)
-            lease.bytes = lease.bytes[span[0] : span[1]]
-            return lease
-        return self.store.lease(key, Tier.GPU if home is Tier.GPU else Tier.RAM, span)
-
-
-def block_key(unit: str, kind: Kind) -> str:
-    """Name of a unit's block of one kind of state."""
-    return f"{unit}/{kind}"
-
-
-def grad_key(unit: str) -> str:
-    """Name of a unit's gradient, of one group or whole."""
-    return f"{unit}/{Kind.GRAD}"
-
-
-def sum_key(unit: str) -> str:
-    """Name of the fp32 sum of a unit's gradients over groups in RAM."""
-    return f"{unit}/{Kind.GRAD}_sum"
-
-
-def activation_key(unit: str) -> str:
-    """Name of a unit's offloaded boundary activation."""
-    return f"{unit}/{Kind.ACTIVATION}"

@@ -120,7 +120,7 @@ class Session:
             for elements in self._runs(unit):
                 master = torch.zeros(elements[1] - elements[0])
                 ahead = _assemble(master, elements, pieces, ahead)
-                with self.player.open_state(unit.name, elements, kinds, fresh=True) as state:
+                with self.player.blocks.open_state(unit.name, elements, kinds, fresh=True) as state:
                     planes = split_master(master) if Kind.REMAINDER in kinds else (master,)
                     for kind, plane in zip(kinds, planes, strict=True):
                         state.planes[kind].copy_(plane.view(torch.uint8))
@@ -130,7 +130,7 @@ class Session:
 
     def _runs(self, unit: Unit) -> Iterator[tuple[int, int]]:
         """A unit's elements in runs of bounded size; one at home on the GPU, which is updated whole, is cut as well."""
-        for start, stop in self.player.chunks(unit.name):
+        for start, stop in self.player.blocks.chunks(unit.name):
             for first in range(start, stop, CHUNK_ELEMENTS_MAX):
                 yield first, min(first + CHUNK_ELEMENTS_MAX, stop)
 
@@ -145,11 +145,11 @@ class Session:
         """Elements [start, stop) of one kind of a unit's state, flat, on the CPU, in the kind's dtype."""
         dtype = {Kind.WEIGHT: self._dtype, Kind.REMAINDER: torch.int16}.get(kind, torch.float32)
         result = torch.empty(stop - start, dtype=dtype)
-        for first, last in self.player.chunks(unit.name):
+        for first, last in self.player.blocks.chunks(unit.name):
             lower, upper = max(first, start), min(last, stop)
             if lower >= upper:
                 continue
-            with self.player.open_state(unit.name, (first, last), [kind]) as state:
+            with self.player.blocks.open_state(unit.name, (first, last), [kind]) as state:
                 plane = state.planes[kind].view(dtype)
                 result[lower - start : upper - start].copy_(plane[lower - first : upper - first])
         return result

@@ -1,0 +1,142 @@
+"""The blocks of a run: their names in the store, and leases on runs of a unit's state where AdamW works on them.
+
+A unit has one block per kind of state, one for its gradient, one more where gradients of several groups are summed in
+RAM, and one for its activation where that is offloaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatier.schedule.placement import Placement, Policy, UnitSpec, bytes_per_element, grad_bytes, state_kinds
+from megatier.store.store import Lease, TieredStore
+from megatier.store.tier import BlockSpec, Kind, Tier
+
+Elements = tuple[int, int]
+"""A run of a unit's elements: first, and one past the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateRun:
+    """A leased run of a unit's state."""
+
+    store: TieredStore
+    homes: Mapping[tuple[str, Kind], Tier]
+    unit: str
+    planes: Mapping[Kind, torch.Tensor]
+    """uint8 per kind."""
+    spans: Mapping[Kind, tuple[int, int]]
+
+    def write_back(self) -> None:
+        """Say that every plane was changed, and start its way home."""
+        for kind, span in self.spans.items():
+            home, key = self.homes[self.unit, kind], block_key(self.unit, kind)
+            self.store.mark_dirty(key, Tier.GPU if home is Tier.GPU else Tier.RAM, span)
+            if home is Tier.NVME:
+                self.store.write_back(key, Tier.RAM, span)
+
+
+class UnitBlocks:
+    """All blocks of a run's units, registered with a fresh store."""
+
+    def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec], placement: Placement, policy: Policy) -> None:
+        """Register every block and reserve every slot of the placement."""
+        self._store, self._units, self._placement, self._policy = store, units, placement, policy
+        self.kinds = state_kinds(split=policy.split)
+        """The kinds of state there are."""
+        self._register()
+
+    def chunks(self, name: str) -> list[Elements]:
+        """The runs of elements in which a unit's state is worked on."""
+        size = self._units[name].num_elements
+        step = size if self._placement.homes[name, Kind.WEIGHT] is Tier.GPU else self._placement.chunk_elements
+        return [(start, min(start + step, size)) for start in range(0, size, step)]
+
+    def span(self, name: str, kind: Kind, elements: Elements) -> tuple[int, int]:
+        """Bytes of a run of elements in a block of one kind."""
+        width = bytes_per_element(kind, split=self._policy.split)
+        return elements[0] * width, elements[1] * width
+
+    def spilled(self, name: str) -> list[Kind]:
+        """Kinds of a unit's state that are at home on NVMe."""
+        return [kind for kind in self.kinds if self._placement.homes[name, kind] is Tier.NVME]
+
+    @contextlib.contextmanager
+    def open_state(
+        self, unit: str, elements: Elements, kinds: Sequence[Kind], *, fresh: bool = False
+    ) -> Iterator[StateRun]:
+        """Lease a run of a unit's state where AdamW works on it: on the GPU if at home there, else in RAM.
+
+        Args:
+            unit: its name.
+            elements: one of `chunks(unit)`.
+            kinds: planes wanted.
+            fresh: every byte will be overwritten, so nothing is read.
+        """
+        spans = {kind: self.span(unit, kind, elements) for kind in kinds}
+        with contextlib.ExitStack() as stack:
+            planes = {}
+            for kind in kinds:
+                tier = Tier.GPU if self._placement.homes[unit, kind] is Tier.GPU else Tier.RAM
+                lease = self._store.lease(block_key(unit, kind), tier, spans[kind], fresh=fresh, wait=True)
+                planes[kind] = stack.enter_context(lease).bytes
+            yield StateRun(self._store, self._placement.homes, unit, planes, spans)
+        for kind in kinds:
+            if self._placement.homes[unit, kind] is Tier.NVME:
+                self._store.evict(block_key(unit, kind), Tier.RAM, spans[kind])
+
+    def grad_lease(self, name: str, elements: Elements) -> Lease:
+        """The final gradient in the compute dtype; a sum over groups was rounded into the front of its block."""
+        home = self._placement.grad_homes[name]
+        key = sum_key(name) if self._policy.groups > 1 and home is Tier.RAM else grad_key(name)
+        width = 2 if self._policy.split else 4
+        span = (elements[0] * width, elements[1] * width)
+        if home is None:  # lies in one slot, whole
+            lease = self._store.lease(key, Tier.RAM)
+            lease.bytes = lease.bytes[span[0] : span[1]]
+            return lease
+        return self._store.lease(key, Tier.GPU if home is Tier.GPU else Tier.RAM, span)
+
+    def _register(self) -> None:
+        split, groups = self._policy.split, self._policy.groups
+        for unit in self._units.values():
+            for kind in self.kinds:
+                size = unit.num_elements * bytes_per_element(kind, split=split)
+                home = self._placement.homes[unit.name, kind]
+                self._store.register(BlockSpec(block_key(unit.name, kind), size, home, kind))
+            home_of_grad = self._placement.grad_homes[unit.name]
+            size = grad_bytes(unit, self._policy)
+            if groups > 1 and home_of_grad is Tier.RAM:
+                self._store.register(BlockSpec(grad_key(unit.name), size, None, Kind.GRAD))
+                self._store.register(BlockSpec(sum_key(unit.name), size, Tier.RAM, Kind.GRAD))
+            else:
+                self._store.register(BlockSpec(grad_key(unit.name), size, home_of_grad, Kind.GRAD))
+            if unit.activation_bytes:
+                key = activation_key(unit.name)
+                self._store.register(BlockSpec(key, unit.activation_bytes, Tier.RAM, Kind.ACTIVATION))
+        for plan in self._placement.slots:
+            self._store.reserve(plan.tier, plan.kind, plan.slot_bytes, plan.num_slots)
+
+
+def block_key(unit: str, kind: Kind) -> str:
+    """Name of a unit's block of one kind of state."""
+    return f"{unit}/{kind}"
+
+
+def grad_key(unit: str) -> str:
+    """Name of a unit's gradient, of one group or whole."""
+    return f"{unit}/{Kind.GRAD}"
+
+
+def sum_key(unit: str) -> str:
+    """Name of the fp32 sum of a unit's gradients over groups in RAM."""
+    return f"{unit}/{Kind.GRAD}_sum"
+
+
+def activation_key(unit: str) -> str:
+    """Name of a unit's offloaded boundary activation."""
+    return f"{unit}/{Kind.ACTIVATION}"
