@@ -103,7 +103,7 @@ def _cuda() -> Iterator[Check]:
         return
     # Looked at, not opened: it hangs where the driver is not whole.
     kvikio = _package("kvikio")
-    remedy = "" if kvikio.state == "ok" else "NVMe is read through RAM. pip install 'megatier[gds]'"
+    remedy = "NVMe is read through RAM; GPUDirect Storage is not used yet."
     yield Check("kvikio", "ok" if kvikio.state == "ok" else "warn", kvikio.found, remedy)
 
 
