@@ -308,7 +308,14 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A run of many steps, past its second, with its state on NVMe."""
     settings = {"train.steps": 100_000, "tiers.state": "ram,nvme", "tiers.ram": "1400KiB", "tiers.gpu": "512KiB"}
     words = command(tmp_path, {**settings, "tiers.nvme": f"{tmp_path}:16MiB"})
-    with subprocess.Popen([*RUN_AS_MAIN, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*RUN_AS_MAIN, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A job that a shell started in the background ignores SIGINT, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
         path, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
         while not path.exists() or path.read_text().count("\n") < 2:
             assert process.poll() is None, process.stderr.read() if process.stderr else ""

@@ -133,7 +133,7 @@ def test_default_budgets_cpu_halves_share_of_available(tmp_path: Path) -> None:
 
 def test_default_budgets_cuda_takes_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "gpus", lambda: (hardware.Gpu("made up", 2000, 1000),))
-    assert hardware.default_budgets("cuda").gpu_bytes == 900
+    assert hardware.default_budgets("cuda").gpu_bytes == 500
 
 
 @pytest.mark.gpu
