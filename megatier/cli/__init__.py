@@ -14,6 +14,7 @@ COMMANDS = {
     "train": "train a model as a YAML file says",
     "verify": "show on this machine that tiers change no bit",
     "doctor": "say what this machine has and what is missing",
+    "trace": "draw one step of a run as a picture: lanes over time, stalls coloured",
 }
 
 EXIT_ERROR = 2

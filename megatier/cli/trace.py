@@ -1,0 +1,75 @@
+"""`megatier trace`: one step of a run as a picture, and how long each lane was busy."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatier.errors import ConfigError
+from megatier.train.metrics import format_seconds, format_share
+
+if TYPE_CHECKING:
+    from megatier.schedule.trace import TraceEvent
+    from megatier.train.picture import LaneUse
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write the picture and print the table; 0 when the file is there."""
+    parser = argparse.ArgumentParser(
+        prog="megatier trace",
+        description="Draw one step of a run that was trained with --output.trace true: what each lane did, and when "
+        "and why compute waited.",
+        epilog="example: megatier trace runs/megatier --output step.svg",
+    )
+    parser.add_argument("trace", type=Path, metavar="RUN_OR_TRACE_JSON", help="a run directory, or its trace.json")
+    parser.add_argument("--step", type=int, metavar="N", help="which step (default: the last one in the trace)")
+    parser.add_argument("--output", type=Path, metavar="FILE.svg", help="default: step-N.svg beside the trace")
+    options = parser.parse_args(argv)
+    if options.output is not None and options.output.suffix != ".svg":
+        raise ConfigError(f"--output {options.output}: the picture is an SVG. Name a file that ends in .svg.")
+    from megatier.schedule.trace import stall_seconds  # loads torch: only once the arguments are known to be right
+    from megatier.train.picture import draw, lane_uses, read_trace, step_seconds
+    from megatier.train.run_directory import TRACE_FILE
+
+    path: Path = options.trace / TRACE_FILE if options.trace.is_dir() else options.trace
+    steps = read_trace(path)
+    step, events = _choose(path, steps, options.step)
+    output: Path = options.output or path.with_name(f"step-{step}.svg")
+    try:
+        output.write_text(draw(events, f"{path.resolve().parent.name}, step {step}"), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror}. Name another --output FILE.svg.") from error
+    console = Console()
+    console.print(_table(step, step_seconds(events), lane_uses(events), stall_seconds(events)))
+    console.print(f"picture written to {output}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _choose(path: Path, steps: dict[int, list[TraceEvent]], step: int | None) -> tuple[int, list[TraceEvent]]:
+    if not steps:
+        raise ConfigError(f"{path} holds no step. Train with --output.trace true for at least one step.")
+    chosen = max(steps) if step is None else step
+    if chosen not in steps:
+        there = ", ".join(str(number) for number in sorted(steps))
+        raise ConfigError(f"{path} has no step {chosen}; it holds the last steps of the run: {there}.")
+    return chosen, steps[chosen]
+
+
+def _table(step: int, seconds: float, uses: Iterable[LaneUse], stalls: Mapping[str, float]) -> Table:
+    """Busy time of each lane, then stalls by cause, longest first, each with its share of the step."""
+    table = Table("lane", title=f"step {step}: {format_seconds(seconds)}", title_justify="left")
+    for name in ("busy", "share", "at once"):
+        table.add_column(name, justify="right")
+    for use in uses:
+        figures = format_seconds(use.busy_seconds), format_share(use.busy_seconds, seconds), use.at_once
+        table.add_row(escape(use.lane), *figures)
+    table.add_section()
+    for cause, stalled in sorted(stalls.items(), key=lambda item: -item[1]):
+        table.add_row(escape(f"stall: {cause}"), format_seconds(stalled), format_share(stalled, seconds))
+    return table
