@@ -62,6 +62,11 @@ class ModelConfig:
     """Type of the compute copy. Master weights and moments are fp32 either way."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
     """Attention implementation of transformers."""
+    compile: bool | None = None
+    """Compile layers and loss with torch.compile. Changes the order of sums. None: yes on a GPU, no on a CPU."""
+    saved_share: float = 0.8
+    """Share of a layer's activations that a compiled layer saves, 0 to 1. Its backward computes the rest again,
+    cheapest first: at 0.8 products of elements and norms, at 0 all but the inputs. Changes the order of sums."""
     fused_loss: bool = True
     """Head and loss as one chunked node, so that logits never exist whole."""
     loss_chunk: int = 1024
@@ -74,6 +79,7 @@ class ModelConfig:
                 "give exactly one of model.path (to go on with a model) and model.config (to start anew)."
             )
         _require(self.config is None or "model_type" in self.config, "model.config", self.config, "with a model_type")
+        _require(0 <= self.saved_share <= 1, "model.saved_share", self.saved_share, "from 0 to 1")
         _require(self.loss_chunk >= 1, "model.loss_chunk", self.loss_chunk, "at least 1 token")
 
 
@@ -135,7 +141,9 @@ class TiersConfig:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where the model computes; auto: cuda where there is one. On the CPU an arena in RAM stands for GPU memory."""
     gpu: ByteCount | None = None
-    """GPU memory budget, such as 40GiB. None: from the machine."""
+    """GPU memory for weights, gradients and state, such as 40GiB; activations come on top. None: from the machine."""
+    gpu_limit: ByteCount | None = None
+    """GPU memory that the whole process may take: tiers.gpu, activations, libraries. None: all there is."""
     ram: ByteCount | None = None
     """RAM budget (pinned where there is a GPU), such as 96GiB. None: from the machine."""
     nvme: tuple[str, ...] = ()
@@ -146,6 +154,9 @@ class TiersConfig:
     """State of one update chunk, at 12 bytes an element, at least 24KiB. None: chosen."""
     io_threads: int = 4
     """Native threads that read and write NVMe, 1 to 256."""
+    streamed_share: float = 0.0
+    """Share of the parameters at home in RAM whose state passes through the GPU to be updated there, 0 to 1. It takes
+    room for their state beside tiers.gpu's weights, and relieves the CPU where tiers.state leaves the GPU out."""
     update_threads: int | None = None
     """Native threads that run AdamW on the CPU, 1 to 1024. None: the cores this process may use."""
     direct_io: Literal["auto", "off"] = "auto"
@@ -156,6 +167,7 @@ class TiersConfig:
     def __post_init__(self) -> None:
         """Check each value."""
         _require(self.gpu is None or self.gpu >= 1, "tiers.gpu", self.gpu, "at least 1 byte")
+        _require(self.gpu_limit is None or self.gpu_limit >= 1, "tiers.gpu_limit", self.gpu_limit, "at least 1 byte")
         _require(self.ram is None or self.ram >= 1, "tiers.ram", self.ram, "at least 1 byte")
         directories = [mount.directory for mount in self.mounts]
         _require(len(set(directories)) == len(directories), "tiers.nvme", list(self.nvme), "without repeats")
@@ -167,6 +179,7 @@ class TiersConfig:
         )
         _require(self.chunk is None or self.chunk >= 24576, "tiers.chunk", self.chunk, "at least 24KiB")
         _require(1 <= self.io_threads <= 256, "tiers.io_threads", self.io_threads, "1 to 256")
+        _require(0 <= self.streamed_share <= 1, "tiers.streamed_share", self.streamed_share, "from 0 to 1")
         threads = self.update_threads
         _require(threads is None or 1 <= threads <= 1024, "tiers.update_threads", threads, "1 to 1024")
 

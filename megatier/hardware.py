@@ -102,6 +102,17 @@ def cpu_has_bf16(root: Path = ROOT) -> bool:
     return not words.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
 
 
+def set_cuda_defaults() -> None:
+    """Settings of CUDA and torch's allocator that fit many streams and large memories; the environment's own win.
+
+    Both are read when the first CUDA context is made.
+    """
+    # Streams share hardware queues when there are more of them than queues: then compute waits for unrelated copies.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # Kept activations come and go in many sizes; without it their memory breaks into pieces.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
 def memlock_limit_bytes() -> int | None:
     """Bytes that this process may lock in RAM; None: no limit."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

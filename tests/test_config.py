@@ -91,6 +91,13 @@ def test_to_dict_written_and_loaded_is_equal(file: Path, tmp_path: Path) -> None
         (["--tiers.nvme", "/a,/a:1G"], r"tiers\.nvme is .* without repeats"),
         (["--tiers.state", "gpu,disk"], r"tiers\.state is \['gpu', 'disk'\]; it must be one or more of gpu, ram, nvme"),
         (["--tiers.state", "gpu,gpu"], r"tiers\.state is"),
+        (["--tiers.gpu_limit", "0"], r"tiers\.gpu_limit is 0; it must be at least 1 byte"),
+        (["--tiers.gpu_limit", "much"], r"tiers\.gpu_limit is 'much'; expected size such as"),
+        (["--tiers.streamed_share", "1.1"], r"tiers\.streamed_share is 1\.1; it must be from 0 to 1"),
+        (["--tiers.streamed_share", "-0.1"], r"tiers\.streamed_share is -0\.1; it must be from 0 to 1"),
+        (["--model.saved_share", "2"], r"model\.saved_share is 2\.0; it must be from 0 to 1"),
+        (["--model.saved_share", ".nan"], r"model\.saved_share is nan; it must be from 0 to 1"),
+        (["--model.compile", "maybe"], r"model\.compile is 'maybe'; expected bool \| None"),
         (["--tiers.io_threads", "0"], r"tiers\.io_threads is 0; it must be 1 to 256"),
         (["--train.steps", "0"], r"train\.steps is 0; it must be at least 1"),
         (["--train.seed", "-1"], r"train\.seed is -1; it must be at least 0"),
@@ -173,6 +180,19 @@ def test_field_docs_every_setting_has_one() -> None:
 
 def test_load_defaults_are_valid() -> None:
     assert least().train.steps == 1000
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False), ("null", None)])
+def test_load_compile_is_yes_no_or_left_to_the_device(text: str, value: bool | None) -> None:
+    assert least("--model.compile", text).model.compile is value
+    assert least().model.compile is None
+
+
+@pytest.mark.parametrize("share", ["0", "1", "0.8"])
+def test_load_shares_include_their_bounds(share: str) -> None:
+    config = least("--model.saved_share", share, "--tiers.streamed_share", share, "--tiers.gpu_limit", "40GiB")
+    assert config.model.saved_share == config.tiers.streamed_share == float(share)
+    assert config.tiers.gpu_limit == 40 << 30
 
 
 def test_load_quickstart_is_valid() -> None:

@@ -40,10 +40,10 @@ class Tray:
         self.measured.append(grad[: LAYOUT.num_elements].clone())
 
 
-def collector(tray: Tray, dtype: torch.dtype = torch.float32, *, groups: int = 1, slices: int = 1) -> Gradients:
+def collector(tray: Tray, dtype: torch.dtype = torch.float32, *, groups: int = 1) -> Gradients:
     width = 4 if groups > 1 else dtype.itemsize
     tray.buffer = torch.full((LAYOUT.num_elements * width,), 0xFF, dtype=torch.uint8)
-    gradients = Gradients({"unit": LAYOUT}, dtype, torch.device("cpu"), tray, tray, groups=groups, slices=slices)
+    gradients = Gradients({"unit": LAYOUT}, dtype, torch.device("cpu"), tray, tray, groups=groups)
     gradients.begin_group(0)
     return gradients
 
@@ -64,8 +64,8 @@ def flat(tensors: Mapping[str, Tensor]) -> Tensor:
 
 def send(gradients: Gradients, *uses: list[dict[str, Tensor]]) -> None:
     """One group: per use, its slices."""
-    for _ in uses:
-        gradients.expect("unit")
+    for slices in uses:
+        gradients.expect("unit", len(slices))
     for slices in uses:
         for piece in slices:
             gradients.add("unit", [(tensor.name, piece.get(tensor.name)) for tensor in LAYOUT.tensors])
@@ -87,21 +87,21 @@ def test_gradients_one_use_is_written_as_it_came_and_padding_is_zero(dtype: torc
 def test_gradients_parameter_without_gradient_counts_as_zero_in_its_own_place(missing: str, slices: int) -> None:
     tray = Tray()
     pieces = [{k: v for k, v in parts(i).items() if k != missing} for i in range(slices)]
-    send(collector(tray, slices=slices), pieces)
+    send(collector(tray), pieces)
     assert torch.equal(tray.measured[0], sum((flat(piece) for piece in pieces), torch.zeros(LAYOUT.num_elements)))
 
 
 def test_gradients_missing_in_the_first_slice_only_is_that_of_the_second() -> None:
     tray = Tray()
     first, second = {"a": parts(0)["a"]}, parts(1)
-    send(collector(tray, slices=2), [first, second])
+    send(collector(tray), [first, second])
     assert torch.equal(tray.measured[0], flat(first) + flat(second))
 
 
 def test_gradients_slices_are_summed_in_fp32_and_rounded_once() -> None:
     tray = Tray()
     pieces = [parts(i, torch.bfloat16) for i in range(8)]
-    send(collector(tray, torch.bfloat16, slices=8), pieces)
+    send(collector(tray, torch.bfloat16), pieces)
     exact = flat(pieces[0])
     for piece in pieces[1:]:
         exact += flat(piece)
@@ -131,8 +131,8 @@ def test_gradients_fp32_part_of_a_bf16_unit_is_not_rounded_before_the_sum() -> N
 def test_gradients_unit_is_shipped_only_after_its_last_use() -> None:
     tray = Tray()
     gradients = collector(tray)
-    gradients.expect("unit")
-    gradients.expect("unit")
+    gradients.expect("unit", 1)
+    gradients.expect("unit", 1)
     gradients.add("unit", list(parts(0).items()))
     gradients.close("unit")
     assert tray.shipped == []
@@ -158,7 +158,7 @@ def test_gradients_several_groups_elsewhere_are_shipped_in_fp32_unmeasured(dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_several_groups_at_home_are_summed_there_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
     tray = Tray(sums=True)
-    gradients = collector(tray, dtype, groups=3, slices=2)
+    gradients = collector(tray, dtype, groups=3)
     pieces = [[parts(10 * group + i, dtype) for i in range(2)] for group in range(3)]
     for group, slices in enumerate(pieces):
         gradients.begin_group(group)
@@ -172,8 +172,8 @@ def test_gradients_several_groups_at_home_are_summed_there_in_fp32_and_rounded_o
 
 def test_gradients_new_group_forgets_what_an_abandoned_one_left() -> None:
     tray = Tray()
-    gradients = collector(tray, slices=2)
-    gradients.expect("unit")
+    gradients = collector(tray)
+    gradients.expect("unit", 2)
     gradients.add("unit", list(parts(0).items()))
     gradients.begin_group(0)
     send(gradients, [parts(1), parts(2)])

@@ -35,7 +35,7 @@ class Head:
         config = tiny_config("gemma2", final_logit_softcapping=cap)
         self.model = cast("PreTrainedModel", SimpleNamespace(config=config, loss_function=None))
         device = torch.device("cpu")
-        gradients = Gradients({"head": layout}, dtype, device, self, self, groups=1, slices=1)
+        gradients = Gradients({"head": layout}, dtype, device, self, self, groups=1)
         gradients.begin_group(0)
         anchor = torch.zeros((), requires_grad=True)
         stage = Stage(self, gradients, dtype, device, 1, anchor)
@@ -61,7 +61,8 @@ class Head:
 
     def stash(self, unit: str, tensor: Tensor) -> None: ...
 
-    def fetch(self, unit: str, tensor: Tensor) -> None: ...
+    def fetch(self, unit: str) -> Tensor:
+        raise AssertionError("nothing was stashed")
 
     def __call__(self, hidden: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
         loss: Tensor = self.model.loss_function(logits=self.module(hidden), labels=labels, **kwargs)

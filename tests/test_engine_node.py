@@ -60,8 +60,8 @@ class Shelf:
     def stash(self, unit: str, tensor: Tensor) -> None:
         self.stashed[unit] = tensor.clone()
 
-    def fetch(self, unit: str, tensor: Tensor) -> None:
-        tensor.copy_(self.stashed.pop(unit))
+    def fetch(self, unit: str) -> Tensor:
+        return self.stashed.pop(unit)
 
     def take_grad(self, unit: str) -> Tensor:
         self.shipped.append(torch.full((LAYOUT.num_elements,), float("nan")))
@@ -114,7 +114,7 @@ def streamed(activations: str = "keep", slices: int = 1) -> tuple[Probe, Node, S
     weights = torch.randn(LAYOUT.num_elements)
     shelf = Shelf(weights)
     device = torch.device("cpu")
-    gradients = Gradients({"unit": LAYOUT}, torch.float32, device, shelf, shelf, groups=1, slices=slices)
+    gradients = Gradients({"unit": LAYOUT}, torch.float32, device, shelf, shelf, groups=1)
     gradients.begin_group(0)
     anchor = torch.zeros((), requires_grad=True)
     stage = Stage(shelf, gradients, torch.float32, device, slices, anchor)

@@ -136,6 +136,29 @@ def test_default_budgets_cuda_takes_free_memory(monkeypatch: pytest.MonkeyPatch)
     assert hardware.default_budgets("cuda").gpu_bytes == 500
 
 
+CUDA_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def test_cuda_defaults_are_set_where_the_environment_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CUDA_VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    hardware.set_cuda_defaults()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize("name", CUDA_VARIABLES)
+def test_cuda_defaults_leave_what_the_environment_says(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for other in CUDA_VARIABLES:
+        monkeypatch.setenv(other, "")
+        monkeypatch.delenv(other)
+    monkeypatch.setenv(name, "of my own")
+    hardware.set_cuda_defaults()
+    assert os.environ[name] == "of my own"
+    assert all(other in os.environ for other in CUDA_VARIABLES)
+
+
 @pytest.mark.gpu
 def test_gpus_here_have_memory() -> None:
     assert all(0 < gpu.free_bytes <= gpu.total_bytes for gpu in hardware.gpus())

@@ -27,6 +27,8 @@ from megatier.store.tier import Kind, Tier, round_up
 
 KIB = 1 << 10
 SEEDS = range(300)
+STATE = (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+"""Kinds that exist with a split and without."""
 LAYERS = [UnitSpec("embed", 64 << 10), *[UnitSpec(f"layer{i}", 32 << 10) for i in range(6)], UnitSpec("head", 64 << 10)]
 PLENTY = Budgets(1 << 40, 1 << 40, 1 << 40)
 Case = tuple[list[UnitSpec], Budgets, Policy]
@@ -48,21 +50,32 @@ def random_case(seed: int) -> Case:
         deferred=choose.random() < 0.5,
         groups=choose.choice([1, 1, 3]),
         chunk_elements=choose.choice([None, None, 2048, 5000]),
+        streamed_share=choose.choice([0.0, 0.5, 1.0]),
         align_elements=2048,
     )
     return units, budgets, policy
 
 
-def placed(seed: int) -> tuple[Case, Placement] | None:
-    case = random_case(seed)
+def streaming_case(seed: int) -> Case:
+    """The same with streaming asked for, RAM that is nearly enough, and clipping."""
+    units, budgets, policy = random_case(seed)
+    choose = random.Random(seed)
+    state = 12 * sum(unit.num_elements for unit in units)
+    budgets = replace(budgets, gpu=int(state * choose.uniform(0.5, 2)), ram=int(state * choose.uniform(1, 1.5)))
+    tiers = choose.choice([(Tier.RAM,), (Tier.RAM, Tier.NVME)])
+    return units, budgets, replace(policy, state=tiers, deferred=True, streamed_share=choose.choice([0.3, 0.7, 1.0]))
+
+
+def placed(case: Case) -> tuple[Case, Placement] | None:
     try:
         return case, place(*case)
     except PlanError:
         return None
 
 
-FITTING = [found for seed in SEEDS if (found := placed(seed)) is not None]
-REFUSED = [random_case(seed) for seed in SEEDS if placed(seed) is None]
+CASES = [*map(random_case, SEEDS), *map(streaming_case, range(100))]
+FITTING = [found for case in CASES if (found := placed(case)) is not None]
+REFUSED = [case for case in CASES if placed(case) is None]
 
 
 def homes_of(placement: Placement, units: Sequence[UnitSpec], tier: Tier, policy: Policy) -> int:
@@ -127,7 +140,9 @@ def test_a_unit_on_the_gpu_is_there_whole_with_its_gradient() -> None:
         for unit in units:
             homes = {placement.homes[unit.name, kind] for kind in state_kinds(split=policy.split)}
             assert Tier.GPU not in homes or homes == {Tier.GPU}
-            assert (placement.grad_homes[unit.name] is Tier.GPU) == (homes == {Tier.GPU})
+            is_updated_there = homes == {Tier.GPU} or unit.name in placement.streamed
+            assert (placement.grad_homes[unit.name] is Tier.GPU) == is_updated_there
+            assert placement.updater(unit.name) is (Tier.GPU if is_updated_there else Tier.RAM)
 
 
 def test_gradients_wait_in_ram_where_updates_are_deferred_or_sums_are_taken() -> None:
@@ -136,18 +151,18 @@ def test_gradients_wait_in_ram_where_updates_are_deferred_or_sums_are_taken() ->
         assert set(placement.grad_homes.values()) <= waits
 
 
-def test_slots_serve_the_largest_streamed_unit() -> None:
+def test_slots_serve_the_largest_unit_that_passes() -> None:
     for (units, _, policy), placement in FITTING:
-        streamed = [unit for unit in units if placement.homes[unit.name, Kind.WEIGHT] is not Tier.GPU]
+        passing = [unit for unit in units if placement.homes[unit.name, Kind.WEIGHT] is not Tier.GPU]
         slots = {(plan.tier, plan.kind): plan for plan in placement.slots}
-        if not streamed:
+        if not passing:
             assert not slots
             continue
-        longest = max(unit.num_elements for unit in streamed)
+        longest = max(unit.num_elements for unit in passing)
         weight, grad = slots[Tier.GPU, Kind.WEIGHT], slots[Tier.GPU, Kind.GRAD]
         assert weight.slot_bytes >= longest * bytes_per_element(Kind.WEIGHT, split=policy.split)
-        assert min(len(streamed), SLOTS_MIN) <= weight.num_slots <= len(streamed)
-        assert grad.slot_bytes >= max(grad_bytes(unit, policy) for unit in streamed)
+        assert min(len(passing), SLOTS_MIN) <= weight.num_slots <= len(passing)
+        assert grad.slot_bytes >= max(grad_bytes(unit, policy) for unit in passing)
         if Tier.NVME in placement.homes.values():
             for kind in state_kinds(split=policy.split):
                 width = bytes_per_element(kind, split=policy.split)
@@ -172,6 +187,95 @@ def test_more_of_any_budget_spills_no_more() -> None:
 def test_placement_repeats() -> None:
     for case, placement in FITTING[:50]:
         assert place(*case) == placement
+
+
+# ---- streamed state ----
+
+
+def test_streamed_units_are_at_home_in_ram_within_the_share_and_none_is_larger_than_most() -> None:
+    seen: Counter[bool] = Counter()
+    for (units, _, policy), placement in FITTING:
+        rest = [unit for unit in units if placement.homes[unit.name, Kind.WEIGHT] is not Tier.GPU]
+        sizes = {unit.name: unit.num_elements for unit in rest}
+        streamed = placement.streamed
+        assert list(streamed) == [name for name in sizes if name in streamed]  # forward order
+        assert sum(sizes[name] for name in streamed) <= policy.streamed_share * sum(sizes.values())
+        assert all(sizes[name] <= 2 * sorted(sizes.values())[len(rest) // 2] for name in streamed)
+        if streamed:
+            assert policy.deferred
+            assert {placement.homes[unit.name, kind] for unit in rest for kind in STATE} <= {Tier.RAM}
+        seen[bool(streamed)] += 1
+    assert min(seen.values()) > 15
+
+
+def test_streamed_state_has_a_gpu_slot_per_unit_and_kind_but_none_for_weights_and_its_gradient_no_ram() -> None:
+    for (units, _, policy), placement in FITTING:
+        kinds = [kind for kind in state_kinds(split=policy.split) if kind is not Kind.WEIGHT]
+        sizes = [unit.num_elements for unit in units if unit.name in placement.streamed]
+        plans = {plan.kind: plan for plan in placement.slots if plan.tier is Tier.GPU and plan.kind in kinds}
+        assert set(plans) == set(kinds if sizes else [])
+        for kind, plan in plans.items():
+            assert plan.num_slots == len(sizes)
+            assert plan.slot_bytes == round_up(max(sizes) * bytes_per_element(kind, split=policy.split))
+        if policy.deferred:
+            shipped = [unit for unit in units if placement.updater(unit.name) is Tier.RAM]
+            held = sum(grad_bytes(unit, policy) for unit in shipped)
+            held += sum(round_up(unit.activation_bytes) for unit in units)
+            slots = sum(round_up(plan.slot_bytes) * plan.num_slots for plan in placement.slots if plan.tier is Tier.RAM)
+            assert placement.other_bytes[Tier.RAM] == held + slots
+
+
+def test_streamed_share_zero_or_no_clipping_streams_nothing() -> None:
+    for (units, budgets, policy), placement in FITTING:
+        plain = replace(policy, streamed_share=0.0)
+        if not (policy.streamed_share and policy.deferred):
+            assert placement.streamed == ()
+            assert place(units, budgets, plain) == placement
+        elif not placement.streamed:
+            assert place(units, budgets, plain) == placement
+
+
+IN_RAM = Policy(state=(Tier.RAM,), streamed_share=1.0)
+WIDE = [UnitSpec("embed", 96 << 10), *LAYERS[1:-1], UnitSpec("head", 96 << 10)]
+"""Embedding and head are larger than most."""
+LAYER = (10 + 2) * 32 * KIB
+"""GPU bytes of a streamed layer: remainder, moments, gradient."""
+LEAST = 4 * 2 * 96 * KIB
+
+
+def test_streamed_units_are_as_many_as_there_is_room_for_beside_the_least() -> None:
+    for count in range(7):
+        for less in (0, 4096):
+            placement = place(WIDE, replace(PLENTY, gpu=LEAST + count * LAYER + less), IN_RAM)
+            assert placement.streamed == tuple(f"layer{number}" for number in range(count))
+    assert place(WIDE, PLENTY, IN_RAM).streamed == tuple(f"layer{number}" for number in range(6))
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.08, 0), (0.09, 1), (0.2, 2), (0.25, 3), (0.5, 6), (1.0, 6)])
+def test_streamed_units_fill_the_share(share: float, count: int) -> None:
+    """Six layers of a twelfth each; embedding and head have three."""
+    placement = place(WIDE, PLENTY, replace(IN_RAM, streamed_share=share))
+    assert placement.streamed == tuple(f"layer{number}" for number in range(count))
+
+
+def test_streaming_is_given_up_where_ram_is_short() -> None:
+    state = 12 * 12 * 32 * KIB
+    policy = replace(IN_RAM, state=(Tier.RAM, Tier.NVME))
+    grads = 2 * 6 * 32 * KIB  # of embedding and head alone
+    enough = place(WIDE, Budgets(8 << 20, state + grads, 1 << 40), policy)
+    assert len(enough.streamed) == 6
+    short = Budgets(8 << 20, state + grads - 4096, 1 << 40)
+    assert place(WIDE, short, policy) == place(WIDE, short, replace(policy, streamed_share=0.0))
+    assert Tier.NVME in place(WIDE, short, policy).homes.values()
+
+
+def test_streaming_comes_after_state_at_home_on_the_gpu() -> None:
+    layers = LAYERS[1:-1]
+    home, slots = 14 * 32 * KIB, 4 * 2 * 32 * KIB
+    policy = replace(IN_RAM, state=(Tier.GPU, Tier.RAM))
+    placement = place(layers, replace(PLENTY, gpu=slots + 2 * home + LAYER), policy)
+    assert [placement.homes[unit.name, Kind.WEIGHT] for unit in layers] == [Tier.GPU] * 2 + [Tier.RAM] * 4
+    assert placement.streamed == ("layer2",)
 
 
 # ---- refusals ----

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from megatier.schedule.trace import stall_seconds
 from megatier.store.blockfile import BlockFiles, Extent, FileBatch, IoOptions
 from megatier.store.store import TieredStore
 from megatier.store.tier import Kind, Phase, Tier
+from megatier.store.transfer import Lanes
 
 UNITS = [UnitSpec(f"u{number}", count) for number, count in enumerate((4096, 8192, 2048, 6144, 2048))]
 ALL = (Tier.GPU, Tier.RAM, Tier.NVME)
@@ -35,11 +37,12 @@ class Model:
     """What every plane holds, in plain tensors: int32 or int16 whose sums wrap."""
 
     policy: Policy
+    units: Sequence[UnitSpec]
     planes: dict[tuple[str, Kind], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
-        for unit in UNITS:
+        for unit in self.units:
             for kind in state_kinds(split=self.policy.split):
                 low, high = torch.iinfo(self.dtype(kind)).min, torch.iinfo(self.dtype(kind)).max
                 shape, dtype = (unit.num_elements,), self.dtype(kind)
@@ -53,7 +56,7 @@ class Model:
         return 3 * self.planes[unit, Kind.WEIGHT].to(torch.int32) % 1000 + group
 
     def update(self) -> None:
-        for unit in UNITS:
+        for unit in self.units:
             total = sum((self.grad(unit.name, group) for group in range(self.policy.groups)), torch.tensor(0))
             apply({kind: self.planes[unit.name, kind] for kind in state_kinds(split=self.policy.split)}, total)
 
@@ -98,7 +101,7 @@ class Run:
     """A player with a model beside it, and a compute that checks what it is given."""
 
     def __init__(self, store: TieredStore, budgets: Budgets, policy: Policy, units: Sequence[UnitSpec]) -> None:
-        self.policy, self.model = policy, Model(policy)
+        self.policy, self.model = policy, Model(policy, units)
         self.placement = place(units, budgets, policy)
         self.adder = Adder(self.model)
         self.player = Player(store, units, self.placement, policy, self.adder)
@@ -176,7 +179,11 @@ PLACES: dict[str, tuple[tuple[Tier, ...], int, int]] = {
     "ram": ((Tier.RAM,), 160 << 10, 2 << 20),
     "nvme": ((Tier.NVME,), 160 << 10, 1 << 20),
     "mixed": (ALL, 200 << 10, 260 << 10),
+    "streamed": ((Tier.RAM,), 296 << 10, 2 << 20),
 }
+FOR_STREAMED = [UnitSpec(f"u{number}", count) for number, count in enumerate((4096, 10240, 4096, 10240, 2048))]
+STREAMED = ("u0", "u2", "u4")
+"""Of these, all but those larger than most."""
 
 
 @pytest.fixture
@@ -184,11 +191,14 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Starts runs by placement; closes them."""
     runs: list[Run] = []
 
-    def start_run(name: str, units: Sequence[UnitSpec] = UNITS, ram: int = 0, **choices: int | bool) -> Run:
+    def start_run(name: str, units: Sequence[UnitSpec] = (), ram: int = 0, **choices: float | bool) -> Run:
         state, gpu, usual = PLACES[name]
+        units = units or (FOR_STREAMED if name == "streamed" else UNITS)
         ram = ram or usual
         options = IoOptions(num_threads=2, chunk_bytes=CHUNK_BYTES)
-        policy = Policy(state=state, chunk_elements=2048, align_elements=2048, **{"split": False, **choices})  # type: ignore[arg-type]
+        share = 1.0 if name == "streamed" else 0.0
+        choices = {"split": False, "streamed_share": share, **choices}
+        policy = Policy(state=state, chunk_elements=2048, align_elements=2048, **choices)  # type: ignore[arg-type]
         store = TieredStore.open(gpu=gpu, ram=ram, nvme=[f"{tmp_path}:4MiB"], options=options)
         try:
             runs.append(Run(store, Budgets(gpu, ram, 4 << 20), policy, units))
@@ -252,7 +262,8 @@ def test_steps_give_the_same_bytes_wherever_the_state_lies(
     run.check_state()
     assert run.store.moved_bytes - run_in_moves(run) == run.player.demanded
     homes = set(run.placement.homes.values())
-    assert homes == (set(ALL) if name == "mixed" else {Tier(name)})
+    assert homes == set(PLACES[name][0])
+    assert run.placement.streamed == (STREAMED if name == "streamed" and deferred else ())
 
 
 def run_in_moves(run: Run) -> Counter[str]:
@@ -338,9 +349,206 @@ def test_activation_comes_back_as_it_was_stashed(start: Callable[..., Run]) -> N
     run = start("ram", units=[UnitSpec("u0", 4096, activation_bytes=4096), *UNITS[1:]])
     tensor = torch.randn(32, 32)
     run.player.stash("u0", tensor)
-    found = torch.empty_like(tensor)
-    run.player.fetch("u0", found)
+    found = run.player.fetch("u0")
+    assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
     assert torch.equal(found, tensor)
+
+
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (0, 1, 2, 3), (1, 3, 2, 0)])
+def test_activations_come_back_in_any_order_each_once_and_the_next_one_ahead(
+    start: Callable[..., Run], order: Sequence[int]
+) -> None:
+    run = start("ram", units=[UnitSpec(f"u{number}", 4096, activation_bytes=4096) for number in range(4)])
+    run.player.begin("train")
+    tensors = [torch.randn(32, 32), torch.randn(8, 4, 32), torch.randn(64, 32).bfloat16(), torch.randn(32, 32)]
+    for number, tensor in enumerate(tensors):
+        run.player.stash(f"u{number}", tensor.clone())
+    before = run.store.moved_bytes["ram_to_gpu"]
+    for count, number in enumerate(order, 1):
+        assert torch.equal(run.player.fetch(f"u{number}"), tensors[number])
+        if order[0] == 3:  # as in a backward
+            assert run.store.moved_bytes["ram_to_gpu"] - before == 4096 * min(4, count + 1)
+    assert run.store.moved_bytes["ram_to_gpu"] - before == 4 * 4096
+
+
+# ---- streamed state ----
+
+
+def settle_exchange(run: Run) -> None:
+    """Until streamed state has gone home and begun to come again."""
+    assert run.player._exchange is not None
+    run.player._exchange.wait()
+
+
+def on_gpu(run: Run, kind: Kind) -> set[str]:
+    return {name for name in run.player.units if Tier.GPU in run.store.residency(block_key(name, kind))}
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("split", [False, True])
+def test_streamed_state_passes_through_the_gpu_on_lanes_of_its_own(
+    start: Callable[..., Run], split: bool, groups: int
+) -> None:
+    run = start("streamed", split=split, groups=groups)
+    size = sum(run.player.blocks.passing_bytes(name) for name in STREAMED)
+    assert size == sum((10 if split else 8) * run.player.units[name].num_elements for name in STREAMED)
+    run.train_step()
+    assert run.player.demanded["state_to_gpu"] == run.store.moved_bytes["state_to_gpu"] == 0  # it only records
+    run.train_step()
+    settle_exchange(run)
+    for step in range(3, 6):
+        before = run.store.moved_bytes.copy()
+        run.train_step()
+        settle_exchange(run)
+        moved = run.store.moved_bytes - before
+        assert (moved["state_to_gpu"], moved["state_to_ram"]) == (size, size), step
+        weights = sum((2 if split else 4) * run.player.units[name].num_elements for name in STREAMED)
+        shipped = sum(run.player.units[name].num_elements for name in ("u1", "u3"))
+        grads = groups * shipped * (2 if split and groups == 1 else 4)
+        assert moved["gpu_to_ram"] == weights + grads
+        assert on_gpu(run, Kind.EXP_AVG) == set(STREAMED)
+    run.check_state()
+    assert run.store.moved_bytes == run.player.demanded
+    assert on_gpu(run, Kind.EXP_AVG) == on_gpu(run, Kind.WEIGHT) == set()
+
+
+@pytest.mark.parametrize("extra_slots", [0, 3])
+def test_streamed_state_steps_drains_and_evaluations_in_any_order_move_what_is_demanded(
+    start: Callable[..., Run], extra_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PLACES, "streamed", ((Tier.RAM,), (296 << 10) + extra_slots * (40 << 10), 2 << 20))
+    run = start("streamed")
+    assert run.placement.num_slots(Tier.GPU, Kind.WEIGHT) == 2 + extra_slots
+    drain, step, evaluate = run.player.drain, run.train_step, run.evaluate
+    for do in (drain, step, step, drain, step, evaluate, step, step, evaluate, evaluate, drain, drain, step, drain):
+        within(do)
+    assert run.store.moved_bytes == run.player.demanded
+    run.check_state()
+    within(step)
+    run.check_state()
+
+
+def test_streamed_state_beside_units_at_home_on_the_gpu(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    units = [UnitSpec(f"u{number}", 4096) for number in range(5)]
+    slots, home, passing = 4 * (16 << 10), 64 << 10, 48 << 10
+    monkeypatch.setitem(PLACES, "streamed", ((Tier.GPU, Tier.RAM), slots + home + passing, 2 << 20))
+    run = start("streamed", units)
+    assert [run.placement.updater(unit.name) for unit in units] == [Tier.GPU, Tier.GPU, Tier.RAM, Tier.RAM, Tier.RAM]
+    assert run.placement.homes["u0", Kind.WEIGHT] is Tier.GPU
+    assert run.placement.streamed == ("u1",)
+    for _ in range(3):
+        run.train_step()
+    run.evaluate()
+    run.check_state()
+    assert run.store.moved_bytes == run.player.demanded
+
+
+def test_streamed_state_fetched_ahead_survives_a_step_that_is_not_finite(start: Callable[..., Run]) -> None:
+    """Such a step ends without updates; what it fetched serves the next one."""
+    run = start("streamed")
+    run.train_step()
+    run.train_step()
+    run.player.begin("train")
+    for access in run.order():
+        run.use(*access)
+    run.player.end()
+    run.player.drain_gradients()
+    run.evaluate()  # the diagnosis
+    assert on_gpu(run, Kind.EXP_AVG) == set(STREAMED)
+    before = run.store.moved_bytes["state_to_gpu"]
+    run.player.begin("train")
+    for access in run.order():
+        run.use(*access)
+    settle_exchange(run)
+    assert run.store.moved_bytes["state_to_gpu"] == before
+    run.player.end()
+    run.player.drain_gradients()
+    run.player.defer_updates()
+    run.model.update()
+    run.check_state()
+    assert run.store.moved_bytes == run.player.demanded
+
+
+def test_streamed_update_waits_for_no_cpu_update_but_goes_home_after_them(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start("streamed")
+    run.train_step()
+    run.train_step()
+    settle_exchange(run)
+    before = run.store.moved_bytes["state_to_ram"]
+    held, real = threading.Event(), run.adder.apply
+
+    def slow(unit: str, *arguments: object) -> None:
+        if unit not in STREAMED:
+            held.wait(HANG_S)
+        real(unit, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run.adder, "apply", slow)
+    run.adder.updated.clear()
+    run.player.begin("train")
+    run.use("u0", Phase.FORWARD, 0)
+    time.sleep(0.05)
+    assert run.adder.updated == ["u0"]  # u2 has no slot yet
+    assert run.store.moved_bytes["state_to_ram"] == before
+    held.set()
+    for access in run.order()[1:]:
+        run.use(*access)
+    run.player.end()
+    run.player.drain_gradients()
+    run.player.defer_updates()
+    run.model.update()
+    run.check_state()
+
+
+def fail_lane(monkeypatch: pytest.MonkeyPatch, queue: str, prefix: str, error: Exception) -> None:
+    """Moves on one lane of blocks whose key begins so fail."""
+    real = Lanes.submit
+
+    def submit(self: Lanes, name: str, key: str, size: int, start: Callable[[], Any], *rest: Any, **more: Any) -> Any:
+        def refuse() -> None:
+            time.sleep(0.02)  # a slow failure is noticed late
+            raise error
+
+        return real(self, name, key, size, refuse if name == queue and key.startswith(prefix) else start, *rest, **more)
+
+    monkeypatch.setattr(Lanes, "submit", submit)
+
+
+@pytest.mark.parametrize(
+    ("queue", "key"),
+    [("state_to_ram", "u2/exp_avg_sq"), ("state_to_gpu", "u2/exp_avg_sq"), ("gpu_to_ram", "u2/weight")],
+)
+def test_streamed_state_that_cannot_move_stops_the_run(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, queue: str, key: str
+) -> None:
+    run = start("streamed")
+    run.train_step()
+    run.player.drain()
+    fail_lane(monkeypatch, queue, key, BROKEN)
+
+    def steps() -> None:
+        for _ in range(3):
+            run.train_step()
+        run.player.drain()
+
+    with pytest.raises(TransferError) as caught:
+        within(steps)
+    assert caught.value is BROKEN
+    with pytest.raises(TransferError):
+        within(run.player.drain)
+
+
+def test_streamed_state_write_back_that_fails_reaches_drain(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start("streamed")
+    run.train_step()
+    fail_lane(monkeypatch, "state_to_ram", "u2/exp_avg_sq", BROKEN)
+    with pytest.raises(TransferError):
+        within(run.player.drain)
 
 
 # ---- stalls ----
@@ -434,14 +642,17 @@ def test_pass_that_ends_early_is_refused_and_the_next_one_works(start: Callable[
 # ---- cancel, close ----
 
 
-@pytest.mark.parametrize("name", ["ram", "nvme", "mixed"])
+@pytest.mark.parametrize("uses", [1, 3])
+@pytest.mark.parametrize("name", ["ram", "nvme", "mixed", "streamed"])
 @pytest.mark.parametrize("deferred", [True, False])
-def test_cancel_half_way_leaves_a_run_that_goes_on(start: Callable[..., Run], name: str, deferred: bool) -> None:
+def test_cancel_half_way_leaves_a_run_that_goes_on(
+    start: Callable[..., Run], name: str, deferred: bool, uses: int
+) -> None:
     run = start(name, deferred=deferred)
     for _ in range(2):
         run.train_step()
     run.player.begin("train")
-    for access in run.order()[:3]:
+    for access in run.order()[:uses]:
         run.use(*access)
     within(run.player.cancel)
     run.check_state()  # the updates that were due have run
@@ -450,9 +661,10 @@ def test_cancel_half_way_leaves_a_run_that_goes_on(start: Callable[..., Run], na
     run.check_state()
 
 
+@pytest.mark.parametrize("name", ["nvme", "streamed"])
 @pytest.mark.parametrize("uses", [0, 1, 4, 7])
-def test_close_in_the_middle_of_a_pass_ends(start: Callable[..., Run], uses: int) -> None:
-    run = start("nvme")
+def test_close_in_the_middle_of_a_pass_ends(start: Callable[..., Run], uses: int, name: str) -> None:
+    run = start(name)
     run.train_step()
     run.player.begin("train")
     for access in run.order()[:uses]:

@@ -36,6 +36,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe": ("qwen3_moe", {**SMALL, "num_hidden_layers": 4, "num_experts": 3, "moe_intermediate_size": 8}),
 }
 """What the exactness tests run: dropout and a bare head, dropout and a tied one, a router with its auxiliary loss."""
+NO_DROPOUT: dict[str, tuple[str, dict[str, Any]]] = {
+    # The compiler draws other random numbers than torch does: without dropout both can be compared.
+    "plain": ("llama", SMALL),
+    # Heads long enough for flash attention on a GPU.
+    "flash": (
+        "llama",
+        {**SMALL, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 2112},
+    ),
+}
+"""What the tests of compilation run."""
 BATCH, TOKENS = 6, 16
 
 
@@ -48,11 +58,14 @@ class Place:
     gpu: int = 0
     """Bytes beyond the least."""
     ram: int = 0
+    streamed: float = 0.0
+    """Share of the parameters in RAM whose state passes through the GPU."""
 
 
 PLACES = {
     "gpu": Place(tiers=("gpu",), gpu=64 * MIB),
     "ram": Place(tiers=("ram",)),
+    "ram_streamed": Place(tiers=("ram",), gpu=256 * KIB, streamed=0.7),
     "nvme": Place(tiers=("nvme",)),
     "gpu_ram": Place(tiers=("gpu", "ram"), gpu=100 * KIB),
     "ram_nvme": Place(tiers=("ram", "nvme"), ram=32 * KIB),
@@ -71,8 +84,8 @@ class Outcome:
 
 
 def exactness_config(model: str) -> PretrainedConfig:
-    """Config of one of MODELS."""
-    family, options = MODELS[model]
+    """Config of one of MODELS or NO_DROPOUT."""
+    family, options = {**MODELS, **NO_DROPOUT}[model]
     return tiny_config(family, **options)
 
 
@@ -123,7 +136,14 @@ def _session(
     while True:
         nvme = (f"{mount}:16MiB",) if "nvme" in place.tiers else ()
         tiers = TiersConfig(
-            device=device, gpu=gpu, ram=ram, nvme=nvme, state=place.tiers, io_threads=2, update_threads=2
+            device=device,
+            gpu=gpu,
+            ram=ram,
+            nvme=nvme,
+            state=place.tiers,
+            io_threads=2,
+            update_threads=2,
+            streamed_share=place.streamed,
         )
         try:
             return Session(skeleton, model_config, tiers, train, tokens)
@@ -181,7 +201,7 @@ def outcome(session: Session, results: Sequence[StepResult]) -> Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Five steps of one of MODELS, and all that may change their numbers or must not."""
+    """Five steps of one of MODELS or NO_DROPOUT, and all that may change their numbers or must not."""
 
     model: str
     dtype: str = "bf16"
@@ -194,6 +214,11 @@ class Run:
     seed: int = 5
     fp32_products: bool = False
     """As on a CPU without bf16 instructions; slower for tiny models."""
+    compile: bool | None = None
+    """None: on a GPU."""
+    saved_share: float = 0.8
+    fused_loss: bool = False
+    loss_chunk: int = 20
 
     @property
     def train(self) -> TrainConfig:
@@ -212,19 +237,35 @@ class Run:
         """Run; check that the state lies where it shall."""
         place = PLACES[self.place]
         config = exactness_config(self.model)
+        options: dict[str, Any] = {
+            "compute_dtype": self.dtype,
+            "compile": self.compile,
+            "saved_share": self.saved_share,
+            "fused_loss": self.fused_loss,
+            "loss_chunk": self.loss_chunk,
+        }
         with (
             patch("megatier.train.session.cpu_has_bf16", return_value=not self.fp32_products),
-            opened(config, mount, place, self.train, compute_dtype=self.dtype, device=self.device) as session,
+            opened(config, mount, place, self.train, device=self.device, **options) as session,
         ):
             held = {tier for tier, size in session.placement.state_bytes.items() if size}
             assert held == {Tier(name) for name in place.tiers}, f"{self.place} lies on {held}"
+            assert bool(session.placement.streamed) == bool(place.streamed and self.clip)
             return outcome(session, run_steps(session, self.train, seed=self.seed))
 
 
-def run_in_fresh_process(runs: Sequence[Run], mount: Path) -> list[Outcome]:
-    """The same runs, one after another, in one new interpreter with deterministic kernels."""
+def run_in_fresh_process(runs: Sequence[Run], mount: Path, compiled: Path | None = None) -> list[Outcome]:
+    """The same runs, one after another, in one new interpreter with deterministic kernels.
+
+    Args:
+        runs: what to run.
+        mount: directory for block files.
+        compiled: directory for compiled code; the user's own where not given.
+    """
     command = [sys.executable, __file__, str(mount), *(json.dumps(asdict(run)) for run in runs)]
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    if compiled is not None:
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=540)
     assert done.returncode == 0, done.stderr
     return [Outcome(*(tuple(part) for part in parts)) for parts in json.loads(done.stdout.splitlines()[-1])]

@@ -7,6 +7,9 @@ keep: the graph stays. A saved tensor that lies in the unit's weight slot is pac
 re-bound, at unpack, to wherever the unit's weights lie by then; so weights leave while activations stay.
 recompute: saved tensors are dropped at once; the backward runs the forward again, with the same random numbers.
 offload: recompute, with the unit's input in RAM in between.
+
+A compiled forward that saves its inputs alone (`Compilation.saved_share` 0) computes again inside its own backward, so
+there recompute is keep, and offload is keep with the input re-bound as well.
 """
 
 from __future__ import annotations
@@ -29,9 +32,10 @@ class Activations(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class _InSlot:
-    """A saved tensor that is a view of the unit's weights."""
+class _InRegion:
+    """A saved tensor that is a view of the unit's weights, or of its offloaded input."""
 
+    region: int
     offset: int
     dtype: torch.dtype
     size: torch.Size
@@ -39,32 +43,38 @@ class _InSlot:
 
 
 class Rebinding:
-    """Saved-tensor hooks of one unit in one group: weights saved for the backward become addresses, not tensors."""
+    """Saved-tensor hooks of one slice: what lies in memory that will leave is saved as an address, not as a tensor."""
 
-    def __init__(self, weights: Tensor) -> None:
-        """Weights is the unit's slot during the forward: uint8 [block], a view of its arena."""
-        self.weights: Tensor | None = weights
+    def __init__(self, *regions: Tensor) -> None:
+        """Regions are contiguous: the unit's weight slot and, where it is offloaded, the unit's input."""
+        self._regions = regions
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
         """Run the forward inside."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
-        self.weights = None
+        self._regions = ()
 
-    def _pack(self, tensor: Tensor) -> Tensor | _InSlot:
-        assert self.weights is not None
-        offset = tensor.data_ptr() - self.weights.data_ptr()
-        if not 0 <= offset < self.weights.numel():
-            return tensor
-        return _InSlot(offset, tensor.dtype, tensor.size(), tensor.stride())
+    def bind(self, *regions: Tensor) -> None:
+        """Say where the same bytes lie in the backward."""
+        self._regions = regions
 
-    def _unpack(self, packed: Tensor | _InSlot) -> Tensor:
+    def _pack(self, tensor: Tensor) -> Tensor | _InRegion:
+        assert self._regions
+        for index, region in enumerate(self._regions):
+            offset = tensor.data_ptr() - region.data_ptr()
+            if 0 <= offset < region.nbytes:
+                return _InRegion(index, offset, tensor.dtype, tensor.size(), tensor.stride())
+        return tensor
+
+    def _unpack(self, packed: Tensor | _InRegion) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        assert self.weights is not None, "the backward binds the unit's weights first"
-        start = (int(self.weights.storage_offset()) + packed.offset) // packed.dtype.itemsize
-        return self.weights.view(packed.dtype).as_strided(packed.size, packed.stride, start)
+        assert self._regions, "the backward binds the unit's weights first"
+        region = self._regions[packed.region].view(-1).view(torch.uint8)
+        start = (int(region.storage_offset()) + packed.offset) // packed.dtype.itemsize
+        return region.view(packed.dtype).as_strided(packed.size, packed.stride, start)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Gradients of units: summed in fp32 over slices, uses and groups, rounded once to the compute dtype, handed over.
 
-A unit's gradient of a group is whole when every forward use has had its backward. One use, one slice and one group need
-no sum: the gradient is written as autograd made it. Parameters without a gradient count as zero; everything is
+A unit's gradient of a group is whole when every forward use has had its backward. One summand in one group needs no
+sum: the gradient is written as autograd made it. Parameters without a gradient count as zero; everything is
 addressed by parameter, never by a running offset.
 """
 
@@ -49,13 +49,12 @@ class Gradients:
         norm: Measure,
         *,
         groups: int,
-        slices: int,
     ) -> None:
-        """Dtype is the compute dtype; device is where sums are taken; groups and slices are those of the step."""
+        """Dtype is the compute dtype; device is where sums are taken; groups are those of the step."""
         self._layouts, self._dtype, self._device, self._sink, self._norm = layouts, dtype, device, sink, norm
-        self._groups, self._slices = groups, slices
+        self._groups = groups
         self._gaps = {name: _gaps(layout) for name, layout in layouts.items()}
-        self._uses: Counter[str] = Counter()
+        self._summands: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
         self._sums: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
@@ -64,14 +63,14 @@ class Gradients:
     def begin_group(self, group: int) -> None:
         """Forget what an abandoned group left behind."""
         self.group = group
-        for counts in (self._uses, self._left):
+        for counts in (self._summands, self._left):
             counts.clear()
         self._sums.clear()
         self._buffers.clear()
 
-    def expect(self, unit: str) -> None:
-        """A forward use happened; a backward will follow."""
-        self._uses[unit] += 1
+    def expect(self, unit: str, num_slices: int) -> None:
+        """A forward use happened; a backward in so many slices will follow."""
+        self._summands[unit] += num_slices
         self._left[unit] += 1
 
     def add(self, unit: str, parts: Sequence[tuple[str, Tensor | None]]) -> None:
@@ -112,7 +111,7 @@ class Gradients:
 
     def _target(self, unit: str) -> tuple[Tensor, bool]:
         """Flat buffer of all elements, and whether this is its first summand."""
-        if self._groups == 1 and self._slices == 1 and self._uses[unit] == 1:
+        if self._groups == 1 and self._summands[unit] == 1:
             self._buffers[unit] = self._sink.take_grad(unit)
             buffer = self._buffers[unit].view(self._dtype)
             for start, stop in self._gaps[unit]:

@@ -46,6 +46,8 @@ class FusedLoss:
             raise UnsupportedModelError(f"{head.module_name} has a bias; set model.fused_loss to false.")
         self._head, self._chunk = head, chunk
         self._cap = _take_softcap(model)
+        compilation = head.stage.compilation
+        self._slopes = slopes if compilation is None else compilation(slopes, "the loss")
         head.module.forward = lambda hidden: hidden
         model.loss_function = self
 
@@ -71,18 +73,20 @@ class FusedLoss:
         if shift_labels is None:
             shift_labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         targets = shift_labels.reshape(-1)
-        count = num_items_in_batch if num_items_in_batch is not None else int((targets != IGNORED).sum())
+        # Never read by the host, which would wait for the device and for every copy before it.
+        counted = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        count = torch.zeros((), dtype=torch.float64, device=hidden.device) + counted
         stage = self._head.stage
         if not torch.is_grad_enabled():
             use = stage.source.enter(self._head.unit, Phase.FORWARD, stage.gradients.group)
             loss = self._forward(hidden, self._weight(use.bytes), targets, count, None)
             use.leave()
             return loss
-        stage.gradients.expect(self._head.unit)
+        stage.gradients.expect(self._head.unit, 1)
         result: Tensor = _LossFunction.apply(self, hidden, stage.anchor, targets, count)  # type: ignore[no-untyped-call]
         return result
 
-    def run(self, hidden: Tensor, targets: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, hidden: Tensor, targets: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Loss (fp32 scalar), gradient of hidden (its dtype), gradient of the head (fp32 [V, H])."""
         stage = self._head.stage
         use = stage.source.enter(self._head.unit, Phase.FORWARD, stage.gradients.group)
@@ -102,48 +106,61 @@ class FusedLoss:
         return self._head.leaves(weights)[0].detach()
 
     def _forward(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, count: int, grads: tuple[Tensor, Tensor] | None
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, count: Tensor, grads: tuple[Tensor, Tensor] | None
     ) -> Tensor:
         loss = hidden.new_zeros((), dtype=torch.float32)
+        scale = count.reciprocal().float()
         for start in range(0, hidden.shape[0], self._chunk):
             rows = slice(start, start + self._chunk)
-            loss += self._chunk_loss(hidden[rows], weight, targets[rows], count, grads, rows)
-        return loss / count
+            logits = hidden[rows] @ weight.t()
+            if grads is None:
+                loss += cross_entropy(logits, targets[rows], self._cap)
+                continue
+            part, slope = self._slopes(logits, targets[rows], self._cap, scale)
+            loss += part
+            torch.mm(slope, weight, out=grads[0][rows])
+            add_product(grads[1], slope.t(), hidden[rows])
+        return loss / count.float()
 
-    def _chunk_loss(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        count: int,
-        grads: tuple[Tensor, Tensor] | None,
-        rows: slice,
-    ) -> Tensor:
-        logits = (hidden @ weight.t()).float()
-        capped = torch.tanh(logits / self._cap) if self._cap else None
-        if capped is not None and self._cap:
-            logits = capped * self._cap
-        counted = targets != IGNORED
-        index = targets.clamp(min=0)[:, None]
-        norms = torch.logsumexp(logits, -1)
-        loss = ((norms - logits.gather(1, index)[:, 0]) * counted).sum()
-        if grads is not None:
-            slope = logits.sub_(norms[:, None]).exp_()
-            slope.scatter_add_(1, index, -torch.ones_like(slope[:, :1]))
-            slope.mul_((counted.float() / count)[:, None])
-            if capped is not None:
-                slope.mul_(1 - capped * capped)
-            slope = slope.to(hidden.dtype)
-            grads[0][rows] = slope @ weight
-            grads[1].add_(slope.t() @ hidden)
-        return loss
+
+def cross_entropy(logits: Tensor, targets: Tensor, cap: float | None) -> Tensor:
+    """Sum over counted tokens of logsumexp(z) - z[target]; logits [N, V], targets [N]. Returns an fp32 scalar."""
+    z = _capped(logits.float(), cap)
+    found = z.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    return torch.where(targets != IGNORED, torch.logsumexp(z, -1) - found, 0.0).sum()
+
+
+def slopes(logits: Tensor, targets: Tensor, cap: float | None, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss as above, and `scale` times its derivative by the logits (before the cap), in their dtype [N, V]."""
+    z = _capped(logits.float(), cap)
+    counted, index = targets != IGNORED, targets.clamp(min=0)[:, None]
+    norms = torch.logsumexp(z, -1, keepdim=True)
+    loss = torch.where(counted, (norms - z.gather(1, index))[:, 0], 0.0).sum()
+    # A comparison, not a scatter: deterministic, and one pass when compiled.
+    is_target = torch.arange(z.shape[1], device=z.device) == index
+    slope = torch.exp(z - norms) - is_target.to(z.dtype)
+    if cap:
+        slope = slope * (1 - (z / cap) ** 2)
+    return loss, (slope * (counted[:, None] * scale)).to(logits.dtype)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to total, fp32 [M, N], in place; on CUDA nothing is rounded in between."""
+    if total.is_cuda and left.dtype is not torch.float32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(left @ right)
+
+
+def _capped(z: Tensor, cap: float | None) -> Tensor:
+    return torch.tanh(z / cap) * cap if cap else z
 
 
 class _LossFunction(torch.autograd.Function):
     """Gradients are made in the forward; the backward scales them and hands the head's over."""
 
     @staticmethod
-    def forward(ctx: Any, fused: FusedLoss, hidden: Tensor, anchor: Tensor, targets: Tensor, count: int) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, fused: FusedLoss, hidden: Tensor, anchor: Tensor, targets: Tensor, count: Tensor) -> Tensor:  # noqa: ANN401
         loss, hidden_grad, head_grad = fused.run(hidden.detach(), targets, count)
         ctx.fused, ctx.hidden_grad, ctx.head_grad = fused, hidden_grad, head_grad
         return loss

@@ -21,10 +21,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers.utils.output_capturing import _active_collector
 
 from megatier.engine.activation import Activations, Rebinding, Replay, dropping
+from megatier.engine.compilation import Compilation, Compiled
 from megatier.engine.gradient import Gradients
 from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from megatier.store.layout import TensorSlice
@@ -54,7 +56,7 @@ class WeightSource(Protocol):
     def stash(self, unit: str, tensor: Tensor) -> None:
         """Take a contiguous activation to RAM."""
 
-    def fetch(self, unit: str, tensor: Tensor) -> None:
+    def fetch(self, unit: str) -> Tensor:
         """Bring it back."""
 
 
@@ -69,6 +71,8 @@ class Stage:
     slices: int
     anchor: Tensor
     """A scalar that requires a gradient: input of every node, so that units without a differentiable input have one."""
+    compilation: Compilation | None = None
+    """How to compile the forward of each module in training; None: not at all."""
     checks_finite: bool = False
     """Stop at the first unit with a value that is not finite (a diagnosis, not a training mode)."""
     learnt: dict[str, list[tuple[int, ...] | None]] | None = None
@@ -103,6 +107,9 @@ class Node:
         self.activations = activations
         self._bindings = bindings
         self._forward: Callable[..., Any] = module.forward
+        self._compiled: Compiled[..., Any] | None = None
+        if stage.compilation is not None and not isinstance(module, nn.Embedding):
+            self._compiled = stage.compilation(module.forward, type(module).__name__)
         self._leaves: dict[int, list[Tensor]] = {}
         self._slices = {tensor.name: tensor for _, _, tensor in bindings}
         self.batched: list[bool | None] | None = None
@@ -134,7 +141,7 @@ class Node:
         inputs = [flat[i] for i in call.differentiable]
         for i in call.differentiable:
             call.flat[i] = None
-        self.stage.gradients.expect(self.unit)
+        self.stage.gradients.expect(self.unit, call.num_slices)
         results = _UnitFunction.apply(call, self.stage.anchor, *inputs)  # type: ignore[no-untyped-call]
         return call.unpack(list(results))
 
@@ -157,10 +164,17 @@ class Node:
         for parameters, leaf, tensor in self._bindings:
             parameters[leaf] = by_name[tensor.name]
         try:
-            return self._forward(*args, **kwargs)
+            forward = self._compiled if self._compiled is not None and torch.is_grad_enabled() else self._forward
+            return forward(*args, **kwargs)
         finally:
             for (parameters, leaf, _), parameter in zip(self._bindings, before, strict=True):
                 parameters[leaf] = parameter
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether the forward's graph stays for the backward, rather than being made again there."""
+        lean = self._compiled is not None and self._compiled.saves_inputs_alone
+        return lean or self.activations is Activations.KEEP
 
     @property
     def names(self) -> list[str]:
@@ -282,6 +296,18 @@ class _Call:
         return tuple(outputs) if self.is_tuple else outputs[0]
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The graph of one slice, from its forward to its backward. Edges, since tensors would keep their memory."""
+
+    inputs: list[Tensor]
+    leaves: list[Tensor]
+    outputs: list[GradientEdge | None]
+    rows: list[int]
+    """Of each output."""
+    rebinding: Rebinding
+
+
 # HOP 3/6: GPU slot -> weights: views, no copy
 class _UnitFunction(torch.autograd.Function):
     """Forward and backward of one use of one unit."""
@@ -290,22 +316,28 @@ class _UnitFunction(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
         node, stage = call.node, call.node.stage
         ctx.call, ctx.kept, ctx.replays = call, [], []
-        keep = node.activations is Activations.KEEP
+        present = _stash(ctx, inputs)
+        keep = node.keeps_graph
         use = stage.source.enter(node.unit, Phase.FORWARD, stage.gradients.group)
         leaves = node.leaves(use.bytes)
         parts = []
-        for slice_inputs, flat in call.cut(inputs):
-            rebinding = Rebinding(use.bytes)
+        for slice_inputs, flat in call.cut(present):
+            rebinding = Rebinding(use.bytes, *([] if ctx.stashed is None else [present[ctx.stashed]]))
             if not keep:
                 ctx.replays.append(Replay(stage.device))
             with torch.enable_grad(), rebinding.hooks() if keep else dropping():
                 outputs = call.run(leaves, flat)
             if keep:
-                ctx.kept.append((slice_inputs, leaves, outputs, rebinding))
+                if ctx.stashed is not None:  # autograd holds the leaf; its bytes may go
+                    slice_inputs[ctx.stashed].data = slice_inputs[ctx.stashed].data.new_empty(0)
+                edges = [get_gradient_edge(x) if x is not None and x.requires_grad else None for x in outputs]
+                rows = [0 if x is None or not x.dim() else x.shape[0] for x in outputs]
+                ctx.kept.append(_Kept(slice_inputs, leaves, edges, rows, rebinding))
             parts.append([None if x is None else x.detach() for x in outputs])
         use.leave()
         results = _join(parts)
-        _save_inputs(ctx, inputs)
+        saved = [None if i == ctx.stashed else x for i, x in enumerate(present)]
+        ctx.save_for_backward(*(() if keep else saved))
         ctx.mark_non_differentiable(*[x for x in results if x is not None and not x.is_floating_point()])
         return tuple(results)
 
@@ -313,21 +345,26 @@ class _UnitFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         call: _Call = ctx.call
         node, stage = call.node, call.node.stage
-        inputs = _load_inputs(ctx)
+        fetched = _fetch(ctx)
         use = stage.source.enter(node.unit, Phase.BACKWARD, stage.gradients.group)
         input_grads: list[list[Tensor | None]] = []
-        pieces = iter(()) if ctx.kept else call.cut(inputs)
+        pieces = iter(()) if ctx.kept else call.cut(_saved_inputs(ctx, fetched))
+        outputs: Sequence[Tensor | GradientEdge | None]
         for index in range(call.num_slices):
             if ctx.kept:
-                slice_inputs, leaves, outputs, rebinding = ctx.kept[index]
-                rebinding.weights = use.bytes
-                ctx.kept[index] = ()
+                kept: _Kept = ctx.kept[index]
+                slice_inputs, leaves, outputs, rows = kept.inputs, kept.leaves, kept.outputs, kept.rows
+                kept.rebinding.bind(use.bytes, *fetched)
+                ctx.kept[index] = kept = None  # type: ignore[assignment]
             else:
                 slice_inputs, flat = next(pieces)
                 leaves = node.leaves(use.bytes)
                 with torch.enable_grad(), ctx.replays[index].again():
-                    outputs = call.run(leaves, flat)
-            found = _grads(outputs, _cut_grads(grads, outputs, index, call.num_slices), [*slice_inputs, *leaves])
+                    made = call.run(leaves, flat)
+                rows = [0 if x is None or not x.dim() else x.shape[0] for x in made]
+                outputs = [x if x is not None and x.requires_grad else None for x in made]
+                del made
+            found = _grads(outputs, _cut_grads(grads, rows, index, call.num_slices), [*slice_inputs, *leaves])
             del outputs
             stage.gradients.add(node.unit, list(zip(node.names, found[len(slice_inputs) :], strict=True)))
             input_grads.append(list(found[: len(slice_inputs)]))
@@ -336,29 +373,29 @@ class _UnitFunction(torch.autograd.Function):
         return (None, None, *_join_grads(input_grads, call))
 
 
-def _save_inputs(ctx: Any, inputs: Sequence[Tensor]) -> None:  # noqa: ANN401
-    """Offload the largest input; the others stay."""
+def _stash(ctx: Any, inputs: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401
+    """Where the policy says so, start offloading the largest input, and note which; returns the inputs to work with."""
     node: Node = ctx.call.node
-    ctx.shape, ctx.stashed = None, None
-    saved: list[Tensor | None] = list(inputs)
-    if node.activations is Activations.KEEP:
-        saved = []
-    elif node.activations is Activations.OFFLOAD and inputs:
+    ctx.stashed, result = None, list(inputs)
+    if node.activations is Activations.OFFLOAD and inputs:
         ctx.stashed = max(range(len(inputs)), key=lambda i: inputs[i].numel())
-        tensor = inputs[ctx.stashed].detach().contiguous()
-        ctx.shape = (tensor.shape, tensor.dtype)
+        tensor = result[ctx.stashed] = inputs[ctx.stashed].detach().contiguous()
         node.stage.source.stash(node.unit, tensor)
-        saved[ctx.stashed] = None
-    ctx.save_for_backward(*saved)
+    return result
 
 
-def _load_inputs(ctx: Any) -> list[Tensor]:  # noqa: ANN401
+def _fetch(ctx: Any) -> list[Tensor]:  # noqa: ANN401
+    """The offloaded input, if any."""
+    if ctx.stashed is None:
+        return []
     node: Node = ctx.call.node
+    return [node.stage.source.fetch(node.unit)]
+
+
+def _saved_inputs(ctx: Any, fetched: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401
     inputs = list(ctx.saved_tensors)
     if ctx.stashed is not None:
-        shape, dtype = ctx.shape
-        inputs[ctx.stashed] = torch.empty(shape, dtype=dtype, device=node.stage.device)
-        node.stage.source.fetch(node.unit, inputs[ctx.stashed])
+        inputs[ctx.stashed] = fetched[0]
     return inputs
 
 
@@ -369,25 +406,23 @@ def _join(parts: list[list[Any]]) -> list[Any]:
     return [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
 
 
-def _cut_grads(
-    grads: Sequence[Tensor | None], outputs: Sequence[Tensor | None], index: int, count: int
-) -> list[Tensor | None]:
+def _cut_grads(grads: Sequence[Tensor | None], rows: Sequence[int], index: int, count: int) -> list[Tensor | None]:
     if count == 1:
         return list(grads)
-    result: list[Tensor | None] = []
-    for grad, output in zip(grads, outputs, strict=True):
-        rows = 0 if output is None else output.shape[0]
-        result.append(None if grad is None else grad[index * rows : (index + 1) * rows])
-    return result
+    return [
+        None if grad is None else grad[index * size : (index + 1) * size]
+        for grad, size in zip(grads, rows, strict=True)
+    ]
 
 
 def _grads(
-    outputs: Sequence[Tensor | None], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor | GradientEdge | None], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None and o.requires_grad]
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None]
     if not pairs:
         return [None] * len(inputs)
-    return torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
+    edges = [get_gradient_edge(o) if torch.is_tensor(o) else o for o, _ in pairs]
+    return torch.autograd.grad(edges, inputs, [g for _, g in pairs], allow_unused=True)
 
 
 def _join_grads(parts: list[list[Tensor | None]], call: _Call) -> list[Tensor | None]:

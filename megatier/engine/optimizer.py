@@ -16,9 +16,12 @@ Source: Loshchilov and Hutter, arXiv 1711.05101. The split is megatier's: 12 byt
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +33,8 @@ from megatier.store.tier import Kind
 
 SPAN_ELEMENTS = 65_536
 """Elements under one partial sum of squares."""
+PIECE_ELEMENTS = 64 * SPAN_ELEMENTS
+"""Elements of one call where several threads share a gradient in RAM."""
 UPDATE_QUEUE_DEPTH = 4096
 
 
@@ -67,6 +72,7 @@ class AdamW:
         self._layouts, self._decayed, self._dtype, self._groups = dict(layouts), decayed, dtype, groups
         self._split = dtype is torch.bfloat16
         self._pool = _native.ThreadPool(num_threads, UPDATE_QUEUE_DEPTH)
+        self._workers = ThreadPoolExecutor(num_threads, "megatier-gradient")
         self._begun = (0.0, (0.0,) * 7)
         self._adopt(1.0)
         self._sums: dict[str, list[Tensor]] = {}
@@ -110,8 +116,10 @@ class AdamW:
 
     def norm(self) -> float:
         """Global norm of the measured gradients, sqrt of the exact sum of the partial sums."""
-        names = sorted(self._sums)
-        return math.sqrt(math.fsum(x for name in names for part in self._sums[name] for x in part.tolist()))
+        parts = [part for sums in self._sums.values() for part in sums]
+        by_device = [[part for part in parts if part.is_cuda is on_gpu] for on_gpu in (False, True)]
+        # One read of the GPU; fsum is exact, so the order of its summands does not matter.
+        return math.sqrt(math.fsum(itertools.chain(*(torch.cat(found).tolist() for found in by_device if found))))
 
     def first_non_finite(self) -> str | None:
         """The first unit, in forward order, whose measured gradient is not finite."""
@@ -133,13 +141,16 @@ class AdamW:
         if grad.is_cuda:
             self._sums[unit] = [self._kernels.sum_squares(grad[tensor.start : tensor.stop]) for tensor in tensors]
             return
-        counts = [-(-tensor.num_elements // SPAN_ELEMENTS) for tensor in tensors]
-        sums = torch.empty(sum(counts), dtype=torch.float64)
+        sums = torch.empty(sum(_num_spans(tensor) for tensor in tensors), dtype=torch.float64)
         source, target = grad.data_ptr(), sums.data_ptr()
-        for tensor, count in zip(tensors, counts, strict=True):
-            address = source + tensor.start * grad.element_size()
-            _native.sum_squares(address, tensor.num_elements, self._split, target)
-            target += count * sums.element_size()
+        pieces: list[tuple[int, int, bool, int]] = []
+        for tensor in tensors:
+            for start in range(0, tensor.num_elements, PIECE_ELEMENTS):
+                size = min(PIECE_ELEMENTS, tensor.num_elements - start)
+                first = source + (tensor.start + start) * grad.element_size()
+                pieces.append((first, size, self._split, target + start // SPAN_ELEMENTS * sums.element_size()))
+            target += _num_spans(tensor) * sums.element_size()
+        self._at_once(_native.sum_squares, pieces)
         self._sums[unit] = [sums]
 
     def accumulate(self, unit: str, total: Tensor, part: Tensor, *, group: int) -> None:
@@ -148,16 +159,25 @@ class AdamW:
         Args:
             unit: its unit.
             total: uint8, fp32 sum; after the last group its front holds the gradient in the compute dtype.
-            part: uint8, fp32 gradient of this group.
+            part: uint8, fp32 gradient of this group; overwritten.
             group: 0, 1, ...
         """
         count = self._layouts[unit].num_elements
-        _native.accumulate(total.data_ptr(), part.data_ptr(), count, group == 0)
+        runs = [(start, min(PIECE_ELEMENTS, count - start)) for start in range(0, count, PIECE_ELEMENTS)]
+        source, target = part.data_ptr(), total.data_ptr()
+        self._at_once(
+            _native.accumulate, [(target + 4 * start, source + 4 * start, size, group == 0) for start, size in runs]
+        )
         if group < self._groups - 1:
             return
-        if self._split:
-            _native.round_bf16(total.data_ptr(), total.data_ptr(), count)
+        if self._split:  # by way of the part, because its pieces do not overlap where they are read and written
+            self._at_once(_native.round_bf16, [(target + 4 * start, source + 2 * start, size) for start, size in runs])
+            self._at_once(_native.copy, [(target + 2 * start, source + 2 * start, 2 * size) for start, size in runs])
         self.measure(unit, total.view(self._dtype)[:count])
+
+    def _at_once(self, work: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
+        """Native calls, which drop the GIL, on several threads."""
+        list(self._workers.map(lambda arguments: work(*arguments), calls))
 
     def check(self, unit: str) -> None:
         """Refuse a gradient that is not finite, before the immediate mode applies it, and all that come after it.
@@ -204,6 +224,7 @@ class AdamW:
     def close(self) -> None:
         """Stop the threads."""
         self._pool.close()
+        self._workers.shutdown()
 
     def _segments(self, layout: Layout, start: int, stop: int) -> list[tuple[int, int, float]]:
         """Runs of equal decay, relative to `start`. A run takes the padding behind it along: zeros stay zeros."""
@@ -221,6 +242,10 @@ class AdamW:
 
     def _decay(self, tensor: TensorSlice) -> float:
         return 1 - self._learning_rate * self.hyper.weight_decay if tensor.name in self._decayed else 1.0
+
+
+def _num_spans(tensor: TensorSlice) -> int:
+    return -(-tensor.num_elements // SPAN_ELEMENTS)
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:

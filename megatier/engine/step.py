@@ -8,16 +8,17 @@ updates: before each unit's next forward (deferred), or inside the backward (cli
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from megatier.engine.activation import Activations
+from megatier.engine.compilation import Compilation
 from megatier.engine.gradient import Gradients, GradSink
 from megatier.engine.loss import IGNORED, FusedLoss
 from megatier.engine.matmul import Fp32Products
@@ -74,6 +75,8 @@ class EngineOptions:
     slices: int = 1
     fused_loss: bool = True
     loss_chunk: int = 1024
+    compilation: Compilation | None = None
+    """How to compile the units and the loss; None: not at all."""
     fp32_products: bool = False
     """Take bf16 products in fp32: for a CPU without bf16 instructions."""
 
@@ -87,11 +90,11 @@ class Engine:
         """Install nodes on every module that uses a unit. Buffers move to the device."""
         self.model, self._stream, self._optimizer, self.options = model, stream, optimizer, options
         layouts = {unit.name: unit.layout for unit in units}
-        gradients = Gradients(
-            layouts, options.dtype, options.device, stream, optimizer, groups=options.groups, slices=options.slices
-        )
+        gradients = Gradients(layouts, options.dtype, options.device, stream, optimizer, groups=options.groups)
         anchor = torch.zeros((), device=options.device, requires_grad=True)
-        self._stage = Stage(stream, gradients, options.dtype, options.device, options.slices, anchor)
+        self._stage = Stage(
+            stream, gradients, options.dtype, options.device, options.slices, anchor, options.compilation
+        )
         bound = [(unit, name, bindings(model, unit, name)) for unit in units for name in unit.module_names]
         _move_buffers(model, options)
         self._nodes = {
@@ -129,6 +132,7 @@ class Engine:
         self._optimizer.begin_step(step, rate)
         counted = sum(_count(batch) for batch in groups)
         losses = []
+        groups = [self._on_device(batch) for batch in groups]  # ahead of the loads, which are long
         self._stream.begin("train")
         for index, batch in enumerate(groups):
             self._stage.gradients.begin_group(index)
@@ -175,11 +179,15 @@ class Engine:
         return Fp32Products() if self.options.fp32_products else nullcontext()
 
     def _loss(self, batch: Batch, counted: int | None) -> Tensor:
-        inputs: dict[str, object] = {key: value.to(self.options.device) for key, value in batch.items()}
+        inputs: dict[str, object] = dict(self._on_device(batch))
         if counted is not None:
             inputs["num_items_in_batch"] = counted
-        loss: Tensor = self.model(**inputs, use_cache=False).loss
+        with nullcontext() if "position_ids" in batch else _positions_in_order():
+            loss: Tensor = self.model(**inputs, use_cache=False).loss
         return loss
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return {key: value.to(self.options.device) for key, value in batch.items()}
 
     def _learn(self, batch: Batch) -> None:
         """Before the first step with slices: which arguments of each module are batched."""
@@ -214,6 +222,25 @@ class Engine:
 def _count(batch: Batch) -> int:
     """Tokens whose prediction counts."""
     return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+
+@contextmanager
+def _positions_in_order() -> Iterator[None]:
+    """Spare Hugging Face the question whether position ids, which it made itself, restart within a row.
+
+    The host would wait for the answer, behind everything that the device was given to do and to copy.
+    """
+    asks = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _is_in_order
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = asks
+
+
+def _is_in_order(position_ids: Tensor) -> Tensor | None:
+    """Hugging Face's answer for rows that hold one sequence each."""
+    return None
 
 
 def _stop_checkpointing(model: PreTrainedModel) -> None:

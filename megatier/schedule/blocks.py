@@ -14,7 +14,7 @@ import torch
 
 from megatier.schedule.placement import Placement, Policy, UnitSpec, bytes_per_element, grad_bytes, state_kinds
 from megatier.store.store import Lease, TieredStore
-from megatier.store.tier import BlockSpec, Kind, Tier
+from megatier.store.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 
 Elements = tuple[int, int]
 """A run of a unit's elements: first, and one past the last."""
@@ -27,17 +27,19 @@ class StateRun:
     store: TieredStore
     homes: Mapping[tuple[str, Kind], Tier]
     unit: str
+    tier: Tier
+    """Where the planes lie."""
     planes: Mapping[Kind, torch.Tensor]
     """uint8 per kind."""
     spans: Mapping[Kind, tuple[int, int]]
 
     def write_back(self) -> None:
-        """Say that every plane was changed, and start its way home."""
+        """Say that every plane was changed, and start its way home; of a streamed unit that of the weights alone."""
         for kind, span in self.spans.items():
             home, key = self.homes[self.unit, kind], block_key(self.unit, kind)
-            self.store.mark_dirty(key, Tier.GPU if home is Tier.GPU else Tier.RAM, span)
-            if home is Tier.NVME:
-                self.store.write_back(key, Tier.RAM, span)
+            self.store.mark_dirty(key, self.tier, span)
+            if home is Tier.NVME or (home is not self.tier and kind is Kind.WEIGHT):
+                self.store.write_back(key, self.tier, span)
 
 
 class UnitBlocks:
@@ -53,7 +55,7 @@ class UnitBlocks:
     def chunks(self, name: str) -> list[Elements]:
         """The runs of elements in which a unit's state is worked on."""
         size = self._units[name].num_elements
-        step = size if self._placement.homes[name, Kind.WEIGHT] is Tier.GPU else self._placement.chunk_elements
+        step = self._placement.chunk_elements if self.spilled(name) else size
         return [(start, min(start + step, size)) for start in range(0, size, step)]
 
     def span(self, name: str, kind: Kind, elements: Elements) -> tuple[int, int]:
@@ -67,27 +69,53 @@ class UnitBlocks:
 
     @contextlib.contextmanager
     def open_state(
-        self, unit: str, elements: Elements, kinds: Sequence[Kind], *, fresh: bool = False
+        self, unit: str, elements: Elements, kinds: Sequence[Kind], *, fresh: bool = False, streamed: bool = False
     ) -> Iterator[StateRun]:
-        """Lease a run of a unit's state where AdamW works on it: on the GPU if at home there, else in RAM.
+        """Lease a run of a unit's state: on the GPU if at home there, else in RAM.
 
         Args:
             unit: its name.
             elements: one of `chunks(unit)`.
             kinds: planes wanted.
             fresh: every byte will be overwritten, so nothing is read.
+            streamed: bring it to the GPU in any case, where it stays until `return_state`.
         """
+        is_on_gpu = streamed or self._placement.homes[unit, Kind.WEIGHT] is Tier.GPU
+        tier = Tier.GPU if is_on_gpu else Tier.RAM
         spans = {kind: self.span(unit, kind, elements) for kind in kinds}
         with contextlib.ExitStack() as stack:
             planes = {}
             for kind in kinds:
-                tier = Tier.GPU if self._placement.homes[unit, kind] is Tier.GPU else Tier.RAM
                 lease = self._store.lease(block_key(unit, kind), tier, spans[kind], fresh=fresh, wait=True)
                 planes[kind] = stack.enter_context(lease).bytes
-            yield StateRun(self._store, self._placement.homes, unit, planes, spans)
+            yield StateRun(self._store, self._placement.homes, unit, tier, planes, spans)
         for kind in kinds:
             if self._placement.homes[unit, kind] is Tier.NVME:
                 self._store.evict(block_key(unit, kind), Tier.RAM, spans[kind])
+
+    def fetch_state(self, unit: str) -> None:
+        """Start bringing a streamed unit's state to its GPU slots, all but the weights."""
+        for kind in self._passing:
+            self._store.prefetch(block_key(unit, kind), Tier.GPU, wait=True)
+
+    def return_state(self, unit: str) -> None:
+        """Start writing a streamed unit's state home, and free its GPU slots behind that."""
+        for kind in self._passing:
+            self._store.write_back(block_key(unit, kind), Tier.GPU)
+            self._store.evict(block_key(unit, kind), Tier.GPU)
+
+    def weight_bytes(self, unit: str) -> int:
+        """Bytes of a unit's weights."""
+        return round_up(self.span(unit, Kind.WEIGHT, (0, self._units[unit].num_elements))[1])
+
+    def passing_bytes(self, unit: str) -> int:
+        """Bytes of a streamed unit's state that pass through slots of their own."""
+        whole = (0, self._units[unit].num_elements)
+        return sum(round_up(self.span(unit, kind, whole)[1]) for kind in self._passing)
+
+    @property
+    def _passing(self) -> list[Kind]:
+        return [kind for kind in self.kinds if kind is not Kind.WEIGHT]
 
     def grad_lease(self, name: str, elements: Elements) -> Lease:
         """The final gradient in the compute dtype; a sum over groups was rounded into the front of its block."""
@@ -120,6 +148,8 @@ class UnitBlocks:
                 self._store.register(BlockSpec(key, unit.activation_bytes, Tier.RAM, Kind.ACTIVATION))
         for plan in self._placement.slots:
             self._store.reserve(plan.tier, plan.kind, plan.slot_bytes, plan.num_slots)
+        for tier in (Tier.GPU, Tier.RAM):  # no more than planned
+            self._store.reserve(tier, None, PAGE_BYTES, 0)
 
 
 def block_key(unit: str, kind: Kind) -> str:

@@ -2,21 +2,23 @@
 
 A pure function of units, budgets and policy: no torch, no machine. Residency is static, because a step scans all units
 in a cycle, which defeats any recently-used rule. Units fill the GPU first, in forward order, so that the next forward
-starts at once; what is left fills RAM by kind, weight planes first (a spilled parameter then moves 20 bytes a step
-instead of 26); the rest lies on NVMe.
+starts at once. What is left fills RAM by kind, weight planes first (a spilled parameter then moves 20 bytes a step
+instead of 26); some of it may be streamed to the GPU to be updated there. The rest lies on NVMe.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatier.errors import PlanError, at_least
 from megatier.store.tier import STATE_KINDS, Kind, Tier, round_up
 
 SLOTS_MIN = 2
 """One unit computes while the next arrives."""
+GRAD_DEPTH = 4
+"""Gradients of groups in RAM at once, where there is room: the CPU adds up the last one slower than they come."""
 UPDATE_DEPTH = 3
 """Update chunks in RAM at once: one arrives, one is worked on, one leaves."""
 CHUNK_ELEMENTS_MAX = 8 << 20
@@ -56,6 +58,8 @@ class Policy:
     slices: int = 1
     chunk_elements: int | None = None
     """Elements of one update chunk; None: chosen from the RAM budget."""
+    streamed_share: float = 0.0
+    """Share of the parameters outside the GPU whose state passes through it to be updated there, 0 to 1 (deferred)."""
     align_elements: int = 32 << 10
     """Update chunks are multiples of this (one checksummed chunk of the narrowest plane)."""
 
@@ -80,9 +84,15 @@ class Placement:
     chunk_elements: int
     grad_homes: Mapping[str, Tier | None]
     """Where a finished gradient waits for its update; None: only in a slot."""
+    streamed: tuple[str, ...] = ()
+    """Units at home in RAM whose state passes through GPU slots and is updated there, in forward order."""
     state_bytes: Mapping[Tier, int] = field(default_factory=dict)
     other_bytes: Mapping[Tier, int] = field(default_factory=dict)
     """Gradients, activations and slots."""
+
+    def updater(self, unit: str) -> Tier:
+        """Where AdamW runs for a unit: gpu or ram."""
+        return Tier.GPU if self.homes[unit, Kind.WEIGHT] is Tier.GPU or unit in self.streamed else Tier.RAM
 
     def num_slots(self, tier: Tier, kind: Kind) -> int:
         """Slots for one kind of block; 0 where none are planned."""
@@ -113,8 +123,12 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     on_gpu = _choose_gpu(units, budgets, policy)
     rest = [unit for unit in units if unit.name not in on_gpu]
     homes = {(name, kind): Tier.GPU for name in on_gpu for kind in state_kinds(split=policy.split)}
-    gpu_slots = _gpu_slots(units, rest, budgets, policy)
-    ram_homes, ram_slots, chunk = _fill_ram(units, rest, budgets, policy)
+    streamed = _choose_streamed(units, rest, budgets, policy)
+    gpu_slots = _gpu_slots(units, rest, streamed, budgets, policy)
+    shipped = [unit for unit in rest if unit not in streamed]
+    ram_homes, ram_slots, chunk = _fill_ram(units, rest, shipped, budgets, policy)
+    if streamed and Tier.NVME in ram_homes.values():  # RAM is what is short
+        return place(units, budgets, replace(policy, streamed_share=0.0))
     homes |= ram_homes
     state: Counter[Tier] = Counter()
     for unit in units:
@@ -124,13 +138,15 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
         remedy = "Give tiers.nvme more space, raise tiers.ram, or train a smaller model."
         raise PlanError("state on NVMe", state[Tier.NVME], budgets.nvme, remedy)
     held = policy.deferred or policy.groups > 1
-    grad_homes = {u.name: Tier.GPU if u.name in on_gpu else (Tier.RAM if held else None) for u in units}
+    on_ram = Tier.RAM if held else None
+    grad_homes = {unit.name: on_ram if unit in shipped else Tier.GPU for unit in units}
     other = Counter({Tier.GPU: 0, Tier.RAM: 0})
     for plan in (*gpu_slots, *ram_slots):
         other[plan.tier] += round_up(plan.slot_bytes) * plan.num_slots
-    other[Tier.GPU] += sum(grad_bytes(u, policy) for u in units if u.name in on_gpu)
-    other[Tier.RAM] += _ram_fixed(units, rest, policy)
-    return Placement(homes, (*gpu_slots, *ram_slots), chunk, grad_homes, dict(state), dict(other))
+    other[Tier.GPU] += sum(grad_bytes(unit, policy) for unit in units if unit not in shipped)
+    other[Tier.RAM] += _ram_fixed(units, shipped, policy)
+    names = tuple(unit.name for unit in streamed)
+    return Placement(homes, (*gpu_slots, *ram_slots), chunk, grad_homes, names, dict(state), dict(other))
 
 
 def _size(unit: UnitSpec, kind: Kind, policy: Policy) -> int:
@@ -142,18 +158,27 @@ def _state_size(unit: UnitSpec, policy: Policy) -> int:
 
 
 def _choose_gpu(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> set[str]:
-    """The longest prefix-first choice of units whose whole state fits beside the slots of the others."""
+    """Units whose whole state fits beside the slots of the others: first those larger than most, then forward order.
+
+    Large ones (embeddings, heads) come first because one that is left out sets the size of every slot.
+    """
     chosen: set[str] = set()
     if Tier.GPU not in policy.state:
         return chosen
     used = 0
-    for unit in units:
+    usual = _usual_elements(units)
+    for unit in sorted(units, key=lambda unit: unit.num_elements <= usual):
         size = _state_size(unit, policy) + grad_bytes(unit, policy)
         rest = [other for other in units if other.name not in chosen and other is not unit]
         if used + size + _gpu_least(rest, policy) <= budgets.gpu:
             chosen.add(unit.name)
             used += size
     return chosen
+
+
+def _usual_elements(units: Sequence[UnitSpec]) -> int:
+    """Twice the size of the middle unit: what is above is larger than most."""
+    return 2 * sorted(unit.num_elements for unit in units)[len(units) // 2] if units else 0
 
 
 def _gpu_least(rest: Sequence[UnitSpec], policy: Policy) -> int:
@@ -164,13 +189,52 @@ def _gpu_least(rest: Sequence[UnitSpec], policy: Policy) -> int:
     return min(len(rest), SLOTS_MIN) * weight + min(len(rest), SLOTS_MIN) * grad
 
 
-def _gpu_slots(
+def _choose_streamed(
     units: Sequence[UnitSpec], rest: Sequence[UnitSpec], budgets: Budgets, policy: Policy
+) -> list[UnitSpec]:
+    """The first units in forward order, up to the share wanted and the room there is.
+
+    Each has slots of its own, all of one size, so those larger than most (embeddings) are left to the CPU.
+    """
+    if not (policy.deferred and policy.streamed_share and rest and Tier.RAM in policy.state):
+        return []
+    usual = max(size for size in (unit.num_elements for unit in rest) if size <= _usual_elements(rest))
+    wanted = policy.streamed_share * sum(unit.num_elements for unit in rest)
+    room = budgets.gpu - _gpu_homes(units, rest, policy) - _gpu_least(rest, policy)
+    chosen: list[UnitSpec] = []
+    for unit in rest:
+        cost = sum(_size(UnitSpec("", usual), kind, policy) for kind in _passing(policy)) + grad_bytes(unit, policy)
+        if unit.num_elements <= usual and unit.num_elements <= wanted and cost <= room:
+            chosen.append(unit)
+            wanted -= unit.num_elements
+            room -= cost
+    return chosen
+
+
+def _passing(policy: Policy) -> list[Kind]:
+    """Kinds of a streamed unit's state that have slots of their own: its weights pass through those of all others."""
+    return [kind for kind in state_kinds(split=policy.split) if kind is not Kind.WEIGHT]
+
+
+def _gpu_homes(units: Sequence[UnitSpec], rest: Sequence[UnitSpec], policy: Policy) -> int:
+    return sum(_state_size(unit, policy) + grad_bytes(unit, policy) for unit in units if unit not in rest)
+
+
+def _gpu_slots(
+    units: Sequence[UnitSpec],
+    rest: Sequence[UnitSpec],
+    streamed: Sequence[UnitSpec],
+    budgets: Budgets,
+    policy: Policy,
 ) -> tuple[SlotPlan, ...]:
     if not rest:
         return ()
-    on_gpu = [unit for unit in units if unit not in rest]
-    used = sum(_state_size(unit, policy) + grad_bytes(unit, policy) for unit in on_gpu)
+    largest_streamed = max(streamed, key=lambda unit: unit.num_elements, default=UnitSpec("", 0))
+    passing = [
+        SlotPlan(Tier.GPU, kind, _size(largest_streamed, kind, policy), len(streamed)) for kind in _passing(policy)
+    ]
+    used = _gpu_homes(units, rest, policy) + sum(grad_bytes(unit, policy) for unit in streamed)
+    used += sum(plan.slot_bytes * plan.num_slots for plan in passing)
     largest = max(rest, key=lambda unit: unit.num_elements)
     least = _gpu_least(rest, policy)
     if used + least > budgets.gpu:
@@ -184,23 +248,31 @@ def _gpu_slots(
     return (
         SlotPlan(Tier.GPU, Kind.WEIGHT, weight, num_weights),
         SlotPlan(Tier.GPU, Kind.GRAD, grad, num_grads),
+        *(passing if streamed else ()),
     )
 
 
-def _ram_fixed(units: Sequence[UnitSpec], rest: Sequence[UnitSpec], policy: Policy) -> int:
+def _ram_fixed(units: Sequence[UnitSpec], shipped: Sequence[UnitSpec], policy: Policy) -> int:
     """RAM that does not depend on where the state lies: held gradients and offloaded activations."""
-    held = sum(grad_bytes(u, policy) for u in rest) if policy.deferred or policy.groups > 1 else 0
+    held = sum(grad_bytes(u, policy) for u in shipped) if policy.deferred or policy.groups > 1 else 0
     return held + sum(round_up(unit.activation_bytes) for unit in units)
 
 
 def _fill_ram(
-    units: Sequence[UnitSpec], rest: Sequence[UnitSpec], budgets: Budgets, policy: Policy
+    units: Sequence[UnitSpec],
+    rest: Sequence[UnitSpec],
+    shipped: Sequence[UnitSpec],
+    budgets: Budgets,
+    policy: Policy,
 ) -> tuple[dict[tuple[str, Kind], Tier], tuple[SlotPlan, ...], int]:
-    """Homes of the state that is not on the GPU, the RAM slots, and the chunk size."""
+    """Homes of the state that is not on the GPU, the RAM slots, and the chunk size.
+
+    `shipped` are the units whose gradients go to RAM.
+    """
     slots: list[SlotPlan] = []
-    if rest and (policy.groups > 1 or not policy.deferred):
-        slots.append(SlotPlan(Tier.RAM, Kind.GRAD, max(grad_bytes(unit, policy) for unit in rest), SLOTS_MIN))
-    used = _ram_fixed(units, rest, policy) + sum(round_up(plan.slot_bytes) * plan.num_slots for plan in slots)
+    if shipped and (policy.groups > 1 or not policy.deferred):
+        slots.append(SlotPlan(Tier.RAM, Kind.GRAD, max(grad_bytes(unit, policy) for unit in shipped), SLOTS_MIN))
+    used = _ram_fixed(units, shipped, policy) + sum(round_up(plan.slot_bytes) * plan.num_slots for plan in slots)
     if used > budgets.ram:
         remedy = f"Raise tiers.ram to at least {at_least(used)}" + (
             ", or set train.clip to null." if policy.deferred else "."
@@ -212,6 +284,9 @@ def _fill_ram(
     everything = sum(_size(unit, kind, policy) for unit, kind in blocks)
     if not blocks or (Tier.RAM in policy.state and used + everything <= budgets.ram):
         chunk = max(policy.chunk_elements or min(longest, CHUNK_ELEMENTS_MAX), policy.align_elements)
+        for plan in slots:
+            spare = (budgets.ram - used - everything) // round_up(plan.slot_bytes)
+            slots = [replace(plan, num_slots=min(GRAD_DEPTH, plan.num_slots + spare))]
         return {(unit.name, kind): Tier.RAM for unit, kind in blocks}, tuple(slots), chunk
     if Tier.NVME not in policy.state or not budgets.nvme:
         raise _no_room(units, used + everything, everything, budgets, policy)

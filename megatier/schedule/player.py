@@ -2,8 +2,11 @@
 
 Compute asks for a unit (`enter`), gets its bytes on the GPU, and gives them back (`leave`). Two lanes work ahead of it:
 `load` brings weights into GPU slots in the timeline's order, each as soon as the access it displaces is over; `update`
-runs AdamW unit by unit and writes state back. Without a timeline (the first step, the first evaluation) every load
-happens on demand and the order is recorded.
+runs AdamW unit by unit on the CPU and writes state back, `update_gpu` where AdamW runs on the GPU. Without a timeline
+(the first step, the first evaluation) every load happens on demand and the order is recorded.
+
+A streamed unit's state comes to GPU slots during the backward, when links and memory have time. It is updated there as
+soon as the norm is known, and goes home when the CPU is through with its own updates, which need all that memory gives.
 
 Where a unit's weights come from NVMe and its update is due, the update feeds the load: state is read once, and the new
 weight plane goes from the RAM slot to the GPU on its way home.
@@ -100,23 +103,36 @@ class Player:
         self._loads: dict[int, Transfer] = {}
         self._updates: dict[str, Transfer] = {}
         self._grads: dict[str, Lease] = {}
+        self._stashed: list[tuple[str, torch.Size, torch.dtype]] = []
+        self._fetched: dict[str, tuple[torch.Tensor, Transfer]] = {}
         self._ahead: deque[tuple[str, Elements]] = deque()
         self._pending = False
         self._is_closed = False
-        self._busy = {"load": "ram_to_gpu", "update": "update"}
+        self._exchange: Transfer | None = None
+        """The job that takes streamed state home and brings it again."""
+        self._is_ahead = False
+        """Streamed state is on the GPU, or on its way there, for the next update."""
+        self._busy = {"load": "ram_to_gpu", "update": "update", "update_gpu": "state_to_gpu"}
         self.demanded: Counter[str] = Counter()
         """Bytes per queue that the placement demanded of the passes and updates so far."""
         self.gate = Gate()
         self.recorder = Recorder()
         self.blocks = UnitBlocks(store, self.units, placement, policy)
-        self._lanes = {name: Queue(name, store.clock) for name in ("load", "update")}
+        # What only decides and waits has no stream. The immediate mode looks at sums of squares on the GPU.
+        clocks = {"load": None, "update": None if policy.deferred else store.clock, "update_gpu": store.clock}
+        self._lanes = {name: Queue(name, clock) for name, clock in clocks.items()}
 
     # ------------------------------------------------------------------ passes
 
     def begin(self, name: str) -> None:
         """Start a pass, `train` or `evaluate`: play its timeline, or record its order the first time."""
         self._pass, self.accesses, self._loads = name, [], {}
+        self._stashed.clear()
+        self._fetched.clear()
         self.gate.reset()
+        for exchange in self._exchanges():
+            if exchange.failed():
+                exchange.wait()
         if name not in self._orders:
             self.drain()
             self.timeline = None
@@ -126,10 +142,19 @@ class Player:
             self._timelines[name, updates] = build(self._orders[name], self.placement, updates=updates)
         self.timeline = self._timelines[name, updates]
         self._demand(self.timeline, updates=updates)
+        streamed = [update for update in self.timeline.updates if update.unit in self.placement.streamed]
         for update in self.timeline.updates:
-            self._submit_update(update)
+            if update not in streamed:
+                self._submit_update(update)
+        first_loads: dict[str, Transfer] = {}
         for load in self.timeline.loads:
-            self._loads[load.access] = self._lanes["load"].submit(load.unit, 0, partial(self._load, load))
+            transfer = self._lanes["load"].submit(load.unit, 0, partial(self._load, load))
+            self._loads[load.access] = transfer
+            first_loads.setdefault(load.unit, transfer)
+        for update in streamed:  # in the slot that its weights are loaded into
+            self._submit_update(update, first_loads[update.unit])
+        if name == "train":
+            self._submit_exchange(goes_home=updates, comes_again=True)
 
     def end(self) -> None:
         """End a pass: its order is known from now on, and no weights stay in GPU slots.
@@ -157,7 +182,7 @@ class Player:
     def cancel(self) -> None:
         """Leave a pass half-way: loads that wait for compute are given up, updates that are due still run."""
         self.gate.abandon()
-        for transfer in (*self._loads.values(), *self._updates.values()):
+        for transfer in (*self._loads.values(), *self._updates.values(), *self._exchanges()):
             transfer.over()
         self._evict_weights()
 
@@ -177,11 +202,16 @@ class Player:
                 self._submit_update(Update(name, None))
                 for queue in ("nvme_to_ram", "ram_to_nvme"):
                     self.demanded[queue] += update_bytes(unit, self.placement, self.policy)
-        for transfer in self._updates.values():
+                if name in self.placement.streamed:
+                    self.demanded["ram_to_gpu"] += self.blocks.weight_bytes(name)
+            self._submit_exchange(goes_home=True, comes_again=False)
+        for transfer in (*self._updates.values(), *self._exchanges()):
             transfer.wait()
         for name in self.units:
             for kind in self.blocks.kinds:
                 self.store.settle(block_key(name, kind))
+        for name in self.placement.streamed:
+            self.forget_weights(name)
 
     def planned(self, name: str, *, updates: bool) -> Timeline:
         """The timeline of a recorded pass."""
@@ -259,16 +289,31 @@ class Player:
 
     def drain_gradients(self) -> None:
         """Wait until every gradient of the step is summed and measured (and, in the immediate mode, applied)."""
+        self.recorder.collect(self.store.take_log())  # while the device is still at work
         for transfer in self._updates.values():
             transfer.wait()
 
     def stash(self, unit: str, tensor: torch.Tensor) -> None:
         """Start copying an activation (contiguous, on the GPU) to its place in RAM."""
         self.store.push(activation_key(unit), tensor)
+        self._stashed.append((unit, tensor.shape, tensor.dtype))
 
-    def fetch(self, unit: str, tensor: torch.Tensor) -> None:
-        """Copy a stashed activation back into `tensor`, ordered before what compute does next."""
-        self.store.pull(activation_key(unit), tensor).order()
+    def fetch(self, unit: str) -> torch.Tensor:
+        """A stashed activation back on the GPU, ordered before what compute does next; and the one before it, ahead."""
+        if unit not in self._fetched:
+            self._fetch_last(unit)
+        tensor, transfer = self._fetched.pop(unit)
+        transfer.order()
+        if self._stashed:
+            self._fetch_last(self._stashed[-1][0])
+        return tensor
+
+    def _fetch_last(self, unit: str) -> None:
+        """Start bringing the activation that was stashed last: a backward needs them in that order."""
+        index = max(i for i, (name, _, _) in enumerate(self._stashed) if name == unit)
+        _, shape, dtype = self._stashed.pop(index)
+        tensor = torch.empty(shape, dtype=dtype, device=self.store.device)
+        self._fetched[unit] = tensor, self.store.pull(activation_key(unit), tensor)
 
     def _wait(self, transfer: Transfer, causes: Counter[str]) -> None:
         while not transfer.issued(WAIT_SLICE_S):
@@ -283,7 +328,8 @@ class Player:
 
     def _load(self, load: Load) -> None:
         self._make_room("load", load)
-        if (update := self._updates.get(load.unit)) is not None:
+        # A streamed unit is updated in its slot, so there the update comes behind the load.
+        if load.unit not in self.placement.streamed and (update := self._updates.get(load.unit)) is not None:
             self._busy["load"] = "update"
             update.wait()
         self._busy["load"] = "ram_to_gpu"
@@ -295,18 +341,69 @@ class Player:
         if load.evicts is not None:
             self.store.evict(block_key(load.evicts, Kind.WEIGHT), Tier.GPU)
 
-    def _submit_update(self, update: Update) -> None:
-        self._ahead.extend((update.unit, span) for span in self.blocks.chunks(update.unit))
-        after = [point] if (point := mark(self.store.clock, update.unit)) is not None else []
-        self._updates[update.unit] = self._lanes["update"].submit(update.unit, 0, partial(self._update, update), after)
+    def _submit_update(self, update: Update, load: Transfer | None = None) -> None:
+        """Behind the load of a streamed unit's weights, even one given up: an update that is due has to run."""
+        unit = update.unit
+        after = [point] if (point := mark(self.store.clock, unit)) is not None else []
+        behind = [load] if load is not None else []
+        if self.placement.updater(unit) is Tier.GPU:
+            lane, work = self._lanes["update_gpu"], partial(self._update_on_gpu, unit)
+        else:
+            self._ahead.extend((unit, span) for span in self.blocks.chunks(unit))
+            lane, work = self._lanes["update"], partial(self._update, update)
+        self._updates[unit] = lane.submit(unit, 0, work, after, behind)
+        if unit in self.placement.streamed:
+            size = self.blocks.passing_bytes(unit)
+            self.demanded["state_to_gpu"] += 0 if self._is_ahead else size
+            self.demanded["state_to_ram"] += size
+            self.demanded["gpu_to_ram"] += self.blocks.weight_bytes(unit)
+
+    def _check(self, unit: str) -> None:
+        if self._is_closed:
+            raise StepAbandonedError(f"the run was closed before {unit} was updated")
+        if not self.policy.deferred:
+            self._optimizer.check(unit)
+
+    def _update_on_gpu(self, unit: str) -> None:
+        """AdamW where the state is at home on the GPU, or came to it; then the weights lie in the forward's slot."""
+        self._check(unit)
+        (elements,) = self.blocks.chunks(unit)
+        streamed = unit in self.placement.streamed
+        with (
+            self.blocks.grad_lease(unit, elements) as grad,
+            self.blocks.open_state(unit, elements, self.blocks.kinds, streamed=streamed) as state,
+        ):
+            self._optimizer.apply(unit, elements, state.planes, grad.bytes)
+            state.write_back()
+
+    def _submit_exchange(self, *, goes_home: bool, comes_again: bool) -> None:
+        """Behind all updates: streamed state home, and to the GPU again for the next update."""
+        streamed = self.placement.streamed
+        if not streamed:
+            return
+        if comes_again and (goes_home or not self._is_ahead):
+            self.demanded["state_to_gpu"] += sum(map(self.blocks.passing_bytes, streamed))
+        self._is_ahead = comes_again
+        on_cpu = [transfer for unit, transfer in self._updates.items() if self.placement.updater(unit) is Tier.RAM]
+        work = partial(self._exchange_state, on_cpu if goes_home else [], goes_home, comes_again)
+        self._exchange = self._lanes["update_gpu"].submit("streamed state", 0, work)
+
+    def _exchange_state(self, on_cpu: Sequence[Transfer], goes_home: bool, comes_again: bool) -> None:
+        for transfer in on_cpu:
+            transfer.over()
+        for unit in self.placement.streamed if goes_home else ():
+            self.blocks.return_state(unit)
+        for unit in self.placement.streamed if comes_again else ():  # as soon as the old bytes are home
+            if not self._is_closed:
+                self.blocks.fetch_state(unit)
+
+    def _exchanges(self) -> list[Transfer]:
+        return [self._exchange] if self._exchange is not None else []
 
     def _update(self, update: Update) -> None:
         """AdamW on one unit, and its gradient's slot free again, whatever happens."""
         try:
-            if self._is_closed:
-                raise StepAbandonedError(f"the run was closed before {update.unit} was updated")
-            if not self.policy.deferred:
-                self._optimizer.check(update.unit)
+            self._check(update.unit)
             self._update_chunks(update.unit, feeds=update.load is not None and self._may_feed(update.load))
         finally:
             while self._ahead and self._ahead[0][0] == update.unit:

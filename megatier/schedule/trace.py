@@ -37,11 +37,12 @@ class TraceEvent:
 
 
 class Recorder:
-    """Collects a pass's events; device times are read once, at its end, so that recording never blocks compute."""
+    """Collects a pass's events; device times are read when they have passed, so that recording never blocks compute."""
 
     def __init__(self) -> None:
         """Empty."""
         self._accesses: list[tuple[Access, str, Instant, Instant, Instant]] = []
+        self._transfers: list[Transfer] = []
         self._events: list[TraceEvent] = []
 
     def access(self, access: Access, cause: str, asked: Instant, entered: Instant, left: Instant) -> None:
@@ -52,19 +53,41 @@ class Recorder:
         """A span on a lane of the host."""
         self._events.append(TraceEvent(lane, unit, start_ns, end_ns))
 
+    def collect(self, transfers: Iterable[Transfer]) -> None:
+        """Turn what has ended into events; never blocks. Between steps the device would wait for this work."""
+        self._transfers += transfers
+        accesses, self._accesses = self._accesses, []
+        for used in accesses:
+            if used[-1].passed():
+                self._note_access(*used)
+            else:
+                self._accesses.append(used)
+        moves, self._transfers = self._transfers, []
+        for transfer in moves:
+            if transfer.done() and not transfer.failed():
+                self._note_transfer(transfer)
+            else:
+                self._transfers.append(transfer)
+
     def take(self, transfers: Iterable[Transfer]) -> list[TraceEvent]:
-        """All events since the last call, in order of their start. The transfers must have ended."""
+        """All events since the last call, in order of their start. Blocks until the transfers have ended."""
+        for used in self._accesses:
+            self._note_access(*used)
+        for transfer in (*self._transfers, *transfers):
+            self._note_transfer(transfer)
+        self._accesses, self._transfers = [], []
         events, self._events = self._events, []
-        for access, cause, asked, entered, left in self._accesses:
-            start, middle, end = asked.ns(), entered.ns(), left.ns()
-            if middle - start >= STALL_NS_MIN:
-                events.append(TraceEvent("stall", access.unit, start, middle, cause=cause))
-            events.append(TraceEvent("compute", f"{access.unit} {access.phase} {access.group}", middle, end))
-        self._accesses = []
-        for transfer in transfers:
-            transfer.wait()
-            events.append(TraceEvent(transfer.queue, transfer.key, *transfer.span_ns(), transfer.num_bytes))
         return sorted(events, key=lambda event: event.start_ns)
+
+    def _note_access(self, access: Access, cause: str, asked: Instant, entered: Instant, left: Instant) -> None:
+        start, middle, end = asked.ns(), entered.ns(), left.ns()
+        if middle - start >= STALL_NS_MIN:
+            self._events.append(TraceEvent("stall", access.unit, start, middle, cause=cause))
+        self._events.append(TraceEvent("compute", f"{access.unit} {access.phase} {access.group}", middle, end))
+
+    def _note_transfer(self, transfer: Transfer) -> None:
+        transfer.wait()
+        self._events.append(TraceEvent(transfer.queue, transfer.key, *transfer.span_ns(), transfer.num_bytes))
 
 
 def stall_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:

@@ -10,6 +10,7 @@ which halves O_DIRECT speed (a request has at most 254 segments).
 from __future__ import annotations
 
 import mmap
+import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -71,7 +72,7 @@ class Arena:
         # Cut before torch sees it: torch asks the start of the storage whether a tensor is pinned.
         used = torch.from_numpy(whole[skip : skip + self.num_bytes])
         # Cold memory of a virtual machine arrives at 0.5 GB/s a thread, so several touch it.
-        with ThreadPoolExecutor(8) as threads:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
             for start in range(0, self.num_bytes, POPULATE_BYTES):
                 size = min(POPULATE_BYTES, self.num_bytes - start)
                 threads.submit(_native.fill, used.data_ptr() + start, 0, size)

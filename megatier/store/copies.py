@@ -1,8 +1,8 @@
 """Copies: how bytes get into slots and out of them. The moving half of the store; `store` is its face.
 
 Bytes go up from NVMe through RAM slots to the GPU, and home again one step at a time. A slot is taken free, or from the
-copy unused for longest. A copy that is being written to NVMe keeps its slot until that went well, so that a failed
-write leaves it whole.
+copy unused for longest. State that is being written home keeps its slot until that went well, so that a failed write
+leaves it whole.
 
 Every method is called with `lock` held; those that say so let go of it while they wait.
 """
@@ -19,7 +19,7 @@ from megatier.store.arena import Slot, SlotPool
 from megatier.store.blockfile import BlockFiles
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span, assign, overlap, without
-from megatier.store.tier import Tier
+from megatier.store.tier import Kind, Tier
 from megatier.store.transfer import Lanes, Transfer, mark
 
 POISON = 0xFF
@@ -124,7 +124,11 @@ class Copies:
         Raises:
             CapacityError: no RAM slot to pass through, and not `wait`.
             BlockNotFoundError: the bytes are nowhere.
+            TransferError: a write-back to this home failed; its bytes are nowhere else that lasts.
         """
+        for transfer in copy.arriving(span) if copy.slot is None else ():
+            if transfer.failed():
+                transfer.wait()
         copy.forget_failures()
         copy.num_leases += 1  # nobody takes the slot while this waits for another one
         try:
@@ -177,7 +181,8 @@ class Copies:
             source = self.place(block, Tier.RAM, part, wait=wait)
             self.bring(source, part, wait=wait)
             after, behind = source.arriving(part), copy.slot.pending
-            transfer = self._lanes.to_gpu(key, self.view(copy, part), self.view(source, part), after, behind)
+            target, queue = self.view(copy, part), _queue("to_gpu", block)
+            transfer = self._lanes.to_gpu(key, target, self.view(source, part), after, behind, queue=queue)
             assign(copy.fills, part, transfer)
             source.use(transfer)
             if passing:
@@ -233,7 +238,8 @@ class Copies:
             copy.num_leases -= 1
         compute = [transfer for transfer in copy.in_use() if transfer.queue == "compute"]
         after, behind = [*copy.arriving(span), *compute, *self.point(key)], self.occupants(below)
-        transfer = self._lanes.to_ram(key, self.view(below, span), self.view(copy, span), after, behind)
+        target, queue = self.view(below, span), _queue("to_ram", block)
+        transfer = self._lanes.to_ram(key, target, self.view(copy, span), after, behind, queue=queue)
         assign(below.fills, span, transfer)
         if block.extent is not None:
             below.dirty(span)
@@ -321,3 +327,10 @@ class Copies:
         del self._slotted[copy]
         copy.slot.pool.give(copy.slot, pending)
         self._slot_freed.notify_all()
+
+
+def _queue(direction: str, block: Block) -> str:
+    """The lane between RAM and the GPU: compute waits for weights, gradients and activations, not for other state."""
+    if block.spec.kind in (Kind.REMAINDER, Kind.EXP_AVG, Kind.EXP_AVG_SQ):
+        return f"state_{direction}"
+    return "ram_to_gpu" if direction == "to_gpu" else "gpu_to_ram"

@@ -72,7 +72,7 @@ class Copy:
     is_ahead: bool = False
     """Prefetched, and not leased since."""
     is_leaving: bool = False
-    """Evicted; the slot is free once the bytes are on NVMe."""
+    """Evicted; the slot is free once the bytes are home."""
 
     def holds(self, span: Span) -> bool:
         """True when the span lies inside the copy."""
@@ -92,8 +92,8 @@ class Copy:
         return [t for t in moves if t is not None and not t.done()]
 
     def writes(self) -> list[Transfer]:
-        """Writes to NVMe that have not ended, of bytes old or new."""
-        return [transfer for transfer in self.in_use() if transfer.queue == "ram_to_nvme"]
+        """Writes of state home that have not ended, of bytes old or new."""
+        return [transfer for transfer in self.in_use() if transfer.queue in ("ram_to_nvme", "state_to_ram")]
 
     def use(self, *transfers: Transfer) -> None:
         """Note who touches the bytes."""

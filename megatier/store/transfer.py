@@ -258,8 +258,15 @@ class Queue:
         return event
 
 
+QUEUES = ("nvme_to_ram", "ram_to_gpu", "gpu_to_ram", "ram_to_nvme", "state_to_gpu", "state_to_ram")
+"""The lanes between tiers. Between RAM and the GPU, state has two of its own: it yields to what compute waits for."""
+PIECE_BYTES = 128 << 20
+"""State is copied piece by piece, at most two of them enqueued: copies of one direction run in the order in which they
+were enqueued, on whatever stream, so a long row of them would hold up one that compute waits for."""
+
+
 class Lanes:
-    """The four queues between the tiers, the bytes that moved on each, and a log for the trace.
+    """The queues between the tiers, the bytes that moved on each, and a log for the trace.
 
     Attributes:
         clock: maps device times to the host's; None without a CUDA device.
@@ -270,8 +277,7 @@ class Lanes:
         """Start the workers."""
         self.clock = StreamClock() if device.type == "cuda" else None
         self.moved_bytes: Counter[str] = Counter()
-        names = ("nvme_to_ram", "ram_to_gpu", "gpu_to_ram", "ram_to_nvme")
-        self._queues = {name: Queue(name, self.clock if "gpu" in name else None) for name in names}
+        self._queues = {name: Queue(name, None if "nvme" in name else self.clock) for name in QUEUES}
         self._log: deque[Transfer] = deque(maxlen=LOG_TRANSFERS_MAX)
 
     def submit(
@@ -298,9 +304,11 @@ class Lanes:
         source: torch.Tensor,
         after: Sequence[Transfer] = (),
         behind: Sequence[Transfer] = (),
+        *,
+        queue: str = "ram_to_gpu",
     ) -> Transfer:
-        """Copy uint8 [n] in RAM to uint8 [n] on the GPU, on queue ram_to_gpu."""
-        return self.submit("ram_to_gpu", key, source.numel(), lambda: self._copy(target, source), after, behind)
+        """Copy uint8 [n] in RAM to uint8 [n] on the GPU."""
+        return self.submit(queue, key, source.numel(), lambda: self._copy(queue, target, source), after, behind)
 
     # HOP 4/6: gradient in a GPU slot -> RAM slot
     def to_ram(
@@ -310,9 +318,11 @@ class Lanes:
         source: torch.Tensor,
         after: Sequence[Transfer] = (),
         behind: Sequence[Transfer] = (),
+        *,
+        queue: str = "gpu_to_ram",
     ) -> Transfer:
-        """Copy uint8 [n] on the GPU to uint8 [n] in RAM, on queue gpu_to_ram."""
-        return self.submit("gpu_to_ram", key, source.numel(), lambda: self._copy(target, source), after, behind)
+        """Copy uint8 [n] on the GPU to uint8 [n] in RAM."""
+        return self.submit(queue, key, source.numel(), lambda: self._copy(queue, target, source), after, behind)
 
     def take_log(self) -> list[Transfer]:
         """Transfers submitted since the last call."""
@@ -324,11 +334,17 @@ class Lanes:
         for lane in self._queues.values():
             lane.close()
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _copy(self, queue: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if self.clock is None:
             _native.copy(target.data_ptr(), source.data_ptr(), source.numel())
             return
-        target.copy_(source, non_blocking=True)
+        step = PIECE_BYTES if queue.startswith("state") else source.numel()
+        before: torch.cuda.Event | None = None
+        for start in range(0, source.numel(), step):
+            target[start : start + step].copy_(source[start : start + step], non_blocking=True)
+            if before is not None:
+                before.synchronize()
+            before = torch.cuda.current_stream().record_event()
         for tensor in (target, source):
             if tensor.is_cuda:  # the caching allocator must not hand the memory out before the copy is over
                 tensor.record_stream(torch.cuda.current_stream())
@@ -390,6 +406,10 @@ class Instant:
         if clock is not None:
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
+
+    def passed(self) -> bool:
+        """True when `ns` would not block."""
+        return self._event is None or bool(self._event.query())
 
     def ns(self) -> int:
         """In time.perf_counter_ns; blocks until the device has passed it."""

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 
 from megatier.config import ModelConfig, TiersConfig, TrainConfig
 from megatier.engine.activation import Activations
+from megatier.engine.compilation import Compilation
 from megatier.engine.optimizer import AdamW, Hyperparameters, join_master, split_master
 from megatier.engine.step import Engine, EngineOptions
-from megatier.errors import ConfigError
-from megatier.hardware import cores_usable, cpu_has_bf16, default_budgets
+from megatier.errors import ConfigError, mib
+from megatier.hardware import cores_usable, cpu_has_bf16, default_budgets, set_cuda_defaults
 from megatier.models.decoder import Unit, decays, find_units
 from megatier.schedule.placement import CHUNK_ELEMENTS_MAX, Budgets, Placement, Policy, UnitSpec, place
 from megatier.schedule.player import Player
@@ -73,6 +74,8 @@ class Session:
             UnitSpec(u.name, u.layout.num_elements, hidden_bytes if u.name in offloaded else 0) for u in self.units
         ]
         gpu, ram = _budgets(tiers, device)
+        if device.type == "cuda":
+            _limit_gpu(tiers.gpu_limit)
         layouts = {unit.name: unit.layout for unit in self.units}
         with ExitStack() as stack:
             store = TieredStore.open(gpu=gpu, ram=ram, nvme=tiers.nvme, device=str(device), options=options)
@@ -85,6 +88,8 @@ class Session:
             stack.callback(self.optimizer.close)
             self.player = Player(store, specs, self.placement, policy, self.optimizer)
             stack.callback(self.player.close)
+            fp32_products = device.type == "cpu" and dtype is torch.bfloat16 and not cpu_has_bf16()
+            compiles = device.type == "cuda" if model_config.compile is None else model_config.compile
             engine_options = EngineOptions(
                 dtype,
                 device,
@@ -93,7 +98,8 @@ class Session:
                 train.slices,
                 model_config.fused_loss,
                 model_config.loss_chunk,
-                fp32_products=device.type == "cpu" and dtype is torch.bfloat16 and not cpu_has_bf16(),
+                Compilation(model_config.saved_share) if compiles and not fp32_products else None,
+                fp32_products,
             )
             self.engine = Engine(model, self.units, self.player, self.optimizer, engine_options)
             self._opened = stack.pop_all()
@@ -161,6 +167,7 @@ def choose_device(tiers: TiersConfig) -> torch.device:
     Raises:
         ConfigError: cuda was asked for and is not there.
     """
+    set_cuda_defaults()
     available = torch.cuda.is_available()
     if tiers.device == "cuda" and not available:
         raise ConfigError(
@@ -180,6 +187,19 @@ def _budgets(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
     )
 
 
+def _limit_gpu(limit_bytes: int | None) -> None:
+    """Let this process take so much GPU memory and no more; the driver's own part counts."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    context_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved()
+    share = 1.0 if limit_bytes is None else (limit_bytes - context_bytes) / total_bytes
+    if share <= 0:
+        raise ConfigError(
+            f"tiers.gpu_limit is {mib(limit_bytes or 0)}, but the GPU's driver and other programs hold "
+            f"{mib(context_bytes)} already; raise it."
+        )
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+
+
 def _policy(dtype: torch.dtype, tiers: TiersConfig, train: TrainConfig, options: IoOptions) -> Policy:
     return Policy(
         state=tuple(Tier(name) for name in tiers.state),
@@ -188,6 +208,7 @@ def _policy(dtype: torch.dtype, tiers: TiersConfig, train: TrainConfig, options:
         groups=train.groups,
         slices=train.slices,
         chunk_elements=tiers.chunk // STATE_BYTES_PER_ELEMENT if tiers.chunk is not None else None,
+        streamed_share=tiers.streamed_share,
         align_elements=options.chunk_bytes // 2,
     )
 
