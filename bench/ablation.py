@@ -1,0 +1,84 @@
+"""What each lever is worth: rows of bench_step.py with one thing changed, beside what was expected of it.
+
+python bench/ablation.py [NAME ...]        writes bench/results/ablation_<date>.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from record import RESULTS, facts
+
+GIB = 1 << 30
+SCRIPT = Path(__file__).parent / "bench_step.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A row with settings changed."""
+
+    what: str
+    predicted_s: float
+    """Seconds a step, written down before it was measured."""
+    row: int
+    settings: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+
+
+CHANGES = {
+    "base": Change("row 1 as it is", 1.30, 1),
+    "nondeterministic": Change("kernels free to be non-deterministic", 1.27, 1, (), ("--no-deterministic",)),
+    "saved_share_1": Change(
+        "all activations saved, less state on the GPU", 1.55, 1, ("model.saved_share=1.0", f"tiers.gpu={60 * GIB}")
+    ),
+    "saved_share_0": Change(
+        "inputs alone saved, all state on the GPU", 1.58, 1, ("model.saved_share=0.0", f"tiers.gpu={106 * GIB}")
+    ),
+    "eager": Change(
+        "no compilation, recompute", 2.10, 1,
+        ("model.compile=false", "train.activations=recompute", f"tiers.gpu={100 * GIB}"),
+    ),
+    "loss_chunk_1024": Change("loss in chunks of 1,024 tokens", 1.315, 1, ("model.loss_chunk=1024",)),
+    "threads_8": Change("8 threads for the CPU's AdamW", 1.36, 1, ("tiers.update_threads=8",)),
+    "no_gpu_state": Change("row 2 with all updates on the CPU", 2.35, 2, ("tiers.streamed_share=0.0",)),
+    "streamed": Change("row 2 as it is: half of the state streamed", 1.85, 2),
+}  # fmt: skip
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[[], *CHANGES], help="changes to measure (default: all)")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of each (default 4)")
+    parser.add_argument("--output", type=Path, help="JSON file (default: in bench/results/)")
+    options = parser.parse_args()
+    known = facts()
+    results = {}
+    for name in options.names or CHANGES:
+        change = CHANGES[name]
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "row.json"
+            words = ["--row", str(change.row), "--steps", str(options.steps), "--no-bound", *change.words]
+            settings = ["--set", *change.settings] if change.settings else []
+            command = [sys.executable, str(SCRIPT), *words, *settings, "--output", str(output)]
+            run = subprocess.run(command, capture_output=True, text=True, check=False)
+            measured = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
+        keys = ("median_seconds", "seconds", "tokens_per_s", "peak_gpu_bytes", "peak_ram_bytes", "stall_seconds")
+        results[name] = {"what": change.what, "row": change.row, "predicted_seconds": change.predicted_s}
+        results[name] |= {key: measured[key] for key in keys if key in measured}
+        if run.returncode:
+            results[name]["error"] = run.stderr.strip().splitlines()[-1:]
+        found = measured.get("median_seconds", float("nan"))
+        print(f"{name:18} predicted {change.predicted_s:.2f} s, measured {found:.3f} s", flush=True)
+        path = options.output or RESULTS / f"ablation_{known['date'][:10]}.json"
+        path.write_text(json.dumps(known | {"changes": results}, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

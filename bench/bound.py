@@ -1,0 +1,133 @@
+"""The compute-only bound of a shape: weights resident, no optimizer, no gradients out, best kernels.
+
+Forward and backward of Hugging Face's own model with compiled layers, kept activations and megatier's loss kernel,
+groups of tokens one after the other. What a step of megatier can reach at best; attainment is the ratio.
+
+python bench/bound.py --shape 8b --batch 16 [--sequence 1024] [--no-deterministic]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import time
+from statistics import median
+from typing import Any
+
+import torch
+from peers.shapes import SHAPES, llama_config
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megatier.engine.compilation import Compilation
+from megatier.engine.loss import add_product, slopes
+
+
+class _Loss(torch.autograd.Function):
+    """Mean cross-entropy of a head, chunk by chunk, gradients made in the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, kernel: Any) -> Tensor:  # noqa: ANN401
+        hidden_grad = torch.empty_like(hidden)
+        head_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        loss = torch.zeros((), device=hidden.device)
+        scale = loss.new_full((), 1 / hidden.shape[0])
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            part, slope = kernel(hidden[rows] @ weight.t(), targets[rows], None, scale)
+            loss += part
+            torch.mm(slope, weight, out=hidden_grad[rows])
+            add_product(head_grad, slope.t(), hidden[rows])
+        ctx.grads = hidden_grad, head_grad.to(weight.dtype)
+        return loss * scale
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        return *ctx.grads, None, None, None
+
+
+def measure(
+    shape: str, batch: int, tokens: int, *, chunk: int, steps: int, compiles: bool = True, saved_share: float = 1.0
+) -> dict[str, Any]:
+    """Seconds of forward and backward on one group of batch x tokens random tokens."""
+    config, compilation = llama_config(SHAPES[shape], tokens), Compilation(saved_share)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+        ids = torch.randint(0, config.vocab_size, (batch, tokens))
+    for layer in model.model.layers if compiles else ():
+        layer.forward = compilation(layer.forward, "a layer")
+    kernel = compilation(slopes, "the loss") if compiles else slopes
+    seconds = []
+    for _ in range(steps + 2):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
+        loss: Tensor = _Loss.apply(  # type: ignore[no-untyped-call]
+            hidden, model.lm_head.weight, ids.flatten(), chunk, kernel
+        )
+        torch.cuda.synchronize()
+        forward = time.perf_counter() - began
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - began, forward))
+    whole = median(s for s, _ in seconds[2:])
+    return {
+        "shape": shape,
+        "batch": batch,
+        "sequence_length": tokens,
+        "loss_chunk": chunk,
+        "compiles": compiles,
+        "saved_share": saved_share,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "first_s": seconds[0][0],
+        "seconds": [s for s, _ in seconds[2:]],
+        "forward_s": median(f for _, f in seconds[2:]),
+        "median_s": whole,
+        "tokens_per_s": batch * tokens / whole,
+        "peak_gpu_bytes": torch.cuda.max_memory_allocated(),
+    }
+
+
+def bound_of(finished: subprocess.CompletedProcess[str]) -> dict[str, Any] | None:
+    """What a run of this script printed; None where the shape does not fit."""
+    lines = finished.stdout.strip().splitlines()
+    if finished.returncode or not lines:
+        print(finished.stderr[-2000:], flush=True)
+        return None
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument("--chunk", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--saved-share", type=float, default=1.0)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)
+    options = parser.parse_args()
+    if options.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    result = measure(
+        options.shape,
+        options.batch,
+        options.sequence,
+        chunk=options.chunk,
+        steps=options.steps,
+        compiles=options.compile,
+        saved_share=options.saved_share,
+    )
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

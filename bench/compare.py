@@ -1,0 +1,267 @@
+"""Systems side by side: one table of measured rows, each against a baseline at the same shape and tokens a step.
+
+python bench/compare.py                                     every row in bench/results/
+python bench/compare.py A.json B.json --baseline fsdp2_offload
+python bench/compare.py --run fsdp2_offload,deepspeed_zero3,megatier --shape 3b --batch 16 --seq 1024 --rounds 3
+
+With --run each system runs in a process of its own, one after the other, round by round in turned order; the rounds of
+a system make one row in bench/results/. A system that fails gets a row that says so. Rows with a `source` are quoted,
+not run: the table marks them as stored. The baseline, unless named, is the fastest peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from record import RESULTS, Row, RowError, default_output, failed_row, has_rows, read_rows, write_row
+
+OURS = ("megatier", "bound")
+"""Systems that are no peers: ourselves, and what no system can pass."""
+
+BENCH = Path(__file__).parent
+SCRIPTS = {
+    "deepspeed_zero3": ("peers/deepspeed_zero3.py",),
+    "deepspeed_zero3_nvme": ("peers/deepspeed_zero3.py", "--optimizer", "nvme"),
+    "fsdp2_offload": ("peers/fsdp2_offload.py",),
+    "megatier": ("bench_step.py",),
+}
+MEGATIER_ROWS = {("8b", 16, 1024): 1, ("8b", 64, 1024): 3, ("3b", 16, 1024): 5}
+"""Row of `bench_step.py` with free budgets, by shape, sequences and tokens a sequence."""
+
+SPEED_HEADINGS = ("tokens/s", "ratio", "s/step", "RAM GB", "ratio", "GPU GB", "ratio")
+HEADINGS = ("shape", "tokens/step", "sequence", "system", *SPEED_HEADINGS, "clip, masters", "note")
+NOTE_CHARACTERS = 100
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def table(rows: Sequence[Row], baseline: str | None = None) -> str:
+    """A Markdown table, by shape, tokens a step and speed.
+
+    Args:
+        rows: as `read_rows` gives them.
+        baseline: a system; None: the fastest peer at each shape and tokens a step.
+
+    Raises:
+        RowError: no row, or none of that system.
+    """
+    if not rows:
+        raise RowError("no rows to compare; measure some with --run, or name their JSON files")
+    if baseline and not any(row["system"] == baseline and "error" not in row for row in rows):
+        known = ", ".join(sorted({row["system"] for row in rows if "error" not in row})) or "none"
+        raise RowError(f"no row of {baseline} has figures; systems that have some: {known}")
+    lines = [_line(HEADINGS), _line(["---"] * len(HEADINGS))]
+    for row in sorted(rows, key=_order):
+        lines.append(_line(_cells(row, baseline_of(row, rows, baseline))))
+    return "\n".join(lines)
+
+
+def baseline_of(row: Row, rows: Sequence[Row], name: str | None) -> Row | None:
+    """The fastest row of a system, or of any peer, at the shape, sequence length and tokens a step of a row."""
+    alike = [
+        other
+        for other in rows
+        if "error" not in other
+        and all(other[key] == row[key] for key in ("shape", "tokens_per_step", "sequence_length"))
+        and (other["system"] == name if name else other["system"] not in OURS)
+    ]
+    return max(alike, key=lambda other: float(other["tokens_per_s"]), default=None)
+
+
+def _order(row: Row) -> tuple[str, int, int, float]:
+    """Like beside like, the fastest first."""
+    return row["shape"], row["tokens_per_step"], row["sequence_length"], -row.get("tokens_per_s", 0.0)
+
+
+def ratio(row: Row, baseline: Row | None, key: str) -> float | None:
+    """A row's figure over the baseline's; None where one of them has none."""
+    if baseline is None or not row.get(key) or not baseline.get(key):
+        return None
+    return float(row[key] / baseline[key])
+
+
+def _cells(row: Row, baseline: Row | None) -> list[str]:
+    """A row of the table."""
+    tokens_per_s = row.get("tokens_per_s")
+    cells = [
+        row["shape"],
+        f"{row['tokens_per_step']:,}",
+        f"{row['sequence_length']:,}",
+        row["system"] + (f" row {row['row']}" if "row" in row else ""),
+        f"{tokens_per_s:,.0f}" if tokens_per_s else "-",
+        _times(ratio(row, baseline, "tokens_per_s")),
+        f"{row['tokens_per_step'] / tokens_per_s:.3f}" if tokens_per_s else "-",
+    ]
+    for key in ("peak_ram_bytes", "peak_gpu_bytes"):
+        cells += [f"{row[key] / 1e9:.1f}" if row.get(key) else "-", _times(ratio(row, baseline, key))]
+    clip = ("clip" if row["clip"] else "no clip") if "clip" in row else "-"
+    return [*cells, f"{clip}, {row.get('master_dtype', '-')}", _note(row, baseline)]
+
+
+def _times(value: float | None) -> str:
+    """A ratio as text."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _note(row: Row, baseline: Row | None) -> str:
+    """What a reader must know beside the figures."""
+    notes = ["baseline"] if row is baseline else []
+    notes += ["stored, not rerun"] if "source" in row else []
+    notes += [str(row["note"])] if "note" in row else []
+    notes += [f"could not run: {row['error']}"[:NOTE_CHARACTERS]] if "error" in row else []
+    return "; ".join(notes).replace("|", "/")
+
+
+def _line(cells: Sequence[str]) -> str:
+    """A line of Markdown."""
+    return f"| {' | '.join(cells)} |"
+
+
+def sources(rows: Sequence[Row]) -> list[str]:
+    """Where the stored rows come from, a line each."""
+    texts = dict.fromkeys(str(row["source"]) for row in rows if "source" in row)
+    return [f"stored: {text}" for text in texts]
+
+
+# ---------------------------------------------------------------------- side by side
+
+
+def run_all(options: argparse.Namespace) -> list[Row]:
+    """Every chosen system in alternated rounds; a row of each, written to `--directory`."""
+    names = [name for name in options.run.split(",") if name]
+    commands = {name: command_of(name, options) for name in names}
+    rounds: dict[str, list[Row]] = {name: [] for name in names}
+    for index in range(options.rounds):
+        for name in names if index % 2 == 0 else reversed(names):
+            print(f"round {index + 1} of {options.rounds}: {name}", flush=True)
+            rounds[name].append(run_one(name, commands[name], options))
+    rows = [merged(parts) for parts in rounds.values()]
+    for row in rows:
+        path = options.directory / default_output(row).name
+        write_row(row, path)
+        print(f"written to {path}")
+    return rows
+
+
+def command_of(name: str, options: argparse.Namespace) -> list[str]:
+    """Command line that measures a system.
+
+    Raises:
+        RowError: unknown system, a shape that its script does not measure, or an option missing.
+    """
+    if name not in SCRIPTS:
+        raise RowError(f"no script measures {name!r}; known: {', '.join(SCRIPTS)}")
+    script, *fixed = SCRIPTS[name]
+    command = [sys.executable, str(BENCH / script), *fixed]
+    if name == "megatier":
+        number = options.row or MEGATIER_ROWS.get((options.shape, options.batch, options.seq))
+        if number is None:
+            raise RowError("bench_step.py has no row of this shape and batch; name one of its rows with --row")
+        return [*command, "--row", str(number)]
+    if name.endswith("_nvme"):
+        if options.path is None:
+            raise RowError(f"{name} needs --path, a directory on a real drive")
+        command += ["--path", str(options.path)]
+    for option in ("shape", "batch", "seq", "steps", "device"):
+        command += [f"--{option}", str(getattr(options, option))]
+    return command
+
+
+def run_one(name: str, command: Sequence[str], options: argparse.Namespace) -> Row:
+    """Run a system once; without a row from it, a row that says how it ended."""
+    with tempfile.TemporaryDirectory(prefix="compare_") as directory:
+        output = Path(directory, "row.json")
+        try:
+            code = subprocess.run([*command, "--output", str(output)], check=False, timeout=options.timeout).returncode
+            ending = f"killed by signal {-code} (9: mostly out of RAM)" if code < 0 else f"ended with status {code}"
+        except subprocess.TimeoutExpired:
+            ending = f"not done after {options.timeout} s"
+        if output.exists():
+            return read_rows(output)[0]
+    return failed_row(name, options.shape, batch=options.batch, sequence_length=options.seq, error=ending)
+
+
+def merged(parts: Sequence[Row]) -> Row:
+    """One row of a system's rounds: all seconds, the highest peaks; of those that ran, if any did."""
+    good = [part for part in parts if "error" not in part]
+    if not good:
+        return parts[0]
+    seconds = [value for part in good for value in part["seconds"]]
+    middle, first = median(seconds), good[0]
+    peaks = {
+        key: max((part[key] for part in good if part[key] is not None), default=None)
+        for key in ("peak_ram_bytes", "peak_gpu_bytes")
+    }
+    lost = {"note": f"{len(parts) - len(good)} of {len(parts)} rounds failed"} if len(good) < len(parts) else {}
+    return {
+        **first,
+        **peaks,
+        **lost,
+        "seconds": seconds,
+        "median_seconds": middle,
+        "tokens_per_s": first["tokens_per_step"] / middle,
+        "model_tflops": first["model_tflops"] * first["median_seconds"] / middle,
+        "round_medians": [part["median_seconds"] for part in good],
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def load(files: Sequence[Path]) -> list[Row]:
+    """Rows of the files, or of every file in `bench/results/` that has some.
+
+    Raises:
+        RowError: a file that cannot be read, or with rows that lack something.
+    """
+    chosen = files or [path for path in sorted(RESULTS.glob("*.json")) if has_rows(path)]
+    return [row for path in chosen for row in read_rows(path)]
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, metavar="RESULT.json", help="default: all in bench/results/")
+    parser.add_argument("--baseline", metavar="NAME", help="system that ratios refer to (default: the fastest peer)")
+    parser.add_argument("--run", metavar="NAMES", help=f"measure first; of {', '.join(SCRIPTS)}, with commas between")
+    parser.add_argument("--rounds", type=int, default=1, help="with --run: alternated rounds (default 1)")
+    parser.add_argument("--shape", default="3b", help="3b, 8b, tiny ... (default 3b)")
+    parser.add_argument("--batch", type=int, default=16, help="sequences a step (default 16)")
+    parser.add_argument("--seq", type=int, default=1024, help="tokens a sequence (default 1024)")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of a peer in a round (default 4)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the peers (default cuda)")
+    parser.add_argument("--row", type=int, help="row of bench_step.py (default: free budgets at the shape)")
+    parser.add_argument("--path", type=Path, help="a directory on a real drive, for NVMe")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds a run may take (default 1800)")
+    parser.add_argument("--directory", type=Path, default=RESULTS, help="where --run writes (default bench/results/)")
+    options = parser.parse_args(argv)
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    return options
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure if asked, then print the table.
+
+    Raises:
+        SystemExit: rows that are none; the text says which.
+    """
+    options = parse(argv)
+    try:
+        stored = load(options.files) if options.files or not options.run else []
+        rows = stored + (run_all(options) if options.run else [])
+        print("\n".join([table(rows, options.baseline), *sources(rows)]))
+    except RowError as error:
+        raise SystemExit(f"compare: {error}") from error
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

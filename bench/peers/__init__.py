@@ -1,0 +1,1 @@
+"""Other systems on megatier's shapes: one script each, one JSON row each, as `record` describes it."""

@@ -1,0 +1,165 @@
+"""DeepSpeed ZeRO-3 with offload on megatier's shapes: one process, one GPU, no launcher.
+
+bf16 compute with fp32 masters, recompute by gradient checkpointing, exact clipping at 1.0, DeepSpeed's CPU AdamW.
+Parameters and optimizer lie in pinned RAM, or on NVMe below --path. The settings are DeepSpeed's recommended ones where
+those live, see `zero_config`. Figures are printed and written as one JSON row.
+
+python bench/peers/deepspeed_zero3.py --shape 3b --batch 16 --seq 1024
+python bench/peers/deepspeed_zero3.py --shape 3b24 --optimizer nvme --path DIR            optimizer on NVMe
+python bench/peers/deepspeed_zero3.py --shape 3b24 --optimizer nvme --parameters nvme --path DIR
+python bench/peers/deepspeed_zero3.py --shape tiny --batch 2 --seq 64 --device cpu        a smoke run without a GPU
+
+Needs `pip install deepspeed` (measured with 0.19.8), a C++ compiler and ninja, for NVMe also libaio's headers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from peers.measure import BETAS, CLIP, EPSILON, RATE, WEIGHT_DECAY, Step, measure, parser_of, prepare
+from peers.shapes import SHAPES, LanguageModel
+
+SUB_GROUP = 100_000_000
+"""Parameters that the optimizer works on at once."""
+
+
+def zero_config(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """DeepSpeed's config.
+
+    On NVMe its pipelining needs 12 optimizer buffers (with 4, the default, and with 8 it dies), and parameters can only
+    be read without prefetch and without keeping any (DeepSpeed issue 3062).
+    """
+    shape, is_streamed = SHAPES[options.shape], options.parameters == "nvme"
+    parameters = {"device": options.parameters, "pin_memory": True}
+    optimizer = {"device": options.optimizer, "pin_memory": True}
+    if is_streamed:
+        largest = shape.hidden * max(shape.vocab, shape.ffn)
+        buffers = {"buffer_count": 16, "buffer_size": -(-largest // 512) * 512, "max_in_cpu": SUB_GROUP}
+        parameters |= {"nvme_path": str(directory)} | buffers
+    if options.optimizer == "nvme":
+        optimizer |= {"nvme_path": str(directory), "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+    return {
+        "train_micro_batch_size_per_gpu": options.batch // options.groups,
+        "gradient_accumulation_steps": options.groups,
+        "bf16": {"enabled": True},
+        "gradient_clipping": CLIP,
+        "steps_per_print": 10**9,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": RATE, "betas": list(BETAS), "eps": EPSILON, "weight_decay": WEIGHT_DECAY},
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": 200_000_000,
+            "sub_group_size": SUB_GROUP,
+            "stage3_prefetch_bucket_size": 0 if is_streamed else 200_000_000,
+            "stage3_param_persistence_threshold": 100_000,
+            "stage3_max_live_parameters": 0 if is_streamed else 1_000_000_000,
+            "stage3_max_reuse_distance": 0 if is_streamed else 1_000_000_000,
+            "offload_param": parameters,
+            "offload_optimizer": optimizer,
+        },
+        "aio": {
+            "block_size": 1 << 20,
+            "queue_depth": 32,
+            "intra_op_parallelism": 4,
+            "single_submit": False,
+            "overlap_events": True,
+        },
+    }
+
+
+def build(options: argparse.Namespace, config: dict[str, Any], deepspeed: ModuleType) -> Step:
+    """The engine and what a step does with it."""
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
+        model = LanguageModel(SHAPES[options.shape], options.seq).train()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+
+    def step(groups: Sequence[Tensor]) -> Tensor:
+        total = torch.zeros((), device=engine.device)
+        for ids in groups:
+            loss = engine(ids.to(engine.device))
+            engine.backward(loss)
+            engine.step()  # updates on the last group
+            total += loss.detach() / len(groups)
+        return total
+
+    return step
+
+
+def load_deepspeed(device: str) -> ModuleType:
+    """DeepSpeed, on the device that we want.
+
+    Raises:
+        SystemExit: not installed.
+    """
+    os.environ["DS_ACCELERATOR"] = device
+    try:
+        return importlib.import_module("deepspeed")
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"DeepSpeed cannot be imported ({error}). Install it beside torch: pip install deepspeed ninja. At its "
+            "first run it compiles kernels: that takes a C++ compiler, nvcc for a GPU, and libaio's headers for NVMe."
+        ) from error
+
+
+def parse() -> argparse.Namespace:
+    """The options.
+
+    Raises:
+        SystemExit: NVMe without a path.
+    """
+    parser = parser_of(__doc__ or "")
+    parser.add_argument("--optimizer", choices=("cpu", "nvme"), default="cpu", help="home of masters and moments")
+    parser.add_argument("--parameters", choices=("cpu", "nvme"), default="cpu", help="home of the bf16 weights")
+    parser.add_argument("--path", type=Path, help="a directory on a real drive, for NVMe")
+    options = parser.parse_args()
+    if "nvme" in (options.optimizer, options.parameters) and options.path is None:
+        parser.error("nvme needs --path, a directory on a real drive")
+    return options
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = parse()
+    prepare(options)
+    deepspeed = load_deepspeed(options.device)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29517")
+    deepspeed.init_distributed(dist_backend="nccl" if options.device == "cuda" else "gloo", verbose=False)
+    on_nvme = "nvme" in (options.optimizer, options.parameters)
+    # a directory of its own: DeepSpeed leaves its swap files behind
+    directory = Path(tempfile.mkdtemp(prefix="zero3_", dir=options.path if on_nvme else None))
+    config = zero_config(options, directory)
+    try:
+        measure(
+            "deepspeed_zero3_nvme" if on_nvme else "deepspeed_zero3",
+            options,
+            partial(build, options, config, deepspeed),
+            homes={"optimizer": options.optimizer, "parameters": options.parameters},
+        )
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    sys.stdout.flush()
+    os._exit(0)  # its I/O threads and pinned pools take minutes to end by themselves
+
+
+if __name__ == "__main__":
+    main()

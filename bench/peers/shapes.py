@@ -1,0 +1,160 @@
+"""The shapes that every system is measured on: models, FLOPs, and how memory is read."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+TFLOPS_FORMULA = (
+    "6 x matmul parameters (without the embedding) x tokens + causal attention 6 x layers x sequence x hidden x "
+    "tokens; recompute not counted"
+)
+LOSS_CHUNK = 2048
+"""Tokens whose logits exist at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama's sizes; head and embedding are not tied."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    layers: int
+    vocab: int
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Parameters that are multiplied with every token: neither embedding nor norms."""
+        attention = 2 * self.hidden**2 + 2 * self.hidden * self.kv_heads * (self.hidden // self.heads)
+        return self.layers * (attention + 3 * self.hidden * self.ffn) + self.hidden * self.vocab
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters."""
+        return self.matmul_parameters + self.hidden * self.vocab + (2 * self.layers + 1) * self.hidden
+
+    def model_flops(self, tokens: int, sequence_length: int) -> int:
+        """FLOPs of forward and backward over so many tokens, as `TFLOPS_FORMULA` counts."""
+        return 6 * tokens * (self.matmul_parameters + self.layers * sequence_length * self.hidden)
+
+
+SHAPES = {
+    "3b": Shape(2048, 11008, 16, 2, 36, 151936),
+    "3b24": Shape(2048, 11008, 16, 2, 24, 151936),
+    "8b": Shape(4096, 14336, 32, 8, 32, 128256),
+    "tiny": Shape(128, 256, 4, 2, 4, 1024),
+}
+"""`3b24` is 3b with 24 layers: what DeepSpeed's NVMe mode is measured on. `tiny` is for smoke runs on a CPU."""
+
+
+def llama_config(shape: Shape, sequence_length: int) -> PretrainedConfig:
+    """Hugging Face's config of a shape."""
+    return AutoConfig.for_model(
+        "llama",
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        num_hidden_layers=shape.layers,
+        vocab_size=shape.vocab,
+        max_position_embeddings=max(sequence_length, 4096),
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+
+
+class Head(nn.Module):
+    """Head and cross-entropy as one module, so that a sharding peer gathers the weight once a pass."""
+
+    def __init__(self, shape: Shape) -> None:
+        """Weight [vocab, hidden]."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape.vocab, shape.hidden))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss of hidden states [batch, tokens, hidden] on targets [batch, tokens], -100 not counted."""
+        rows = hidden.flatten(0, 1).split(LOSS_CHUNK)
+        wanted = targets.flatten().split(LOSS_CHUNK)
+        sums = [checkpoint(self._chunk, *pair, use_reentrant=False) for pair in zip(rows, wanted, strict=True)]
+        return torch.stack(sums).sum() / (targets != -100).sum()
+
+    def _chunk(self, rows: Tensor, targets: Tensor) -> Tensor:
+        """Summed loss; its logits are computed again in the backward."""
+        return F.cross_entropy((rows @ self.weight.t()).float(), targets, ignore_index=-100, reduction="sum")
+
+
+class LanguageModel(nn.Module):
+    """Hugging Face's decoder with gradient checkpointing, and a head that never holds all logits."""
+
+    def __init__(self, shape: Shape, sequence_length: int) -> None:
+        """Random weights, made wherever the caller's context says."""
+        super().__init__()
+        whole = AutoModelForCausalLM.from_config(llama_config(shape, sequence_length), attn_implementation="sdpa")
+        newer = hasattr(whole, "activation_checkpointing_enable")  # the same under another name; the older one warns
+        enable = whole.activation_checkpointing_enable if newer else whole.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        self.core, self.head = whole.model, Head(shape)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Mean loss of the next token over ids [batch, tokens]."""
+        hidden = self.core(input_ids=ids, use_cache=False).last_hidden_state
+        loss: Tensor = self.head(hidden, F.pad(ids[:, 1:], (0, 1), value=-100))
+        return loss
+
+
+def build(shape: Shape, sequence_length: int, dtype: torch.dtype, device: str = "cpu") -> LanguageModel:
+    """A random model, far faster than its own initialization."""
+    with torch.device("meta"):
+        model = LanguageModel(shape, sequence_length)
+    model.to(dtype)
+    return materialize(model, shape, sequence_length, device, device)
+
+
+def materialize(
+    model: LanguageModel, shape: Shape, sequence_length: int, device: str, compute_device: str
+) -> LanguageModel:
+    """Give a model on the meta device memory and values, with its rotary tables where it computes."""
+    model.to_empty(device=device)
+    rotary = type(model.core.rotary_emb)  # its tables are no parameters, and to_empty loses them
+    model.core.rotary_emb = rotary(llama_config(shape, sequence_length)).to(compute_device)
+    fill(parameter.to_local() if hasattr(parameter, "to_local") else parameter for parameter in model.parameters())
+    return model.train()
+
+
+@torch.no_grad()
+def fill(parameters: Iterable[Tensor]) -> None:
+    """Vectors to one, matrices by one random block again and again, by a fixed seed."""
+    block = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)) * 0.02
+    for parameter in parameters:
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+            continue
+        for piece in parameter.view(-1).split(block.numel()):
+            piece.copy_(block[: piece.numel()])
+
+
+def peak_ram_bytes() -> int:
+    """Highest resident set of this process so far, as the operating system counted it."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_gpu_bytes() -> int | None:
+    """Highest use of the GPU so far, context and libraries included; None without a GPU.
+
+    The driver tells what is used now. What torch reserved above that at its peak comes on top. Others on the same GPU
+    would be counted too.
+    """
+    if not torch.cuda.is_available():
+        return None
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return total_bytes - free_bytes + torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()

@@ -1,0 +1,245 @@
+"""What every measurement leaves: where, when and with what it was taken, and one flat JSON row per system and shape.
+
+A row has `COMMON_KEYS`, and `MEASURED_KEYS` too unless it says why not: `error` (the system could not run) or `source`
+(a figure quoted from elsewhere). Bytes and seconds throughout.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+RESULTS = Path(__file__).parent / "results"
+
+Row = dict[str, Any]
+
+COMMON_KEYS: dict[str, type | tuple[type, ...]] = {
+    "system": str,
+    "shape": str,
+    "sequence_length": int,
+    "tokens_per_step": int,
+}
+MEASURED_KEYS: dict[str, type | tuple[type, ...]] = {
+    "num_parameters": int,
+    "batch": int,
+    "seconds": list,
+    "median_seconds": (int, float),
+    "tokens_per_s": (int, float),
+    "model_tflops": (int, float),
+    "tflops_formula": str,
+    "peak_ram_bytes": int,
+    "peak_gpu_bytes": (int, type(None)),
+    "clip": bool,
+    "master_dtype": str,
+    "first_step_seconds": (int, float),
+    "date": str,
+    "commit": str,
+    "is_changed": bool,
+    "command": str,
+    "machine": dict,
+    "versions": dict,
+}
+"""`seconds` are those of the steps after the first; `batch` counts sequences; `clip`: by the exact global norm."""
+
+VERSIONS_OF = ("torch", "transformers", "numpy", "triton", "deepspeed", "liger-kernel")
+
+
+class RowError(ValueError):
+    """A file that should hold rows does not; the text names the file and what is wrong."""
+
+
+def facts() -> dict[str, Any]:
+    """Where and with what this is measured."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD"),
+        "is_changed": bool(_git("status", "--short")),
+        "command": " ".join(["python", *sys.argv]),
+        "machine": machine(),
+        "versions": {"python": platform.python_version()} | _versions(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """CPU, cores this process may use, RAM and its load, GPU and driver (None without)."""
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    models = Counter(line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
+    return {
+        "cpu": next(iter(models), platform.processor()),
+        "cores": len(os.sched_getaffinity(0)),
+        "ram_bytes": psutil.virtual_memory().total,
+        "load_before": psutil.getloadavg(),
+        "gpu": _gpu(),
+    }
+
+
+def row(
+    system: str,
+    shape: str,
+    *,
+    batch: int,
+    sequence_length: int,
+    num_parameters: int,
+    seconds: list[float],
+    first_step_seconds: float,
+    model_flops: float,
+    tflops_formula: str,
+    peak_ram_bytes: int,
+    peak_gpu_bytes: int | None,
+    clip: bool,
+    master_dtype: str,
+    **more: object,
+) -> Row:
+    """A row whose rates follow from its seconds.
+
+    Args:
+        system: who was measured.
+        shape: a name in `peers.shapes.SHAPES`.
+        batch: sequences a step.
+        sequence_length: tokens a sequence.
+        num_parameters: all of them, embedding included.
+        seconds: of each step but the first.
+        first_step_seconds: of the first, which compiles, records or allocates.
+        model_flops: a step's, recompute not counted.
+        tflops_formula: how those are counted.
+        peak_ram_bytes: read from the operating system.
+        peak_gpu_bytes: read from the driver, context included; None without a GPU.
+        clip: whether gradients are clipped by their exact global norm.
+        master_dtype: type of the weights that AdamW updates.
+        more: further keys.
+    """
+    tokens, middle = batch * sequence_length, median(seconds)
+    return {
+        "system": system,
+        "shape": shape,
+        "num_parameters": num_parameters,
+        "batch": batch,
+        "sequence_length": sequence_length,
+        "tokens_per_step": tokens,
+        "seconds": seconds,
+        "median_seconds": middle,
+        "tokens_per_s": tokens / middle,
+        "model_tflops": model_flops / middle / 1e12,
+        "tflops_formula": tflops_formula,
+        "peak_ram_bytes": peak_ram_bytes,
+        "peak_gpu_bytes": peak_gpu_bytes,
+        "clip": clip,
+        "master_dtype": master_dtype,
+        "first_step_seconds": first_step_seconds,
+        **more,
+        **facts(),
+    }
+
+
+def failed_row(system: str, shape: str, *, batch: int, sequence_length: int, error: str) -> Row:
+    """A row of a system that could not run."""
+    known = {"system": system, "shape": shape, "batch": batch, "sequence_length": sequence_length}
+    return known | {"tokens_per_step": batch * sequence_length, "error": error} | facts()
+
+
+def default_output(result: Row) -> Path:
+    """File of a row in `bench/results/`: by system, its own row number if it has one, shape, tokens a step and date."""
+    who = result["system"] + (f"_row{result['row']}" if "row" in result else "")
+    return RESULTS / f"{who}_{result['shape']}_{result['tokens_per_step']}_{result['date'][:10]}.json"
+
+
+def write_row(result: Row, path: Path) -> None:
+    """Write a row, with its directory if missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Rows of a file that holds one, or a list of them.
+
+    Raises:
+        RowError: unreadable, no JSON, or a key missing or of another type.
+    """
+    rows = _parsed(path)
+    for index, entry in enumerate(rows):
+        _check(entry, f"{path}, row {index + 1}" if len(rows) > 1 else str(path))
+    return rows
+
+
+def has_rows(path: Path) -> bool:
+    """Whether a file's JSON names systems; other measurements lie in the same directory.
+
+    Raises:
+        RowError: unreadable, or no JSON.
+    """
+    return any(isinstance(entry, dict) and "system" in entry for entry in _parsed(path))
+
+
+def _parsed(path: Path) -> list[Any]:
+    """Entries of a JSON file."""
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RowError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise RowError(f"{path}: not JSON: {error}") from error
+    return parsed if isinstance(parsed, list) else [parsed]
+
+
+def _check(entry: object, where: str) -> None:
+    """Refuse what is no row."""
+    if not isinstance(entry, dict):
+        raise RowError(f"{where}: a row is an object, not {type(entry).__name__}")
+    is_quoted, is_failed = "source" in entry, "error" in entry
+    keys = COMMON_KEYS | ({} if is_quoted or is_failed else MEASURED_KEYS)
+    if is_quoted and not is_failed:
+        keys = keys | {"tokens_per_s": (int, float)}
+    if missing := sorted(keys.keys() - entry.keys()):
+        raise RowError(f"{where}: no {', '.join(missing)}; bench/record.py lists the keys of a row")
+    for key, kinds in (COMMON_KEYS | MEASURED_KEYS).items():
+        if key in entry and not _is(entry[key], kinds):
+            raise RowError(f"{where}: {key} is {entry[key]!r}, which is {type(entry[key]).__name__}")
+    if not entry.get("tokens_per_s", 1) > 0:
+        raise RowError(f"{where}: tokens_per_s is {entry['tokens_per_s']}, which cannot be")
+
+
+def _is(value: object, kinds: type | tuple[type, ...]) -> bool:
+    """Whether a value is of a kind; true and false are no numbers."""
+    return isinstance(value, kinds) and (kinds is bool or not isinstance(value, bool))
+
+
+def _git(*arguments: str) -> str:
+    """What git says of this checkout; nothing where there is none."""
+    command = ["git", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    except FileNotFoundError:  # no git
+        return ""
+    return done.stdout.strip()
+
+
+def _gpu() -> str | None:
+    """Name and driver of the first GPU."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return next(iter(done.stdout.splitlines()), None) if done.returncode == 0 else None
+
+
+def _versions() -> dict[str, str]:
+    """Versions of the packages that are installed."""
+    found = {}
+    for name in VERSIONS_OF:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

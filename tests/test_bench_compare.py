@@ -1,0 +1,203 @@
+"""The comparison of systems: table and ratios, the rows it reads, how it runs systems, and how FLOPs are counted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+import compare
+from peers.shapes import SHAPES, Shape, build
+from record import COMMON_KEYS, MEASURED_KEYS, RESULTS, Row, RowError, has_rows, read_rows, row, write_row
+
+
+def made_up(system: str, seconds: float, batch: int = 2, shape: str = "3b", **more: object) -> Row:
+    """A row of steps that all took so long."""
+    result = row(
+        system,
+        shape,
+        batch=batch,
+        sequence_length=100,
+        num_parameters=10,
+        seconds=[seconds, seconds, seconds],
+        first_step_seconds=9.0,
+        model_flops=4e12,
+        tflops_formula="made up",
+        peak_ram_bytes=int(seconds * 10e9),
+        peak_gpu_bytes=None,
+        clip=True,
+        master_dtype="float32",
+    )
+    return result | more
+
+
+def cells(text: str) -> list[list[str]]:
+    """Lines of a Markdown table without its head."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+
+
+def test_flops_of_a_small_shape_match_the_sum_by_hand() -> None:
+    """Hidden 8, 4 heads of 2, 2 of keys and values: a layer has q and o 64 each, k and v 32 each, three times 80."""
+    shape = Shape(hidden=8, ffn=10, heads=4, kv_heads=2, layers=3, vocab=20)
+    assert shape.matmul_parameters == 3 * (64 + 64 + 32 + 32 + 240) + 160 == 1456
+    assert shape.model_flops(tokens=14, sequence_length=7) == 6 * 1456 * 14 + 6 * 3 * 7 * 8 * 14 == 136_416
+
+
+def test_parameters_of_the_shapes_match_the_published_counts() -> None:
+    """3.397B and 8.030B; 2.472B with 24 layers."""
+    assert [round(SHAPES[name].num_parameters / 1e6) for name in ("3b", "3b24", "8b")] == [3397, 2472, 8030]
+
+
+def test_built_model_has_the_parameters_and_a_loss_of_random_tokens() -> None:
+    """A random model knows nothing: its loss is the logarithm of the vocabulary."""
+    model = build(SHAPES["tiny"], 32, torch.float32)
+    ids = torch.randint(0, SHAPES["tiny"].vocab, (2, 32), generator=torch.Generator().manual_seed(0))
+    assert sum(parameter.numel() for parameter in model.parameters()) == SHAPES["tiny"].num_parameters
+    assert abs(model(ids).item() - 6.93) < 0.2
+
+
+def test_table_takes_the_fastest_peer_as_baseline_at_each_shape_and_tokens() -> None:
+    """Ourselves and rows with an error are never the baseline; other tokens a step have their own."""
+    rows = [
+        made_up("megatier", 0.5, row=5),
+        made_up("slow", 4.0),
+        made_up("fast", 2.0),
+        made_up("slow", 8.0, batch=4),
+        {**made_up("broken", 1.0), "error": "out of memory"},
+    ]
+    body = cells(compare.table(rows))
+    assert [(line[3], line[4], line[5], line[6]) for line in body if line[1] == "200" and line[3] != "broken"] == [
+        ("megatier row 5", "400", "4.00", "0.500"),
+        ("fast", "100", "1.00", "2.000"),
+        ("slow", "50", "0.50", "4.000"),
+    ]
+    assert [(line[3], line[5]) for line in body if line[1] == "400"] == [("slow", "1.00")]
+    ours = next(line for line in body if line[3] == "megatier row 5")
+    assert ours[7:11] == ["5.0", "0.25", "-", "-"]
+    broken = next(line for line in body if line[3] == "broken")
+    assert "could not run: out of memory" in broken[-1]
+
+
+def test_table_with_a_named_baseline_gives_ratios_to_it_alone() -> None:
+    """Where the baseline was not measured there is no ratio."""
+    rows = [made_up("fast", 2.0), made_up("slow", 4.0), made_up("fast", 2.0, batch=4)]
+    assert [line[5] for line in cells(compare.table(rows, "slow"))] == ["2.00", "1.00", "-"]
+
+
+def test_table_with_an_unknown_baseline_names_the_systems() -> None:
+    """A typo is told, not answered with an empty column."""
+    with pytest.raises(RowError, match=r"no row of slwo.*fast"):
+        compare.table([made_up("fast", 2.0)], "slwo")
+
+
+def test_table_without_rows_is_refused() -> None:
+    """Nothing to compare."""
+    with pytest.raises(RowError, match="no rows"):
+        compare.table([])
+
+
+def test_results_of_the_repository_are_read_and_stored_ones_are_flagged(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without arguments: other measurements beside the rows are left out."""
+    compare.main([])
+    text = capsys.readouterr().out
+    assert "stored, not rerun" in text
+    assert "stored: measured by us on one H200" in text
+    assert not has_rows(RESULTS / "h200_llama8b_ram.json")
+
+
+def test_row_written_and_read_again_is_the_same(tmp_path: Path) -> None:
+    """Every key of the schema is there."""
+    path, result = tmp_path / "new" / "row.json", made_up("fast", 2.0)
+    write_row(result, path)
+    assert (COMMON_KEYS | MEASURED_KEYS).keys() <= result.keys()
+    assert read_rows(path) == [json.loads(json.dumps(result))]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("{", "not JSON"),
+        ("3", "a row is an object, not int"),
+        ('{"system": "x"}', "no batch, .*shape"),
+        (
+            '{"system": "x", "shape": "3b", "sequence_length": 1, "tokens_per_step": 1, "source": "y"}',
+            "no tokens_per_s",
+        ),
+        ('{"system": "x", "shape": "3b", "sequence_length": 1, "tokens_per_step": "2", "error": "y"}', "'2', .* str"),
+        (
+            '{"system": "x", "shape": "3b", "sequence_length": 1, "tokens_per_step": 1, "error": "y", "batch": true}',
+            "batch is True",
+        ),
+    ],
+)
+def test_file_that_holds_no_row_is_refused_by_name(text: str, wanted: str, tmp_path: Path) -> None:
+    """The message names the file and what is wrong."""
+    path = tmp_path / "bad.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit, match=rf"(?s)bad\.json.*{wanted}"):
+        compare.main([str(path)])
+
+
+def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+    """Not a traceback."""
+    with pytest.raises(SystemExit, match=r"none\.json: cannot be read"):
+        compare.main([str(tmp_path / "none.json")])
+
+
+def test_rounds_of_a_system_merge_into_one_row() -> None:
+    """All seconds, the highest peaks; a round that failed is told."""
+    merged = compare.merged([made_up("fast", 2.0), made_up("fast", 4.0), {**made_up("fast", 1.0), "error": "gone"}])
+    assert merged["seconds"] == [2.0] * 3 + [4.0] * 3
+    assert (merged["median_seconds"], merged["tokens_per_s"]) == (3.0, 200 / 3.0)
+    assert merged["model_tflops"] == pytest.approx(4 / 3.0)
+    assert merged["peak_ram_bytes"] == 40_000_000_000
+    assert (merged["round_medians"], merged["note"]) == ([2.0, 4.0], "1 of 3 rounds failed")
+
+
+def test_run_alternates_systems_and_records_one_that_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two made-up systems, two rounds: one writes its row, one is killed."""
+    write_row(made_up("megatier", 2.0), tmp_path / "made.json")
+    good, dead = tmp_path / "good.py", tmp_path / "dead.py"
+    good.write_text(
+        f"import shutil, sys\nshutil.copy({str(tmp_path / 'made.json')!r}, sys.argv[-1])\n", encoding="utf-8"
+    )
+    dead.write_text("import os\nos.kill(os.getpid(), 9)\n", encoding="utf-8")
+    monkeypatch.setattr(compare, "SCRIPTS", {"megatier": (str(good),), "fsdp2_offload": (str(dead),)})
+    results = tmp_path / "results"
+    compare.main(["--run", "megatier,fsdp2_offload", "--rounds", "2", "--directory", str(results)])
+    text = capfd.readouterr().out
+    began = [line.rpartition(" ")[2] for line in text.splitlines() if line.startswith("round ")]
+    assert began == ["megatier", "fsdp2_offload", "fsdp2_offload", "megatier"]
+    assert "could not run: killed by signal 9" in text
+    written = [entry for path in results.iterdir() for entry in read_rows(path)]
+    assert {entry["system"]: len(entry.get("seconds", [])) for entry in written} == {"megatier": 6, "fsdp2_offload": 0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--run", "nobody"], "no script measures 'nobody'"),
+        (["--run", "deepspeed_zero3_nvme"], "needs --path"),
+        (["--run", "megatier", "--batch", "3"], "name one of its rows with --row"),
+    ],
+)
+def test_run_that_cannot_start_says_why(arguments: list[str], wanted: str) -> None:
+    """Before anything runs."""
+    with pytest.raises(SystemExit, match=wanted):
+        compare.main(arguments)
+
+
+def test_fsdp2_on_the_cpu_leaves_a_row(tmp_path: Path) -> None:
+    """A smoke run of a real peer, as a user starts it."""
+    options = ["--shape", "tiny", "--batch", "2", "--seq", "32", "--steps", "1", "--device", "cpu"]
+    compare.main(["--run", "fsdp2_offload", *options, "--directory", str(tmp_path)])
+    (result,) = [entry for path in tmp_path.iterdir() for entry in read_rows(path)]
+    assert "error" not in result
+    assert result["tokens_per_s"] > 0
+    assert result["peak_ram_bytes"] > 100e6
