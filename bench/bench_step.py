@@ -33,7 +33,7 @@ from megatier.schedule.trace import TraceEvent, stall_seconds, write_trace
 from megatier.store.tier import Kind, Tier
 from megatier.train.picture import draw, lane_uses
 from megatier.train.session import Session
-from megatier.train.trainer import make_repeatable
+from megatier.train.trainer import make_repeatable, share_interpreter
 
 GIB = 1 << 30
 RATE = 1e-5
@@ -100,7 +100,7 @@ ROWS = {
         batch=1,
         sequence=262_144,
         what="free, one sequence",
-        tiers=FREE | {"gpu": 12 * GIB},
+        tiers=FREE | {"gpu": 5 * GIB},
         model={"saved_share": 0.0, "loss_chunk": 2048},
     ),
 }
@@ -144,6 +144,7 @@ def measure(
     """The row of a run, and what happened in its last step."""
     config = config_of(run, deterministic)
     make_repeatable(config)
+    share_interpreter()
     shape = SHAPES[run.shape]
     began = time.perf_counter()
     model = build_skeleton(llama_config(shape, run.sequence), "sdpa")

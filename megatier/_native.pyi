@@ -85,6 +85,9 @@ def sum_squares(address: int, num_elements: int, is_bf16: bool, partials: int) -
     A square of an fp32 number is exact in fp64, so fused multiply-add cannot change a bit.
     """
 
+def sum_exactly(address: int, num_elements: int) -> float:
+    """Sum of fp64 numbers, rounded once, as math.fsum; the plain sum where one, or a sum on the way, is not finite."""
+
 def isa_levels() -> list[str]:
     """Levels this CPU can run, best first, among "avx512", "avx2", "portable"."""
 

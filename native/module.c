@@ -471,6 +471,23 @@ static PyObject *module_sum_squares(PyObject *module, PyObject *args, PyObject *
     Py_RETURN_NONE;
 }
 
+static PyObject *module_sum_exactly(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    (void)module;
+    size_t address, num_elements;
+    static char *names[] = {"address", "num_elements", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&:sum_exactly", names, to_size, &address, to_size,
+                                     &num_elements))
+        return NULL;
+    if (!aligned(address, sizeof(double)))
+        return NULL;
+    double sum;
+    Py_BEGIN_ALLOW_THREADS
+    sum = sum_exactly((const double *)address, num_elements);
+    Py_END_ALLOW_THREADS
+    return PyFloat_FromDouble(sum);
+}
+
 /* ---- instruction set levels ---- */
 
 static const char *const isa_names[] = {
@@ -534,6 +551,7 @@ static PyMethodDef module_methods[] = {
     FUNCTION(round_bf16, "source, target, num_elements", "fp32 -> bf16, nearest even; target may be source."),
     FUNCTION(accumulate, "accumulator, source, num_elements, first", "fp32 sum; first: copy."),
     FUNCTION(sum_squares, "address, num_elements, is_bf16, partials", "fp64 sums of squares in a fixed order."),
+    FUNCTION(sum_exactly, "address, num_elements", "Sum of fp64 numbers, rounded once."),
     FUNCTION(set_isa, "level", "Use this instruction set level from now on."),
     {"isa_levels", module_isa_levels, METH_NOARGS,
      "isa_levels($module)\n--\n\nLevels this CPU can run, best first."},

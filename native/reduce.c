@@ -1,5 +1,7 @@
 #include "reduce.h"
 
+#include <math.h>
+
 #include "isa.h"
 
 void copy(void *target, const void *source, size_t num_bytes) { memcpy(target, source, num_bytes); }
@@ -71,3 +73,48 @@ static inline float fp32_one(float value) { return value; }
 
 SUM_SQUARES_BODY(sum_squares_fp32, float, fp32_one)
 SUM_SQUARES_BODY(sum_squares_bf16, uint16_t, float_of_bf16)
+
+#define EXACT_PARTIALS_MAX 2200 /* partials do not overlap, and the bits of fp64 have 2,098 places */
+
+/* Shewchuk's sum: partials that do not overlap hold the exact total; it is rounded once, to nearest even, at the end. */
+double sum_exactly(const double *values, size_t n)
+{
+    double partials[EXACT_PARTIALS_MAX], plain = 0;
+    size_t used = 0;
+    for (size_t i = 0; i < n; i++) {
+        double x = values[i];
+        plain += x;
+        if (!isfinite(plain))
+            continue;
+        size_t kept = 0;
+        for (size_t j = 0; j < used; j++) {
+            double y = partials[j];
+            if (fabs(x) < fabs(y)) {
+                double larger = y;
+                y = x;
+                x = larger;
+            }
+            double high = x + y, low = y - (high - x);
+            if (low != 0)
+                partials[kept++] = low;
+            x = high;
+        }
+        partials[kept++] = x;
+        used = kept;
+    }
+    if (!isfinite(plain) || !used)
+        return plain;
+    double high = partials[--used], low = 0;
+    while (used && low == 0) {
+        double x = high, y = partials[--used];
+        high = x + y;
+        low = y - (high - x);
+    }
+    /* A tie was rounded to even, but what is left says to which side it belongs. */
+    if (used && ((low < 0 && partials[used - 1] < 0) || (low > 0 && partials[used - 1] > 0))) {
+        double twice = low * 2, other = high + twice;
+        if (twice == other - high)
+            high = other;
+    }
+    return high;
+}

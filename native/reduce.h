@@ -58,5 +58,7 @@ void accumulate(float *accumulator, const float *source, size_t num_elements);
 /* One fp64 per span of SUM_SPAN_ELEMENTS; the order of additions is that of _native.pyi. */
 void sum_squares_fp32(const float *values, size_t num_elements, double *partials);
 void sum_squares_bf16(const uint16_t *values, size_t num_elements, double *partials);
+/* As exact as one rounding allows; a value or a running sum that is not finite gives the plain sum. */
+double sum_exactly(const double *values, size_t num_elements);
 
 #endif

@@ -1,6 +1,7 @@
 """Split and join of the master, rounding, sums and checksums, at every instruction set level."""
 
 import ctypes
+import math
 import mmap
 from collections.abc import Iterator
 from typing import Any
@@ -230,3 +231,32 @@ def test_numbers_stay_inside_their_plane(isa: str) -> None:
         _native.round_bf16(master - 4 * n, weight - 2 * n, n)
         _native.checksum(master - n, n)
         _native.sum_squares(weight - 2 * n, n, True, starts[2])
+
+
+# ---- exact sums ----
+
+
+def wide_numbers(count: int, seed: int) -> list[float]:
+    """Numbers of many magnitudes, some of which cancel."""
+    generator = np.random.default_rng(seed)
+    numbers = generator.uniform(-1, 1, count) * 10.0 ** generator.integers(-290, 290, count)
+    return [*numbers.tolist(), *(-numbers[: count // 2]).tolist()]
+
+
+TIES = [[2.0**53, 1.0], [2.0**53, 1.0, 2.0**-60], [1e16, 1.0, -1e16], [1.0, 2.0**-53, 2.0**-110], [-1.0, -(2.0**-53)]]
+
+
+@pytest.mark.parametrize("values", [[0.0], [0.1] * 10, *TIES, *(wide_numbers(1000, seed) for seed in range(20))])
+def test_sum_exactly_of_any_numbers_is_that_of_fsum(values: list[float]) -> None:
+    numbers = np.array(values)
+    assert _native.sum_exactly(numbers.ctypes.data, numbers.size) == math.fsum(values)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_sum_exactly_of_what_is_not_finite_is_not_finite(value: float) -> None:
+    numbers = np.array([1.0, value, 2.0])
+    assert not math.isfinite(_native.sum_exactly(numbers.ctypes.data, numbers.size))
+
+
+def test_sum_exactly_of_nothing_is_zero() -> None:
+    assert _native.sum_exactly(np.zeros(1).ctypes.data, 0) == 0

@@ -9,14 +9,13 @@ with x the fp32 master (split: weight plane and remainder), m and v below 2^-126
 coefficient, min(1, clip / (norm + 1e-6)).
 
 The norm is that of the rounded gradients. Sums of squares are taken per parameter tensor and span of 65,536 elements in
-fp64, in a fixed order, and added exactly (`math.fsum`): independent of units, slots, slices and device.
+fp64, in a fixed order, and added exactly, rounded once: independent of units, slots, slices and device.
 
 Source: Loshchilov and Hutter, arXiv 1711.05101. The split is megatier's: 12 bytes of state a parameter.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -117,9 +116,11 @@ class AdamW:
     def norm(self) -> float:
         """Global norm of the measured gradients, sqrt of the exact sum of the partial sums."""
         parts = [part for sums in self._sums.values() for part in sums]
+        if not parts:
+            return 0.0
         by_device = [[part for part in parts if part.is_cuda is on_gpu] for on_gpu in (False, True)]
-        # One read of the GPU; fsum is exact, so the order of its summands does not matter.
-        return math.sqrt(math.fsum(itertools.chain(*(torch.cat(found).tolist() for found in by_device if found))))
+        sums = torch.cat([torch.cat(found).cpu() for found in by_device if found])  # one read of the GPU
+        return math.sqrt(_native.sum_exactly(sums.data_ptr(), sums.numel()))
 
     def first_non_finite(self) -> str | None:
         """The first unit, in forward order, whose measured gradient is not finite."""

@@ -143,16 +143,17 @@ class Player:
         self.timeline = self._timelines[name, updates]
         self._demand(self.timeline, updates=updates)
         streamed = [update for update in self.timeline.updates if update.unit in self.placement.streamed]
+        gradients = mark(self.store.clock, "gradients")
         for update in self.timeline.updates:
-            if update not in streamed:
-                self._submit_update(update)
+            if update.unit not in self.placement.streamed:
+                self._submit_update(update, gradients)
         first_loads: dict[str, Transfer] = {}
         for load in self.timeline.loads:
             transfer = self._lanes["load"].submit(load.unit, 0, partial(self._load, load))
             self._loads[load.access] = transfer
             first_loads.setdefault(load.unit, transfer)
         for update in streamed:  # in the slot that its weights are loaded into
-            self._submit_update(update, first_loads[update.unit])
+            self._submit_update(update, gradients, first_loads[update.unit])
         if name == "train":
             self._submit_exchange(goes_home=updates, comes_again=True)
 
@@ -198,8 +199,9 @@ class Player:
         """
         if self._pending:
             self._pending = False
+            gradients = mark(self.store.clock, "gradients")
             for name, unit in self.units.items():
-                self._submit_update(Update(name, None))
+                self._submit_update(Update(name, None), gradients)
                 for queue in ("nvme_to_ram", "ram_to_nvme"):
                     self.demanded[queue] += update_bytes(unit, self.placement, self.policy)
                 if name in self.placement.streamed:
@@ -281,7 +283,7 @@ class Player:
             if self.policy.groups > 1:
                 self._updates[unit] = self._lanes["update"].submit(unit, 0, partial(self._accumulate, unit, group))
         if last and not self.policy.deferred:
-            self._submit_update(Update(unit, None))
+            self._submit_update(Update(unit, None), mark(self.store.clock, unit))
 
     def sums_here(self, unit: str) -> bool:
         """True where the gradient's groups are added up in its home on the GPU."""
@@ -341,10 +343,13 @@ class Player:
         if load.evicts is not None:
             self.store.evict(block_key(load.evicts, Kind.WEIGHT), Tier.GPU)
 
-    def _submit_update(self, update: Update, load: Transfer | None = None) -> None:
-        """Behind the load of a streamed unit's weights, even one given up: an update that is due has to run."""
+    def _submit_update(self, update: Update, gradient: Transfer | None, load: Transfer | None = None) -> None:
+        """After the point of compute that made the gradient, where compute is asynchronous.
+
+        Behind the load of a streamed unit's weights, even one given up: an update that is due has to run.
+        """
         unit = update.unit
-        after = [point] if (point := mark(self.store.clock, unit)) is not None else []
+        after = [gradient] if gradient is not None else []
         behind = [load] if load is not None else []
         if self.placement.updater(unit) is Tier.GPU:
             lane, work = self._lanes["update_gpu"], partial(self._update_on_gpu, unit)
