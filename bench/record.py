@@ -60,11 +60,14 @@ class RowError(ValueError):
 
 
 def facts() -> dict[str, Any]:
-    """Where and with what this is measured."""
+    """Where and with what this is measured.
+
+    BENCH_COMMIT in the environment names the commit of a tree that was copied without its history.
+    """
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
-        "is_changed": bool(_git("status", "--short")),
+        "commit": os.environ.get("BENCH_COMMIT") or _git("rev-parse", "HEAD"),
+        "is_changed": "BENCH_COMMIT" not in os.environ and bool(_git("status", "--short")),
         "command": " ".join(["python", *sys.argv]),
         "machine": machine(),
         "versions": {"python": platform.python_version()} | _versions(),

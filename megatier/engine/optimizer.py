@@ -197,14 +197,19 @@ class AdamW:
     # ------------------------------------------------------------------ update
 
     # HOP 5/6: gradient and state -> new state
-    def apply(self, unit: str, elements: tuple[int, int], planes: Mapping[Kind, Tensor], grad: Tensor) -> None:
-        """AdamW in place on elements [start, stop) of a unit.
+    def apply(
+        self, unit: str, elements: tuple[int, int], planes: Mapping[Kind, Tensor], grad: Tensor
+    ) -> _native.Batch | None:
+        """Begin AdamW in place on elements [start, stop) of a unit.
 
         Args:
             unit: its unit.
             elements: the run of elements that the planes hold.
             planes: uint8 tensors of each kind of state, all on one device.
             grad: uint8, the final gradient of the same elements, in the compute dtype.
+
+        Returns:
+            What to wait on; None where it lies on the GPU's current stream.
         """
         start, stop = elements
         segments = self._segments(self._layouts[unit], start, stop)
@@ -212,7 +217,7 @@ class AdamW:
         weight, exp_avg, exp_avg_sq = planes[Kind.WEIGHT], planes[Kind.EXP_AVG], planes[Kind.EXP_AVG_SQ]
         if weight.is_cuda:
             self._kernels.adamw((weight, remainder, exp_avg, exp_avg_sq, grad), segments, self._scalars)
-            return
+            return None
         addresses = (
             weight.data_ptr(),
             remainder.data_ptr() if remainder is not None else 0,
@@ -220,7 +225,7 @@ class AdamW:
             exp_avg_sq.data_ptr(),
             grad.data_ptr(),
         )
-        self._pool.submit_adamw(addresses, self._split, segments, self._scalars).wait()
+        return self._pool.submit_adamw(addresses, self._split, segments, self._scalars)
 
     def close(self) -> None:
         """Stop the threads."""

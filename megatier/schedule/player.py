@@ -19,9 +19,11 @@ Threads: `enter`, `leave` and the gradient calls come from the thread that compu
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -42,17 +44,54 @@ CHUNK_DEPTH = UPDATE_DEPTH - 1
 """Update chunks that arrive or are worked on; one more leaves."""
 
 
+class Work(Protocol):
+    """Something that native threads do."""
+
+    def wait(self) -> bool:
+        """Block until it is done."""
+
+    def done(self) -> bool:
+        """True when wait() would not block."""
+
+    def span_ns(self) -> tuple[int, int]:
+        """Start and end, in time.perf_counter_ns."""
+
+
 class Optimizer(Protocol):
     """What the update lane needs of the optimizer, which knows no tier."""
 
-    def apply(self, unit: str, elements: Elements, planes: Mapping[Kind, torch.Tensor], grad: torch.Tensor) -> None:
-        """AdamW in place on a run of a unit's elements. Returns when done, or when enqueued on the GPU."""
+    def apply(
+        self, unit: str, elements: Elements, planes: Mapping[Kind, torch.Tensor], grad: torch.Tensor
+    ) -> Work | None:
+        """Begin AdamW in place on a run of a unit's elements. None: done, or enqueued on the GPU."""
 
     def accumulate(self, unit: str, total: torch.Tensor, part: torch.Tensor, *, group: int) -> None:
         """Add one group's fp32 gradient in RAM; after the last, round to the compute dtype in place and measure."""
 
     def check(self, unit: str) -> None:
         """Raise NonFiniteError when the unit's measured gradient is not finite."""
+
+
+class Applied:
+    """AdamW under way on a unit in RAM. Its leases end when somebody has waited for it."""
+
+    def __init__(self, work: Work, leases: contextlib.ExitStack) -> None:
+        """Made by the update lane, which goes on to the next unit meanwhile, so that the threads never run dry."""
+        self._work, self._leases, self._lock = work, leases, threading.Lock()
+
+    def wait(self) -> None:
+        """Block until it is done; any thread, any number of times."""
+        self._work.wait()
+        with self._lock:
+            self._leases.close()
+
+    def done(self) -> bool:
+        """True when wait() would not block."""
+        return self._work.done()
+
+    def span_ns(self) -> tuple[int, int]:
+        """Start and end, in time.perf_counter_ns."""
+        return self._work.span_ns()
 
 
 class Use:
@@ -351,6 +390,7 @@ class Player:
         unit = update.unit
         after = [gradient] if gradient is not None else []
         behind = [load] if load is not None else []
+        work: Callable[[], Applied | None]
         if self.placement.updater(unit) is Tier.GPU:
             lane, work = self._lanes["update_gpu"], partial(self._update_on_gpu, unit)
         else:
@@ -378,7 +418,8 @@ class Player:
             self.blocks.grad_lease(unit, elements) as grad,
             self.blocks.open_state(unit, elements, self.blocks.kinds, streamed=streamed) as state,
         ):
-            self._optimizer.apply(unit, elements, state.planes, grad.bytes)
+            if (work := self._optimizer.apply(unit, elements, state.planes, grad.bytes)) is not None:
+                work.wait()  # on the CPU that stands for a GPU
             state.write_back()
 
     def _submit_exchange(self, *, goes_home: bool, comes_again: bool) -> None:
@@ -405,16 +446,33 @@ class Player:
     def _exchanges(self) -> list[Transfer]:
         return [self._exchange] if self._exchange is not None else []
 
-    def _update(self, update: Update) -> None:
+    def _update(self, update: Update) -> Applied | None:
         """AdamW on one unit, and its gradient's slot free again, whatever happens."""
         try:
             self._check(update.unit)
+            if self.policy.deferred and not self.blocks.spilled(update.unit):
+                return self._begin_update(update.unit)
             self._update_chunks(update.unit, feeds=update.load is not None and self._may_feed(update.load))
+            return None
         finally:
             while self._ahead and self._ahead[0][0] == update.unit:
                 self._ahead.popleft()
             if self.policy.groups == 1 and self.placement.grad_homes[update.unit] is None:
                 self.store.evict(grad_key(update.unit), Tier.RAM)
+
+    def _begin_update(self, unit: str) -> Applied | None:
+        (elements,) = self.blocks.chunks(unit)
+        with contextlib.ExitStack() as leases:
+            grad = leases.enter_context(self.blocks.grad_lease(unit, elements))
+            state = leases.enter_context(self.blocks.open_state(unit, elements, self.blocks.kinds))
+            start = time.perf_counter_ns()
+            work = self._optimizer.apply(unit, elements, state.planes, grad.bytes)
+            leases.callback(state.write_back)
+            if work is None:
+                self.recorder.work("update", unit, start, time.perf_counter_ns())
+                return None
+            leases.callback(lambda: self.recorder.work("update", unit, *work.span_ns()))
+            return Applied(work, leases.pop_all())
 
     def _may_feed(self, load: Load) -> bool:
         """True once there is room for the weights on the GPU; False when the step that wanted them was given up."""
@@ -436,7 +494,8 @@ class Player:
             ):
                 self._busy["update"] = "update"
                 start = time.perf_counter_ns()
-                self._optimizer.apply(name, elements, state.planes, grad.bytes)
+                if (work := self._optimizer.apply(name, elements, state.planes, grad.bytes)) is not None:
+                    work.wait()
                 self.recorder.work("update", name, start, time.perf_counter_ns())
                 state.write_back()
                 if feeds:
