@@ -54,10 +54,12 @@ CHANGES = {
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[[], *CHANGES], help="changes to measure (default: all)")
+    parser.add_argument("names", nargs="*", help=f"changes to measure, of {', '.join(CHANGES)} (default: all)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each (default 4)")
     parser.add_argument("--output", type=Path, help="JSON file (default: in bench/results/)")
     options = parser.parse_args()
+    if unknown := set(options.names) - set(CHANGES):
+        parser.error(f"no such change: {', '.join(sorted(unknown))}")
     known = facts()
     results = {}
     for name in options.names or CHANGES:

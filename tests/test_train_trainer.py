@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from small_commands import MODEL, command, leftovers, metrics
 from torch import Tensor
@@ -28,6 +29,7 @@ from megatier.train.trainer import rate_of
 PLACES: dict[str, dict[str, Any]] = {
     "gpu": {"tiers.state": "gpu"},
     "ram": {"tiers.state": "ram", "tiers.gpu": "512KiB"},
+    "ram_streamed": {"tiers.state": "ram", "tiers.gpu": "16MiB", "tiers.streamed_share": 0.7},
     "nvme": {"tiers.state": "nvme", "tiers.gpu": "512KiB"},
     "gpu_ram": {"tiers.state": "gpu,ram", "tiers.gpu": "640KiB"},
     "ram_nvme": {"tiers.state": "ram,nvme", "tiers.gpu": "512KiB", "tiers.ram": None},
@@ -82,6 +84,17 @@ def test_train_run_leaves_config_metrics_and_model_and_nothing_else(tmp_path: Pa
     assert main(command(tmp_path, {"tiers.nvme": f"{tmp_path}:16MiB", "tiers.state": "nvme"})) == 0
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.jsonl", "data", "model"}
     assert list(leftovers(tmp_path)) == []
+
+
+def test_train_run_records_whether_it_compiled(tmp_path: Path) -> None:
+    assert main(command(tmp_path, {})) == 0
+    recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text(encoding="utf-8"))
+    assert recorded["model"]["compile"] is False
+
+
+def test_train_streamed_run_reports_the_lanes_of_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(tmp_path, PLACES["ram_streamed"])) == 0
+    assert {"state_to_gpu", "state_to_ram"} <= set(re.findall(r"\w+", capsys.readouterr().out))
 
 
 def test_train_metrics_have_every_figure_of_every_step(tmp_path: Path) -> None:
@@ -162,9 +175,9 @@ def test_train_any_placement_moves_what_it_demands_and_gives_the_same_weights(
         report = capsys.readouterr().out
         moves = {row[0]: row[1:] for row in re.findall(r"(\w+_to_\w+)\s+│\s+([\d,]+) │\s+([\d,]+) │\s+(\S+) │", report)}
         assert {row[2] for row in moves.values()} == {"none"}, report
-        assert len(moves) == 4
+        assert len(moves) == (6 if place == "ram_streamed" else 4)
         lies = dict(re.findall(r"│ (gpu|ram|nvme)\s+│\s+(\S+)", report))
-        assert {tier for tier, size in lies.items() if size != "0"} == set(place.split("_")), report
+        assert {tier for tier, size in lies.items() if size != "0"} == {*place.split("_")} - {"streamed"}, report
     assert [place for place, weights in found.items() if not equal(weights, found["gpu"])] == []
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,11 @@ from megatier.models.decoder import build_skeleton
 from megatier.models.weights import Checkpoint, Initialiser, export, resolve
 from megatier.schedule.trace import TraceEvent, stall_seconds, write_trace
 from megatier.store.tier import Tier
+from megatier.store.transfer import QUEUES
 from megatier.train.metrics import MetricsLog, format_count, format_seconds
 from megatier.train.report import Progress, QueueBytes, StepReport, TierState, TierUse, print_moves, print_placement
 from megatier.train.run_directory import DATA_FOLDER, METRICS_FILE, MODEL_FOLDER, TRACE_FILE, RunDirectory
-from megatier.train.session import COMPUTE_DTYPES, Session, WeightReader
+from megatier.train.session import COMPUTE_DTYPES, Session, WeightReader, choose_device
 
 SHARD_BYTES = 4 << 30
 SWITCH_SECONDS = 0.0005
@@ -50,6 +52,7 @@ def train(config: RunConfig, console: Console) -> None:
     """
     make_repeatable(config)
     share_interpreter()
+    config = fix_choices(config)
     with ExitStack() as stack:
         directory = stack.enter_context(RunDirectory(config)).path
         source_folder = resolve(config.model.path) if config.model.path is not None else None
@@ -99,8 +102,9 @@ class _Run:
         """What moved, against what the placement demands."""
         store, player = self._session.store, self._session.player
         moved = store.moved_bytes - self._moved_before
-        queues = ("nvme_to_ram", "ram_to_gpu", "gpu_to_ram", "ram_to_nvme")
-        print_moves(self._console, [QueueBytes(queue, moved[queue], player.demanded[queue]) for queue in queues])
+        rows = [QueueBytes(queue, moved[queue], player.demanded[queue]) for queue in QUEUES]
+        is_streamed = bool(self._session.placement.streamed)
+        print_moves(self._console, [row for row in rows if is_streamed or not row.queue.startswith("state")])
 
     def _step(self, step: int, progress: Progress) -> None:
         train, session = self._config.train, self._session
@@ -143,6 +147,14 @@ class _Run:
         self._session.player.take_events()
         progress.note(f"step {step}: held-out loss {loss:.4f} ({format_seconds(time.perf_counter() - began)})")
         self._log.write({"step": step, "heldout_loss": loss})
+
+
+def fix_choices(config: RunConfig) -> RunConfig:
+    """The config with numeric choices that the machine decides: the run directory records what was chosen."""
+    compiles = config.model.compile
+    if compiles is None:
+        compiles = choose_device(config.tiers).type == "cuda"
+    return replace(config, model=replace(config.model, compile=compiles))
 
 
 def share_interpreter() -> None:
