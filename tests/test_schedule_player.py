@@ -375,9 +375,12 @@ def test_activations_come_back_in_any_order_each_once_and_the_next_one_ahead(
 
 
 def settle_exchange(run: Run) -> None:
-    """Until streamed state has gone home and begun to come again."""
+    """Until streamed state has gone home and come again."""
     assert run.player._exchange is not None
     run.player._exchange.wait()
+    for copy in [copy for block in run.store._blocks.values() for copy in block.copies]:
+        for transfer in copy.arriving(copy.span):
+            transfer.over()
 
 
 def on_gpu(run: Run, kind: Kind) -> set[str]:
@@ -800,3 +803,12 @@ def test_planned_timeline_is_one_of_the_recorded_order(start: Callable[..., Run]
     timeline = run.player.planned("evaluate", updates=False)
     assert isinstance(timeline, Timeline)
     assert [access.unit for access in timeline.accesses] == [unit.name for unit in UNITS]
+
+
+def test_updates_on_the_gpu_are_in_the_trace(start: Callable[..., Run]) -> None:
+    run = start("streamed")
+    for _ in range(3):
+        run.train_step()
+    run.player.drain()
+    names = {event.name for event in run.player.take_events() if event.lane == "update_gpu"}
+    assert names == set(run.placement.streamed)

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from tiny_runs import one_thread
 
+from megatier._native import Batch
 from megatier.engine.optimizer import AdamW
 from megatier.store.tier import Kind
 from megatier.train import verify
@@ -34,8 +35,8 @@ def report_of(directory: Path) -> tuple[bool, str]:
 def test_verify_here_finds_every_placement_equal_and_leaves_nothing(tmp_path: Path) -> None:
     agrees, report = report_of(tmp_path)
     assert agrees
-    assert report.count("equal") == 24
-    assert "24 runs of 1 steps" in report
+    assert report.count("equal") == 30
+    assert "30 runs of 1 steps" in report
     assert "bit-identical" in report
     assert list(tmp_path.iterdir()) == []
 
@@ -46,12 +47,15 @@ def test_verify_one_placement_that_differs_fails(tmp_path: Path, monkeypatch: py
 
     def unlucky(
         self: AdamW, unit: str, elements: tuple[int, int], planes: Mapping[Kind, torch.Tensor], grad: torch.Tensor
-    ) -> None:
+    ) -> Batch | None:
         nonlocal count
         count += 1
-        apply(self, unit, elements, planes, grad)
+        work = apply(self, unit, elements, planes, grad)
+        if work is not None:
+            work.wait()
         if count == 5:
             planes[Kind.WEIGHT][0] ^= 1
+        return work
 
     monkeypatch.setattr(AdamW, "apply", unlucky)
     agrees, report = report_of(tmp_path)

@@ -396,7 +396,9 @@ class Player:
         else:
             self._ahead.extend((unit, span) for span in self.blocks.chunks(unit))
             lane, work = self._lanes["update"], partial(self._update, update)
-        self._updates[unit] = lane.submit(unit, 0, work, after, behind)
+        self._updates[unit] = transfer = lane.submit(unit, 0, work, after, behind)
+        if lane.name == "update_gpu":
+            self.recorder.watch(transfer)
         if unit in self.placement.streamed:
             size = self.blocks.passing_bytes(unit)
             self.demanded["state_to_gpu"] += 0 if self._is_ahead else size

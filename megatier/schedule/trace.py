@@ -43,6 +43,7 @@ class Recorder:
         """Empty."""
         self._accesses: list[tuple[Access, str, Instant, Instant, Instant]] = []
         self._transfers: list[Transfer] = []
+        self._watched: list[Transfer] = []
         self._events: list[TraceEvent] = []
 
     def access(self, access: Access, cause: str, asked: Instant, entered: Instant, left: Instant) -> None:
@@ -52,6 +53,10 @@ class Recorder:
     def work(self, lane: str, unit: str, start_ns: int, end_ns: int) -> None:
         """A span on a lane of the host."""
         self._events.append(TraceEvent(lane, unit, start_ns, end_ns))
+
+    def watch(self, transfer: Transfer) -> None:
+        """Note what a lane of the player does on the device, under the lane's name, once it has ended."""
+        self._watched.append(transfer)
 
     def collect(self, transfers: Iterable[Transfer]) -> None:
         """Turn what has ended into events; never blocks. Between steps the device would wait for this work."""
@@ -75,7 +80,10 @@ class Recorder:
             self._note_access(*used)
         for transfer in (*self._transfers, *transfers):
             self._note_transfer(transfer)
-        self._accesses, self._transfers = [], []
+        for transfer in self._watched:
+            if transfer.over():  # whoever waits for an update has its error
+                self._note_transfer(transfer)
+        self._accesses, self._transfers, self._watched = [], [], []
         events, self._events = self._events, []
         return sorted(events, key=lambda event: event.start_ns)
 

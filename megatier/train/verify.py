@@ -29,13 +29,14 @@ MODEL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "attention_dropout": 0.1,
 }
-PLACEMENTS: dict[str, tuple[tuple[str, ...], int, int]] = {
-    "all on the gpu": (("gpu",), 64 << 20, 64 << 20),
-    "all in ram": (("ram",), 4 << 20, 64 << 20),
-    "all on nvme": (("nvme",), 4 << 20, 16 << 20),
-    "gpu, ram and nvme": (("gpu", "ram", "nvme"), 4 << 20, 6 << 20),
+PLACEMENTS: dict[str, tuple[tuple[str, ...], int, int, float]] = {
+    "all on the gpu": (("gpu",), 64 << 20, 64 << 20, 0.0),
+    "all in ram": (("ram",), 4 << 20, 64 << 20, 0.0),
+    "in ram, streamed": (("ram",), 16 << 20, 64 << 20, 0.8),
+    "all on nvme": (("nvme",), 4 << 20, 16 << 20, 0.0),
+    "gpu, ram and nvme": (("gpu", "ram", "nvme"), 4 << 20, 6 << 20, 0.0),
 }
-"""Name -> tiers that may hold state, GPU budget, RAM budget in bytes."""
+"""Name -> tiers that may hold state, GPU budget and RAM budget in bytes, share that streams through the GPU."""
 NVME_BYTES = 64 << 20
 
 
@@ -69,9 +70,16 @@ def verify(device: str, directory: Path, console: Console) -> bool:
 
 def _run(device: str, directory: Path, placement: str, activations: str, clip: float | None) -> tuple[str, int]:
     """Digest of losses, weights and moments after a few steps, and bytes moved from and to NVMe."""
-    state, gpu, ram = PLACEMENTS[placement]
+    state, gpu, ram, share = PLACEMENTS[placement]
     model = build_skeleton(AutoConfig.for_model(**MODEL), "sdpa")
-    tiers = TiersConfig(device=device, gpu=gpu, ram=ram, nvme=(f"{directory}:{NVME_BYTES}",), state=state)  # type: ignore[arg-type]
+    tiers = TiersConfig(
+        device=device,  # type: ignore[arg-type]
+        gpu=gpu,
+        ram=ram,
+        nvme=(f"{directory}:{NVME_BYTES}",),
+        state=state,
+        streamed_share=share,
+    )
     train = TrainConfig(steps=STEPS, batch=SEQUENCES, activations=activations, clip=clip, weight_decay=0.1)  # type: ignore[arg-type]
     digest = hashlib.sha256()
     with Session(model, ModelConfig(config=MODEL), tiers, train, SEQUENCE_LENGTH) as session:
@@ -89,5 +97,6 @@ def _run(device: str, directory: Path, placement: str, activations: str, clip: f
                 digest.update(plane.view(torch.uint8).numpy().tobytes())
         if state == ("gpu", "ram", "nvme"):
             assert all(session.placement.state_bytes.get(tier) for tier in Tier), "this placement is meant to be mixed"
+        assert bool(session.placement.streamed) is bool(share and clip), "this placement is meant to stream"
         moved = session.store.moved_bytes
     return digest.hexdigest()[:8], moved["nvme_to_ram"] + moved["ram_to_nvme"]
