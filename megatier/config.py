@@ -63,7 +63,8 @@ class ModelConfig:
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
     """Attention implementation of transformers."""
     compile: bool | None = None
-    """Compile layers and loss with torch.compile. Changes the order of sums. None: yes on a GPU, no on a CPU."""
+    """Compile layers and loss with torch.compile. Changes the order of sums. None: yes on a GPU, no on a CPU;
+    never in bf16 on a CPU without bf16 instructions."""
     saved_share: float = 0.8
     """Share of a layer's activations that a compiled layer saves, 0 to 1. Its backward computes the rest again,
     cheapest first: at 0.8 products of elements and norms, at 0 all but the inputs. Changes the order of sums."""
@@ -156,7 +157,8 @@ class TiersConfig:
     """Native threads that read and write NVMe, 1 to 256."""
     streamed_share: float = 0.0
     """Share of the parameters at home in RAM whose state passes through the GPU to be updated there, 0 to 1. It takes
-    room for their state beside tiers.gpu's weights, and relieves the CPU where tiers.state leaves the GPU out."""
+    room in tiers.gpu, and relieves the CPU where tiers.state leaves the GPU out. Without clipping, or where RAM spills
+    to NVMe, nothing is streamed; the run says how many units are."""
     update_threads: int | None = None
     """Native threads that run AdamW on the CPU, 1 to 1024. None: the cores this process may use."""
     direct_io: Literal["auto", "off"] = "auto"
@@ -416,11 +418,11 @@ def _parser() -> ArgumentParser:
 
 
 def field_docs(section: type[Any]) -> dict[str, str]:
-    """The string under each field of a section."""
+    """The string under each field of a section, as one line."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     body = tree.body if isinstance(tree, ast.ClassDef) else []
     return {
-        statement.target.id: inspect.cleandoc(doc.value.value)
+        statement.target.id: " ".join(doc.value.value.split())
         for statement, doc in itertools.pairwise(body)
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
         if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) and isinstance(doc.value.value, str)

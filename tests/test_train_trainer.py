@@ -94,7 +94,14 @@ def test_train_run_records_whether_it_compiled(tmp_path: Path) -> None:
 
 def test_train_streamed_run_reports_the_lanes_of_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(tmp_path, PLACES["ram_streamed"])) == 0
-    assert {"state_to_gpu", "state_to_ram"} <= set(re.findall(r"\w+", capsys.readouterr().out))
+    output = capsys.readouterr().out
+    assert {"state_to_gpu", "state_to_ram"} <= set(re.findall(r"\w+", output))
+    assert re.search(r"[1-9]\d* units stream their state", output)
+
+
+def test_train_run_that_cannot_stream_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(tmp_path, {**PLACES["ram_streamed"], "train.clip": "null"})) == 0
+    assert "0 units stream their state" in capsys.readouterr().out
 
 
 def test_train_metrics_have_every_figure_of_every_step(tmp_path: Path) -> None:

@@ -88,8 +88,6 @@ class Session:
             stack.callback(self.optimizer.close)
             self.player = Player(store, specs, self.placement, policy, self.optimizer)
             stack.callback(self.player.close)
-            fp32_products = device.type == "cpu" and dtype is torch.bfloat16 and not cpu_has_bf16()
-            compiles = device.type == "cuda" if model_config.compile is None else model_config.compile
             engine_options = EngineOptions(
                 dtype,
                 device,
@@ -98,8 +96,8 @@ class Session:
                 train.slices,
                 model_config.fused_loss,
                 model_config.loss_chunk,
-                Compilation(model_config.saved_share) if compiles and not fp32_products else None,
-                fp32_products,
+                Compilation(model_config.saved_share) if compiles(model_config, device) else None,
+                _takes_fp32_products(model_config, device),
             )
             self.engine = Engine(model, self.units, self.player, self.optimizer, engine_options)
             self._opened = stack.pop_all()
@@ -175,6 +173,16 @@ def choose_device(tiers: TiersConfig) -> torch.device:
             "CUDA, or set tiers.device to auto or cpu."
         )
     return torch.device("cuda" if available and tiers.device != "cpu" else "cpu")
+
+
+def compiles(model: ModelConfig, device: torch.device) -> bool:
+    """Whether layers and loss are compiled: by default on a GPU; never where bf16 products are taken in fp32."""
+    wanted = device.type == "cuda" if model.compile is None else model.compile
+    return wanted and not _takes_fp32_products(model, device)
+
+
+def _takes_fp32_products(model: ModelConfig, device: torch.device) -> bool:
+    return device.type == "cpu" and model.compute_dtype == "bf16" and not cpu_has_bf16()
 
 
 def _budgets(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:

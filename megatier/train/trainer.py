@@ -33,7 +33,7 @@ from megatier.store.transfer import QUEUES
 from megatier.train.metrics import MetricsLog, format_count, format_seconds
 from megatier.train.report import Progress, QueueBytes, StepReport, TierState, TierUse, print_moves, print_placement
 from megatier.train.run_directory import DATA_FOLDER, METRICS_FILE, MODEL_FOLDER, TRACE_FILE, RunDirectory
-from megatier.train.session import COMPUTE_DTYPES, Session, WeightReader, choose_device
+from megatier.train.session import COMPUTE_DTYPES, Session, WeightReader, choose_device, compiles
 
 SHARD_BYTES = 4 << 30
 SWITCH_SECONDS = 0.0005
@@ -151,10 +151,8 @@ class _Run:
 
 def fix_choices(config: RunConfig) -> RunConfig:
     """The config with numeric choices that the machine decides: the run directory records what was chosen."""
-    compiles = config.model.compile
-    if compiles is None:
-        compiles = choose_device(config.tiers).type == "cuda"
-    return replace(config, model=replace(config.model, compile=compiles))
+    chosen = compiles(config.model, choose_device(config.tiers))
+    return replace(config, model=replace(config.model, compile=chosen))
 
 
 def share_interpreter() -> None:
@@ -221,6 +219,9 @@ def _describe(console: Console, config: RunConfig, session: Session, text: Packe
         soft_wrap=True,
     )
     placement = session.placement
+    if config.tiers.streamed_share:  # given up where clipping is off, RAM spills, or the GPU has no room
+        count = len(placement.streamed)
+        console.print(f"{count} units stream their state through the GPU to be updated there", highlight=False)
     states = [
         TierState(
             tier,
