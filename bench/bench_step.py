@@ -61,7 +61,7 @@ ROWS = {
         shape="8b",
         batch=16,
         what="no state on the GPU",
-        tiers=RAM_ONLY | {"gpu": 66 * GIB, "streamed_share": 0.5},
+        tiers=RAM_ONLY | {"gpu": 69 * GIB, "streamed_share": 0.54},
     ),
     3: Run(shape="8b", batch=64, what="free", tiers=FREE | {"gpu": 84 * GIB}, train={"groups": 4}),
     4: Run(

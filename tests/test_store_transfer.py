@@ -220,3 +220,15 @@ def test_transfer_on_a_stream_has_a_span_on_the_hosts_clock() -> None:
     assert start - 2_000_000 < first <= last < time.perf_counter_ns() + 2_000_000
     assert isinstance(transfer, Transfer)
     lanes.close()
+
+
+@pytest.mark.gpu
+def test_copy_longer_than_a_piece_arrives_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatier.store.transfer.PIECE_BYTES", 1000)
+    lanes = Lanes(torch.device("cuda"))
+    source, back = pattern(3, 10_500).pin_memory(), torch.zeros(10_500, dtype=torch.uint8, pin_memory=True)
+    there = torch.zeros(10_500, dtype=torch.uint8, device="cuda")
+    up = lanes.to_gpu("x", there, source)
+    lanes.to_ram("x", back, there, after=[up]).wait()
+    assert torch.equal(back, source)
+    lanes.close()

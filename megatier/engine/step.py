@@ -187,7 +187,13 @@ class Engine:
         return loss
 
     def _on_device(self, batch: Batch) -> Batch:
-        return {key: value.to(self.options.device) for key, value in batch.items()}
+        """From pinned memory: the host would wait for any other copy, behind those that are on their way."""
+        if self.options.device.type != "cuda":
+            return batch
+        return {
+            key: value if value.is_cuda else value.pin_memory().to(self.options.device, non_blocking=True)
+            for key, value in batch.items()
+        }
 
     def _learn(self, batch: Batch) -> None:
         """Before the first step with slices: which arguments of each module are batched."""

@@ -416,6 +416,11 @@ class Player:
         self._check(unit)
         (elements,) = self.blocks.chunks(unit)
         streamed = unit in self.placement.streamed
+        if streamed:
+            # Kernels start in the order in which they were enqueued, also on different streams: one that waits on its
+            # stream for a copy would hold up compute. So the host waits.
+            for transfer in self.store.prefetch(block_key(unit, Kind.WEIGHT), Tier.GPU, wait=True):
+                transfer.wait()
         with (
             self.blocks.grad_lease(unit, elements) as grad,
             self.blocks.open_state(unit, elements, self.blocks.kinds, streamed=streamed) as state,

@@ -261,8 +261,8 @@ class Queue:
 QUEUES = ("nvme_to_ram", "ram_to_gpu", "gpu_to_ram", "ram_to_nvme", "state_to_gpu", "state_to_ram")
 """The lanes between tiers. Between RAM and the GPU, state has two of its own: it yields to what compute waits for."""
 PIECE_BYTES = 128 << 20
-"""State is copied piece by piece, at most two of them enqueued: copies of one direction run in the order in which they
-were enqueued, on whatever stream, so a long row of them would hold up one that compute waits for."""
+"""Copies between RAM and the GPU go piece by piece, one of a lane enqueued at a time: those of one direction run in the
+order in which they were enqueued, on any stream, so a long row of them would hold up one that compute waits for."""
 
 
 class Lanes:
@@ -279,6 +279,8 @@ class Lanes:
         self.moved_bytes: Counter[str] = Counter()
         self._queues = {name: Queue(name, None if "nvme" in name else self.clock) for name in QUEUES}
         self._log: deque[Transfer] = deque(maxlen=LOG_TRANSFERS_MAX)
+        self._pieces: dict[str, torch.cuda.Event] = {}
+        """The last piece of each lane, known to its worker alone."""
 
     def submit(
         self,
@@ -338,13 +340,12 @@ class Lanes:
         if self.clock is None:
             _native.copy(target.data_ptr(), source.data_ptr(), source.numel())
             return
-        step = PIECE_BYTES if queue.startswith("state") else source.numel()
-        before: torch.cuda.Event | None = None
-        for start in range(0, source.numel(), step):
-            target[start : start + step].copy_(source[start : start + step], non_blocking=True)
-            if before is not None:
+        for start in range(0, source.numel(), PIECE_BYTES):
+            if (before := self._pieces.get(queue)) is not None:
                 before.synchronize()
-            before = torch.cuda.current_stream().record_event()
+            stop = min(start + PIECE_BYTES, source.numel())
+            target[start:stop].copy_(source[start:stop], non_blocking=True)
+            self._pieces[queue] = torch.cuda.current_stream().record_event()
         for tensor in (target, source):
             if tensor.is_cuda:  # the caching allocator must not hand the memory out before the copy is over
                 tensor.record_stream(torch.cuda.current_stream())
