@@ -155,7 +155,7 @@ class AdamW:
         self._sums[unit] = [sums]
 
     def accumulate(self, unit: str, total: Tensor, part: Tensor, *, group: int) -> None:
-        """Add a group's gradient in RAM; see schedule.player.Optimizer.
+        """Add a group's gradient in RAM; see schedule.updates.Optimizer.
 
         Args:
             unit: its unit.

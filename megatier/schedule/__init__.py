@@ -1,1 +1,1 @@
-"""What goes where and when. Planning is pure; only `player` moves anything."""
+"""What goes where and when. Planning is pure; only `player` and its `updates` move anything."""

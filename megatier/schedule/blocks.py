@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from megatier.schedule.placement import Placement, Policy, UnitSpec, bytes_per_element, grad_bytes, state_kinds
+from megatier.schedule.timeline import Load
 from megatier.store.store import Lease, TieredStore
 from megatier.store.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
+from megatier.store.transfer import Gate
 
 Elements = tuple[int, int]
 """A run of a unit's elements: first, and one past the last."""
@@ -43,29 +45,36 @@ class StateRun:
 
 
 class UnitBlocks:
-    """All blocks of a run's units, registered with a fresh store."""
+    """All blocks of a run's units, registered with a fresh store.
+
+    Attributes:
+        store: where they are.
+        units: by name.
+        placement: homes and slots.
+        policy: dtype, groups, clip.
+        kinds: the kinds of state there are.
+    """
 
     def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec], placement: Placement, policy: Policy) -> None:
         """Register every block and reserve every slot of the placement."""
-        self._store, self._units, self._placement, self._policy = store, units, placement, policy
+        self.store, self.units, self.placement, self.policy = store, units, placement, policy
         self.kinds = state_kinds(split=policy.split)
-        """The kinds of state there are."""
         self._register()
 
     def chunks(self, name: str) -> list[Elements]:
         """The runs of elements in which a unit's state is worked on."""
-        size = self._units[name].num_elements
-        step = self._placement.chunk_elements if self.spilled(name) else size
+        size = self.units[name].num_elements
+        step = self.placement.chunk_elements if self.spilled(name) else size
         return [(start, min(start + step, size)) for start in range(0, size, step)]
 
     def span(self, name: str, kind: Kind, elements: Elements) -> tuple[int, int]:
         """Bytes of a run of elements in a block of one kind."""
-        width = bytes_per_element(kind, split=self._policy.split)
+        width = bytes_per_element(kind, split=self.policy.split)
         return elements[0] * width, elements[1] * width
 
     def spilled(self, name: str) -> list[Kind]:
         """Kinds of a unit's state that are at home on NVMe."""
-        return [kind for kind in self.kinds if self._placement.homes[name, kind] is Tier.NVME]
+        return [kind for kind in self.kinds if self.placement.homes[name, kind] is Tier.NVME]
 
     @contextlib.contextmanager
     def open_state(
@@ -80,37 +89,52 @@ class UnitBlocks:
             fresh: every byte will be overwritten, so nothing is read.
             streamed: bring it to the GPU in any case, where it stays until `return_state`.
         """
-        is_on_gpu = streamed or self._placement.homes[unit, Kind.WEIGHT] is Tier.GPU
+        is_on_gpu = streamed or self.placement.homes[unit, Kind.WEIGHT] is Tier.GPU
         tier = Tier.GPU if is_on_gpu else Tier.RAM
         spans = {kind: self.span(unit, kind, elements) for kind in kinds}
         with contextlib.ExitStack() as stack:
             planes = {}
             for kind in kinds:
-                lease = self._store.lease(block_key(unit, kind), tier, spans[kind], fresh=fresh, wait=True)
+                lease = self.store.lease(block_key(unit, kind), tier, spans[kind], fresh=fresh, wait=True)
                 planes[kind] = stack.enter_context(lease).bytes
-            yield StateRun(self._store, self._placement.homes, unit, tier, planes, spans)
+            yield StateRun(self.store, self.placement.homes, unit, tier, planes, spans)
         for kind in kinds:
-            if self._placement.homes[unit, kind] is Tier.NVME:
-                self._store.evict(block_key(unit, kind), Tier.RAM, spans[kind])
+            if self.placement.homes[unit, kind] is Tier.NVME:
+                self.store.evict(block_key(unit, kind), Tier.RAM, spans[kind])
+
+    def make_room(self, load: Load, gate: Gate) -> None:
+        """Free a load's GPU slot once the access that it displaces is over.
+
+        Raises:
+            StepAbandonedError: the gate was abandoned.
+        """
+        gate.wait_for(load.after_access + 1)
+        if load.evicts is not None:
+            self.drop_weights(load.evicts)
+
+    def drop_weights(self, unit: str) -> None:
+        """Drop a unit's weights from its GPU slot, where it has one."""
+        if self.placement.homes[unit, Kind.WEIGHT] is not Tier.GPU:
+            self.store.evict(block_key(unit, Kind.WEIGHT), Tier.GPU)
 
     def fetch_state(self, unit: str) -> None:
         """Start bringing a streamed unit's state to its GPU slots, all but the weights."""
         for kind in self._passing:
-            self._store.prefetch(block_key(unit, kind), Tier.GPU, wait=True)
+            self.store.prefetch(block_key(unit, kind), Tier.GPU, wait=True)
 
     def return_state(self, unit: str) -> None:
         """Start writing a streamed unit's state home, and free its GPU slots behind that."""
         for kind in self._passing:
-            self._store.write_back(block_key(unit, kind), Tier.GPU)
-            self._store.evict(block_key(unit, kind), Tier.GPU)
+            self.store.write_back(block_key(unit, kind), Tier.GPU)
+            self.store.evict(block_key(unit, kind), Tier.GPU)
 
     def weight_bytes(self, unit: str) -> int:
         """Bytes of a unit's weights."""
-        return round_up(self.span(unit, Kind.WEIGHT, (0, self._units[unit].num_elements))[1])
+        return round_up(self.span(unit, Kind.WEIGHT, (0, self.units[unit].num_elements))[1])
 
     def passing_bytes(self, unit: str) -> int:
         """Bytes of a streamed unit's state that pass through slots of their own."""
-        whole = (0, self._units[unit].num_elements)
+        whole = (0, self.units[unit].num_elements)
         return sum(round_up(self.span(unit, kind, whole)[1]) for kind in self._passing)
 
     @property
@@ -119,37 +143,37 @@ class UnitBlocks:
 
     def grad_lease(self, name: str, elements: Elements) -> Lease:
         """The final gradient in the compute dtype; a sum over groups was rounded into the front of its block."""
-        home = self._placement.grad_homes[name]
-        key = sum_key(name) if self._policy.groups > 1 and home is Tier.RAM else grad_key(name)
-        width = 2 if self._policy.split else 4
+        home = self.placement.grad_homes[name]
+        key = sum_key(name) if self.policy.groups > 1 and home is Tier.RAM else grad_key(name)
+        width = 2 if self.policy.split else 4
         span = (elements[0] * width, elements[1] * width)
         if home is None:  # lies in one slot, whole
-            lease = self._store.lease(key, Tier.RAM)
+            lease = self.store.lease(key, Tier.RAM)
             lease.bytes = lease.bytes[span[0] : span[1]]
             return lease
-        return self._store.lease(key, Tier.GPU if home is Tier.GPU else Tier.RAM, span)
+        return self.store.lease(key, Tier.GPU if home is Tier.GPU else Tier.RAM, span)
 
     def _register(self) -> None:
-        split, groups = self._policy.split, self._policy.groups
-        for unit in self._units.values():
+        split, groups = self.policy.split, self.policy.groups
+        for unit in self.units.values():
             for kind in self.kinds:
                 size = unit.num_elements * bytes_per_element(kind, split=split)
-                home = self._placement.homes[unit.name, kind]
-                self._store.register(BlockSpec(block_key(unit.name, kind), size, home, kind))
-            home_of_grad = self._placement.grad_homes[unit.name]
-            size = grad_bytes(unit, self._policy)
+                home = self.placement.homes[unit.name, kind]
+                self.store.register(BlockSpec(block_key(unit.name, kind), size, home, kind))
+            home_of_grad = self.placement.grad_homes[unit.name]
+            size = grad_bytes(unit, self.policy)
             if groups > 1 and home_of_grad is Tier.RAM:
-                self._store.register(BlockSpec(grad_key(unit.name), size, None, Kind.GRAD))
-                self._store.register(BlockSpec(sum_key(unit.name), size, Tier.RAM, Kind.GRAD))
+                self.store.register(BlockSpec(grad_key(unit.name), size, None, Kind.GRAD))
+                self.store.register(BlockSpec(sum_key(unit.name), size, Tier.RAM, Kind.GRAD))
             else:
-                self._store.register(BlockSpec(grad_key(unit.name), size, home_of_grad, Kind.GRAD))
+                self.store.register(BlockSpec(grad_key(unit.name), size, home_of_grad, Kind.GRAD))
             if unit.activation_bytes:
                 key = activation_key(unit.name)
-                self._store.register(BlockSpec(key, unit.activation_bytes, Tier.RAM, Kind.ACTIVATION))
-        for plan in self._placement.slots:
-            self._store.reserve(plan.tier, plan.kind, plan.slot_bytes, plan.num_slots)
+                self.store.register(BlockSpec(key, unit.activation_bytes, Tier.RAM, Kind.ACTIVATION))
+        for plan in self.placement.slots:
+            self.store.reserve(plan.tier, plan.kind, plan.slot_bytes, plan.num_slots)
         for tier in (Tier.GPU, Tier.RAM):  # no more than planned
-            self._store.reserve(tier, None, PAGE_BYTES, 0)
+            self.store.reserve(tier, None, PAGE_BYTES, 0)
 
 
 def block_key(unit: str, kind: Kind) -> str:

@@ -1,0 +1,334 @@
+"""The updates: AdamW unit by unit, where each unit's state lies, submitted when its gradient is final.
+
+The lane `update` runs AdamW on the CPU and writes state back, chunk by chunk where it is at home on NVMe; it also sums
+groups in RAM. The lane `update_gpu` works where AdamW runs on the GPU.
+
+A streamed unit's state comes to GPU slots during the backward, when links and memory have time. It is updated there as
+soon as the norm is known, and goes home when the CPU is through with its own updates, which need all that memory gives.
+
+Where a unit's weights come from NVMe and its update is due, the update feeds the load: state is read once, and the new
+weight plane goes from the RAM slot to the GPU on its way home.
+
+No deadlock: an update that feeds a load waits only for accesses before that load's; a streamed unit's waits for its
+load, and no load waits for it; the exchange of streamed state waits for `update`, never the other way round. RAM slots
+are held only while bytes move or AdamW runs.
+
+Threads: updates and sums are submitted by the thread that computes (autograd's, in a backward). Any thread may ask for
+one of them (`of`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from megatier.errors import StepAbandonedError
+from megatier.schedule.blocks import Elements, UnitBlocks, block_key, grad_key, sum_key
+from megatier.schedule.placement import UPDATE_DEPTH
+from megatier.schedule.timeline import Load, Update, update_bytes
+from megatier.schedule.trace import Recorder
+from megatier.store.tier import Kind, Tier
+from megatier.store.transfer import Gate, Queue, Transfer, mark
+
+CHUNK_DEPTH = UPDATE_DEPTH - 1
+"""Update chunks that arrive or are worked on; one more leaves."""
+
+
+class Work(Protocol):
+    """Something that native threads do."""
+
+    def wait(self) -> bool:
+        """Block until it is done."""
+
+    def done(self) -> bool:
+        """True when wait() would not block."""
+
+    def span_ns(self) -> tuple[int, int]:
+        """Start and end, in time.perf_counter_ns."""
+
+
+class Optimizer(Protocol):
+    """What the update lane needs of the optimizer, which knows no tier."""
+
+    def apply(
+        self, unit: str, elements: Elements, planes: Mapping[Kind, torch.Tensor], grad: torch.Tensor
+    ) -> Work | None:
+        """Begin AdamW in place on a run of a unit's elements. None: done, or enqueued on the GPU."""
+
+    def accumulate(self, unit: str, total: torch.Tensor, part: torch.Tensor, *, group: int) -> None:
+        """Add one group's fp32 gradient in RAM; after the last, round to the compute dtype in place and measure."""
+
+    def check(self, unit: str) -> None:
+        """Raise NonFiniteError when the unit's measured gradient is not finite."""
+
+
+class Applied:
+    """AdamW under way on a unit in RAM. Its leases end when somebody has waited for it."""
+
+    def __init__(self, work: Work, leases: contextlib.ExitStack) -> None:
+        """Made by the update lane, which goes on to the next unit meanwhile, so that the threads never run dry."""
+        self._work, self._leases, self._lock = work, leases, threading.Lock()
+
+    def wait(self) -> None:
+        """Block until it is done; any thread, any number of times."""
+        self._work.wait()
+        with self._lock:
+            self._leases.close()
+
+    def done(self) -> bool:
+        """True when wait() would not block."""
+        return self._work.done()
+
+    def span_ns(self) -> tuple[int, int]:
+        """Start and end, in time.perf_counter_ns."""
+        return self._work.span_ns()
+
+
+class Updates:
+    """The updates of a run's units, and the sums of groups before them. `close` stops their lanes.
+
+    Attributes:
+        exchange: takes streamed state home and brings it again; the last one submitted.
+        demanded: bytes per queue that streamed state, and updates outside a pass, had to move so far.
+    """
+
+    def __init__(
+        self, blocks: UnitBlocks, optimizer: Optimizer, gate: Gate, recorder: Recorder, busy: dict[str, str]
+    ) -> None:
+        """Start the lanes.
+
+        Args:
+            blocks: the run's blocks.
+            optimizer: does the arithmetic.
+            gate: accesses of the pass that are over; a fed load waits for its slot there.
+            recorder: notes updates.
+            busy: per lane, what it is at, for the causes of stalls; kept up to date here.
+        """
+        self._blocks, self._optimizer, self._gate, self._recorder, self._busy = blocks, optimizer, gate, recorder, busy
+        self._store, self._placement, self._policy = blocks.store, blocks.placement, blocks.policy
+        self.exchange: Transfer | None = None
+        self.demanded: Counter[str] = Counter()
+        self._last: dict[str, Transfer] = {}
+        """Each unit's update or sum that was submitted last."""
+        self._ahead: deque[tuple[str, Elements]] = deque()
+        self._is_ahead = False
+        """Streamed state is on the GPU, or on its way there, for the next update."""
+        self._is_closed = False
+        busy.update(update="update", update_gpu="state_to_gpu")
+        # The immediate mode looks at sums of squares on the GPU; in the deferred mode the lane needs no stream.
+        self._on_cpu = Queue("update", None if self._policy.deferred else self._store.clock)
+        self._on_gpu = Queue("update_gpu", self._store.clock)
+
+    # ------------------------------------------------------------------ the player's side
+
+    def submit(self, update: Update, gradient: Transfer | None, load: Transfer | None = None) -> None:
+        """Update a unit, on the lane of the tier where that is done.
+
+        Args:
+            update: the unit, and the load to feed.
+            gradient: the point of compute that made its gradient, where compute is asynchronous.
+            load: of a streamed unit's weights. The update comes behind it even if it was given up: what is due has to
+                run.
+        """
+        unit = update.unit
+        after = [gradient] if gradient is not None else []
+        behind = [load] if load is not None else []
+        if self._placement.updater(unit) is Tier.GPU:
+            transfer = self._on_gpu.submit(unit, 0, partial(self._update_on_gpu, unit), after, behind)
+            self._recorder.watch(transfer)
+        else:
+            self._ahead.extend((unit, span) for span in self._blocks.chunks(unit))
+            transfer = self._on_cpu.submit(unit, 0, partial(self._update_on_cpu, update), after, behind)
+        self._last[unit] = transfer
+        if unit in self._placement.streamed:
+            size = self._blocks.passing_bytes(unit)
+            self.demanded["state_to_gpu"] += 0 if self._is_ahead else size
+            self.demanded["state_to_ram"] += size
+            self.demanded["gpu_to_ram"] += self._blocks.weight_bytes(unit)
+
+    def submit_sum(self, unit: str, group: int) -> None:
+        """Add a group's gradient, which is in RAM or on its way there, to those before it."""
+        self._last[unit] = self._on_cpu.submit(unit, 0, partial(self._accumulate, unit, group))
+
+    def submit_exchange(self, *, goes_home: bool, comes_again: bool) -> None:
+        """Behind all updates: streamed state home, and to the GPU again for the next update."""
+        streamed = self._placement.streamed
+        if not streamed:
+            return
+        if comes_again and (goes_home or not self._is_ahead):
+            self.demanded["state_to_gpu"] += sum(map(self._blocks.passing_bytes, streamed))
+        self._is_ahead = comes_again
+        on_cpu = [transfer for unit, transfer in self._last.items() if self._placement.updater(unit) is Tier.RAM]
+        work = partial(self._exchange_state, on_cpu if goes_home else [], goes_home, comes_again)
+        self.exchange = self._on_gpu.submit("streamed state", 0, work)
+
+    def of(self, unit: str) -> Transfer | None:
+        """The unit's update or sum that was submitted last."""
+        return self._last.get(unit)
+
+    def wait(self) -> None:
+        """Wait until every update and sum is done; not for the exchange, nor for write-backs.
+
+        Raises:
+            TransferError, NonFiniteError: what stopped one of them.
+        """
+        for transfer in self._last.values():
+            transfer.wait()
+
+    def over(self) -> None:
+        """Wait until every update, every sum and the exchange have ended, well or not."""
+        for transfer in self._all():
+            transfer.over()
+
+    def drain(self, *, due: bool) -> None:
+        """Finish every update and every write-back; streamed state is at home after it.
+
+        Args:
+            due: every unit's update is due and no pass has submitted it.
+
+        Raises:
+            TransferError, NonFiniteError: what stopped an update.
+        """
+        if due:
+            self._submit_all()
+        for transfer in self._all():
+            transfer.wait()
+        for name in self._blocks.units:
+            for kind in self._blocks.kinds:
+                self._store.settle(block_key(name, kind))
+        for name in self._placement.streamed:
+            self._blocks.drop_weights(name)
+
+    def close(self) -> None:
+        """Abandon what has not begun and stop the lanes. Abandon the gate first: an update may wait on it."""
+        self._is_closed = True
+        self._on_cpu.close()
+        self._on_gpu.close()
+
+    def _submit_all(self) -> None:
+        gradients = mark(self._store.clock, "gradients")
+        for name, unit in self._blocks.units.items():
+            self.submit(Update(name, None), gradients)
+            for queue in ("nvme_to_ram", "ram_to_nvme"):
+                self.demanded[queue] += update_bytes(unit, self._placement, self._policy)
+            if name in self._placement.streamed:
+                self.demanded["ram_to_gpu"] += self._blocks.weight_bytes(name)
+        self.submit_exchange(goes_home=True, comes_again=False)
+
+    def _all(self) -> list[Transfer]:
+        return [*self._last.values(), *([self.exchange] if self.exchange is not None else [])]
+
+    # ------------------------------------------------------------------ lane update_gpu
+
+    def _update_on_gpu(self, unit: str) -> None:
+        """AdamW where the state is at home on the GPU, or came to it; then the weights lie in the forward's slot."""
+        self._check(unit)
+        (elements,) = self._blocks.chunks(unit)
+        streamed = unit in self._placement.streamed
+        if streamed:
+            # Kernels start in the order in which they were enqueued, also on different streams: one that waits on its
+            # stream for a copy would hold up compute. So the host waits.
+            for transfer in self._store.prefetch(block_key(unit, Kind.WEIGHT), Tier.GPU, wait=True):
+                transfer.wait()
+        with (
+            self._blocks.grad_lease(unit, elements) as grad,
+            self._blocks.open_state(unit, elements, self._blocks.kinds, streamed=streamed) as state,
+        ):
+            if (work := self._optimizer.apply(unit, elements, state.planes, grad.bytes)) is not None:
+                work.wait()  # on the CPU that stands for a GPU
+            state.write_back()
+
+    def _exchange_state(self, on_cpu: Sequence[Transfer], goes_home: bool, comes_again: bool) -> None:
+        for transfer in on_cpu:
+            transfer.over()
+        for unit in self._placement.streamed if goes_home else ():
+            self._blocks.return_state(unit)
+        for unit in self._placement.streamed if comes_again else ():  # as soon as the old bytes are home
+            if not self._is_closed:
+                self._blocks.fetch_state(unit)
+
+    # ------------------------------------------------------------------ lane update
+
+    def _update_on_cpu(self, update: Update) -> Applied | None:
+        """AdamW on one unit, and its gradient's slot free again, whatever happens."""
+        try:
+            self._check(update.unit)
+            if self._policy.deferred and not self._blocks.spilled(update.unit):
+                return self._begin_update(update.unit)
+            self._update_chunks(update.unit, feeds=update.load is not None and self._may_feed(update.load))
+            return None
+        finally:
+            while self._ahead and self._ahead[0][0] == update.unit:
+                self._ahead.popleft()
+            if self._policy.groups == 1 and self._placement.grad_homes[update.unit] is None:
+                self._store.evict(grad_key(update.unit), Tier.RAM)
+
+    def _begin_update(self, unit: str) -> Applied | None:
+        (elements,) = self._blocks.chunks(unit)
+        with contextlib.ExitStack() as leases:
+            grad = leases.enter_context(self._blocks.grad_lease(unit, elements))
+            state = leases.enter_context(self._blocks.open_state(unit, elements, self._blocks.kinds))
+            start = time.perf_counter_ns()
+            work = self._optimizer.apply(unit, elements, state.planes, grad.bytes)
+            leases.callback(state.write_back)
+            if work is None:
+                self._recorder.work("update", unit, start, time.perf_counter_ns())
+                return None
+            leases.callback(lambda: self._recorder.work("update", unit, *work.span_ns()))
+            return Applied(work, leases.pop_all())
+
+    def _update_chunks(self, name: str, *, feeds: bool) -> None:
+        """Chunk by chunk: read ahead, update, feed the load, write back."""
+        for elements in self._blocks.chunks(name):
+            self._busy["update"] = "nvme_to_ram" if self._blocks.spilled(name) else "gpu_to_ram"
+            self._read_ahead()
+            self._ahead.popleft()
+            with (
+                self._blocks.grad_lease(name, elements) as grad,
+                self._blocks.open_state(name, elements, self._blocks.kinds) as state,
+            ):
+                self._busy["update"] = "update"
+                start = time.perf_counter_ns()
+                if (work := self._optimizer.apply(name, elements, state.planes, grad.bytes)) is not None:
+                    work.wait()
+                self._recorder.work("update", name, start, time.perf_counter_ns())
+                state.write_back()
+                if feeds:
+                    span = self._blocks.span(name, Kind.WEIGHT, elements)
+                    self._store.prefetch(block_key(name, Kind.WEIGHT), Tier.GPU, span, wait=True)
+
+    def _may_feed(self, load: Load) -> bool:
+        """True once there is room for the weights on the GPU; False when the step that wanted them was given up."""
+        self._busy["update"] = "slot"
+        try:
+            self._blocks.make_room(load, self._gate)
+        except StepAbandonedError:
+            return False
+        return True
+
+    def _read_ahead(self) -> None:
+        for name, elements in list(self._ahead)[:CHUNK_DEPTH]:
+            for kind in self._blocks.spilled(name):
+                span = self._blocks.span(name, kind, elements)
+                self._store.prefetch(block_key(name, kind), Tier.RAM, span, wait=True)
+
+    def _accumulate(self, unit: str, group: int) -> None:
+        total_key, part_key = sum_key(unit), grad_key(unit)
+        try:
+            with self._store.lease(total_key, Tier.RAM) as total, self._store.lease(part_key, Tier.RAM) as part:
+                self._optimizer.accumulate(unit, total.bytes, part.bytes, group=group)
+        finally:
+            self._store.evict(part_key, Tier.RAM)
+
+    def _check(self, unit: str) -> None:
+        if self._is_closed:
+            raise StepAbandonedError(f"the run was closed before {unit} was updated")
+        if not self._policy.deferred:
+            self._optimizer.check(unit)

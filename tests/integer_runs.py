@@ -1,0 +1,271 @@
+"""Runs of the player with integer arithmetic in place of a model: every weight that compute sees is checked."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CHUNK_BYTES, check_invariants
+from torch import Tensor
+
+from megatier.errors import NonFiniteError, TransferError
+from megatier.schedule.placement import Budgets, Policy, UnitSpec, place, state_kinds
+from megatier.schedule.player import Player
+from megatier.store.blockfile import BlockFiles, Extent, FileBatch, IoOptions
+from megatier.store.store import TieredStore
+from megatier.store.tier import Kind, Phase, Tier
+
+UNITS = [UnitSpec(f"u{number}", count) for number, count in enumerate((4096, 8192, 2048, 6144, 2048))]
+ALL = (Tier.GPU, Tier.RAM, Tier.NVME)
+HANG_S = 20.0
+
+
+@dataclass
+class Model:
+    """What every plane holds, in plain tensors: int32 or int16 whose sums wrap."""
+
+    policy: Policy
+    units: Sequence[UnitSpec]
+    planes: dict[tuple[str, Kind], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for unit in self.units:
+            for kind in state_kinds(split=self.policy.split):
+                low, high = torch.iinfo(self.dtype(kind)).min, torch.iinfo(self.dtype(kind)).max
+                shape, dtype = (unit.num_elements,), self.dtype(kind)
+                self.planes[unit.name, kind] = torch.randint(low, high, shape, dtype=dtype, generator=generator)
+
+    def dtype(self, kind: Kind) -> torch.dtype:
+        return torch.int16 if self.policy.split and kind in (Kind.WEIGHT, Kind.REMAINDER) else torch.int32
+
+    def grad(self, unit: str, group: int) -> Tensor:
+        """It depends on the weights, so that stale ones show."""
+        return 3 * self.planes[unit, Kind.WEIGHT].to(torch.int32) % 1000 + group
+
+    def update(self) -> None:
+        for unit in self.units:
+            total = sum((self.grad(unit.name, group) for group in range(self.policy.groups)), torch.tensor(0))
+            apply({kind: self.planes[unit.name, kind] for kind in state_kinds(split=self.policy.split)}, total)
+
+
+def apply(planes: Mapping[Kind, Tensor], grad: Tensor) -> None:
+    planes[Kind.WEIGHT].add_(grad.to(planes[Kind.WEIGHT].dtype))
+    if Kind.REMAINDER in planes:
+        planes[Kind.REMAINDER].sub_(1)
+    planes[Kind.EXP_AVG].add_(grad)
+    planes[Kind.EXP_AVG_SQ].add_(planes[Kind.EXP_AVG])
+
+
+class Adder:
+    """Stands for AdamW."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.refused: str | None = None
+        self.updated: list[str] = []
+
+    @property
+    def width(self) -> torch.dtype:
+        return torch.int16 if self.model.policy.split else torch.int32
+
+    def apply(self, unit: str, elements: tuple[int, int], planes: Mapping[Kind, Tensor], grad: Tensor) -> None:
+        apply({kind: plane.view(self.model.dtype(kind)) for kind, plane in planes.items()}, grad.view(self.width))
+        if elements[0] == 0:
+            self.updated.append(unit)
+
+    def accumulate(self, unit: str, total: Tensor, part: Tensor, *, group: int) -> None:
+        added = part.view(torch.int32) + (total.view(torch.int32) if group else 0)
+        total.view(torch.int32).copy_(added)
+        if group == self.model.policy.groups - 1:
+            total.view(self.width)[: added.numel()].copy_(added)
+
+    def check(self, unit: str) -> None:
+        if unit == self.refused:
+            raise NonFiniteError(f"the gradient of unit {unit} is not finite")
+
+
+class Run:
+    """A player with a model beside it, and a compute that checks what it is given."""
+
+    def __init__(self, store: TieredStore, budgets: Budgets, policy: Policy, units: Sequence[UnitSpec]) -> None:
+        self.policy, self.model = policy, Model(policy, units)
+        self.placement = place(units, budgets, policy)
+        self.adder = Adder(self.model)
+        self.player = Player(store, units, self.placement, policy, self.adder)
+        self.store = store
+        for unit in units:
+            for elements in self.player.blocks.chunks(unit.name):
+                with self.player.blocks.open_state(unit.name, elements, self.kinds, fresh=True) as state:
+                    for kind in self.kinds:
+                        plane = self.model.planes[unit.name, kind][slice(*elements)]
+                        state.planes[kind].copy_(plane.view(torch.uint8))
+                    state.write_back()
+        self.player.drain()
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        return state_kinds(split=self.policy.split)
+
+    def use(self, unit: str, phase: Phase, group: int) -> None:
+        use = self.player.enter(unit, phase, group)
+        expected = self.model.planes[unit, Kind.WEIGHT]
+        assert torch.equal(use.bytes.view(expected.dtype), expected), f"stale weights of {unit} in {phase}"
+        if phase is Phase.BACKWARD:
+            self.fill_grad(unit, group)
+        use.leave()
+        if phase is Phase.BACKWARD:
+            self.player.ship_grad(unit, group=group)
+
+    def fill_grad(self, unit: str, group: int) -> None:
+        grad, buffer = self.model.grad(unit, group), self.player.take_grad(unit)
+        last, sums = group == self.policy.groups - 1, self.player.sums_here(unit)
+        if self.policy.groups > 1:
+            total = grad + buffer.view(torch.int32)[: grad.numel()] if group and sums else grad
+            buffer.view(torch.int32).copy_(total)
+            grad = total
+        if self.policy.groups == 1 or (last and sums):
+            buffer.view(self.adder.width)[: grad.numel()].copy_(grad)
+
+    def order(self) -> list[tuple[str, Phase, int]]:
+        names, found = list(self.player.units), list[tuple[str, Phase, int]]()
+        for group in range(self.policy.groups):
+            found += [(name, Phase.FORWARD, group) for name in names]
+            found += [(name, Phase.BACKWARD, group) for name in reversed(names)]
+        return found
+
+    def train_step(self) -> None:
+        self.player.begin("train")
+        for access in self.order():
+            self.use(*access)
+        self.player.end()
+        self.player.drain_gradients()
+        if self.policy.deferred:
+            self.player.defer_updates()
+        self.model.update()
+
+    def evaluate(self) -> None:
+        self.player.drain()
+        self.player.begin("evaluate")
+        for name in self.player.units:
+            self.use(name, Phase.FORWARD, 0)
+        self.player.end()
+
+    def check_state(self) -> None:
+        self.player.drain()
+        for unit in self.player.units.values():
+            for elements in self.player.blocks.chunks(unit.name):
+                with self.player.blocks.open_state(unit.name, elements, self.kinds) as state:
+                    for kind, plane in state.planes.items():
+                        expected = self.model.planes[unit.name, kind][slice(*elements)]
+                        assert torch.equal(plane.view(expected.dtype), expected), f"{unit.name}/{kind}"
+        check_invariants(self.store)
+
+
+PLACES: dict[str, tuple[tuple[Tier, ...], int, int]] = {
+    "gpu": ((Tier.GPU,), 1 << 20, 1 << 20),
+    "ram": ((Tier.RAM,), 160 << 10, 2 << 20),
+    "nvme": ((Tier.NVME,), 160 << 10, 1 << 20),
+    "mixed": (ALL, 200 << 10, 260 << 10),
+    "streamed": ((Tier.RAM,), 296 << 10, 2 << 20),
+}
+FOR_STREAMED = [UnitSpec(f"u{number}", count) for number, count in enumerate((4096, 10240, 4096, 10240, 2048))]
+STREAMED = ("u0", "u2", "u4")
+"""Of these, all but those larger than most."""
+
+
+@contextlib.contextmanager
+def starter(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Starts runs by placement; closes them, and nothing is left of them."""
+    runs: list[Run] = []
+
+    def start_run(name: str, units: Sequence[UnitSpec] = (), ram: int = 0, **choices: float | bool) -> Run:
+        state, gpu, usual = PLACES[name]
+        units = units or (FOR_STREAMED if name == "streamed" else UNITS)
+        ram = ram or usual
+        options = IoOptions(num_threads=2, chunk_bytes=CHUNK_BYTES)
+        share = 1.0 if name == "streamed" else 0.0
+        choices = {"split": False, "streamed_share": share, **choices}
+        policy = Policy(state=state, chunk_elements=2048, align_elements=2048, **choices)  # type: ignore[arg-type]
+        store = TieredStore.open(gpu=gpu, ram=ram, nvme=[f"{tmp_path}:4MiB"], options=options)
+        try:
+            runs.append(Run(store, Budgets(gpu, ram, 4 << 20), policy, units))
+        except BaseException:
+            store.close()
+            raise
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        close(run)
+    assert not list(tmp_path.iterdir())
+
+
+def close(run: Run) -> None:
+    """Close must end, whatever happened."""
+
+    def ends() -> None:
+        run.player.close()
+        run.store.close()
+
+    thread = threading.Thread(target=ends, daemon=True)
+    thread.start()
+    thread.join(HANG_S)
+    assert not thread.is_alive(), "close hangs"
+
+
+def within(function: Callable[[], None]) -> None:
+    """Run it, or fail: nothing may wait for ever."""
+    problems: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(HANG_S)
+    assert not thread.is_alive(), "compute hangs"
+    if problems:
+        raise problems[0]
+
+
+class Failed:
+    """A move that ended in an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def wait(self) -> None:
+        raise self.error
+
+    def done(self) -> bool:
+        return True
+
+    def span_ns(self) -> tuple[int, int]:
+        return 0, 0
+
+
+Move = Callable[[BlockFiles, str, Extent, int, int, int], FileBatch]
+
+
+def fail_moves(monkeypatch: pytest.MonkeyPatch, name: str, prefix: str, error: Exception) -> None:
+    """Reads or writes of blocks whose key begins so fail."""
+    real: Move = getattr(BlockFiles, name)
+
+    def move(self: BlockFiles, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch | Failed:
+        return Failed(error) if key.startswith(prefix) else real(self, key, extent, start, stop, address)
+
+    monkeypatch.setattr(BlockFiles, name, move)
+
+
+BROKEN = TransferError("read of block u3", "nvme", "/mnt/blocks", 4096, errno.EIO)
+"""What stops moves."""
