@@ -233,7 +233,7 @@ class Updates:
         (elements,) = self._blocks.chunks(unit)
         streamed = unit in self._placement.streamed
         if streamed:
-            # Kernels start in the order in which they were enqueued, also on different streams: one that waits on its
+            # Kernels of different streams can start in the order in which they were enqueued: one that waits on its
             # stream for a copy would hold up compute. So the host waits.
             for transfer in self._store.prefetch(block_key(unit, Kind.WEIGHT), Tier.GPU, wait=True):
                 transfer.wait()
