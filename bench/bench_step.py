@@ -83,9 +83,9 @@ ROWS = {
         shape="3b",
         batch=16,
         what="GPU 24 GiB",
-        tiers=FREE | {"gpu": 41 * GIB // 2, "gpu_limit": 24 * GIB},
+        tiers=FREE | {"gpu": 39 * GIB // 2, "gpu_limit": 24 * GIB},
         model={"saved_share": 0.0, "loss_chunk": 1024},
-        train={"slices": 2, "activations": "offload", "kept_layers": 2},
+        train={"slices": 2, "activations": "offload", "kept_layers": 8},
     ),
     8: Run(
         shape="8b",
