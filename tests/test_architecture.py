@@ -34,7 +34,16 @@ def test_the_bytes_journey_is_marked_once_per_hop() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["megatier.schedule.placement", "megatier.schedule.timeline", "megatier.config", "megatier.store.tier"]
+    "module",
+    [
+        "megatier.schedule.placement",
+        "megatier.schedule.timeline",
+        "megatier.schedule.rates",
+        "megatier.schedule.simulate",
+        "megatier.schedule.forecast",
+        "megatier.config",
+        "megatier.store.tier",
+    ],
 )
 def test_planning_runs_without_torch(module: str) -> None:
     heavy = "('torch', 'numpy', 'transformers', 'megatier._native', 'megatier.store.store')"

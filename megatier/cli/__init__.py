@@ -12,7 +12,9 @@ from megatier.errors import MegatierError
 
 COMMANDS = {
     "train": "train a model as a YAML file says",
+    "plan": "say what a run needs, how fast it will be, and what would help",
     "verify": "show on this machine that tiers change no bit",
+    "bench": "measure what the drives, links and processors of this machine do",
     "doctor": "say what this machine has and what is missing",
     "trace": "draw one step of a run as a picture: lanes over time, stalls coloured",
 }

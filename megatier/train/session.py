@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Protocol, Self
@@ -12,21 +12,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatier.config import ModelConfig, TiersConfig, TrainConfig
-from megatier.engine.activation import Activations
 from megatier.engine.compilation import Compilation
 from megatier.engine.optimizer import AdamW, Hyperparameters, join_master, split_master
 from megatier.engine.step import Engine, EngineOptions
 from megatier.errors import ConfigError, mib
 from megatier.hardware import cores_usable, cpu_has_bf16, default_budgets, set_cuda_defaults
-from megatier.models.decoder import Unit, decays, find_units
-from megatier.schedule.placement import CHUNK_ELEMENTS_MAX, Budgets, Placement, Policy, UnitSpec, place
+from megatier.models.decoder import Unit, decays
+from megatier.schedule.placement import CHUNK_ELEMENTS_MAX, Budgets, Placement, place
 from megatier.schedule.player import Player
-from megatier.store.blockfile import IoOptions
 from megatier.store.store import TieredStore
 from megatier.store.tier import Kind, Tier
-
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-STATE_BYTES_PER_ELEMENT = 12
+from megatier.train.workload import COMPUTE_DTYPES, Workload
 
 
 class WeightReader(Protocol):
@@ -61,37 +57,29 @@ class Session:
         Raises:
             PlanError, CapacityError, ConfigError, RunLockedError, UnsupportedModelError: before training starts.
         """
-        self.model, self.units = model, find_units(model)
+        work = Workload.of(model, model_config, tiers, train, tokens)
+        self.model, self.units = model, work.units
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         device = choose_device(tiers)
-        options = IoOptions(num_threads=tiers.io_threads, direct=tiers.direct_io == "auto", checksums=tiers.checksums)
-        policy = _policy(dtype, tiers, train, options)
-        activations = _activations(self.units, train)
-        rows = train.batch // train.groups * tokens
-        hidden_bytes = rows * model.config.get_text_config().hidden_size * dtype.itemsize
-        offloaded = {name for name, policy_of in activations.items() if policy_of is Activations.OFFLOAD}
-        specs = [
-            UnitSpec(u.name, u.layout.num_elements, hidden_bytes if u.name in offloaded else 0) for u in self.units
-        ]
-        gpu, ram = _budgets(tiers, device)
+        gpu, ram = budgets_of(tiers, device)
         if device.type == "cuda":
             _limit_gpu(tiers.gpu_limit)
         layouts = {unit.name: unit.layout for unit in self.units}
         with ExitStack() as stack:
-            store = TieredStore.open(gpu=gpu, ram=ram, nvme=tiers.nvme, device=str(device), options=options)
+            store = TieredStore.open(gpu=gpu, ram=ram, nvme=tiers.nvme, device=str(device), options=work.options)
             self.store = stack.enter_context(store)
             budgets = Budgets(gpu, ram, store.usage(Tier.NVME)["budget"])
-            self.placement: Placement = place(specs, budgets, policy)
+            self.placement: Placement = place(work.specs, budgets, work.policy)
             hyper = Hyperparameters(train.beta1, train.beta2, train.eps, train.weight_decay, train.clip)
             threads = tiers.update_threads or cores_usable()
             self.optimizer = AdamW(layouts, decays(model), hyper, dtype=dtype, groups=train.groups, num_threads=threads)
             stack.callback(self.optimizer.close)
-            self.player = Player(store, specs, self.placement, policy, self.optimizer)
+            self.player = Player(store, work.specs, self.placement, work.policy, self.optimizer)
             stack.callback(self.player.close)
             engine_options = EngineOptions(
                 dtype,
                 device,
-                activations,
+                work.activations,
                 train.groups,
                 train.slices,
                 model_config.fused_loss,
@@ -185,7 +173,8 @@ def _takes_fp32_products(model: ModelConfig, device: torch.device) -> bool:
     return device.type == "cpu" and model.compute_dtype == "bf16" and not cpu_has_bf16()
 
 
-def _budgets(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
+def budgets_of(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
+    """Bytes of GPU memory and RAM: as set, or from the machine."""
     if tiers.gpu is not None and tiers.ram is not None:
         return tiers.gpu, tiers.ram
     machine = default_budgets(device.type)
@@ -206,28 +195,6 @@ def _limit_gpu(limit_bytes: int | None) -> None:
             f"{mib(context_bytes)} already; raise it."
         )
     torch.cuda.set_per_process_memory_fraction(min(1.0, share))
-
-
-def _policy(dtype: torch.dtype, tiers: TiersConfig, train: TrainConfig, options: IoOptions) -> Policy:
-    return Policy(
-        state=tuple(Tier(name) for name in tiers.state),
-        split=dtype is torch.bfloat16,
-        deferred=train.clip is not None,
-        groups=train.groups,
-        slices=train.slices,
-        chunk_elements=tiers.chunk // STATE_BYTES_PER_ELEMENT if tiers.chunk is not None else None,
-        streamed_share=tiers.streamed_share,
-        align_elements=options.chunk_bytes // 2,
-    )
-
-
-def _activations(units: Sequence[Unit], train: TrainConfig) -> dict[str, Activations]:
-    """Policy per unit: the setting, but for the last layers that keep; only layers have something worth offloading."""
-    layers = [unit.name for unit in units if unit.is_layer]
-    kept = set(layers[max(0, len(layers) - train.kept_layers) :])
-    others = Activations.KEEP if train.activations == "keep" else Activations.RECOMPUTE
-    policies = {name: Activations.KEEP if name in kept else Activations(train.activations) for name in layers}
-    return {unit.name: policies.get(unit.name, others) for unit in units}
 
 
 def _assemble(

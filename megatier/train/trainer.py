@@ -8,23 +8,20 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megatier.config import RunConfig, TrainConfig
 from megatier.data.packing import PackedText
 from megatier.data.tokenizer import load_tokenizer
 from megatier.engine.optimizer import learning_rate
-from megatier.errors import ConfigError, UnsupportedModelError, mib
+from megatier.errors import ConfigError, mib
 from megatier.models.decoder import build_skeleton
 from megatier.models.weights import Checkpoint, Initialiser, export, resolve
 from megatier.schedule.trace import TraceEvent, stall_seconds, write_trace
@@ -33,7 +30,8 @@ from megatier.store.transfer import QUEUES
 from megatier.train.metrics import MetricsLog, format_count, format_seconds
 from megatier.train.report import Progress, QueueBytes, StepReport, TierState, TierUse, print_moves, print_placement
 from megatier.train.run_directory import DATA_FOLDER, METRICS_FILE, MODEL_FOLDER, TRACE_FILE, RunDirectory
-from megatier.train.session import COMPUTE_DTYPES, Session, WeightReader, choose_device, compiles
+from megatier.train.session import Session, WeightReader, choose_device, compiles
+from megatier.train.workload import COMPUTE_DTYPES, read_model_config
 
 SHARD_BYTES = 4 << 30
 SWITCH_SECONDS = 0.0005
@@ -56,7 +54,7 @@ def train(config: RunConfig, console: Console) -> None:
     with ExitStack() as stack:
         directory = stack.enter_context(RunDirectory(config)).path
         source_folder = resolve(config.model.path) if config.model.path is not None else None
-        model = build_skeleton(_model_config(config, source_folder), config.model.attention)
+        model = build_skeleton(read_model_config(config.model, source_folder), config.model.attention)
         tokens = config.data.sequence_length
         session = stack.enter_context(Session(model, config.model, config.tiers, config.train, tokens))
         tokenizer = load_tokenizer(config)
@@ -180,23 +178,6 @@ def rate_of(step: int, train: TrainConfig) -> float:
         steps=train.steps,
         minimum_ratio=train.min_learning_rate_ratio,
     )
-
-
-def _model_config(config: RunConfig, folder: Path | None) -> PretrainedConfig:
-    settings: Mapping[str, Any] = config.model.config or {}
-    try:
-        found: PretrainedConfig = (
-            AutoConfig.from_pretrained(folder) if folder is not None else AutoConfig.for_model(**settings)
-        )
-    except (ValueError, TypeError, OSError, StrictDataclassError) as error:
-        # A complaint about one field stands below its headline; of any other the first sentence says it all.
-        headline, *details = str(error).strip().splitlines()
-        reason = details[-1].strip() if details and isinstance(error, StrictDataclassError) else headline
-        near = [] if folder is not None else get_close_matches(str(settings["model_type"]), CONFIG_MAPPING, n=1)
-        hint = f" Did you mean {near[0]}?" if near and near[0] != settings["model_type"] else ""
-        reason = reason.partition(". ")[0].rstrip(".")
-        raise UnsupportedModelError(f"transformers does not take this model config: {reason}.{hint}") from error
-    return found
 
 
 def _check_vocabulary(model: PreTrainedModel, num_tokens: int) -> None:

@@ -1,0 +1,78 @@
+"""What cannot be run here: 70B and 405B on machines with more RAM and faster drives, by the planner's simulation.
+
+python bench/what_if.py [--machine examples/machines/h200.yaml]        prints a Markdown table
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from megatier.config import DataConfig, ModelConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.errors import PlanError
+from megatier.schedule.placement import Budgets
+from megatier.schedule.rates import DriveRates, Rates, read_rates
+from megatier.train.plan import make_plan, skeleton_of
+
+GIB, TIB = 1 << 30, 1 << 40
+DRIVE = DriveRates("drive", 14e9, 12e9, 20e9)
+"""A PCIe 5 drive: 14 GB/s read, 12 written; both at once somewhat less than the sum."""
+SEQUENCE = 4096
+GPU = 60 * GIB
+MODELS = {
+    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
+}
+RAM = (256 * GIB, 512 * GIB, 1 * TIB, 2 * TIB)
+DRIVES = (1, 2, 4, 8)
+TOKENS = 131_072
+
+
+def config_of(model: str) -> RunConfig:
+    """Settings of a run: recompute, boundaries offloaded, one group."""
+    settings = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False}
+    return RunConfig(
+        model=ModelConfig(config=settings | MODELS[model]),
+        data=DataConfig(files=("random",), tokenizer="bytes", sequence_length=SEQUENCE),
+        tiers=TiersConfig(state=("ram", "nvme")),
+        train=TrainConfig(batch=TOKENS // SEQUENCE, activations="offload"),
+    )
+
+
+def rows(rates: Rates) -> Iterator[str]:
+    """Lines of the table."""
+    yield "| model | tokens/step | RAM | drives | s/step | tokens/s | compute alone | bound by | written/step |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for model in MODELS:
+        config = config_of(model)
+        skeleton = skeleton_of(config.model)
+        for ram in RAM:
+            for count in DRIVES:
+                machine = replace(rates, drives=(DRIVE,) * count)
+                start = f"| {model} | {TOKENS:,} | {ram // GIB:,} GiB | {count} |"
+                try:
+                    plan = make_plan(skeleton, config, machine, Budgets(GPU, ram * 9 // 10, 16 * TIB), compiles=True)
+                except PlanError as error:
+                    yield f"{start} does not fit: {error} | | | | |"
+                    break
+                made = plan.forecast
+                yield (
+                    f"{start} {made.seconds:.1f} | {plan.tokens_per_s:,.0f} | {plan.attainment:.2f} | {made.bound_by} "
+                    f"| {plan.written_bytes_per_step / 1e9:,.0f} GB |"
+                )
+                if not plan.written_bytes_per_step:
+                    break
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", type=Path, default=Path("examples/machines/h200.yaml"))
+    for line in rows(read_rates(parser.parse_args().machine)):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""`megatier plan`: does a run fit, what goes where, how long a step takes, and what would help."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from megatier import config
+from megatier.config import RunConfig
+from megatier.errors import ConfigError, mib
+from megatier.hardware import mount_of
+from megatier.schedule.placement import Budgets
+from megatier.schedule.rates import Rates, read_rates
+from megatier.train.metrics import format_count, format_seconds, format_share
+
+if TYPE_CHECKING:
+    from megatier.train.plan import Plan
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the plan; 0 when the run fits."""
+    parser = argparse.ArgumentParser(
+        prog="megatier plan",
+        description="Say what a run needs and how fast it will be, before it runs: what lies where, seconds a step, "
+        "what bounds it, and which one change would help most. Needs no GPU and reserves nothing.",
+        epilog="example: megatier plan run.yaml --machine examples/machines/h200.yaml --tiers.gpu 83GiB",
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="as for `megatier train`; overrides too")
+    parser.add_argument(
+        "--machine", type=Path, required=True, metavar="FILE.yaml", help="the machine's rates; see examples/machines"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the plan as JSON")
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the step as planned")
+    options, overrides = parser.parse_known_args(argv)
+    loaded = config.load(options.config, overrides)
+    rates = read_rates(options.machine)
+    from megatier.train.picture import draw  # loads torch: only once the arguments are known to be right
+    from megatier.train.plan import make_plan, skeleton_of
+
+    budgets, compiles = _budgets(loaded), loaded.model.compile is not False
+    plan = make_plan(skeleton_of(loaded.model), loaded, rates, budgets, compiles=compiles)
+    if options.output is not None:
+        _write(options.output, json.dumps(plan.as_dict(), indent=2) + "\n")
+    if options.picture is not None:
+        _write(options.picture, draw(plan.events(), f"{options.config.name}, as planned"))
+    console = Console()
+    for table in (_bytes_table(plan), _time_table(plan, rates), _change_table(plan)):
+        console.print(table)
+    console.print(*_sentences(plan), sep="\n", markup=False, highlight=False)
+    return 0
+
+
+def _budgets(loaded: RunConfig) -> Budgets:
+    """As set; what is not has to be, since the machine may be another one."""
+    tiers = loaded.tiers
+    if tiers.gpu is None or tiers.ram is None:
+        raise ConfigError("a plan needs both budgets: set tiers.gpu and tiers.ram, such as --tiers.gpu 60GiB.")
+    nvme = sum(
+        mount_of(mount.directory).free_bytes if mount.num_bytes is None else mount.num_bytes for mount in tiers.mounts
+    )
+    return Budgets(tiers.gpu, tiers.ram, nvme)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}. Name another file.") from error
+
+
+def _bytes_table(plan: Plan) -> Table:
+    """What lies where."""
+    from megatier.store.tier import STATE_KINDS, Tier
+
+    table = Table("tier", title="state, and slots, gradients and activations (other)", title_justify="left")
+    for name in (*STATE_KINDS, "other", "in all", "budget"):
+        table.add_column(str(name), justify="right")
+    budgets = {Tier.GPU: plan.budgets.gpu, Tier.RAM: plan.budgets.ram, Tier.NVME: plan.budgets.nvme}
+    for tier, budget in budgets.items():
+        kinds = [plan.state_bytes.get((tier, kind), 0) for kind in STATE_KINDS]
+        other = plan.placement.other_bytes.get(tier, 0)
+        total = plan.placement.state_bytes.get(tier, 0) + other
+        table.add_row(str(tier), *(mib(size) if size else "-" for size in (*kinds, other, total, budget)))
+    return table
+
+
+def _time_table(plan: Plan, rates: Rates) -> Table:
+    """How long each lane is busy, and would be alone."""
+    made = plan.forecast
+    title = f"a step: {format_seconds(made.seconds)}, {format_count(plan.tokens_per_s)} tokens/s"
+    table = Table("lane", title=title, title_justify="left")
+    for name in ("moves", "alone", "busy", "share"):
+        table.add_column(name, justify="right")
+    for lane, alone in made.alone_seconds.items():
+        if not alone:
+            continue
+        moved = made.moved_bytes.get(lane, 0)
+        busy = made.busy_seconds[lane]
+        figures = format_seconds(alone), format_seconds(busy), format_share(busy, made.seconds)
+        table.add_row(lane, mib(round(moved)) if moved else "-", *figures)
+    return table
+
+
+def _change_table(plan: Plan) -> Table:
+    table = Table("one change", title="what would help", title_justify="left")
+    for name in ("tokens/s", "gain"):
+        table.add_column(name, justify="right")
+    for change in plan.changes:
+        table.add_row(change.what, format_count(change.tokens_per_s), f"{change.gain:+.1%}")
+    return table
+
+
+def _sentences(plan: Plan) -> Iterator[str]:
+    yield f"{format_count(plan.num_parameters)} parameters, {format_count(plan.tokens)} tokens a step."
+    yield f"Bound by {plan.forecast.bound_by}; compute alone takes {plan.attainment:.0%} of the step."
+    if plan.placement.streamed:
+        yield f"{len(plan.placement.streamed)} units stream their state through the GPU."
+    if plan.hidden_at is not None:
+        yield f"From {format_count(plan.hidden_at)} tokens a step on all but compute is hidden, if activations fit."
+    if plan.written_bytes_per_step:
+        day = mib(round(plan.written_bytes_per_day))
+        yield f"NVMe takes {mib(round(plan.written_bytes_per_step))} of writes a step, {day} a day."

@@ -1,0 +1,307 @@
+"""Forecast: how long a step takes on a machine with given rates, and what bounds it. Pure.
+
+The jobs are those that the player would play: the loads of the timeline, compute, gradients, AdamW on the CPU and on
+the GPU, state from and to NVMe. Three steps are simulated in a row, since a step's updates run under the next one; the
+last one counts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatier.schedule.placement import (
+    GRAD_DEPTH,
+    SLOTS_MIN,
+    UPDATE_DEPTH,
+    Placement,
+    Policy,
+    UnitSpec,
+    bytes_per_element,
+    grad_bytes,
+    state_kinds,
+)
+from megatier.schedule.rates import Rates
+from megatier.schedule.simulate import Job, Lane, simulate
+from megatier.schedule.timeline import Access, Load, Timeline, build
+from megatier.store.tier import Kind, Phase, Tier, round_up
+
+NUM_STEPS = 3
+HOST_SECONDS = 0.03
+"""Of Python between two steps, when nothing else is going on."""
+PIECES_MAX = 4
+"""Pieces in which a spilled unit's state is simulated: reads, AdamW and writes of a unit overlap."""
+UPDATE_BYTES = 26
+"""Memory traffic of AdamW on the CPU, a parameter: 14 read, 12 written."""
+SUM_BYTES = {False: 12, True: 24}
+"""Memory traffic of adding a group's gradient in RAM, a parameter; the last one is rounded and measured too."""
+
+QUEUES_OF_DISK = ("nvme_to_ram", "ram_to_nvme")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A job as simulated, in seconds from the start of the step."""
+
+    lane: str
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A step as it should be.
+
+    Attributes:
+        seconds: of one step.
+        busy_seconds: per lane.
+        alone_seconds: per lane, what its amounts take with nothing else going on: the largest is the step's floor.
+        moved_bytes: per queue.
+        spans: what happens when, in the step and what is left of the one before.
+    """
+
+    seconds: float
+    busy_seconds: Mapping[str, float]
+    alone_seconds: Mapping[str, float]
+    moved_bytes: Mapping[str, float]
+    spans: tuple[Span, ...]
+
+    @property
+    def bound_by(self) -> str:
+        """What would need longest if all else were free: a lane, or "nvme", whose drives do both directions' work."""
+        needs = {lane: seconds for lane, seconds in self.alone_seconds.items() if lane != "host"}
+        disk = sum(needs.pop(queue, 0.0) for queue in QUEUES_OF_DISK)
+        return max({**needs, "nvme": disk}.items(), key=lambda item: item[1])[0]
+
+
+def lanes_of(rates: Rates) -> dict[str, Lane]:
+    """The lanes of a machine, with what they share: the drives, the host's memory."""
+    read = sum(drive.read_bytes_per_s for drive in rates.drives) or 1.0
+    write = sum(drive.write_bytes_per_s for drive in rates.drives) or 1.0
+    mixed = sum(drive.mixed_bytes_per_s for drive in rates.drives) or 1.0
+    # Read and written at once, 14 to 12, the drives are full at the mixed rate.
+    disk = 26 / mixed / (14 / read + 12 / write)
+    memory = rates.memory_bytes_per_s
+
+    def lane(rate: float, memory_bytes: float, **uses: float) -> Lane:
+        return Lane(rate, {"memory": min(1.0, rate * memory_bytes / memory), **uses})
+
+    return {
+        "host": Lane(1.0),
+        "compute": Lane(1.0),
+        "nvme_to_ram": lane(read, 2, disk=disk),
+        "ram_to_nvme": lane(write, 2, disk=disk),
+        "ram_to_gpu": lane(rates.to_gpu_bytes_per_s, 1, to_gpu=1.0),
+        "state_to_gpu": lane(rates.to_gpu_bytes_per_s, 1, to_gpu=1.0),
+        "gpu_to_ram": lane(rates.to_ram_bytes_per_s, 1, to_ram=1.0),
+        "state_to_ram": lane(rates.to_ram_bytes_per_s, 1, to_ram=1.0),
+        "update": lane(rates.update_parameters_per_s, UPDATE_BYTES),
+        "update_gpu": Lane(rates.gpu_update_parameters_per_s),
+    }
+
+
+def forecast(
+    accesses: Sequence[Access],
+    compute_seconds: Mapping[tuple[str, Phase], float],
+    units: Sequence[UnitSpec],
+    placement: Placement,
+    policy: Policy,
+    rates: Rates,
+) -> Forecast:
+    """Simulate a step.
+
+    Args:
+        accesses: the order in which a step uses its units.
+        compute_seconds: of one use by one group, per unit and phase; what is missing takes none.
+        units: what is trained.
+        placement: homes, slots.
+        policy: groups, clipping.
+        rates: the machine's.
+
+    Raises:
+        PlanError: a unit must be loaded and there is no GPU slot.
+    """
+    jobs = _Jobs(compute_seconds, {unit.name: unit for unit in units}, placement, policy)
+    timeline = build(accesses, placement, updates=policy.deferred)
+    ends = [jobs.step(timeline) for _ in range(NUM_STEPS)]
+    lanes = lanes_of(rates)
+    times = simulate(jobs.jobs, lanes)
+    start, stop = times[ends[-2]][1], times[ends[-1]][1]
+    busy = dict.fromkeys(lanes, 0.0)
+    alone = dict.fromkeys(lanes, 0.0)
+    moved: dict[str, float] = {}
+    spans = []
+    for job, (begin, end) in zip(jobs.jobs, times, strict=True):
+        if end > start and begin < stop and end > begin:
+            busy[job.lane] += min(end, stop) - max(begin, start)
+            spans.append(Span(job.lane, job.name, begin - start, end - start))
+    for job in jobs.jobs[ends[-2] + 1 : ends[-1] + 1]:
+        alone[job.lane] += job.amount / lanes[job.lane].rate
+        if "_to_" in job.lane:
+            moved[job.lane] = moved.get(job.lane, 0.0) + job.amount
+    return Forecast(stop - start, busy, alone, moved, tuple(spans))
+
+
+@dataclass(slots=True)
+class _Jobs:
+    """The jobs of some steps in a row, in the order of their lanes."""
+
+    compute_seconds: Mapping[tuple[str, Phase], float]
+    units: Mapping[str, UnitSpec]
+    placement: Placement
+    policy: Policy
+    jobs: list[Job] = field(default_factory=list)
+    begun: int | None = None
+    """What lets the present step begin: the end of the last one."""
+    grads: dict[str, int] = field(default_factory=dict)
+    """Per unit, what brought its last gradient where AdamW finds it."""
+    updates: dict[str, int] = field(default_factory=dict)
+    """Per unit, its last update in this step."""
+    states: dict[str, int] = field(default_factory=dict)
+    """Per streamed unit, what brought its state to the GPU."""
+    grad_slots: deque[int] = field(default_factory=lambda: deque(maxlen=SLOTS_MIN))
+    sums: deque[int] = field(default_factory=lambda: deque(maxlen=GRAD_DEPTH))
+    chunks: deque[int] = field(default_factory=lambda: deque(maxlen=UPDATE_DEPTH))
+    """Writes of the pieces before."""
+
+    def step(self, timeline: Timeline) -> int:
+        """Add a step; returns the job that ends it."""
+        uses: list[int] = []
+        fed = {update.unit: update.load for update in timeline.updates if update.load is not None}
+        loads = {load.access: load for load in timeline.loads}
+        self.updates = {}
+        arrivals: dict[str, int] = {}
+        last_uses = {(access.unit, access.group): index for index, access in enumerate(timeline.accesses)}
+        for index, access in enumerate(timeline.accesses):
+            unit = self.units[access.unit]
+            load = loads.get(index)
+            is_due = bool(timeline.updates) and unit.name not in self.updates and self.begun is not None
+            if is_due and unit.name not in self.placement.streamed:
+                copied = self._update(unit, fed.get(unit.name), uses)
+                if copied is not None:
+                    arrivals[unit.name] = copied
+            elif unit.name in fed and fed[unit.name].access == index:  # the first step: nothing to update yet
+                load = fed[unit.name]
+            if load is not None:
+                arrivals[unit.name] = self._load(unit, load, uses)
+            if is_due and unit.name in self.placement.streamed:
+                self._update_streamed(unit, arrivals[unit.name])
+            makes_grad = last_uses[unit.name, access.group] == index  # a fused head's forward does
+            uses.append(self._compute(access, arrivals.get(unit.name), makes_grad=makes_grad))
+            if makes_grad:
+                self._ship(unit, access.group, uses[-1])
+        self._exchange()
+        self.begun = self._add("host", "step", HOST_SECONDS, uses[-1], *self.sums, *self._immediate())
+        return self.begun
+
+    # ------------------------------------------------------------------ jobs
+
+    def _compute(self, access: Access, arrival: int | None, *, makes_grad: bool) -> int:
+        seconds = self.compute_seconds.get((access.unit, access.phase), 0.0)
+        needs = [self.begun, arrival, self.updates.get(access.unit) if self.policy.deferred else None]
+        is_shipped = makes_grad and self.placement.grad_homes[access.unit] is not Tier.GPU
+        if is_shipped and len(self.grad_slots) == SLOTS_MIN:
+            needs.append(self.grad_slots[0])
+        return self._add("compute", f"{access.unit} {access.phase} {access.group}", seconds, *needs)
+
+    def _load(self, unit: UnitSpec, load: Load, uses: Sequence[int]) -> int:
+        """Weights to the GPU, by way of RAM where they come from NVMe."""
+        free = self._slot_free(load, uses)
+        size = self._bytes(unit, Kind.WEIGHT)
+        if self.placement.homes[unit.name, Kind.WEIGHT] is not Tier.NVME:
+            updated = None if unit.name in self.placement.streamed else self.updates.get(unit.name)
+            return self._add("ram_to_gpu", unit.name, size, free, updated)
+        pieces = self._num_pieces(unit)
+        last = -1
+        for _ in range(pieces):
+            read = self._add("nvme_to_ram", unit.name, size / pieces, free, self.updates.get(unit.name))
+            last = self._add("ram_to_gpu", unit.name, size / pieces, read)
+        return last
+
+    def _slot_free(self, load: Load, uses: Sequence[int]) -> int | None:
+        return uses[load.after_access] if load.after_access >= 0 else self.begun
+
+    def _update(self, unit: UnitSpec, fed: Load | None, uses: Sequence[int]) -> int | None:
+        """AdamW where the unit's state is at home; returns what brings the weights it feeds."""
+        gradient = self.grads.get(unit.name)
+        if self.placement.updater(unit.name) is Tier.GPU:
+            self.updates[unit.name] = self._add("update_gpu", unit.name, unit.num_elements, self.begun, gradient)
+            return None
+        spilled = sum(self._bytes(unit, kind) for kind in self._kinds() if self._is_spilled(unit, kind))
+        if not spilled:
+            self.updates[unit.name] = self._add("update", unit.name, unit.num_elements, self.begun, gradient)
+            return None
+        return self._update_spilled(unit, spilled, gradient, fed, uses)
+
+    def _update_spilled(
+        self, unit: UnitSpec, spilled: int, gradient: int | None, fed: Load | None, uses: Sequence[int]
+    ) -> int | None:
+        pieces = self._num_pieces(unit)
+        copied: int | None = None
+        updated = -1
+        for _ in range(pieces):
+            free = self.chunks[0] if len(self.chunks) == UPDATE_DEPTH else None
+            read = self._add("nvme_to_ram", unit.name, spilled / pieces, self.begun, free)
+            updated = self._add("update", unit.name, unit.num_elements / pieces, read, gradient)
+            if fed is not None:
+                size = self._bytes(unit, Kind.WEIGHT) / pieces
+                copied = self._add("ram_to_gpu", unit.name, size, updated, self._slot_free(fed, uses))
+            write = self._add("ram_to_nvme", unit.name, spilled / pieces, updated)
+            self.chunks.append(write)
+        self.updates[unit.name] = updated
+        return copied
+
+    def _update_streamed(self, unit: UnitSpec, arrival: int) -> None:
+        needs = [arrival, self.grads.get(unit.name), self.states.get(unit.name)]
+        self.updates[unit.name] = self._add("update_gpu", unit.name, unit.num_elements, *needs)
+        self._add("gpu_to_ram", unit.name, self._bytes(unit, Kind.WEIGHT), self.updates[unit.name])
+
+    def _exchange(self) -> None:
+        """Streamed state home when the CPU is through, and to the GPU again."""
+        on_cpu = [job for name, job in self.updates.items() if self.placement.updater(name) is Tier.RAM]
+        for unit in (self.units[name] for name in self.placement.streamed):
+            size = sum(self._bytes(unit, kind) for kind in self._kinds() if kind is not Kind.WEIGHT)
+            home = None
+            if unit.name in self.updates:
+                home = self._add("state_to_ram", unit.name, size, *on_cpu, self.updates[unit.name])
+            self.states[unit.name] = self._add("state_to_gpu", unit.name, size, home, self.begun)
+
+    def _ship(self, unit: UnitSpec, group: int, made: int) -> None:
+        """The gradient of a group leaves; without clipping its update follows at once."""
+        is_last = group == self.policy.groups - 1
+        self.grads[unit.name] = made
+        if self.placement.grad_homes[unit.name] is not Tier.GPU:
+            slot = self.sums[0] if self.policy.groups > 1 and len(self.sums) == GRAD_DEPTH else None
+            shipped = self._add("gpu_to_ram", unit.name, grad_bytes(unit, self.policy), made, slot)
+            self.grad_slots.append(shipped)
+            self.grads[unit.name] = shipped
+            if self.policy.groups > 1:
+                amount = unit.num_elements * SUM_BYTES[is_last] / UPDATE_BYTES
+                self.grads[unit.name] = self._add("update", unit.name, amount, shipped)
+                self.sums.append(self.grads[unit.name])
+        if is_last and not self.policy.deferred:
+            self._update(unit, None, ())
+
+    def _immediate(self) -> Iterable[int]:
+        """Without clipping a step's updates belong to it."""
+        return () if self.policy.deferred else self.updates.values()
+
+    def _add(self, lane: str, name: str, amount: float, *after: int | None) -> int:
+        self.jobs.append(Job(lane, name, amount, tuple({index for index in after if index is not None})))
+        return len(self.jobs) - 1
+
+    # ------------------------------------------------------------------ sizes
+
+    def _kinds(self) -> tuple[Kind, ...]:
+        return state_kinds(split=self.policy.split)
+
+    def _bytes(self, unit: UnitSpec, kind: Kind) -> int:
+        return round_up(unit.num_elements * bytes_per_element(kind, split=self.policy.split))
+
+    def _is_spilled(self, unit: UnitSpec, kind: Kind) -> bool:
+        return self.placement.homes[unit.name, kind] is Tier.NVME
+
+    def _num_pieces(self, unit: UnitSpec) -> int:
+        return max(1, min(PIECES_MAX, -(-unit.num_elements // self.placement.chunk_elements)))

@@ -1,0 +1,105 @@
+"""Rates: what the links, drives and processors of a machine do, as figures that a plan is made of. Pure.
+
+Measured by `megatier bench`, or written by hand for a machine that one does not have yet: the YAML has the names of the
+fields below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatier.config import parse_bytes
+from megatier.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class DriveRates:
+    """One drive, through the store's own block files."""
+
+    directory: str
+    """Where it is mounted, or a name."""
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    mixed_bytes_per_s: float
+    """Read and written together, 14 to 12, when both go on at once; of a full-duplex drive up to the sum of both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """One machine."""
+
+    drives: tuple[DriveRates, ...]
+    to_gpu_bytes_per_s: float
+    """Copies from pinned RAM, with nothing else going on."""
+    to_ram_bytes_per_s: float
+    """Copies to pinned RAM, with nothing else going on."""
+    update_parameters_per_s: float
+    """AdamW on the CPU, all threads, split masters, nothing else going on."""
+    memory_bytes_per_s: float
+    """What RAM carries when AdamW and copies both ways share it."""
+    gpu_update_parameters_per_s: float
+    """AdamW on the GPU."""
+    flops_per_s: float
+    """Matrix products of a layer's forward and backward at the compute dtype, as models reach it."""
+
+
+FIELDS = {field.name for field in dataclasses.fields(Rates)}
+DRIVE_FIELDS = {field.name for field in dataclasses.fields(DriveRates)}
+
+
+def read_rates(path: Path) -> Rates:
+    """Rates from a YAML or JSON file; figures may have byte units, such as "14GB".
+
+    Raises:
+        ConfigError: unreadable, or a name is missing, unknown, or its figure no positive number.
+    """
+    try:
+        parsed = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{path}: names and figures are expected: {', '.join(sorted(FIELDS))}.")
+    drives = parsed.get("drives", [])
+    if not isinstance(drives, list) or not all(isinstance(drive, dict) for drive in drives):
+        raise ConfigError(f"{path}: drives is a list of drives, each with {', '.join(sorted(DRIVE_FIELDS))}.")
+    found = tuple(DriveRates(**_figures(path, drive, DRIVE_FIELDS)) for drive in drives)
+    return Rates(
+        drives=found, **_figures(path, {k: v for k, v in parsed.items() if k != "drives"}, FIELDS - {"drives"})
+    )
+
+
+def as_dict(rates: Rates) -> dict[str, Any]:
+    """For JSON or YAML; `read_rates` reads it back."""
+    return dataclasses.asdict(rates) | {"drives": [dataclasses.asdict(drive) for drive in rates.drives]}
+
+
+def _figures(path: Path, given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    if given.keys() != names:
+        odd = [f"{name} is missing" for name in sorted(names - given.keys())]
+        odd += [f"{name} is not known" for name in sorted(given.keys() - names)]
+        raise ConfigError(f"{path}: {'; '.join(odd)}.")
+    figures: dict[str, Any] = {}
+    for name, value in given.items():
+        figure: Any = value if name == "directory" else _figure(value)
+        if figure is None:
+            raise ConfigError(f'{path}: {name} is {value!r}; a positive number is expected, such as 5.0e9 or "14GB".')
+        figures[name] = figure
+    return figures
+
+
+def _figure(value: object) -> float | None:
+    """A positive number; None if it is none."""
+    if isinstance(value, str):
+        try:
+            value = parse_bytes(value)
+        except ConfigError:
+            return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        return None
+    return float(value)

@@ -1,0 +1,114 @@
+"""What a run has to carry: its units, their activations, and the policy that sizes everything. Nothing is reserved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+
+from megatier.config import ModelConfig, TiersConfig, TrainConfig
+from megatier.engine.activation import Activations
+from megatier.errors import UnsupportedModelError
+from megatier.models.decoder import Unit, find_units
+from megatier.schedule.placement import Policy, UnitSpec
+from megatier.store.blockfile import IoOptions
+from megatier.store.tier import Tier
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+STATE_BYTES_PER_ELEMENT = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model and how it is to be trained.
+
+    Attributes:
+        units: in module order.
+        specs: what placement needs to know of them, in the same order.
+        activations: policy per unit.
+        policy: what decides how many bytes there are.
+        options: of the reads and writes of NVMe.
+        rows: sequences of one group.
+    """
+
+    units: tuple[Unit, ...]
+    specs: tuple[UnitSpec, ...]
+    activations: Mapping[str, Activations]
+    policy: Policy
+    options: IoOptions
+    rows: int
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, model_config: ModelConfig, tiers: TiersConfig, train: TrainConfig, tokens: int
+    ) -> Self:
+        """Read it off a skeleton.
+
+        Args:
+            model: a skeleton (`models.decoder.build_skeleton`).
+            model_config: compute dtype.
+            tiers: chunk, streaming, I/O.
+            train: groups, slices, activations, clipping.
+            tokens: tokens per sequence.
+        """
+        units = find_units(model)
+        dtype = COMPUTE_DTYPES[model_config.compute_dtype]
+        options = IoOptions(num_threads=tiers.io_threads, direct=tiers.direct_io == "auto", checksums=tiers.checksums)
+        activations = _activations(units, train)
+        rows = train.batch // train.groups
+        hidden_bytes = rows * tokens * model.config.get_text_config().hidden_size * dtype.itemsize
+        offloaded = {name for name, policy in activations.items() if policy is Activations.OFFLOAD}
+        specs = tuple(
+            UnitSpec(u.name, u.layout.num_elements, hidden_bytes if u.name in offloaded else 0) for u in units
+        )
+        return cls(units, specs, activations, _policy(dtype, tiers, train, options), options, rows)
+
+
+def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedConfig:
+    """Hugging Face's config of a folder, or of the settings given.
+
+    Raises:
+        UnsupportedModelError: transformers does not take it.
+    """
+    settings: Mapping[str, Any] = config.config or {}
+    try:
+        found: PretrainedConfig = (
+            AutoConfig.from_pretrained(folder) if folder is not None else AutoConfig.for_model(**settings)
+        )
+    except (ValueError, TypeError, OSError, StrictDataclassError) as error:
+        # A complaint about one field stands below its headline; of any other the first sentence says it all.
+        headline, *details = str(error).strip().splitlines()
+        reason = details[-1].strip() if details and isinstance(error, StrictDataclassError) else headline
+        near = [] if folder is not None else get_close_matches(str(settings["model_type"]), CONFIG_MAPPING, n=1)
+        hint = f" Did you mean {near[0]}?" if near and near[0] != settings["model_type"] else ""
+        reason = reason.partition(". ")[0].rstrip(".")
+        raise UnsupportedModelError(f"transformers does not take this model config: {reason}.{hint}") from error
+    return found
+
+
+def _policy(dtype: torch.dtype, tiers: TiersConfig, train: TrainConfig, options: IoOptions) -> Policy:
+    return Policy(
+        state=tuple(Tier(name) for name in tiers.state),
+        split=dtype is torch.bfloat16,
+        deferred=train.clip is not None,
+        groups=train.groups,
+        slices=train.slices,
+        chunk_elements=tiers.chunk // STATE_BYTES_PER_ELEMENT if tiers.chunk is not None else None,
+        streamed_share=tiers.streamed_share,
+        align_elements=options.chunk_bytes // 2,
+    )
+
+
+def _activations(units: Sequence[Unit], train: TrainConfig) -> dict[str, Activations]:
+    """Policy per unit: the setting, but for the last layers that keep; only layers have something worth offloading."""
+    layers = [unit.name for unit in units if unit.is_layer]
+    kept = set(layers[max(0, len(layers) - train.kept_layers) :])
+    others = Activations.KEEP if train.activations == "keep" else Activations.RECOMPUTE
+    policies = {name: Activations.KEEP if name in kept else Activations(train.activations) for name in layers}
+    return {unit.name: policies.get(unit.name, others) for unit in units}

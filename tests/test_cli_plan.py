@@ -1,0 +1,62 @@
+"""`megatier plan`: tables, JSON, picture, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from megatier.cli import main
+
+ROOT = Path(__file__).parent.parent
+QUICKSTART = str(ROOT / "examples/quickstart.yaml")
+H200 = str(ROOT / "examples/machines/h200.yaml")
+
+
+def plan(*words: str) -> int:
+    return main(["plan", QUICKSTART, "--machine", H200, *words])
+
+
+def test_plan_prints_bytes_times_and_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan() == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("nvme", "compute", "tokens/s", "one change", "Bound by"))
+
+
+def test_plan_writes_json_and_a_picture(tmp_path: Path) -> None:
+    assert plan("--output", str(tmp_path / "plan.json"), "--picture", str(tmp_path / "plan.svg")) == 0
+    read = json.loads((tmp_path / "plan.json").read_text())
+    assert read["seconds"] > 0
+    assert ElementTree.parse(tmp_path / "plan.svg").getroot()[0].text == "quickstart.yaml, as planned"
+
+
+def test_plan_override_changes_the_plan(tmp_path: Path) -> None:
+    assert (
+        plan("--output", str(tmp_path / "a.json"))
+        == plan("--output", str(tmp_path / "b.json"), "--tiers.ram", "1GiB")
+        == 0
+    )
+    first, second = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
+    assert "nvme" in first["homes"].values()
+    assert "nvme" not in second["homes"].values()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tiers.ram", "1MiB"], "Raise tiers.ram to at least"),
+        (["--tiers.gpu", "null"], "set tiers.gpu and tiers.ram"),
+        (["--tiers.rom", "1MiB"], "tiers.rom"),
+        (["--output", "/nowhere/plan.json"], "cannot write /nowhere/plan.json"),
+    ],
+)
+def test_plan_bad_input_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_plan_machine_that_is_no_file_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", QUICKSTART, "--machine", "/nowhere.yaml"]) == 2
+    assert "/nowhere.yaml: cannot be read" in capsys.readouterr().err

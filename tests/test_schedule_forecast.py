@@ -1,0 +1,106 @@
+"""The forecast of a step: bytes as the timeline demands them, and times that follow from rates."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from megatier.schedule.forecast import HOST_SECONDS, Forecast, forecast
+from megatier.schedule.placement import Budgets, Placement, Policy, UnitSpec, bytes_per_element, place
+from megatier.schedule.rates import DriveRates, Rates
+from megatier.schedule.timeline import Access, build, demanded_bytes
+from megatier.store.tier import Kind, Phase, Tier
+
+MIB = 1 << 20
+UNITS = tuple(UnitSpec(f"unit{i}", MIB) for i in range(6))
+SECONDS = {(unit.name, phase): 0.01 * (1 + (phase is Phase.BACKWARD)) for unit in UNITS for phase in Phase}
+FAST = Rates((DriveRates("a", 1e15, 1e15, 1e15),), 1e15, 1e15, 1e15, 1e18, 1e15, 1e15)
+PLACES = {
+    "gpu": (Budgets(200 * MIB, 0, 0), Policy()),
+    "ram": (Budgets(16 * MIB, 200 * MIB, 0), Policy(state=(Tier.RAM,))),
+    "streamed": (Budgets(64 * MIB, 200 * MIB, 0), Policy(state=(Tier.RAM,), streamed_share=0.5)),
+    "nvme": (Budgets(16 * MIB, 60 * MIB, 200 * MIB), Policy(state=(Tier.NVME,))),
+    "mixed": (Budgets(40 * MIB, 36 * MIB, 200 * MIB), Policy(chunk_elements=MIB // 8)),
+    "groups": (Budgets(16 * MIB, 100 * MIB, 200 * MIB), Policy(groups=3)),
+    "immediate": (Budgets(16 * MIB, 60 * MIB, 200 * MIB), Policy(state=(Tier.NVME,), deferred=False)),
+}
+
+
+def accesses(groups: int) -> list[Access]:
+    passes = []
+    for group in range(groups):
+        passes += [Access(unit.name, Phase.FORWARD, group) for unit in UNITS]
+        passes += [Access(unit.name, Phase.BACKWARD, group) for unit in reversed(UNITS)]
+    return passes
+
+
+def of(place_name: str, rates: Rates) -> tuple[Forecast, Placement, Policy]:
+    budgets, policy = PLACES[place_name]
+    placement = place(UNITS, budgets, policy)
+    return forecast(accesses(policy.groups), SECONDS, UNITS, placement, policy, rates), placement, policy
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_forecast_moves_the_bytes_that_the_timeline_demands(name: str) -> None:
+    made, placement, policy = of(name, FAST)
+    timeline = build(accesses(policy.groups), placement, updates=policy.deferred)
+    units = {unit.name: unit for unit in UNITS}
+    demanded = Counter(demanded_bytes(timeline, placement, units, policy, gradients=True, updates=True))
+    for unit in placement.streamed:
+        demanded["gpu_to_ram"] += 2 * units[unit].num_elements
+        demanded["state_to_gpu"] += 10 * units[unit].num_elements
+        demanded["state_to_ram"] += 10 * units[unit].num_elements
+    assert {queue: size for queue, size in made.moved_bytes.items() if size} == pytest.approx(demanded)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_forecast_with_links_that_take_no_time_is_compute_alone(name: str) -> None:
+    made, _, policy = of(name, FAST)
+    assert made.seconds == pytest.approx(6 * 0.03 * policy.groups + HOST_SECONDS, rel=1e-3)
+    assert made.bound_by == "compute"
+
+
+def test_forecast_on_a_slow_drive_is_its_bytes_over_its_mixed_rate() -> None:
+    slow = replace(FAST, drives=(DriveRates("a", 30e6, 20e6, 25e6),))
+    made, placement, _ = of("nvme", slow)
+    assert all(home is Tier.NVME for home in placement.homes.values())
+    assert made.bound_by == "nvme"
+    # The backward reads weights alone, at the rate of reads.
+    assert made.seconds == pytest.approx((12 + 12) * 6 * MIB / 25e6 + 2 * 6 * MIB / 30e6, rel=0.1)
+
+
+def test_forecast_with_a_second_drive_of_the_same_rates_halves_the_step() -> None:
+    drive = DriveRates("a", 30e6, 20e6, 25e6)
+    one, two = (of("nvme", replace(FAST, drives=(drive,) * count))[0].seconds for count in (1, 2))
+    assert two == pytest.approx(one / 2, rel=0.15)
+
+
+def test_forecast_with_weights_in_ram_moves_the_other_planes_alone() -> None:
+    made, placement, _ = of("mixed", FAST)
+    spilled = [kind for (_, kind), home in placement.homes.items() if home is Tier.NVME]
+    assert spilled
+    assert Kind.WEIGHT not in spilled
+    size = sum(bytes_per_element(kind, split=True) * MIB for kind in spilled)
+    assert made.moved_bytes["nvme_to_ram"] == made.moved_bytes["ram_to_nvme"] == size
+
+
+def test_forecast_slow_updates_hide_under_the_forward_alone() -> None:
+    slow = replace(FAST, update_parameters_per_s=6 * MIB / 0.2)  # the forward takes 0.06 s, the updates 0.2
+    made, _, _ = of("ram", slow)
+    assert made.seconds == pytest.approx(0.2 + 0.01 + 0.12 + HOST_SECONDS, rel=0.02)
+
+
+def test_forecast_without_clipping_hides_updates_under_the_backward() -> None:
+    slow = replace(FAST, update_parameters_per_s=6 * MIB / 0.1)  # 0.017 s a unit; its backward takes 0.02
+    made, _, _ = of("immediate", slow)
+    assert made.seconds == pytest.approx(0.18 + 0.1 / 6 + HOST_SECONDS, rel=0.02)
+
+
+def test_forecast_spans_lie_in_the_step_and_fill_its_lanes() -> None:
+    made, _, _ = of("streamed", replace(FAST, to_gpu_bytes_per_s=1e9, to_ram_bytes_per_s=1e9))
+    compute = [span for span in made.spans if span.lane == "compute"]
+    assert len(compute) == 12
+    assert sum(span.end - span.start for span in compute) == pytest.approx(made.busy_seconds["compute"])
+    assert all(span.start >= 0 and span.end <= made.seconds + 1e-9 for span in compute)

@@ -1,0 +1,114 @@
+"""The plan of a run: its order of units and its bytes are those of the run itself."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_runs import BATCH, PLACES, TOKENS, exactness_config, one_thread, opened, random_groups
+
+from megatier.config import DataConfig, ModelConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.errors import PlanError
+from megatier.models.decoder import build_skeleton
+from megatier.schedule.placement import Budgets
+from megatier.schedule.rates import DriveRates, Rates
+from megatier.store.tier import Kind, Tier
+from megatier.train.plan import Plan, make_plan, skeleton_of
+
+RATES = Rates((DriveRates("a", 3e9, 2e9, 2.5e9),), 50e9, 50e9, 5e9, 150e9, 150e9, 1e12)
+SLOW = replace(RATES, drives=(DriveRates("a", 3e6, 2e6, 2.5e6),), flops_per_s=1e11)
+LLAMA = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def run_config(train: TrainConfig | None = None, tiers: TiersConfig | None = None, **model: object) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(**({"config": LLAMA} | model)),  # type: ignore[arg-type]
+        data=DataConfig(files=("python-stdlib",), tokenizer="bytes", sequence_length=TOKENS),
+        tiers=tiers or TiersConfig(),
+        train=train or TrainConfig(batch=BATCH),
+    )
+
+
+def llama(rates: Rates = RATES, **changes: object) -> Plan:
+    config = run_config()
+    return make_plan(skeleton_of(config.model), config, rates, budgets(**changes), compiles=True)
+
+
+def budgets(**changes: object) -> Budgets:
+    return replace(Budgets(2 * MIB, 16 * MIB, 64 * MIB), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("place", ["gpu", "ram", "ram_streamed", "nvme", "gpu_ram_nvme"])
+@pytest.mark.parametrize(("model", "fused"), [("untied", False), ("untied", True), ("tied", True), ("moe", False)])
+def test_plan_foretells_the_order_and_the_bytes_of_a_real_run(
+    model: str, fused: bool, place: str, groups: int, tmp_path: Path
+) -> None:
+    train = TrainConfig(batch=BATCH, groups=groups, learning_rate=1e-2)
+    config = exactness_config(model)
+    with opened(config, tmp_path, PLACES[place], train, fused_loss=fused) as session:
+        vocab = config.get_text_config().vocab_size
+        for step in (1, 2):
+            session.engine.train_step(step, 1e-2, random_groups(train, vocab, step))
+        before = session.player.demanded
+        session.engine.train_step(3, 1e-2, random_groups(train, vocab, 3))
+        demanded = session.player.demanded - before
+        order = session.player.planned("train", updates=True).accesses
+        sizes = Budgets(*(session.store.usage(tier)["budget"] for tier in (Tier.GPU, Tier.RAM, Tier.NVME)))
+        share = PLACES[place].streamed
+        settings = run_config(train, TiersConfig(state=PLACES[place].tiers, streamed_share=share), fused_loss=fused)
+        plan = make_plan(build_skeleton(config, "sdpa"), settings, RATES, sizes, compiles=False)
+    assert plan.accesses == order
+    assert plan.placement.homes == session.placement.homes
+    assert Counter({queue: round(size) for queue, size in plan.forecast.moved_bytes.items()}) == demanded
+
+
+def test_plan_bytes_add_up_to_twelve_a_parameter() -> None:
+    plan = llama()
+    assert sum(plan.state_bytes.values()) >= 12 * plan.num_parameters
+    assert {tier for tier, _ in plan.state_bytes} <= set(Tier)
+    assert plan.placement.state_bytes[Tier.RAM] + plan.placement.other_bytes[Tier.RAM] <= plan.budgets.ram
+
+
+def test_plan_that_spills_names_the_disk_and_what_would_help() -> None:
+    plan = llama(SLOW, gpu=MIB, ram=2 * MIB)
+    assert plan.forecast.bound_by == "nvme"
+    assert plan.written_bytes_per_step > 0
+    assert plan.hidden_at is not None
+    assert plan.hidden_at > plan.tokens
+    assert plan.changes[0].gain >= plan.changes[-1].gain
+    assert {"one more drive", "a quarter more RAM"} <= {change.what for change in plan.changes}
+
+
+def test_plan_that_does_not_fit_says_what_is_short() -> None:
+    with pytest.raises(PlanError, match=r"tiers\.nvme"):
+        llama(gpu=MIB, ram=2 * MIB, nvme=MIB)
+
+
+def test_plan_recompute_takes_longer_than_keeping() -> None:
+    def seconds(activations: str) -> float:
+        config = run_config(TrainConfig(batch=BATCH, activations=activations))  # type: ignore[arg-type]
+        return make_plan(skeleton_of(config.model), config, RATES, budgets(), compiles=False).compute_seconds
+
+    assert seconds("keep") < seconds("recompute") == seconds("offload")
+
+
+def test_plan_as_dict_is_json_and_its_events_cover_compute() -> None:
+    plan = llama()
+    read = json.loads(json.dumps(plan.as_dict()))
+    assert read["tokens_per_step"] == BATCH * TOKENS
+    assert set(read["homes"].values()) <= {"gpu", "ram", "nvme"}
+    assert {event.lane for event in plan.events()} >= {"compute"}
+    assert Kind.WEIGHT in {kind for _, kind in plan.state_bytes}
