@@ -13,6 +13,16 @@ from megatier.cli import main
 ROOT = Path(__file__).parent.parent
 QUICKSTART = str(ROOT / "examples/quickstart.yaml")
 H200 = str(ROOT / "examples/machines/h200.yaml")
+LONG = """
+model:
+  config: {model_type: llama, hidden_size: 4096, intermediate_size: 14336, num_attention_heads: 32,
+    num_key_value_heads: 8, num_hidden_layers: 32, vocab_size: 128256, tie_word_embeddings: false}
+  saved_share: 0.0
+data: {files: [python-stdlib], tokenizer: bytes, sequence_length: 524288}
+tiers: {state: [ram], gpu: 5GiB, ram: 116GiB}
+train: {batch: 1}
+"""
+"""8B, one sequence of 524,288 tokens: row 8 of the benchmarks, once more doubled."""
 
 
 def plan(*words: str) -> int:
@@ -60,3 +70,15 @@ def test_plan_bad_input_is_one_message(words: list[str], message: str, capsys: p
 def test_plan_machine_that_is_no_file_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", QUICKSTART, "--machine", "/nowhere.yaml"]) == 2
     assert "/nowhere.yaml: cannot be read" in capsys.readouterr().err
+
+
+def test_plan_activations_beyond_the_gpu_are_refused_with_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "long.yaml"
+    config.write_text(LONG)
+    assert main(["plan", str(config), "--machine", H200]) == 2
+    message = capsys.readouterr().err
+    assert "GPU memory for activations beside 4.9 GiB" in message
+    assert "needs 254.4 GiB, there is 135.5 GiB" in message
+    assert main(["plan", str(config), "--machine", H200, "--data.sequence_length", "262144"]) == 0

@@ -119,6 +119,8 @@ def _change_table(plan: Plan) -> Table:
 def _sentences(plan: Plan) -> Iterator[str]:
     yield f"{format_count(plan.num_parameters)} parameters, {format_count(plan.tokens)} tokens a step."
     yield f"Bound by {plan.forecast.bound_by}; compute alone takes {plan.attainment:.0%} of the step."
+    beside = mib(round(plan.activations.peak))
+    yield f"Beside tiers.gpu the GPU holds about {beside} of activations, loss and libraries."
     if plan.placement.streamed:
         yield f"{len(plan.placement.streamed)} units stream their state through the GPU."
     if plan.hidden_at is not None:

@@ -47,9 +47,12 @@ class Rates:
     """AdamW on the GPU."""
     flops_per_s: float
     """Matrix products of a layer's forward and backward at the compute dtype, as models reach it."""
+    gpu_bytes: float | None = None
+    """Memory of the GPU; None: not known, so that a plan cannot say whether activations fit."""
 
 
 FIELDS = {field.name for field in dataclasses.fields(Rates)}
+OPTIONAL = {"gpu_bytes"}
 DRIVE_FIELDS = {field.name for field in dataclasses.fields(DriveRates)}
 
 
@@ -80,14 +83,15 @@ def as_dict(rates: Rates) -> dict[str, Any]:
 
 
 def _figures(path: Path, given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    if given.keys() != names:
-        odd = [f"{name} is missing" for name in sorted(names - given.keys())]
+    missing = names - given.keys() - OPTIONAL
+    if missing or given.keys() - names:
+        odd = [f"{name} is missing" for name in sorted(missing)]
         odd += [f"{name} is not known" for name in sorted(given.keys() - names)]
         raise ConfigError(f"{path}: {'; '.join(odd)}.")
     figures: dict[str, Any] = {}
     for name, value in given.items():
         figure: Any = value if name == "directory" else _figure(value)
-        if figure is None:
+        if figure is None and not (name in OPTIONAL and value is None):
             raise ConfigError(f'{path}: {name} is {value!r}; a positive number is expected, such as 5.0e9 or "14GB".')
         figures[name] = figure
     return figures

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from megatier.config import ModelConfig, RunConfig
 from megatier.engine.activation import Activations
+from megatier.errors import PlanError, mib
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.weights import resolve
 from megatier.schedule.forecast import HOST_SECONDS, Forecast, forecast
@@ -24,6 +25,7 @@ from megatier.schedule.rates import Rates
 from megatier.schedule.timeline import Access
 from megatier.schedule.trace import TraceEvent
 from megatier.store.tier import Kind, Phase, Tier
+from megatier.train.memory import ActivationBytes, activation_bytes
 from megatier.train.workload import Workload, read_model_config
 
 REPEATED = 0.7
@@ -61,6 +63,7 @@ class Plan:
         accesses: the order in which a step uses its units.
         placement: homes and slots.
         state_bytes: per tier and kind.
+        activations: GPU memory beside the budget, estimated.
         forecast: of a step.
         compute_seconds: of a step, if nothing else took time.
         hidden_at: N*, the tokens of a step from which all but compute is hidden; None: none that was tried.
@@ -73,6 +76,7 @@ class Plan:
     accesses: tuple[Access, ...]
     placement: Placement
     state_bytes: Mapping[tuple[Tier, Kind], int]
+    activations: ActivationBytes
     forecast: Forecast
     compute_seconds: float
     hidden_at: int | None
@@ -112,6 +116,7 @@ class Plan:
             "budget_bytes": dataclasses.asdict(self.budgets),
             "state_bytes": {f"{tier} {kind}": size for (tier, kind), size in self.state_bytes.items()},
             "other_bytes": {str(tier): size for tier, size in self.placement.other_bytes.items()},
+            "activation_bytes": dataclasses.asdict(self.activations) | {"peak": self.activations.peak},
             "homes": {f"{unit} {kind}": str(tier) for (unit, kind), tier in self.placement.homes.items()},
             "streamed": list(self.placement.streamed),
             "busy_seconds": {lane: seconds for lane, seconds in made.busy_seconds.items() if seconds},
@@ -184,6 +189,8 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
     seconds = _compute_seconds(model, config, work, rates, compiles)
     run = _Run(work, _accesses(model, config, work), seconds, budgets, rates)
     placement = run.placed()
+    activations = activation_bytes(model, config, work, compiles=compiles)
+    _check_gpu(placement, activations, config.tiers.gpu_limit or rates.gpu_bytes)
     made = run.forecast(placement)
     sizes = {spec.name: spec.num_elements for spec in work.specs}
     state: Counter[tuple[Tier, Kind]] = Counter()
@@ -197,11 +204,24 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         run.accesses,
         placement,
         dict(state),
+        activations,
         made,
         run.compute_seconds,
         _hidden_at(run, tokens),
         _changes(run, tokens, tokens / made.seconds),
     )
+
+
+def _check_gpu(placement: Placement, activations: ActivationBytes, limit_bytes: float | None) -> None:
+    arena = placement.state_bytes.get(Tier.GPU, 0) + placement.other_bytes.get(Tier.GPU, 0)
+    if limit_bytes is not None and arena + activations.peak > limit_bytes:
+        raise PlanError(
+            f"GPU memory for activations beside {mib(arena)} of slots and state",
+            round(activations.peak),
+            max(0, round(limit_bytes) - arena),
+            "An estimate. Lower tiers.gpu, the tokens of a group (train.groups) or of a slice (train.slices), or "
+            "model.saved_share, or set train.activations to offload.",
+        )
 
 
 # ---------------------------------------------------------------------- the step

@@ -1,0 +1,98 @@
+"""GPU memory beside the arena: what a step's activations, its loss and libraries take. A model of it, not a count.
+
+In hidden sizes a token, c = (outputs of a layer's products) / hidden + 1.4 is what a compiled layer saves at a saved
+share of 0.8. The peak is at the loss, when all layers have saved theirs, or in the backward, where one layer repeats
+what it did not save:
+
+    at the loss      saved + 4 x chunk x vocabulary + 4 x head parameters + 2 boundaries
+    in the backward  saved + 2.3 c of one slice + 4 boundaries
+
+Fitted to ten runs of two Llama shapes on a GPU (docs/plan.md shows them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from transformers import PreTrainedModel
+
+from megatier.config import RunConfig
+from megatier.engine.activation import Activations
+from megatier.models.decoder import Unit
+from megatier.train.workload import COMPUTE_DTYPES, Workload
+
+CONTEXT_BYTES = 1_000_000_000
+"""What the driver and libraries hold."""
+BESIDE_PRODUCTS = 1.4
+"""Hidden sizes a token that a layer saves beside the outputs of its products."""
+SAVED = ((0.0, 0.0), (0.3, 0.48), (0.6, 0.83), (0.8, 1.0), (1.0, 1.43))
+"""Saved share, and what is then saved over what is saved at 0.8, measured; but always the input."""
+REPEATED = 2.3
+"""What one layer's backward holds while it repeats its forward, over what the layer saves at 0.8."""
+BOUNDARIES = {"loss": 2, "backward": 4}
+"""Boundary activations under way, with their gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationBytes:
+    """What a step takes at its two peaks, in bytes."""
+
+    saved: float
+    """By all layers, from the forward to the backward."""
+    at_loss: float
+    in_backward: float
+
+    @property
+    def peak(self) -> float:
+        """The larger one, with the context."""
+        return max(self.at_loss, self.in_backward) + CONTEXT_BYTES
+
+
+def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, *, compiles: bool) -> ActivationBytes:
+    """Estimate what a run needs beside its arena.
+
+    Args:
+        model: its skeleton.
+        config: its settings.
+        work: its units.
+        compiles: whether layers are compiled.
+    """
+    text = model.config.get_text_config()
+    width = COMPUTE_DTYPES[config.model.compute_dtype].itemsize
+    boundary = work.rows * config.data.sequence_length * text.hidden_size * width
+    layers = [unit for unit in work.units if unit.is_layer]
+    saved = sum(_saved(unit, text.hidden_size, config, work, compiles) for unit in layers) * boundary
+    largest = max((_products(unit, text.hidden_size) for unit in layers), default=0.0)
+    chunk = config.model.loss_chunk if config.model.fused_loss else work.rows * config.data.sequence_length
+    logits = 2 * width * min(chunk, work.rows * config.data.sequence_length) * text.vocab_size
+    head_sum = 4 * text.vocab_size * text.hidden_size if config.model.fused_loss else 0
+    return ActivationBytes(
+        saved,
+        saved + logits + head_sum + BOUNDARIES["loss"] * boundary,
+        saved + REPEATED * largest * boundary / config.train.slices + BOUNDARIES["backward"] * boundary,
+    )
+
+
+def _saved(unit: Unit, hidden: int, config: RunConfig, work: Workload, compiles: bool) -> float:
+    """Boundary activations' worth that a layer saves."""
+    policy = work.activations[unit.name]
+    if policy is Activations.OFFLOAD:
+        return 0.0
+    share = config.model.saved_share if compiles else 1.0
+    if policy is Activations.RECOMPUTE or not share:
+        return 1.0
+    return max(1.0, _interpolated(share) * _products(unit, hidden))
+
+
+def _interpolated(share: float) -> float:
+    for (low, less), (high, more) in pairwise(SAVED):
+        if share <= high:
+            return less + (more - less) * (share - low) / (high - low)
+    return SAVED[-1][1]
+
+
+def _products(unit: Unit, hidden: int) -> float:
+    """Outputs of a layer's products, in hidden sizes; of experts as if a token went to one."""
+    rows = [tensor.shape[-2] for tensor in unit.layout.tensors if len(tensor.shape) >= 2]
+    return sum(rows) / hidden + BESIDE_PRODUCTS
