@@ -14,7 +14,8 @@ from megatier.config import DataConfig, ModelConfig, RunConfig, TiersConfig, Tra
 from megatier.errors import PlanError
 from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import DriveRates, Rates, read_rates
-from megatier.train.plan import make_plan, skeleton_of
+from megatier.train.plan import make_plan
+from megatier.train.trial import skeleton_of
 
 GIB, TIB = 1 << 30, 1 << 40
 DRIVE = DriveRates("drive", 14e9, 12e9, 20e9)

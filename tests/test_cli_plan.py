@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from megatier.cli import main
+from megatier.schedule.rates import read_rates
+from megatier.train.probe import cache_rates
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = str(ROOT / "examples/quickstart.yaml")
@@ -65,6 +68,17 @@ def test_plan_override_changes_the_plan(tmp_path: Path) -> None:
 def test_plan_bad_input_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(*words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_plan_without_a_machine_takes_what_was_measured_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ["plan", QUICKSTART, "--tiers.nvme", "[]", "--tiers.ram", "1GiB", "--tiers.device", "cpu"]
+    assert main(words) == 2
+    assert "Run `megatier bench` first" in capsys.readouterr().err
+    cache_rates(replace(read_rates(Path(H200)), drives=()), "cpu")
+    assert main(words) == 0
 
 
 def test_plan_machine_that_is_no_file_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from megatier.config import DataConfig, ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.train.memory import ActivationBytes, activation_bytes
-from megatier.train.plan import skeleton_of
+from megatier.train.trial import skeleton_of
 from megatier.train.workload import Workload
 
 RESULTS = Path(__file__).parent.parent / "bench" / "results"

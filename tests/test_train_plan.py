@@ -17,7 +17,8 @@ from megatier.models.decoder import build_skeleton
 from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.store.tier import Kind, Tier
-from megatier.train.plan import Plan, make_plan, skeleton_of
+from megatier.train.plan import Plan, make_plan
+from megatier.train.trial import skeleton_of
 
 RATES = Rates((DriveRates("a", 3e9, 2e9, 2.5e9),), 50e9, 50e9, 5e9, 150e9, 150e9, 1e12)
 SLOW = replace(RATES, drives=(DriveRates("a", 3e6, 2e6, 2.5e6),), flops_per_s=1e11)

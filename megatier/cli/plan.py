@@ -14,10 +14,11 @@ from rich.table import Table
 from megatier import config
 from megatier.config import RunConfig
 from megatier.errors import ConfigError, mib
-from megatier.hardware import mount_of
+from megatier.hardware import gpus, mount_of
 from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import Rates, read_rates
 from megatier.train.metrics import format_count, format_seconds, format_share
+from megatier.train.probe import cached_rates
 
 if TYPE_CHECKING:
     from megatier.train.plan import Plan
@@ -33,15 +34,19 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="as for `megatier train`; overrides too")
     parser.add_argument(
-        "--machine", type=Path, required=True, metavar="FILE.yaml", help="the machine's rates; see examples/machines"
+        "--machine",
+        type=Path,
+        metavar="FILE.yaml",
+        help="the machine's rates, such as examples/machines/h200.yaml (default: what `megatier bench` measured here)",
     )
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the plan as JSON")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the step as planned")
     options, overrides = parser.parse_known_args(argv)
     loaded = config.load(options.config, overrides)
-    rates = read_rates(options.machine)
+    rates = read_rates(options.machine) if options.machine is not None else _measured(loaded)
     from megatier.train.picture import draw  # loads torch: only once the arguments are known to be right
-    from megatier.train.plan import make_plan, skeleton_of
+    from megatier.train.plan import make_plan
+    from megatier.train.trial import skeleton_of
 
     budgets, compiles = _budgets(loaded), loaded.model.compile is not False
     plan = make_plan(skeleton_of(loaded.model), loaded, rates, budgets, compiles=compiles)
@@ -54,6 +59,21 @@ def run(argv: Sequence[str]) -> int:
         console.print(table)
     console.print(*_sentences(plan), sep="\n", markup=False, highlight=False)
     return 0
+
+
+def _measured(loaded: RunConfig) -> Rates:
+    """What `megatier bench` measured on this machine."""
+    device = loaded.tiers.device
+    if device == "auto":
+        device = "cuda" if gpus() else "cpu"
+    found = cached_rates([mount.directory for mount in loaded.tiers.mounts], device)
+    if found is None:
+        words = f" --nvme {','.join(loaded.tiers.nvme)}" if loaded.tiers.nvme else ""
+        raise ConfigError(
+            f"nothing was measured on this machine with these drives. Run `megatier bench{words}` first, or describe a "
+            "machine with --machine FILE.yaml."
+        )
+    return found
 
 
 def _budgets(loaded: RunConfig) -> Budgets:

@@ -57,7 +57,7 @@ DRIVE_FIELDS = {field.name for field in dataclasses.fields(DriveRates)}
 
 
 def read_rates(path: Path) -> Rates:
-    """Rates from a YAML or JSON file; figures may have byte units, such as "14GB".
+    """Rates from a YAML or JSON file, or from the result of `megatier bench`; figures may have byte units ("14GB").
 
     Raises:
         ConfigError: unreadable, or a name is missing, unknown, or its figure no positive number.
@@ -68,6 +68,8 @@ def read_rates(path: Path) -> Rates:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
     if not isinstance(parsed, dict):
         raise ConfigError(f"{path}: names and figures are expected: {', '.join(sorted(FIELDS))}.")
+    if isinstance(parsed.get("rates"), dict):  # the whole result of `megatier bench`
+        parsed = parsed["rates"]
     drives = parsed.get("drives", [])
     if not isinstance(drives, list) or not all(isinstance(drive, dict) for drive in drives):
         raise ConfigError(f"{path}: drives is a list of drives, each with {', '.join(sorted(DRIVE_FIELDS))}.")

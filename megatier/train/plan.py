@@ -14,25 +14,16 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from megatier.config import ModelConfig, RunConfig
-from megatier.engine.activation import Activations
-from megatier.errors import PlanError, mib
-from megatier.models.decoder import Unit, build_skeleton
-from megatier.models.weights import resolve
-from megatier.schedule.forecast import HOST_SECONDS, Forecast, forecast
-from megatier.schedule.placement import Budgets, Placement, bytes_per_element, place
+from megatier.config import RunConfig
+from megatier.schedule.forecast import HOST_SECONDS, Forecast
+from megatier.schedule.placement import Budgets, Placement, bytes_per_element
 from megatier.schedule.rates import Rates
 from megatier.schedule.timeline import Access
 from megatier.schedule.trace import TraceEvent
-from megatier.store.tier import Kind, Phase, Tier
-from megatier.train.memory import ActivationBytes, activation_bytes
-from megatier.train.workload import Workload, read_model_config
+from megatier.store.tier import Kind, Tier
+from megatier.train.memory import ActivationBytes
+from megatier.train.trial import Trial
 
-REPEATED = 0.7
-"""Share of a layer's forward that its backward repeats under recompute: the last product is not needed again, and
-compiled layers repeat cheap things alone."""
-CHEAP = 0.15
-"""Share of a layer's forward that is norms and products of elements, which a compiled layer repeats first."""
 HIDDEN = 1.05
 """A step counts as bound by compute while it takes at most this many times as long as compute."""
 TIMES_MAX = 4096
@@ -135,42 +126,6 @@ class Plan:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What a forecast is made of."""
-
-    work: Workload
-    accesses: tuple[Access, ...]
-    seconds: Mapping[tuple[str, Phase], float]
-    budgets: Budgets
-    rates: Rates
-
-    def placed(self) -> Placement:
-        return place(self.work.specs, self.budgets, self.work.policy)
-
-    def forecast(self, placement: Placement | None = None) -> Forecast:
-        where = self.placed() if placement is None else placement
-        return forecast(self.accesses, self.seconds, self.work.specs, where, self.work.policy, self.rates)
-
-    def times(self, tokens: float) -> _Run:
-        """With so many times the tokens in each group."""
-        return replace(self, seconds={use: seconds * tokens for use, seconds in self.seconds.items()})
-
-    @property
-    def compute_seconds(self) -> float:
-        return sum(self.seconds.get((access.unit, access.phase), 0.0) for access in self.accesses)
-
-
-def skeleton_of(config: ModelConfig) -> PreTrainedModel:
-    """The model without its weights.
-
-    Raises:
-        UnsupportedModelError: transformers does not take its config, or it cannot be streamed.
-    """
-    folder = resolve(config.path) if config.path is not None else None
-    return build_skeleton(read_model_config(config, folder), config.attention)
-
-
 def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, *, compiles: bool) -> Plan:
     """Plan a run.
 
@@ -185,13 +140,9 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         PlanError: it does not fit; names what is short.
         UnsupportedModelError: the model cannot be streamed.
     """
-    work = Workload.of(model, config.model, config.tiers, config.train, config.data.sequence_length)
-    seconds = _compute_seconds(model, config, work, rates, compiles)
-    run = _Run(work, _accesses(model, config, work), seconds, budgets, rates)
-    placement = run.placed()
-    activations = activation_bytes(model, config, work, compiles=compiles)
-    _check_gpu(placement, activations, config.tiers.gpu_limit or rates.gpu_bytes)
-    made = run.forecast(placement)
+    trial = Trial.of(model, config, rates, budgets, compiles=compiles)
+    work, placement = trial.work, trial.placed()
+    made = trial.forecast(placement)
     sizes = {spec.name: spec.num_elements for spec in work.specs}
     state: Counter[tuple[Tier, Kind]] = Counter()
     for (name, kind), home in placement.homes.items():
@@ -201,110 +152,28 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         sum(tensor.num_elements for unit in work.units for tensor in unit.layout.tensors),
         tokens,
         budgets,
-        run.accesses,
+        trial.accesses,
         placement,
         dict(state),
-        activations,
+        trial.activations,
         made,
-        run.compute_seconds,
-        _hidden_at(run, tokens),
-        _changes(run, tokens, tokens / made.seconds),
+        trial.compute_seconds,
+        _hidden_at(trial, placement, tokens),
+        _changes(trial, tokens, tokens / made.seconds),
     )
-
-
-def _check_gpu(placement: Placement, activations: ActivationBytes, limit_bytes: float | None) -> None:
-    arena = placement.state_bytes.get(Tier.GPU, 0) + placement.other_bytes.get(Tier.GPU, 0)
-    if limit_bytes is not None and arena + activations.peak > limit_bytes:
-        raise PlanError(
-            f"GPU memory for activations beside {mib(arena)} of slots and state",
-            round(activations.peak),
-            max(0, round(limit_bytes) - arena),
-            "An estimate. Lower tiers.gpu, the tokens of a group (train.groups) or of a slice (train.slices), or "
-            "model.saved_share, or set train.activations to offload.",
-        )
-
-
-# ---------------------------------------------------------------------- the step
-
-
-def _accesses(model: PreTrainedModel, config: RunConfig, work: Workload) -> tuple[Access, ...]:
-    """The order in which a step uses its units: that of the modules. A fused loss makes the head's gradient at once."""
-    head = _head(model)
-    uses = [(unit.name, name) for unit in work.units for name in unit.module_names if name != head]
-    uses += [(unit.name, head) for unit in work.units if head in unit.module_names]
-    back = [use for use in reversed(uses) if use[1] != head or not config.model.fused_loss]
-    steps = []
-    for group in range(config.train.groups):
-        steps += [Access(unit, Phase.FORWARD, group) for unit, _ in uses]
-        steps += [Access(unit, Phase.BACKWARD, group) for unit, _ in back]
-    return tuple(steps)
-
-
-def _compute_seconds(
-    model: PreTrainedModel, config: RunConfig, work: Workload, rates: Rates, compiles: bool
-) -> dict[tuple[str, Phase], float]:
-    """Of one use by one group: 2 FLOPs a parameter and token forward, twice as many backward, and attention's.
-
-    Causal attention: 2 x sequence x width FLOPs a token forward.
-    """
-    text = model.config.get_text_config()
-    sequence = config.data.sequence_length
-    tokens = work.rows * sequence
-    head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    width = text.num_attention_heads * head_width
-    head = _head(model)
-    seconds: dict[tuple[str, Phase], float] = {}
-    for unit in work.units:
-        products = _active_elements(unit, text) * 2 * tokens
-        if unit.is_layer:
-            forward = (products + 2 * sequence * width * tokens) / rates.flops_per_s
-            seconds[unit.name, Phase.FORWARD] = forward
-            seconds[unit.name, Phase.BACKWARD] = forward * (2 + _repeated(config, work, unit, compiles))
-        elif head in unit.module_names:
-            fused = config.model.fused_loss
-            seconds[unit.name, Phase.FORWARD] = products * (3 if fused else 1) / rates.flops_per_s
-            seconds[unit.name, Phase.BACKWARD] = 0.0 if fused else 2 * products / rates.flops_per_s
-    return seconds
-
-
-def _repeated(config: RunConfig, work: Workload, unit: Unit, compiles: bool) -> float:
-    """Share of the forward that the backward does again."""
-    share = config.model.saved_share
-    if work.activations[unit.name] is not Activations.KEEP or (compiles and not share):
-        return REPEATED
-    return CHEAP * (1 - share) if compiles else 0.0
-
-
-def _active_elements(unit: Unit, text: Any) -> float:  # noqa: ANN401 - a config of any family
-    """Elements of the unit's products that one token takes part in: of experts, those it is sent to."""
-    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0
-    chosen = getattr(text, "num_experts_per_tok", None) or experts
-    total = 0.0
-    for tensor in unit.layout.tensors:
-        if len(tensor.shape) < 2:
-            continue
-        is_expert = experts and len(tensor.shape) == 3 and tensor.shape[0] == experts
-        total += math.prod(tensor.shape) * (chosen / experts if is_expert else 1.0)
-    return total
-
-
-def _head(model: PreTrainedModel) -> str:
-    module = model.get_output_embeddings()
-    return next((name for name, found in model.named_modules() if found is module), "")
 
 
 # ---------------------------------------------------------------------- what if
 
 
-def _hidden_at(run: _Run, tokens: int) -> int | None:
+def _hidden_at(trial: Trial, placement: Placement, tokens: int) -> int | None:
     """N*: about the fewest tokens a step that hide everything but compute; None where TIMES_MAX times do not.
 
     Doubled until all is hidden, then narrowed: more tokens never hide less.
     """
-    placement = run.placed()
 
     def is_hidden(times: float) -> bool:
-        tried = run.times(times)
+        tried = trial.times(times)
         return tried.forecast(placement).seconds <= HIDDEN * (tried.compute_seconds + HOST_SECONDS)
 
     times = 1.0
@@ -319,19 +188,19 @@ def _hidden_at(run: _Run, tokens: int) -> int | None:
     return math.ceil(tokens * high)
 
 
-def _changes(run: _Run, tokens: int, tokens_per_s: float) -> tuple[Change, ...]:
+def _changes(trial: Trial, tokens: int, tokens_per_s: float) -> tuple[Change, ...]:
     """Each tried alone, the best first."""
-    budgets = run.budgets
-    tried: list[tuple[str, _Run, float]] = [
-        ("twice the tokens in a group", run.times(2), 2),
-        ("a quarter more RAM", replace(run, budgets=replace(budgets, ram=budgets.ram * 5 // 4)), 1),
-        ("a quarter more GPU memory for state", replace(run, budgets=replace(budgets, gpu=budgets.gpu * 5 // 4)), 1),
+    budgets = trial.budgets
+    tried: list[tuple[str, Trial, float]] = [
+        ("twice the tokens in a group", trial.times(2), 2),
+        ("a quarter more RAM", replace(trial, budgets=replace(budgets, ram=budgets.ram * 5 // 4)), 1),
+        ("a quarter more GPU memory for state", replace(trial, budgets=replace(budgets, gpu=budgets.gpu * 5 // 4)), 1),
     ]
-    if run.rates.drives:
-        drives = (*run.rates.drives, run.rates.drives[0])
-        tried.append(("one more drive", replace(run, rates=replace(run.rates, drives=drives)), 1))
+    if trial.rates.drives:
+        drives = (*trial.rates.drives, trial.rates.drives[0])
+        tried.append(("one more drive", replace(trial, rates=replace(trial.rates, drives=drives)), 1))
     changes = []
     for what, changed, times in tried:
-        rate = tokens * times / changed.forecast().seconds
+        rate = tokens * times / changed.forecast(changed.placed()).seconds
         changes.append(Change(what, rate, rate / tokens_per_s - 1))
     return tuple(sorted(changes, key=lambda change: -change.gain))

@@ -1,0 +1,227 @@
+"""`megatier bench`: what this machine's drives, links and processors do, for the eye and for `megatier plan`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatier import hardware
+from megatier.config import MountBudget, parse_bytes, parse_mount
+from megatier.errors import ConfigError, mib
+from megatier.schedule.rates import Rates, as_dict
+
+if TYPE_CHECKING:
+    from megatier.train.drive_probe import DriveFigures
+    from megatier.train.link_probe import LinkFigures
+
+THREADS_MAX = 1024
+T = TypeVar("T")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Measure, print, keep; 0, or 1 when a figure is not to be believed."""
+    options = _parser().parse_args(argv)
+    mounts = _mounts(options.nvme, _parsed("--size", parse_bytes, options.size))
+    sustained = _parsed("--sustained", parse_bytes, options.sustained)
+    threads = _parsed("--threads", _threads, options.threads) if options.threads else default_threads()
+    if not 0 < options.seconds < float("inf"):
+        raise ConfigError(f"--seconds is {options.seconds:g}; give a number above 0.")
+    if options.output is not None and not options.output.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {options.output}: its directory does not exist. Create it first.")
+    hardware.set_cuda_defaults()
+    from megatier.train.drive_probe import check_mount, probe_drive  # load torch: only once the arguments are right
+    from megatier.train.link_probe import probe_links
+    from megatier.train.probe import rates_of
+
+    device, console = _device(options.device), Console()
+    for mount in mounts:
+        check_mount(mount)
+    drives = []
+    for mount in mounts:
+        with console.status(escape(f"filling and measuring {mount.directory} ({mib(mount.num_bytes or 0)})")):
+            drive = probe_drive(mount, seconds=options.seconds, sustained_bytes=sustained, pin=device == "cuda")
+        _print_drive(console, drive)
+        drives.append(drive)
+    with console.status("measuring copies, AdamW and products"):
+        links = probe_links(device, threads, seconds=options.seconds)
+    _print_links(console, links)
+    rates = rates_of(drives, links)
+    if len(rates.drives) > len({drive.device for drive in drives}):
+        _say(console, "note: some mounts share a device; a plan gets a share of its rates for each")
+    _keep(console, dataclasses.replace(rates, drives=tuple(d.rates for d in drives if not d.flags)), links)
+    if options.output is not None:
+        _write(options.output, _report(device, rates, drives, links))
+        _say(console, f"figures written to {options.output}")
+    return 1 if links.flags or any(drive.flags for drive in drives) else 0
+
+
+def default_threads(cores: int | None = None) -> list[int]:
+    """1, 2, 4, ... and all cores that this process may use."""
+    cores = cores or hardware.cores_usable()
+    return sorted({min(1 << power, cores) for power in range(cores.bit_length() + 1)})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatier bench",
+        description="Measure what this machine moves: drives through the store's own files, copies between RAM and "
+        "GPU, AdamW, matrix products. The rates are kept for `megatier plan`.",
+        epilog="example: megatier bench --nvme /mnt/a,/mnt/b --size 16GiB --output bench.json",
+    )
+    add = parser.add_argument
+    add("--nvme", action="append", default=[], metavar="DIR[:SIZE],...", help="drives (default: none is written to)")
+    add("--size", default="8GiB", help="of the file on each drive; it is removed afterwards (default: %(default)s)")
+    add("--seconds", type=float, default=5.0, metavar="S", help="of each measurement (default: %(default)g)")
+    add("--threads", metavar="N,...", help="threads of AdamW on the CPU (default: 1, 2, 4, ... all cores)")
+    add("--sustained", default="0", metavar="SIZE", help="also write so much to each drive without a pause")
+    add("--output", type=Path, metavar="FILE.json", help="write all figures there")
+    add("--device", choices=["auto", "cuda", "cpu"], default="auto", help="where a run would compute")
+    return parser
+
+
+def _parsed(name: str, parse: Callable[[str], T], text: str) -> T:
+    try:
+        return parse(text)
+    except ValueError as error:  # ConfigError is one
+        raise ConfigError(f"{name} is {text!r}: {error}") from error
+
+
+def _threads(text: str) -> list[int]:
+    counts = [int(word) for word in text.split(",")]
+    if not all(1 <= count <= THREADS_MAX for count in counts):
+        raise ConfigError(f"give numbers from 1 to {THREADS_MAX}.")
+    return counts
+
+
+def _mounts(texts: Sequence[str], num_bytes: int) -> list[MountBudget]:
+    words = [word for text in texts for word in text.split(",") if word]
+    try:
+        given = [parse_mount(word) for word in words]
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("tiers.nvme", "--nvme")) from error
+    mounts = [
+        MountBudget(mount.directory, num_bytes if mount.num_bytes is None else mount.num_bytes) for mount in given
+    ]
+    if len({mount.directory.resolve() for mount in mounts}) < len(mounts):
+        raise ConfigError(f"--nvme names a directory twice: {', '.join(words)}. Name each drive once.")
+    return mounts
+
+
+def _device(asked: str) -> str:
+    import torch  # slow
+
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device. Check nvidia-smi, or give --device cpu.")
+    return "cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+# ---------------------------------------------------------------------- output
+
+
+def _print_drive(console: Console, drive: DriveFigures) -> None:
+    access = "O_DIRECT" if drive.is_direct else "page cache"
+    title = (
+        f"{drive.directory}: {drive.device}, {drive.file_system}, {access}, aligned to {drive.alignment_bytes:,} "
+        f"bytes, blocks of {mib(drive.block_bytes)}"
+    )
+    table = Table("", title=escape(title), title_justify="left")
+    for name in ("rate", "p50 a block", "p99 a block"):
+        table.add_column(name, justify="right")
+    for name, flow in (("read", drive.read), ("write", drive.write), ("mixed 14:12", drive.mixed)):
+        table.add_row(name, _rate(flow.bytes_per_s), f"{flow.p50_ms:.1f} ms", f"{flow.p99_ms:.1f} ms")
+    if steps := drive.sustained_bytes_per_s:
+        table.add_row("sustained write", f"{_rate(min(steps))} to {_rate(max(steps))}", "", "")
+        found = "no knee" if drive.knee_bytes is None else f"after {mib(drive.knee_bytes)}"
+        table.add_row("write cache ends", found, "", "")
+    _print(console, table, drive.notes, drive.flags)
+
+
+def _print_links(console: Console, links: LinkFigures) -> None:
+    table = Table("links and processors", "alone", "beside the others", title_justify="left")
+    for copies in links.copies:
+        name = escape(copies.device) if links.device == "cuda" else "native copy"
+        table.add_row(f"{name}: RAM to GPU", _rate(copies.to_gpu_bytes_per_s), _rate(copies.to_gpu_both_bytes_per_s))
+        table.add_row(f"{name}: GPU to RAM", _rate(copies.to_ram_bytes_per_s), _rate(copies.to_ram_both_bytes_per_s))
+    table.add_section()
+    for update in links.updates:
+        words = f"AdamW, {update.threads} thread{'s' if update.threads > 1 else ''}"
+        table.add_row(words, _parameters(update.parameters_per_s), _parameters(update.shared_parameters_per_s))
+        table.add_row("  of RAM", _rate(update.memory_bytes_per_s), _rate(update.shared_memory_bytes_per_s))
+    table.add_section()
+    if links.device == "cuda":
+        table.add_row("AdamW on the GPU", _parameters(links.gpu_update_parameters_per_s), "")
+    dtype = "bf16" if links.device == "cuda" else "fp32"
+    table.add_row(f"{dtype} product", f"{links.matmul_flops_per_s / 1e9:,.0f} GFLOP/s", "")
+    _print(console, table, links.notes, links.flags)
+
+
+def _print(console: Console, table: Table, notes: Sequence[str], flags: Sequence[str]) -> None:
+    console.print(table)
+    for note in notes:
+        console.print(f"[yellow]note[/] {escape(note)}", highlight=False, soft_wrap=True)
+    for flag in flags:
+        console.print(f"[red]not to be believed[/] {escape(flag)}", highlight=False, soft_wrap=True)
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s"
+
+
+def _parameters(per_s: float) -> str:
+    return f"{per_s / 1e9:.2f} Gparam/s"
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _keep(console: Console, rates: Rates, links: LinkFigures) -> None:
+    """Cache what may be believed."""
+    from megatier.train.probe import cache_rates
+
+    if links.flags:
+        _say(console, "rates not kept for `megatier plan`: see the flags")
+        return
+    try:
+        path = cache_rates(rates, links.device)
+    except OSError as error:
+        _say(console, f"rates not kept for `megatier plan`: {error}; set XDG_CACHE_HOME to a directory of yours")
+        return
+    _say(console, f"rates kept for `megatier plan` in {path}")
+
+
+def _report(device: str, rates: Rates, drives: Sequence[DriveFigures], links: LinkFigures) -> dict[str, Any]:
+    """All that was measured, and where."""
+    from megatier.train.probe import machine_facts
+
+    software = {name: version(name) for name in ("megatier", "torch")} | {"python": platform.python_version()}
+    memory = {"ram_available_bytes": hardware.ram_available_bytes(), "huge_pages": hardware.transparent_huge_pages()}
+    return {
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine_facts(device) | memory | {"kernel": platform.release()} | software,
+        "rates": as_dict(rates),
+        "drives": [dataclasses.asdict(drive) | {"bytes_per_s": _flows(drive)} for drive in drives],
+        "links": dataclasses.asdict(links),
+    }
+
+
+def _flows(drive: DriveFigures) -> dict[str, float]:
+    return {"read": drive.read.bytes_per_s, "write": drive.write.bytes_per_s, "mixed": drive.mixed.bytes_per_s}
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}. Name another --output FILE.json.") from error

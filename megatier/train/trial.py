@@ -1,0 +1,184 @@
+"""A trial: a run with given settings on a given machine, as far as a forecast needs it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from transformers import PreTrainedModel
+
+from megatier.config import ModelConfig, RunConfig
+from megatier.engine.activation import Activations
+from megatier.errors import PlanError, mib
+from megatier.models.decoder import Unit, build_skeleton
+from megatier.models.weights import resolve
+from megatier.schedule.forecast import Forecast, forecast
+from megatier.schedule.placement import Budgets, Placement, place
+from megatier.schedule.rates import Rates
+from megatier.schedule.timeline import Access
+from megatier.store.tier import Phase, Tier
+from megatier.train.memory import ActivationBytes, activation_bytes
+from megatier.train.workload import Workload, read_model_config
+
+REPEATED = 0.7
+"""Share of a layer's forward that its backward repeats under recompute: the last product is not needed again, and
+compiled layers repeat cheap things alone."""
+CHEAP = 0.15
+"""Share of a layer's forward that is norms and products of elements, which a compiled layer repeats first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Settings on a machine.
+
+    Attributes:
+        work: units and policy.
+        accesses: the order in which a step uses its units.
+        seconds: of compute, of one use by one group.
+        activations: GPU memory beside the budget, estimated.
+        budgets: bytes of each tier.
+        gpu_bytes: what the process may take of the GPU; None: not known.
+        rates: the machine's.
+    """
+
+    work: Workload
+    accesses: tuple[Access, ...]
+    seconds: Mapping[tuple[str, Phase], float]
+    activations: ActivationBytes
+    budgets: Budgets
+    gpu_bytes: float | None
+    rates: Rates
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, *, compiles: bool) -> Self:
+        """Read it off a skeleton.
+
+        Args:
+            model: the skeleton.
+            config: the run's settings.
+            rates: the machine's.
+            budgets: bytes of each tier.
+            compiles: whether layers are compiled.
+
+        Raises:
+            UnsupportedModelError: the model cannot be streamed.
+        """
+        work = Workload.of(model, config.model, config.tiers, config.train, config.data.sequence_length)
+        return cls(
+            work,
+            _accesses(model, config, work),
+            _compute_seconds(model, config, work, rates, compiles),
+            activation_bytes(model, config, work, compiles=compiles),
+            budgets,
+            config.tiers.gpu_limit or rates.gpu_bytes,
+            rates,
+        )
+
+    def placed(self) -> Placement:
+        """Where everything would lie.
+
+        Raises:
+            PlanError: it does not fit, or activations do not fit beside it; names what is short.
+        """
+        placement = place(self.work.specs, self.budgets, self.work.policy)
+        arena = placement.state_bytes.get(Tier.GPU, 0) + placement.other_bytes.get(Tier.GPU, 0)
+        if self.gpu_bytes is not None and arena + self.activations.peak > self.gpu_bytes:
+            raise PlanError(
+                f"GPU memory for activations beside {mib(arena)} of slots and state",
+                round(self.activations.peak),
+                max(0, round(self.gpu_bytes) - arena),
+                "An estimate. Lower tiers.gpu, the tokens of a group (train.groups) or of a slice (train.slices), or "
+                "model.saved_share, or set train.activations to offload.",
+            )
+        return placement
+
+    def forecast(self, placement: Placement) -> Forecast:
+        """A step."""
+        return forecast(self.accesses, self.seconds, self.work.specs, placement, self.work.policy, self.rates)
+
+    def times(self, tokens: float) -> Self:
+        """With so many times the tokens in each group; memory of activations aside."""
+        return replace(self, seconds={use: seconds * tokens for use, seconds in self.seconds.items()})
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of a step, if nothing else took time."""
+        return sum(self.seconds.get((access.unit, access.phase), 0.0) for access in self.accesses)
+
+
+def skeleton_of(config: ModelConfig) -> PreTrainedModel:
+    """The model without its weights.
+
+    Raises:
+        UnsupportedModelError: transformers does not take its config, or it cannot be streamed.
+    """
+    folder = resolve(config.path) if config.path is not None else None
+    return build_skeleton(read_model_config(config, folder), config.attention)
+
+
+def _accesses(model: PreTrainedModel, config: RunConfig, work: Workload) -> tuple[Access, ...]:
+    """The order in which a step uses its units: that of the modules. A fused loss makes the head's gradient at once."""
+    head = _head(model)
+    uses = [(unit.name, name) for unit in work.units for name in unit.module_names if name != head]
+    uses += [(unit.name, head) for unit in work.units if head in unit.module_names]
+    back = [use for use in reversed(uses) if use[1] != head or not config.model.fused_loss]
+    steps = []
+    for group in range(config.train.groups):
+        steps += [Access(unit, Phase.FORWARD, group) for unit, _ in uses]
+        steps += [Access(unit, Phase.BACKWARD, group) for unit, _ in back]
+    return tuple(steps)
+
+
+def _compute_seconds(
+    model: PreTrainedModel, config: RunConfig, work: Workload, rates: Rates, compiles: bool
+) -> dict[tuple[str, Phase], float]:
+    """Of one use by one group: 2 FLOPs a parameter and token forward, twice as many backward, and attention's.
+
+    Causal attention: 2 x sequence x width FLOPs a token forward.
+    """
+    text = model.config.get_text_config()
+    sequence = config.data.sequence_length
+    tokens = work.rows * sequence
+    head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    width = text.num_attention_heads * head_width
+    head = _head(model)
+    seconds: dict[tuple[str, Phase], float] = {}
+    for unit in work.units:
+        products = _active_elements(unit, text) * 2 * tokens
+        if unit.is_layer:
+            forward = (products + 2 * sequence * width * tokens) / rates.flops_per_s
+            seconds[unit.name, Phase.FORWARD] = forward
+            seconds[unit.name, Phase.BACKWARD] = forward * (2 + _repeated(config, work, unit, compiles))
+        elif head in unit.module_names:
+            fused = config.model.fused_loss
+            seconds[unit.name, Phase.FORWARD] = products * (3 if fused else 1) / rates.flops_per_s
+            seconds[unit.name, Phase.BACKWARD] = 0.0 if fused else 2 * products / rates.flops_per_s
+    return seconds
+
+
+def _repeated(config: RunConfig, work: Workload, unit: Unit, compiles: bool) -> float:
+    """Share of the forward that the backward does again."""
+    share = config.model.saved_share
+    if work.activations[unit.name] is not Activations.KEEP or (compiles and not share):
+        return REPEATED
+    return CHEAP * (1 - share) if compiles else 0.0
+
+
+def _active_elements(unit: Unit, text: Any) -> float:  # noqa: ANN401 - a config of any family
+    """Elements of the unit's products that one token takes part in: of experts, those it is sent to."""
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0
+    chosen = getattr(text, "num_experts_per_tok", None) or experts
+    total = 0.0
+    for tensor in unit.layout.tensors:
+        if len(tensor.shape) < 2:
+            continue
+        is_expert = experts and len(tensor.shape) == 3 and tensor.shape[0] == experts
+        total += math.prod(tensor.shape) * (chosen / experts if is_expert else 1.0)
+    return total
+
+
+def _head(model: PreTrainedModel) -> str:
+    module = model.get_output_embeddings()
+    return next((name for name, found in model.named_modules() if found is module), "")

@@ -1,0 +1,147 @@
+"""`megatier bench`: table, JSON, cache, exit codes, and refusals before anything is measured."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatier.cli import bench, main
+from megatier.schedule.rates import Rates, as_dict, read_rates
+from megatier.store.blockfile import FileBatch
+from megatier.train import drive_probe, link_probe
+from megatier.train.probe import cached_rates
+
+QUICK = ["--seconds", "0.01", "--size", "4MiB", "--threads", "1", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Little memory is moved, and the cache is nobody's."""
+    small = functools.partial(link_probe.probe_links, copy_bytes=1 << 20, update_elements=1 << 16, matmul_size=64)
+    monkeypatch.setattr(link_probe, "probe_links", small)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A mount whose figures may be believed, whatever the tests' disk is."""
+    monkeypatch.setattr(drive_probe, "drive_flags", lambda figures, *, in_memory: ())
+    (tmp_path / "drive").mkdir()
+    return tmp_path / "drive"
+
+
+def test_bench_prints_writes_and_keeps(drive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "bench.json"
+    assert main(["bench", *QUICK, "--nvme", str(drive), "--sustained", "8MiB", "--output", str(output)]) == 0
+    text = capsys.readouterr().out
+    for words in ("read", "mixed 14:12", "p99 a block", "sustained write", "no knee", "AdamW, 1 thread", "GFLOP/s"):
+        assert words in text
+    assert "note no GPU: the native memory copy stands for the link" in text
+    assert not list(drive.iterdir())
+    report = json.loads(output.read_text())
+    assert report["machine"]["device"] == "cpu"
+    assert report["drives"][0]["size_bytes"] == 4 << 20
+    (tmp_path / "rates.json").write_text(json.dumps(report["rates"]))
+    rates = read_rates(tmp_path / "rates.json")
+    assert cached_rates([drive], "cpu") == rates
+    assert as_dict(rates) == report["rates"]
+
+
+def test_bench_without_mounts_measures_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *QUICK]) == 0
+    assert "O_DIRECT" not in capsys.readouterr().out
+    assert isinstance(cached_rates([], "cpu"), Rates)
+    assert cached_rates([tmp_path], "cpu") is None
+
+
+def test_bench_flagged_drive_exits_1_and_is_not_kept(
+    drive: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(drive_probe, "drive_flags", lambda figures, *, in_memory: ("[odd]",))
+    assert main(["bench", *QUICK, "--nvme", str(drive)]) == 1
+    assert "not to be believed [odd]" in capsys.readouterr().out
+    assert cached_rates([drive], "cpu") is None
+    assert cached_rates([], "cpu") is not None
+
+
+def test_bench_two_mounts_of_one_file_system_share_its_rates(
+    drive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (other := tmp_path / "other").mkdir()
+    assert main(["bench", *QUICK, "--nvme", f"{drive}:2MiB,{other}"]) == 0
+    assert "some mounts share a device" in capsys.readouterr().out
+    assert not [*drive.iterdir(), *other.iterdir()]
+
+
+def test_bench_cache_that_cannot_be_written_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert main(["bench", *QUICK]) == 0
+    assert "rates not kept for `megatier plan`" in capsys.readouterr().out
+
+
+def test_bench_interrupted_leaves_nothing(
+    drive: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counter, real = itertools.count(), FileBatch.wait
+
+    def wait(self: FileBatch) -> None:
+        if next(counter) == 25:
+            raise KeyboardInterrupt
+        real(self)
+
+    monkeypatch.setattr(FileBatch, "wait", wait)
+    assert main(["bench", *QUICK, "--nvme", str(drive)]) == 130
+    assert not list(drive.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nvme", "{}/none"], "--nvme: {}/none is not a directory."),
+        (["--nvme", "{}:1KiB"], "on {} is too small; give 1.0 MiB or more."),
+        (["--nvme", "{}:9999TiB"], "Free space on {}, or give it less: {}:SIZE."),
+        (["--nvme", "{},{}"], "--nvme names a directory twice"),
+        (["--nvme", "{}:many"], "--nvme is '{}:many'"),
+        (["--size", "big"], "--size is 'big'"),
+        (["--threads", "1,x"], "--threads is '1,x'"),
+        (["--threads", "0"], "give numbers from 1 to 1024"),
+        (["--seconds", "0"], "--seconds is 0; give a number above 0."),
+        (["--output", "{}/none/a.json"], "cannot write {}/none/a.json"),
+    ],
+)
+def test_bench_bad_input_is_one_line_and_measures_nothing(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(link_probe, "probe_links")
+    monkeypatch.setattr(link_probe, "probe_links", None, raising=False)
+    (mount := tmp_path / "mount").mkdir()
+    assert main(["bench", *(word.replace("{}", str(mount)) for word in words)]) == 2
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert error.count("\n") == 1
+    assert message.replace("{}", str(mount)) in error
+    assert not list(mount.iterdir())
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])])
+def test_bench_default_threads_end_with_all_cores(cores: int, threads: list[int]) -> None:
+    assert bench.default_threads(cores) == threads
+
+
+def test_bench_help_shows_without_torch() -> None:
+    code = (
+        "import atexit, sys; from megatier.cli import main; atexit.register(lambda: print('torch' in sys.modules)); "
+        "main(['bench', '--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--sustained SIZE" in done.stdout
+    assert done.stdout.endswith("False\n")

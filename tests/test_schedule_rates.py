@@ -1,0 +1,78 @@
+"""Rates by hand: what is read, and what is refused with the name of the figure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatier.errors import ConfigError
+from megatier.schedule.rates import DriveRates, Rates, as_dict, read_rates
+
+RATES = Rates(
+    drives=(DriveRates("/mnt/a", 6e9, 5e9, 5.5e9), DriveRates("/mnt/b", 3e9, 2e9, 2.5e9)),
+    to_gpu_bytes_per_s=55e9,
+    to_ram_bytes_per_s=54e9,
+    update_parameters_per_s=6e9,
+    memory_bytes_per_s=200e9,
+    gpu_update_parameters_per_s=120e9,
+    flops_per_s=600e12,
+)
+
+
+def written(directory: Path, text: str) -> Path:
+    path = directory / "machine.yaml"
+    path.write_text(text)
+    return path
+
+
+def changed(directory: Path, **figures: object) -> Path:
+    return written(directory, json.dumps(as_dict(RATES) | figures))
+
+
+def test_rates_written_as_json_are_read_back(tmp_path: Path) -> None:
+    assert read_rates(written(tmp_path, json.dumps(as_dict(RATES)))) == RATES
+
+
+def test_rates_with_byte_units_are_bytes(tmp_path: Path) -> None:
+    drive = {"directory": "a", "read_bytes_per_s": "14GB", "write_bytes_per_s": 1, "mixed_bytes_per_s": "1GiB"}
+    rates = read_rates(changed(tmp_path, drives=[drive], to_gpu_bytes_per_s="55 GB"))
+    assert rates.to_gpu_bytes_per_s == 55e9
+    assert rates.drives == (DriveRates("a", 14e9, 1.0, float(1 << 30)),)
+
+
+def test_rates_without_drives_have_none(tmp_path: Path) -> None:
+    figures = as_dict(RATES)
+    del figures["drives"]
+    assert read_rates(written(tmp_path, json.dumps(figures))).drives == ()
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "fast", True, None, float("inf"), float("nan"), [1]])
+def test_rates_figure_that_is_no_positive_number_is_named(tmp_path: Path, value: object) -> None:
+    with pytest.raises(ConfigError, match=r"flops_per_s is .* a positive number is expected"):
+        read_rates(changed(tmp_path, flops_per_s=value))
+
+
+def test_rates_names_missing_and_unknown_are_all_told(tmp_path: Path) -> None:
+    figures = as_dict(RATES) | {"to_cpu": 1}
+    del figures["memory_bytes_per_s"]
+    with pytest.raises(ConfigError, match="memory_bytes_per_s is missing; to_cpu is not known"):
+        read_rates(written(tmp_path, json.dumps(figures)))
+
+
+@pytest.mark.parametrize("drives", ["/mnt/a", ["/mnt/a"], {"/mnt/a": 1}])
+def test_rates_drives_of_another_shape_are_refused(tmp_path: Path, drives: object) -> None:
+    with pytest.raises(ConfigError, match="drives is a list of drives, each with directory"):
+        read_rates(changed(tmp_path, drives=drives))
+
+
+@pytest.mark.parametrize("text", ["", "- 1\n", "a: [", "word"])
+def test_rates_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"machine\.yaml"):
+        read_rates(written(tmp_path, text))
+
+
+def test_rates_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read as YAML"):
+        read_rates(tmp_path / "none.yaml")
