@@ -81,6 +81,16 @@ def test_plan_without_a_machine_takes_what_was_measured_here(
     assert main(words) == 0
 
 
+def test_plan_search_prints_settings_and_plans_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "long.yaml"
+    config.write_text(LONG)
+    words = ["--machine", H200, "--data.sequence_length", "1024", "--train.batch", "16", "--search"]
+    assert main(["plan", str(config), *words, "--output", str(tmp_path / "plan.json")]) == 0
+    out = capsys.readouterr().out
+    assert "chosen: --train.groups 1 --train.slices 1 --train.activations keep --model.saved_share 0.8" in out
+    assert json.loads((tmp_path / "plan.json").read_text())["seconds"] < 1.7  # 1.62 were measured
+
+
 def test_plan_machine_that_is_no_file_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", QUICKSTART, "--machine", "/nowhere.yaml"]) == 2
     assert "/nowhere.yaml: cannot be read" in capsys.readouterr().err

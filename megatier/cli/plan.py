@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,11 @@ def run(argv: Sequence[str]) -> int:
         metavar="FILE.yaml",
         help="the machine's rates, such as examples/machines/h200.yaml (default: what `megatier bench` measured here)",
     )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="first choose groups, slices, activations, saved and streamed share, tiers.gpu for the shortest step",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the plan as JSON")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the step as planned")
     options, overrides = parser.parse_known_args(argv)
@@ -46,15 +52,22 @@ def run(argv: Sequence[str]) -> int:
     rates = read_rates(options.machine) if options.machine is not None else _measured(loaded)
     from megatier.train.picture import draw  # loads torch: only once the arguments are known to be right
     from megatier.train.plan import make_plan
+    from megatier.train.search import changed, search
     from megatier.train.trial import skeleton_of
 
-    budgets, compiles = _budgets(loaded), loaded.model.compile is not False
-    plan = make_plan(skeleton_of(loaded.model), loaded, rates, budgets, compiles=compiles)
+    console = Console()
+    budgets, compiles, model = _budgets(loaded), loaded.model.compile is not False, skeleton_of(loaded.model)
+    if options.search:
+        choice = search(model, loaded, rates, budgets, compiles=compiles)
+        loaded = changed(loaded, choice.settings)
+        budgets = replace(budgets, gpu=choice.settings["tiers.gpu"])
+        words = " ".join(f"--{name} {value}" for name, value in choice.settings.items())
+        console.print(f"chosen: {words}", markup=False, highlight=False, soft_wrap=True)
+    plan = make_plan(model, loaded, rates, budgets, compiles=compiles)
     if options.output is not None:
         _write(options.output, json.dumps(plan.as_dict(), indent=2) + "\n")
     if options.picture is not None:
         _write(options.picture, draw(plan.events(), f"{options.config.name}, as planned"))
-    console = Console()
     for table in (_bytes_table(plan), _time_table(plan, rates), _change_table(plan)):
         console.print(table)
     console.print(*_sentences(plan), sep="\n", markup=False, highlight=False)

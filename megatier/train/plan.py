@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from megatier.config import RunConfig
+from megatier.errors import PlanError
 from megatier.schedule.forecast import HOST_SECONDS, Forecast
 from megatier.schedule.placement import Budgets, Placement, bytes_per_element
 from megatier.schedule.rates import Rates
@@ -201,6 +202,9 @@ def _changes(trial: Trial, tokens: int, tokens_per_s: float) -> tuple[Change, ..
         tried.append(("one more drive", replace(trial, rates=replace(trial.rates, drives=drives)), 1))
     changes = []
     for what, changed, times in tried:
-        rate = tokens * times / changed.forecast(changed.placed()).seconds
+        try:
+            rate = tokens * times / changed.forecast(changed.placed()).seconds
+        except PlanError:  # more state on the GPU than activations leave room for
+            continue
         changes.append(Change(what, rate, rate / tokens_per_s - 1))
     return tuple(sorted(changes, key=lambda change: -change.gain))
