@@ -113,3 +113,11 @@ def test_plan_as_dict_is_json_and_its_events_cover_compute() -> None:
     assert set(read["homes"].values()) <= {"gpu", "ram", "nvme"}
     assert {event.lane for event in plan.events()} >= {"compute"}
     assert Kind.WEIGHT in {kind for _, kind in plan.state_bytes}
+
+
+def test_plan_counts_a_tied_head_once() -> None:
+    def seconds(tied: bool) -> float:
+        config = run_config(config=LLAMA | {"tie_word_embeddings": tied})
+        return make_plan(skeleton_of(config.model), config, RATES, budgets(), compiles=False).compute_seconds
+
+    assert seconds(True) == pytest.approx(seconds(False))

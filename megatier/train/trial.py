@@ -153,8 +153,9 @@ def _compute_seconds(
             seconds[unit.name, Phase.BACKWARD] = forward * (2 + _repeated(config, work, unit, compiles))
         elif head in unit.module_names:
             fused = config.model.fused_loss
-            seconds[unit.name, Phase.FORWARD] = products * (3 if fused else 1) / rates.flops_per_s
-            seconds[unit.name, Phase.BACKWARD] = 0.0 if fused else 2 * products / rates.flops_per_s
+            each = products / rates.flops_per_s / len(unit.module_names)  # a tied embedding's uses share it
+            seconds[unit.name, Phase.FORWARD] = each * (3 if fused else 1)
+            seconds[unit.name, Phase.BACKWARD] = 0.0 if fused else 2 * each
     return seconds
 
 
@@ -168,7 +169,8 @@ def _repeated(config: RunConfig, work: Workload, unit: Unit, compiles: bool) -> 
 
 def _active_elements(unit: Unit, text: Any) -> float:  # noqa: ANN401 - a config of any family
     """Elements of the unit's products that one token takes part in: of experts, those it is sent to."""
-    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((number for name in names if (number := getattr(text, name, None))), 0)
     chosen = getattr(text, "num_experts_per_tok", None) or experts
     total = 0.0
     for tensor in unit.layout.tensors:
