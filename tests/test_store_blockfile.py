@@ -328,3 +328,11 @@ def test_lock_of_a_file_removed_by_its_last_holder_is_taken_anew(tmp_path: Path)
     with pytest.raises(RunLockedError):
         lock_directory(directory)
     os.close(second)
+
+
+def test_budget_of_a_full_mount_without_a_size_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blockfile, "_free_bytes", lambda _: 0)
+    with pytest.raises(ConfigError, match=f"{tmp_path} is full. Free space on it"):
+        blockfile.budget_bytes(MountBudget(tmp_path, None))

@@ -187,6 +187,8 @@ class BlockFiles:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
                     raise TransferError("preallocating", "nvme", str(path), 0, error.errno or 0) from error
+                if error.errno == errno.EFBIG:
+                    remedy = f"Raise the limit on the size of a file (ulimit -f); it stops {path}."
                 raise CapacityError("nvme", size, _free_bytes(directory), remedy) from error
 
     def fill(self) -> None:
@@ -307,13 +309,15 @@ def budget_bytes(mount: MountBudget) -> int:
     """A mount's budget; nine tenths of what is free there where none was given.
 
     Raises:
-        ConfigError: it is not a directory.
+        ConfigError: it is not a directory, or full.
     """
     if not mount.directory.is_dir():
         raise ConfigError(f"tiers.nvme: {mount.directory} is not a directory. Create it, or name a mount that exists.")
     if mount.num_bytes is not None:
         return mount.num_bytes
-    return _free_bytes(mount.directory) * 9 // 10
+    if not (budget := _free_bytes(mount.directory) * 9 // 10):
+        raise ConfigError(f"tiers.nvme: {mount.directory} is full. Free space on it, or name another drive.")
+    return budget
 
 
 def _free_bytes(directory: Path) -> int:

@@ -342,6 +342,7 @@ def file_size_limit_below_the_plan_is_refused_before_use(directory: Path) -> Non
     with file_size_limit(NUM_BYTES), pytest.raises(CapacityError) as caught:
         store.seal()
     assert (caught.value.tier, caught.value.needed_bytes) == ("nvme", 16 * NUM_BYTES)
+    assert "ulimit -f" in str(caught.value)
     store.close()
     assert not list(directory.iterdir())
 
