@@ -51,8 +51,10 @@ def budgets(**changes: object) -> Budgets:
     return replace(Budgets(2 * MIB, 16 * MIB, 64 * MIB), **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("place", ["gpu", "ram", "ram_streamed", "nvme", "gpu_ram_nvme"])
+@pytest.mark.parametrize(
+    ("place", "groups"),
+    [("gpu", 1), ("ram", 3), ("ram_streamed", 1), ("ram_streamed", 3), ("nvme", 1), ("gpu_ram_nvme", 3)],
+)
 @pytest.mark.parametrize(("model", "fused"), [("untied", False), ("untied", True), ("tied", True), ("moe", False)])
 def test_plan_foretells_the_order_and_the_bytes_of_a_real_run(
     model: str, fused: bool, place: str, groups: int, tmp_path: Path
