@@ -68,7 +68,7 @@ def facts() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": os.environ.get("BENCH_COMMIT") or _git("rev-parse", "HEAD"),
         "is_changed": "BENCH_COMMIT" not in os.environ and bool(_git("status", "--short")),
-        "command": " ".join(["python", *sys.argv]),
+        "command": _command(sys.argv),
         "machine": machine(),
         "versions": {"python": platform.python_version()} | _versions(),
     }
@@ -215,6 +215,15 @@ def _check(entry: object, where: str) -> None:
 def _is(value: object, kinds: type | tuple[type, ...]) -> bool:
     """Whether a value is of a kind; true and false are no numbers."""
     return isinstance(value, kinds) and (kinds is bool or not isinstance(value, bool))
+
+
+def _command(words: list[str]) -> str:
+    """What was typed, without where its result went: a path of one machine says nothing on another."""
+    kept = [word for word in words if not word.startswith("--output=")]
+    while "--output" in kept:
+        at = kept.index("--output")
+        del kept[at : at + 2]
+    return " ".join(["python", *kept])
 
 
 def _git(*arguments: str) -> str:

@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import compare
 from peers.shapes import SHAPES, Shape, build
-from record import COMMON_KEYS, MEASURED_KEYS, RESULTS, Row, RowError, has_rows, read_rows, row, write_row
+from record import COMMON_KEYS, MEASURED_KEYS, RESULTS, Row, RowError, facts, has_rows, read_rows, row, write_row
 
 
 def made_up(system: str, seconds: float, batch: int = 2, shape: str = "3b", **more: object) -> Row:
@@ -201,3 +201,16 @@ def test_fsdp2_on_the_cpu_leaves_a_row(tmp_path: Path) -> None:
     assert "error" not in result
     assert result["tokens_per_s"] > 0
     assert result["peak_ram_bytes"] > 100e6
+
+
+@pytest.mark.parametrize("output", [["--output", "/somewhere/row.json"], ["--output=/somewhere/row.json"], []])
+def test_facts_name_the_command_without_where_its_result_went(
+    output: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench/bench_step.py", "--row", "1", *output, "--steps", "4"])
+    assert facts()["command"] == "python bench/bench_step.py --row 1 --steps 4"
+
+
+def test_stored_results_name_no_path_of_a_machine() -> None:
+    texts = {path.name: path.read_text(encoding="utf-8") for path in RESULTS.glob("*.json")}
+    assert not [name for name, text in texts.items() if any(root in text for root in ("/root/", "/home/", "/tmp/"))]

@@ -28,6 +28,21 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         yield start_run
 
 
+def check_broken_for_good(run: Run) -> None:
+    """The error of a lane stops the steps that follow, and stays."""
+
+    def steps() -> None:
+        for _ in range(3):
+            run.train_step()
+        run.player.drain()
+
+    with pytest.raises(TransferError) as caught:
+        within(steps)
+    assert caught.value is BROKEN
+    with pytest.raises(TransferError):
+        within(run.player.drain)
+
+
 def test_updates_run_in_forward_order_and_feed_the_loads(start: Callable[..., Run]) -> None:
     run = start("nvme")
     run.train_step()
@@ -259,17 +274,7 @@ def test_streamed_state_that_cannot_move_stops_the_run(
     run.train_step()
     run.player.drain()
     fail_lane(monkeypatch, queue, key, BROKEN)
-
-    def steps() -> None:
-        for _ in range(3):
-            run.train_step()
-        run.player.drain()
-
-    with pytest.raises(TransferError) as caught:
-        within(steps)
-    assert caught.value is BROKEN
-    with pytest.raises(TransferError):
-        within(run.player.drain)
+    check_broken_for_good(run)
 
 
 def test_streamed_state_write_back_that_fails_reaches_drain(
@@ -308,17 +313,7 @@ def test_failing_write_back_reaches_drain_and_nothing_hangs(
     run.train_step()
     run.player.drain()
     fail_moves(monkeypatch, "write", "u2/exp_avg_sq", BROKEN)
-
-    def steps() -> None:
-        for _ in range(3):
-            run.train_step()
-        run.player.drain()
-
-    with pytest.raises(TransferError) as caught:
-        within(steps)
-    assert caught.value is BROKEN
-    with pytest.raises(TransferError):
-        within(run.player.drain)
+    check_broken_for_good(run)
     check_invariants(run.store)
 
 
