@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     from megatier.train.trial import skeleton_of
 
     console = Console()
-    budgets, compiles, model = _budgets(loaded), loaded.model.compile is not False, skeleton_of(loaded.model)
+    budgets, compiles, model = _budgets(loaded), _compiles(loaded), skeleton_of(loaded.model)
     if options.search:
         choice = search(model, loaded, rates, budgets, compiles=compiles)
         loaded = changed(loaded, choice.settings)
@@ -98,6 +98,11 @@ def _budgets(loaded: RunConfig) -> Budgets:
         mount_of(mount.directory).free_bytes if mount.num_bytes is None else mount.num_bytes for mount in tiers.mounts
     )
     return Budgets(tiers.gpu, tiers.ram, nvme)
+
+
+def _compiles(loaded: RunConfig) -> bool:
+    """As set; by default where a GPU computes."""
+    return loaded.tiers.device != "cpu" if loaded.model.compile is None else loaded.model.compile
 
 
 def _write(path: Path, text: str) -> None:

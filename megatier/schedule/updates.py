@@ -121,7 +121,7 @@ class Updates:
         self._is_ahead = False
         """Streamed state is on the GPU, or on its way there, for the next update."""
         self._is_closed = False
-        busy.update(update="update", update_gpu="state_to_gpu")
+        busy.update(update="update", update_gpu="update_gpu")
         # The immediate mode looks at sums of squares on the GPU; in the deferred mode the lane needs no stream.
         self._on_cpu = Queue("update", None if self._policy.deferred else self._store.clock)
         self._on_gpu = Queue("update_gpu", self._store.clock)
@@ -232,6 +232,7 @@ class Updates:
         self._check(unit)
         (elements,) = self._blocks.chunks(unit)
         streamed = unit in self._placement.streamed
+        self._busy["update_gpu"] = "state_to_gpu" if streamed else "update_gpu"
         if streamed:
             # Kernels of different streams can start in the order in which they were enqueued: one that waits on its
             # stream for a copy would hold up compute. So the host waits.

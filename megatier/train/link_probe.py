@@ -18,12 +18,11 @@ import torch
 
 from megatier import _native
 from megatier.hardware import ram_available_bytes
+from megatier.schedule.forecast import UPDATE_BYTES
 from megatier.store.arena import Arena
 from megatier.store.tier import PAGE_BYTES, round_up
 from megatier.store.transfer import Lanes, Transfer
 
-UPDATE_BYTES_PER_PARAMETER = 26
-"""Memory traffic of AdamW on the CPU: 14 read, 12 written."""
 STATE_BYTES_PER_PARAMETER = 14
 """12 of state, 2 of gradient."""
 UPDATE_ELEMENTS = 1 << 27
@@ -337,11 +336,11 @@ def _update_figures(update: UpdateTraffic, copies: CopyTraffic, threads: int, se
     return UpdateFigures(
         threads=threads,
         parameters_per_s=parameters_per_s,
-        memory_bytes_per_s=parameters_per_s * UPDATE_BYTES_PER_PARAMETER,
+        memory_bytes_per_s=parameters_per_s * UPDATE_BYTES,
         shared_parameters_per_s=shared["update"],
         shared_to_gpu_bytes_per_s=shared["to_gpu"],
         shared_to_ram_bytes_per_s=shared["to_ram"],
-        shared_memory_bytes_per_s=shared["update"] * UPDATE_BYTES_PER_PARAMETER + shared["to_gpu"] + shared["to_ram"],
+        shared_memory_bytes_per_s=shared["update"] * UPDATE_BYTES + shared["to_gpu"] + shared["to_ram"],
     )
 
 

@@ -7,7 +7,7 @@ what it did not save:
     at the loss      saved + 4 x chunk x vocabulary + 4 x head parameters + 2 boundaries
     in the backward  saved + 2.3 c of one slice + 4 boundaries
 
-Fitted to ten runs of two Llama shapes on a GPU (docs/plan.md shows them).
+Fitted to nine runs of two Llama shapes on a GPU, with which tests/test_train_memory.py compares it.
 """
 
 from __future__ import annotations
