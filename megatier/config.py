@@ -159,6 +159,9 @@ class TiersConfig:
     """Share of the parameters at home in RAM whose state passes through the GPU to be updated there, 0 to 1. It takes
     room in tiers.gpu, and relieves the CPU where tiers.state leaves the GPU out. Without clipping, or where RAM spills
     to NVMe, nothing is streamed; the run says how many units are."""
+    generations: int = 1
+    """Places for the state of layers that spill to NVMe: 1, or 2, which lets them be updated in the backward, before it
+    is known whether to clip, at twice the space on NVMe and a second weight plane in RAM. Clipping must be on."""
     update_threads: int | None = None
     """Native threads that run AdamW on the CPU, 1 to 1024. None: the cores this process may use."""
     direct_io: Literal["auto", "off"] = "auto"
@@ -182,6 +185,7 @@ class TiersConfig:
         _require(self.chunk is None or self.chunk >= 24576, "tiers.chunk", self.chunk, "at least 24KiB")
         _require(1 <= self.io_threads <= 256, "tiers.io_threads", self.io_threads, "1 to 256")
         _require(0 <= self.streamed_share <= 1, "tiers.streamed_share", self.streamed_share, "from 0 to 1")
+        _require(self.generations in (1, 2), "tiers.generations", self.generations, "1 or 2")
         threads = self.update_threads
         _require(threads is None or 1 <= threads <= 1024, "tiers.update_threads", threads, "1 to 1024")
 

@@ -7,6 +7,7 @@ import errno
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from conftest import CHUNK_BYTES, check_invariants
 from torch import Tensor
 
 from megatier.errors import NonFiniteError, TransferError
+from megatier.schedule.optimizer import Apply, Elements
 from megatier.schedule.placement import Budgets, Policy, UnitSpec, place, state_kinds
 from megatier.schedule.player import Player
 from megatier.store.blockfile import BlockFiles, Extent, FileBatch, IoOptions
@@ -49,10 +51,10 @@ class Model:
         """It depends on the weights, so that stale ones show."""
         return 3 * self.planes[unit, Kind.WEIGHT].to(torch.int32) % 1000 + group
 
-    def update(self) -> None:
+    def update(self, factor: int = 1) -> None:
         for unit in self.units:
             total = sum((self.grad(unit.name, group) for group in range(self.policy.groups)), torch.tensor(0))
-            apply({kind: self.planes[unit.name, kind] for kind in state_kinds(split=self.policy.split)}, total)
+            apply({kind: self.planes[unit.name, kind] for kind in state_kinds(split=self.policy.split)}, factor * total)
 
 
 def apply(planes: Mapping[Kind, Tensor], grad: Tensor) -> None:
@@ -70,13 +72,22 @@ class Adder:
         self.model = model
         self.refused: str | None = None
         self.updated: list[str] = []
+        self.factor = 1
+        """What a clipped gradient is multiplied with."""
 
     @property
     def width(self) -> torch.dtype:
         return torch.int16 if self.model.policy.split else torch.int32
 
-    def apply(self, unit: str, elements: tuple[int, int], planes: Mapping[Kind, Tensor], grad: Tensor) -> None:
-        apply({kind: plane.view(self.model.dtype(kind)) for kind, plane in planes.items()}, grad.view(self.width))
+    def unclipped(self) -> Apply:
+        return partial(self._apply, 1)
+
+    def apply(self, unit: str, elements: Elements, planes: Mapping[Kind, Tensor], grad: Tensor) -> None:
+        self._apply(self.factor, unit, elements, planes, grad)
+
+    def _apply(self, factor: int, unit: str, elements: Elements, planes: Mapping[Kind, Tensor], grad: Tensor) -> None:
+        views = {kind: plane.view(self.model.dtype(kind)) for kind, plane in planes.items()}
+        apply(views, factor * grad.view(self.width))
         if elements[0] == 0:
             self.updated.append(unit)
 
@@ -140,15 +151,16 @@ class Run:
             found += [(name, Phase.BACKWARD, group) for name in reversed(names)]
         return found
 
-    def train_step(self) -> None:
+    def train_step(self, *, clipped: bool = False) -> None:
         self.player.begin("train")
         for access in self.order():
             self.use(*access)
         self.player.end()
         self.player.drain_gradients()
+        self.adder.factor = 2 if clipped else 1
         if self.policy.deferred:
-            self.player.defer_updates()
-        self.model.update()
+            self.player.defer_updates(clipped=clipped)
+        self.model.update(self.adder.factor)
 
     def evaluate(self) -> None:
         self.player.drain()

@@ -95,6 +95,7 @@ def test_to_dict_written_and_loaded_is_equal(file: Path, tmp_path: Path) -> None
         (["--tiers.gpu_limit", "much"], r"tiers\.gpu_limit is 'much'; expected size such as"),
         (["--tiers.streamed_share", "1.1"], r"tiers\.streamed_share is 1\.1; it must be from 0 to 1"),
         (["--tiers.streamed_share", "-0.1"], r"tiers\.streamed_share is -0\.1; it must be from 0 to 1"),
+        (["--tiers.generations", "3"], r"tiers\.generations is 3; it must be 1 or 2"),
         (["--model.saved_share", "2"], r"model\.saved_share is 2\.0; it must be from 0 to 1"),
         (["--model.saved_share", ".nan"], r"model\.saved_share is nan; it must be from 0 to 1"),
         (["--model.compile", "maybe"], r"model\.compile is 'maybe'; expected bool \| None"),

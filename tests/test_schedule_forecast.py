@@ -24,6 +24,7 @@ PLACES = {
     "nvme": (Budgets(16 * MIB, 60 * MIB, 200 * MIB), Policy(state=(Tier.NVME,))),
     "mixed": (Budgets(40 * MIB, 36 * MIB, 200 * MIB), Policy(chunk_elements=MIB // 8)),
     "groups": (Budgets(16 * MIB, 100 * MIB, 200 * MIB), Policy(groups=3)),
+    "twice": (Budgets(16 * MIB, 60 * MIB, 200 * MIB), Policy(state=(Tier.NVME,), generations=2)),
     "immediate": (Budgets(16 * MIB, 60 * MIB, 200 * MIB), Policy(state=(Tier.NVME,), deferred=False)),
 }
 
@@ -45,9 +46,10 @@ def of(place_name: str, rates: Rates) -> tuple[Forecast, Placement, Policy]:
 @pytest.mark.parametrize("name", PLACES)
 def test_forecast_moves_the_bytes_that_the_timeline_demands(name: str) -> None:
     made, placement, policy = of(name, FAST)
-    timeline = build(accesses(policy.groups), placement, updates=policy.deferred)
+    ran = placement.speculative
+    timeline = build(accesses(policy.groups), placement, updates=policy.deferred, updated=ran)
     units = {unit.name: unit for unit in UNITS}
-    demanded = Counter(demanded_bytes(timeline, placement, units, policy, gradients=True, updates=True))
+    demanded = Counter(demanded_bytes(timeline, placement, units, policy, gradients=True, updated=units))
     for unit in placement.streamed:
         demanded["gpu_to_ram"] += 2 * units[unit].num_elements
         demanded["state_to_gpu"] += 10 * units[unit].num_elements
@@ -69,6 +71,21 @@ def test_forecast_on_a_slow_drive_is_its_bytes_over_its_mixed_rate() -> None:
     assert made.bound_by == "nvme"
     # The backward reads weights alone, at the rate of reads.
     assert made.seconds == pytest.approx((12 + 12) * 6 * MIB / 25e6 + 2 * 6 * MIB / 30e6, rel=0.1)
+
+
+def test_forecast_of_updates_in_the_backward_keeps_the_drive_busy_there() -> None:
+    """Weights lie in RAM: the drive moves state under the forward alone, or under all of compute."""
+    drive = DriveRates("a", 1e9, 1e9, 20 * 6 * MIB / 0.18)  # takes as long as compute
+    rates = replace(FAST, drives=(drive,))
+    found = []
+    for generations, ram in ((1, 30), (2, 45)):
+        policy = Policy(state=(Tier.RAM, Tier.NVME), generations=generations, chunk_elements=MIB // 8)
+        placement = place(UNITS, Budgets(16 * MIB, ram * MIB, 200 * MIB), policy)
+        assert {placement.homes[unit.name, Kind.WEIGHT] for unit in UNITS} == {Tier.RAM}
+        assert {placement.homes[unit.name, Kind.EXP_AVG_SQ] for unit in UNITS} == {Tier.NVME}
+        found.append(forecast(accesses(1), SECONDS, UNITS, placement, policy, rates).seconds)
+    assert found[0] > 0.28
+    assert found[1] < 0.25
 
 
 def test_forecast_with_a_second_drive_of_the_same_rates_halves_the_step() -> None:

@@ -141,7 +141,7 @@ UNITS = {name: UnitSpec(name, SIZE * (number + 1), 100 * number) for number, nam
 
 
 def demanded(timeline: Timeline, where: Placement, policy: Policy, *, gradients: bool, updates: bool) -> dict[str, int]:
-    return demanded_bytes(timeline, where, UNITS, policy, gradients=gradients, updates=updates)
+    return demanded_bytes(timeline, where, UNITS, policy, gradients=gradients, updated=UNITS if updates else ())
 
 
 def test_demanded_bytes_of_an_evaluation_are_its_loads() -> None:
@@ -177,7 +177,7 @@ def test_demanded_bytes_without_streaming_are_none() -> None:
     units = {name: UnitSpec(name, SIZE) for name in "abc"}
     where = placement("abc", 0, gpu="abc")
     timeline = build(accesses("abccba"), where, updates=True)
-    assert demanded_bytes(timeline, where, units, Policy(), gradients=True, updates=True) == {}
+    assert demanded_bytes(timeline, where, units, Policy(), gradients=True, updated=units) == {}
 
 
 def test_update_bytes_count_planes_on_nvme_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,8 @@ def test_take_gives_compute_stalls_work_and_transfers_in_order_of_start() -> Non
     recorder.work("update", "c", 50_000, 60_000)
     source = torch.ones(10, dtype=torch.uint8)
     transfer = lanes.to_gpu("weights", torch.zeros_like(source), source)
-    events = recorder.take([transfer])
     lanes.close()
+    events = recorder.take([transfer])
     assert events[:-1] == [
         TraceEvent("update", "c", 50_000, 60_000),
         TraceEvent("stall", "a", 100_000, 200_000, cause="update"),
@@ -64,9 +65,18 @@ def test_take_raises_the_error_of_a_failed_transfer() -> None:
 
     lanes = Lanes(torch.device("cpu"))
     transfer: Transfer = lanes.submit("nvme_to_ram", "a", 1, fail)
+    lanes.close()
     with pytest.raises(TransferError):
         Recorder().take([transfer])
+
+
+def test_take_leaves_a_transfer_under_way_to_the_next_call() -> None:
+    recorder, lanes, go_on = Recorder(), Lanes(torch.device("cpu")), threading.Event()
+    transfer: Transfer = lanes.submit("nvme_to_ram", "a", 1, lambda: go_on.wait() and None)
+    assert recorder.take([transfer]) == []
+    go_on.set()
     lanes.close()
+    assert [event.name for event in recorder.take([])] == ["a"]
 
 
 def test_stall_seconds_adds_up_by_cause() -> None:

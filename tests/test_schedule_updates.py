@@ -55,7 +55,9 @@ def test_updates_run_in_forward_order_and_feed_the_loads(start: Callable[..., Ru
     timeline = run.player.timeline
     assert timeline is not None
     assert all(update.load is not None for update in timeline.updates)
-    demanded = demanded_bytes(timeline, run.placement, run.player.units, run.policy, gradients=True, updates=True)
+    demanded = demanded_bytes(
+        timeline, run.placement, run.player.units, run.policy, gradients=True, updated=run.player.units
+    )
     assert moved == demanded
     state = sum(12 * unit.num_elements for unit in UNITS)
     again = sum(4 * run.player.units[load.unit].num_elements for load in timeline.loads)
@@ -211,7 +213,7 @@ def test_streamed_state_fetched_ahead_survives_a_step_that_is_not_finite(start: 
     assert run.store.moved_bytes["state_to_gpu"] == before
     run.player.end()
     run.player.drain_gradients()
-    run.player.defer_updates()
+    run.player.defer_updates(clipped=False)
     run.model.update()
     run.check_state()
     assert run.store.moved_bytes == run.player.demanded
@@ -244,7 +246,7 @@ def test_streamed_update_waits_for_no_cpu_update_but_goes_home_after_them(
         run.use(*access)
     run.player.end()
     run.player.drain_gradients()
-    run.player.defer_updates()
+    run.player.defer_updates(clipped=False)
     run.model.update()
     run.check_state()
 

@@ -104,6 +104,24 @@ def test_train_run_that_cannot_stream_says_so(tmp_path: Path, capsys: pytest.Cap
     assert "0 units stream their state" in capsys.readouterr().out
 
 
+def test_train_run_with_two_generations_says_what_became_of_its_guesses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            command(
+                tmp_path,
+                {**PLACES["nvme"], "tiers.nvme": f"{tmp_path}:16MiB", "tiers.generations": 2, "train.clip": 1e3},
+            )
+        )
+        == 0
+    )
+    output = capsys.readouterr().out
+    assert re.search(r"[1-9]\d* units are updated in the backward", output)
+    assert "kept in 3 steps, void in 0 that clipped" in output
+    assert [record["speculation"] for record in metrics(tmp_path) if "loss" in record] == ["kept"] * 3
+
+
 def test_train_metrics_have_every_figure_of_every_step(tmp_path: Path) -> None:
     assert main(command(tmp_path, {"train.evaluate_every": 2, "tiers.state": "ram", "tiers.gpu": "512KiB"})) == 0
     records = metrics(tmp_path)
@@ -125,6 +143,7 @@ def test_train_metrics_have_every_figure_of_every_step(tmp_path: Path) -> None:
         "seconds",
         "tokens_per_s",
         "stall_seconds",
+        "speculation",
         "moved_bytes",
     }
     assert first["loss"] == pytest.approx(math.log(MODEL["vocab_size"]), rel=0.05)

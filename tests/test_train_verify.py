@@ -35,8 +35,8 @@ def report_of(directory: Path) -> tuple[bool, str]:
 def test_verify_here_finds_every_placement_equal_and_leaves_nothing(tmp_path: Path) -> None:
     agrees, report = report_of(tmp_path)
     assert agrees
-    assert report.count("equal") == 30
-    assert "30 runs of 1 steps" in report
+    assert report.count("equal") == 36
+    assert "36 runs of 1 steps" in report
     assert "bit-identical" in report
     assert list(tmp_path.iterdir()) == []
 

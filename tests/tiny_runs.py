@@ -60,6 +60,7 @@ class Place:
     ram: int = 0
     streamed: float = 0.0
     """Share of the parameters in RAM whose state passes through the GPU."""
+    generations: int = 1
 
 
 PLACES = {
@@ -70,6 +71,7 @@ PLACES = {
     "gpu_ram": Place(tiers=("gpu", "ram"), gpu=100 * KIB),
     "ram_nvme": Place(tiers=("ram", "nvme"), ram=32 * KIB),
     "gpu_ram_nvme": Place(tiers=("gpu", "ram", "nvme"), gpu=100 * KIB, ram=32 * KIB),
+    "nvme_twice": Place(tiers=("nvme",), generations=2),
 }
 
 
@@ -144,6 +146,7 @@ def _session(
             io_threads=2,
             update_threads=2,
             streamed_share=place.streamed,
+            generations=place.generations,
         )
         try:
             return Session(skeleton, model_config, tiers, train, tokens)

@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,18 @@ SPAN_ELEMENTS = 65_536
 PIECE_ELEMENTS = 64 * SPAN_ELEMENTS
 """Elements of one call where several threads share a gradient in RAM."""
 UPDATE_QUEUE_DEPTH = 4096
+
+Apply = Callable[[str, tuple[int, int], Mapping[Kind, Tensor], Tensor], _native.Batch | None]
+"""AdamW on a run of a unit's elements: see `AdamW.apply`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars:
+    """What AdamW takes beside the planes."""
+
+    learning_rate: float
+    of_kernels: tuple[float, float, float, float, float, float, float, float]
+    """beta1, 1 - beta1, beta2, 1 - beta2, eps, step size, root of the bias correction, clip coefficient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +65,7 @@ class Hyperparameters:
 class AdamW:
     """The optimizer of one run.
 
-    Threads: `begin_step`, `norm` from the training loop; `apply`, `accumulate` and `check` from the update lane;
+    Threads: `begin_step`, `norm` from the training loop; `apply`, `accumulate` and `check` from the lanes that update;
     `measure` from either.
     """
 
@@ -73,7 +86,7 @@ class AdamW:
         self._pool = _native.ThreadPool(num_threads, UPDATE_QUEUE_DEPTH)
         self._workers = ThreadPoolExecutor(num_threads, "megatier-gradient")
         self._begun = (0.0, (0.0,) * 7)
-        self._adopt(1.0)
+        self._scalars = self._with_coefficient(1.0)
         self._sums: dict[str, list[Tensor]] = {}
         self._refused: str | None = None
         if torch.cuda.is_available():  # Triton comes with torch's CUDA builds alone
@@ -100,18 +113,18 @@ class AdamW:
         self._sums.clear()
         self._refused = None
         if hyper.clip is None:
-            self._adopt(1.0)
+            self._scalars = self._with_coefficient(1.0)
 
     def clip(self, norm: float) -> float:
         """Return the coefficient for this norm; updates read it, and the scalars of the step begun, from now on."""
         limit = self.hyper.clip
         coefficient = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
-        self._adopt(coefficient)
+        self._scalars = self._with_coefficient(coefficient)
         return coefficient
 
-    def _adopt(self, coefficient: float) -> None:
-        self._learning_rate, scalars = self._begun
-        self._scalars = (*scalars, coefficient)
+    def _with_coefficient(self, coefficient: float) -> Scalars:
+        learning_rate, scalars = self._begun
+        return Scalars(learning_rate, (*scalars, coefficient))
 
     def norm(self) -> float:
         """Global norm of the measured gradients, sqrt of the exact sum of the partial sums."""
@@ -196,11 +209,10 @@ class AdamW:
 
     # ------------------------------------------------------------------ update
 
-    # HOP 5/6: gradient and state -> new state
     def apply(
         self, unit: str, elements: tuple[int, int], planes: Mapping[Kind, Tensor], grad: Tensor
     ) -> _native.Batch | None:
-        """Begin AdamW in place on elements [start, stop) of a unit.
+        """Begin AdamW in place on elements [start, stop) of a unit, clipped as the last norm decided.
 
         Args:
             unit: its unit.
@@ -211,12 +223,22 @@ class AdamW:
         Returns:
             What to wait on; None where it lies on the GPU's current stream.
         """
+        return self._apply(self._scalars, unit, elements, planes, grad)
+
+    def unclipped(self) -> Apply:
+        """`apply` for the step begun, as it is if nothing is clipped: for use before the norm is known."""
+        return partial(self._apply, self._with_coefficient(1.0))
+
+    # HOP 5/6: gradient and state -> new state
+    def _apply(
+        self, scalars: Scalars, unit: str, elements: tuple[int, int], planes: Mapping[Kind, Tensor], grad: Tensor
+    ) -> _native.Batch | None:
         start, stop = elements
-        segments = self._segments(self._layouts[unit], start, stop)
+        segments = self._segments(self._layouts[unit], start, stop, scalars.learning_rate)
         remainder = planes.get(Kind.REMAINDER)
         weight, exp_avg, exp_avg_sq = planes[Kind.WEIGHT], planes[Kind.EXP_AVG], planes[Kind.EXP_AVG_SQ]
         if weight.is_cuda:
-            self._kernels.adamw((weight, remainder, exp_avg, exp_avg_sq, grad), segments, self._scalars)
+            self._kernels.adamw((weight, remainder, exp_avg, exp_avg_sq, grad), segments, scalars.of_kernels)
             return None
         addresses = (
             weight.data_ptr(),
@@ -225,29 +247,26 @@ class AdamW:
             exp_avg_sq.data_ptr(),
             grad.data_ptr(),
         )
-        return self._pool.submit_adamw(addresses, self._split, segments, self._scalars)
+        return self._pool.submit_adamw(addresses, self._split, segments, scalars.of_kernels)
 
     def close(self) -> None:
         """Stop the threads."""
         self._pool.close()
         self._workers.shutdown()
 
-    def _segments(self, layout: Layout, start: int, stop: int) -> list[tuple[int, int, float]]:
+    def _segments(self, layout: Layout, start: int, stop: int, learning_rate: float) -> list[tuple[int, int, float]]:
         """Runs of equal decay, relative to `start`. A run takes the padding behind it along: zeros stay zeros."""
         segments: list[tuple[int, int, float]] = []
         for tensor in layout.tensors:
             first, last = max(start, tensor.start), min(stop, tensor.stop)
             if first >= last:
                 continue
-            decay = self._decay(tensor)
+            decay = 1 - learning_rate * self.hyper.weight_decay if tensor.name in self._decayed else 1.0
             if segments and segments[-1][2] == decay:
                 segments[-1] = (segments[-1][0], last - start, decay)
             else:
                 segments.append((first - start, last - start, decay))
         return segments
-
-    def _decay(self, tensor: TensorSlice) -> float:
-        return 1 - self._learning_rate * self.hyper.weight_decay if tensor.name in self._decayed else 1.0
 
 
 def _num_spans(tensor: TensorSlice) -> int:

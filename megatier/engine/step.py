@@ -44,8 +44,8 @@ class Stream(WeightSource, GradSink, Protocol):
     def cancel(self) -> None:
         """Leave it half-way."""
 
-    def defer_updates(self) -> None:
-        """All gradients are final; update before the next use."""
+    def defer_updates(self, *, clipped: bool) -> None:
+        """All gradients are final, and known to be clipped or not; update before the next use."""
 
     def drain_gradients(self) -> None:
         """Wait until every gradient is summed and measured."""
@@ -172,7 +172,7 @@ class Engine:
             self._fail(step, "the loss" if not math.isfinite(loss) else "the gradient norm", batch)
         coefficient = self._optimizer.clip(norm)
         if self._optimizer.hyper.clip is not None:
-            self._stream.defer_updates()
+            self._stream.defer_updates(clipped=coefficient != 1.0)
         return StepResult(loss, norm, coefficient)
 
     def _arithmetic(self) -> AbstractContextManager[object]:

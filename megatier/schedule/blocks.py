@@ -1,7 +1,8 @@
 """The blocks of a run: their names in the store, and leases on runs of a unit's state where AdamW works on them.
 
 A unit has one block per kind of state, one for its gradient, one more where gradients of several groups are summed in
-RAM, and one for its activation where that is offloaded.
+RAM, and one for its activation where that is offloaded. A speculative unit has two blocks per kind of state, its two
+generations: one holds, the other takes an update that may yet be void.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
+from megatier.schedule.optimizer import Elements
 from megatier.schedule.placement import Placement, Policy, UnitSpec, bytes_per_element, grad_bytes, state_kinds
 from megatier.schedule.timeline import Load
 from megatier.store.store import Lease, TieredStore
 from megatier.store.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 from megatier.store.transfer import Gate
-
-Elements = tuple[int, int]
-"""A run of a unit's elements: first, and one past the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +26,8 @@ class StateRun:
     """A leased run of a unit's state."""
 
     store: TieredStore
-    homes: Mapping[tuple[str, Kind], Tier]
-    unit: str
+    homes: Mapping[Kind, Tier]
+    keys: Mapping[Kind, str]
     tier: Tier
     """Where the planes lie."""
     planes: Mapping[Kind, torch.Tensor]
@@ -38,7 +37,7 @@ class StateRun:
     def write_back(self) -> None:
         """Say that every plane was changed, and start its way home; of a streamed unit that of the weights alone."""
         for kind, span in self.spans.items():
-            home, key = self.homes[self.unit, kind], block_key(self.unit, kind)
+            home, key = self.homes[kind], self.keys[kind]
             self.store.mark_dirty(key, self.tier, span)
             if home is Tier.NVME or (home is not self.tier and kind is Kind.WEIGHT):
                 self.store.write_back(key, self.tier, span)
@@ -53,13 +52,27 @@ class UnitBlocks:
         placement: homes and slots.
         policy: dtype, groups, clip.
         kinds: the kinds of state there are.
+        valid: the generation of each unit's state that holds.
     """
 
     def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec], placement: Placement, policy: Policy) -> None:
         """Register every block and reserve every slot of the placement."""
         self.store, self.units, self.placement, self.policy = store, units, placement, policy
         self.kinds = state_kinds(split=policy.split)
+        self.valid = dict.fromkeys(units, 0)
         self._register()
+
+    def key(self, unit: str, kind: Kind, generation: int | None = None) -> str:
+        """Name of the block of a unit's state of one kind; of the generation that holds, unless one is named."""
+        return block_key(unit, kind, self.valid[unit] if generation is None else generation)
+
+    def generations(self, unit: str) -> range:
+        """The generations that a unit has."""
+        return range(2 if unit in self.placement.speculative else 1)
+
+    def advance(self, unit: str) -> None:
+        """The unit's other generation holds from now on. None of its weights may lie in a GPU slot."""
+        self.valid[unit] ^= 1
 
     def chunks(self, name: str) -> list[Elements]:
         """The runs of elements in which a unit's state is worked on."""
@@ -78,7 +91,14 @@ class UnitBlocks:
 
     @contextlib.contextmanager
     def open_state(
-        self, unit: str, elements: Elements, kinds: Sequence[Kind], *, fresh: bool = False, streamed: bool = False
+        self,
+        unit: str,
+        elements: Elements,
+        kinds: Sequence[Kind],
+        *,
+        fresh: bool = False,
+        streamed: bool = False,
+        generation: int | None = None,
     ) -> Iterator[StateRun]:
         """Lease a run of a unit's state: on the GPU if at home there, else in RAM.
 
@@ -88,19 +108,22 @@ class UnitBlocks:
             kinds: planes wanted.
             fresh: every byte will be overwritten, so nothing is read.
             streamed: bring it to the GPU in any case, where it stays until `return_state`.
+            generation: the one that holds, unless one is named.
         """
         is_on_gpu = streamed or self.placement.homes[unit, Kind.WEIGHT] is Tier.GPU
         tier = Tier.GPU if is_on_gpu else Tier.RAM
         spans = {kind: self.span(unit, kind, elements) for kind in kinds}
+        keys = {kind: self.key(unit, kind, generation) for kind in kinds}
+        homes = {kind: self.placement.homes[unit, kind] for kind in kinds}
         with contextlib.ExitStack() as stack:
             planes = {}
             for kind in kinds:
-                lease = self.store.lease(block_key(unit, kind), tier, spans[kind], fresh=fresh, wait=True)
+                lease = self.store.lease(keys[kind], tier, spans[kind], fresh=fresh, wait=True)
                 planes[kind] = stack.enter_context(lease).bytes
-            yield StateRun(self.store, self.placement.homes, unit, tier, planes, spans)
+            yield StateRun(self.store, homes, keys, tier, planes, spans)
         for kind in kinds:
-            if self.placement.homes[unit, kind] is Tier.NVME:
-                self.store.evict(block_key(unit, kind), Tier.RAM, spans[kind])
+            if homes[kind] is Tier.NVME:
+                self.store.evict(keys[kind], Tier.RAM, spans[kind])
 
     def make_room(self, load: Load, gate: Gate) -> None:
         """Free a load's GPU slot once the access that it displaces is over.
@@ -115,18 +138,18 @@ class UnitBlocks:
     def drop_weights(self, unit: str) -> None:
         """Drop a unit's weights from its GPU slot, where it has one."""
         if self.placement.homes[unit, Kind.WEIGHT] is not Tier.GPU:
-            self.store.evict(block_key(unit, Kind.WEIGHT), Tier.GPU)
+            self.store.evict(self.key(unit, Kind.WEIGHT), Tier.GPU)
 
     def fetch_state(self, unit: str) -> None:
         """Start bringing a streamed unit's state to its GPU slots, all but the weights."""
         for kind in self._passing:
-            self.store.prefetch(block_key(unit, kind), Tier.GPU, wait=True)
+            self.store.prefetch(self.key(unit, kind), Tier.GPU, wait=True)
 
     def return_state(self, unit: str) -> None:
         """Start writing a streamed unit's state home, and free its GPU slots behind that."""
         for kind in self._passing:
-            self.store.write_back(block_key(unit, kind), Tier.GPU)
-            self.store.evict(block_key(unit, kind), Tier.GPU)
+            self.store.write_back(self.key(unit, kind), Tier.GPU)
+            self.store.evict(self.key(unit, kind), Tier.GPU)
 
     def weight_bytes(self, unit: str) -> int:
         """Bytes of a unit's weights."""
@@ -156,10 +179,11 @@ class UnitBlocks:
     def _register(self) -> None:
         split, groups = self.policy.split, self.policy.groups
         for unit in self.units.values():
-            for kind in self.kinds:
-                size = unit.num_elements * bytes_per_element(kind, split=split)
-                home = self.placement.homes[unit.name, kind]
-                self.store.register(BlockSpec(block_key(unit.name, kind), size, home, kind))
+            for generation in self.generations(unit.name):
+                for kind in self.kinds:
+                    size = unit.num_elements * bytes_per_element(kind, split=split)
+                    home = self.placement.homes[unit.name, kind]
+                    self.store.register(BlockSpec(block_key(unit.name, kind, generation), size, home, kind))
             home_of_grad = self.placement.grad_homes[unit.name]
             size = grad_bytes(unit, self.policy)
             if groups > 1 and home_of_grad is Tier.RAM:
@@ -176,9 +200,9 @@ class UnitBlocks:
             self.store.reserve(tier, None, PAGE_BYTES, 0)
 
 
-def block_key(unit: str, kind: Kind) -> str:
+def block_key(unit: str, kind: Kind, generation: int = 0) -> str:
     """Name of a unit's block of one kind of state."""
-    return f"{unit}/{kind}"
+    return f"{unit}/{kind}" if not generation else f"{unit}/{kind}@{generation}"
 
 
 def grad_key(unit: str) -> str:

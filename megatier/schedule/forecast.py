@@ -34,6 +34,8 @@ PIECES_MAX = 4
 """Pieces in which a spilled unit's state is simulated: reads, AdamW and writes of a unit overlap."""
 UPDATE_BYTES = 26
 """Memory traffic of AdamW on the CPU, a parameter: 14 read, 12 written."""
+COPY_BYTES = 24
+"""Memory traffic of copying the state of a parameter to its other generation."""
 SUM_BYTES = {False: 12, True: 24}
 """Memory traffic of adding a group's gradient in RAM, a parameter; the last one is rounded and measured too."""
 
@@ -98,6 +100,7 @@ def lanes_of(rates: Rates) -> dict[str, Lane]:
         "gpu_to_ram": lane(rates.to_ram_bytes_per_s, 1, to_ram=1.0),
         "state_to_ram": lane(rates.to_ram_bytes_per_s, 1, to_ram=1.0),
         "update": lane(rates.update_parameters_per_s, UPDATE_BYTES),
+        "speculate": lane(rates.update_parameters_per_s * UPDATE_BYTES / (UPDATE_BYTES + COPY_BYTES), UPDATE_BYTES),
         "update_gpu": Lane(rates.gpu_update_parameters_per_s),
     }
 
@@ -110,7 +113,7 @@ def forecast(
     policy: Policy,
     rates: Rates,
 ) -> Forecast:
-    """Simulate a step.
+    """Simulate a step, none of whose gradients are clipped.
 
     Args:
         accesses: the order in which a step uses its units.
@@ -124,7 +127,7 @@ def forecast(
         PlanError: a unit must be loaded and there is no GPU slot.
     """
     jobs = _Jobs(compute_seconds, {unit.name: unit for unit in units}, placement, policy)
-    timeline = build(accesses, placement, updates=policy.deferred)
+    timeline = build(accesses, placement, updates=policy.deferred, updated=placement.speculative)
     ends = [jobs.step(timeline) for _ in range(NUM_STEPS)]
     lanes = lanes_of(rates)
     times = simulate(jobs.jobs, lanes)
@@ -158,7 +161,9 @@ class _Jobs:
     grads: dict[str, int] = field(default_factory=dict)
     """Per unit, what brought its last gradient where AdamW finds it."""
     updates: dict[str, int] = field(default_factory=dict)
-    """Per unit, its last update in this step."""
+    """Per unit, its last update."""
+    speculated: dict[str, int] = field(default_factory=dict)
+    """Per unit, its update in the present backward."""
     states: dict[str, int] = field(default_factory=dict)
     """Per streamed unit, what brought its state to the GPU."""
     grad_slots: deque[int] = field(default_factory=lambda: deque(maxlen=SLOTS_MIN))
@@ -171,7 +176,7 @@ class _Jobs:
         uses: list[int] = []
         fed = {update.unit: update.load for update in timeline.updates if update.load is not None}
         loads = {load.access: load for load in timeline.loads}
-        self.updates = {}
+        self.updates, self.speculated = self.speculated, {}
         arrivals: dict[str, int] = {}
         last_uses = {(access.unit, access.group): index for index, access in enumerate(timeline.accesses)}
         for index, access in enumerate(timeline.accesses):
@@ -239,18 +244,19 @@ class _Jobs:
         self, unit: UnitSpec, spilled: int, gradient: int | None, fed: Load | None, uses: Sequence[int]
     ) -> int | None:
         pieces = self._num_pieces(unit)
+        lane = "speculate" if unit.name in self.placement.speculative else "update"
         copied: int | None = None
         updated = -1
         for _ in range(pieces):
             free = self.chunks[0] if len(self.chunks) == UPDATE_DEPTH else None
             read = self._add("nvme_to_ram", unit.name, spilled / pieces, self.begun, free)
-            updated = self._add("update", unit.name, unit.num_elements / pieces, read, gradient)
+            updated = self._add(lane, unit.name, unit.num_elements / pieces, read, gradient)
             if fed is not None:
                 size = self._bytes(unit, Kind.WEIGHT) / pieces
                 copied = self._add("ram_to_gpu", unit.name, size, updated, self._slot_free(fed, uses))
             write = self._add("ram_to_nvme", unit.name, spilled / pieces, updated)
             self.chunks.append(write)
-        self.updates[unit.name] = updated
+        (self.speculated if unit.name in self.placement.speculative else self.updates)[unit.name] = updated
         return copied
 
     def _update_streamed(self, unit: UnitSpec, arrival: int) -> None:
@@ -281,7 +287,7 @@ class _Jobs:
                 amount = unit.num_elements * SUM_BYTES[is_last] / UPDATE_BYTES
                 self.grads[unit.name] = self._add("update", unit.name, amount, shipped)
                 self.sums.append(self.grads[unit.name])
-        if is_last and not self.policy.deferred:
+        if is_last and (not self.policy.deferred or unit.name in self.placement.speculative):
             self._update(unit, None, ())
 
     def _immediate(self) -> Iterable[int]:

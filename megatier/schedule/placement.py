@@ -4,6 +4,9 @@ A pure function of units, budgets and policy: no torch, no machine. Residency is
 in a cycle, which defeats any recently-used rule. Units fill the GPU first, in forward order, so that the next forward
 starts at once. What is left fills RAM by kind, weight planes first (a spilled parameter then moves 20 bytes a step
 instead of 26); some of it may be streamed to the GPU to be updated there. The rest lies on NVMe.
+
+With two generations, units that spill have a second place for each block of state, on the same tier, into which a
+speculative update writes. What is whole in RAM needs none, so RAM then takes the other kinds of a unit together.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ SLOTS_MIN = 2
 GRAD_DEPTH = 4
 """Gradients of groups in RAM at once, where there is room: the CPU adds up the last one slower than they come."""
 UPDATE_DEPTH = 3
-"""Update chunks in RAM at once: one arrives, one is worked on, one leaves."""
+"""Update chunks in RAM at once: one arrives, one is worked on, one leaves. The new bytes of a speculative
+one lie beside the old ones."""
 CHUNK_ELEMENTS_MAX = 8 << 20
 
 
@@ -60,6 +64,8 @@ class Policy:
     """Elements of one update chunk; None: chosen from the RAM budget."""
     streamed_share: float = 0.0
     """Share of the parameters outside the GPU whose state passes through it to be updated there, 0 to 1 (deferred)."""
+    generations: int = 1
+    """Places for the state of a unit that spills; with 2 it may be updated before the norm is known (deferred)."""
     align_elements: int = 32 << 10
     """Update chunks are multiples of this (one checksummed chunk of the narrowest plane)."""
 
@@ -86,9 +92,11 @@ class Placement:
     """Where a finished gradient waits for its update; None: only in a slot."""
     streamed: tuple[str, ...] = ()
     """Units at home in RAM whose state passes through GPU slots and is updated there, in forward order."""
+    speculative: tuple[str, ...] = ()
+    """Units with two generations of state, in forward order: those that spill, if any unit may have two."""
     state_bytes: Mapping[Tier, int] = field(default_factory=dict)
     other_bytes: Mapping[Tier, int] = field(default_factory=dict)
-    """Gradients, activations and slots."""
+    """Gradients, activations, slots and second generations."""
 
     def updater(self, unit: str) -> Tier:
         """Where AdamW runs for a unit: gpu or ram."""
@@ -130,23 +138,41 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     if streamed and Tier.NVME in ram_homes.values():  # RAM is what is short
         return place(units, budgets, replace(policy, streamed_share=0.0))
     homes |= ram_homes
-    state: Counter[Tier] = Counter()
-    for unit in units:
-        for kind in state_kinds(split=policy.split):
-            state[homes[unit.name, kind]] += _size(unit, kind, policy)
-    if state[Tier.NVME] > budgets.nvme:
+    speculative = [unit for unit in rest if _has_two(policy) and _spills(unit, homes, policy)]
+    state, again = _state_bytes(units, homes, policy), _state_bytes(speculative, homes, policy)
+    if state[Tier.NVME] + again[Tier.NVME] > budgets.nvme:
         remedy = "Give tiers.nvme more space, raise tiers.ram, or train a smaller model."
-        raise PlanError("state on NVMe", state[Tier.NVME], budgets.nvme, remedy)
+        if again:
+            remedy = f"Set tiers.generations to 1. {remedy}"
+        raise PlanError("state on NVMe", state[Tier.NVME] + again[Tier.NVME], budgets.nvme, remedy)
     held = policy.deferred or policy.groups > 1
     on_ram = Tier.RAM if held else None
     grad_homes = {unit.name: on_ram if unit in shipped else Tier.GPU for unit in units}
     other = Counter({Tier.GPU: 0, Tier.RAM: 0})
+    other.update(again)
     for plan in (*gpu_slots, *ram_slots):
         other[plan.tier] += round_up(plan.slot_bytes) * plan.num_slots
     other[Tier.GPU] += sum(grad_bytes(unit, policy) for unit in units if unit not in shipped)
     other[Tier.RAM] += _ram_fixed(units, shipped, policy)
-    names = tuple(unit.name for unit in streamed)
-    return Placement(homes, (*gpu_slots, *ram_slots), chunk, grad_homes, names, dict(state), dict(other))
+    names = tuple(unit.name for unit in streamed), tuple(unit.name for unit in speculative)
+    return Placement(homes, (*gpu_slots, *ram_slots), chunk, grad_homes, *names, dict(state), dict(other))
+
+
+def _has_two(policy: Policy) -> bool:
+    return policy.deferred and policy.generations == 2
+
+
+def _spills(unit: UnitSpec, homes: Mapping[tuple[str, Kind], Tier], policy: Policy) -> bool:
+    return any(homes[unit.name, kind] is Tier.NVME for kind in state_kinds(split=policy.split))
+
+
+def _state_bytes(units: Iterable[UnitSpec], homes: Mapping[tuple[str, Kind], Tier], policy: Policy) -> Counter[Tier]:
+    """One generation of the units' state, by home."""
+    total: Counter[Tier] = Counter()
+    for unit in units:
+        for kind in state_kinds(split=policy.split):
+            total[homes[unit.name, kind]] += _size(unit, kind, policy)
+    return total
 
 
 def _size(unit: UnitSpec, kind: Kind, policy: Policy) -> int:
@@ -278,21 +304,21 @@ def _fill_ram(
             ", or set train.clip to null." if policy.deferred else "."
         )
         raise PlanError("gradients and activations in RAM", used, budgets.ram, remedy)
-    blocks = [(unit, Kind.WEIGHT) for unit in rest]
-    blocks += [(unit, kind) for unit in rest for kind in state_kinds(split=policy.split) if kind is not Kind.WEIGHT]
     longest = max((unit.num_elements for unit in rest), default=0)
-    everything = sum(_size(unit, kind, policy) for unit, kind in blocks)
-    if not blocks or (Tier.RAM in policy.state and used + everything <= budgets.ram):
+    everything = sum(_state_size(unit, policy) for unit in rest)
+    if not rest or (Tier.RAM in policy.state and used + everything <= budgets.ram):
         chunk = max(policy.chunk_elements or min(longest, CHUNK_ELEMENTS_MAX), policy.align_elements)
         for plan in slots:
             spare = (budgets.ram - used - everything) // round_up(plan.slot_bytes)
             slots = [replace(plan, num_slots=min(GRAD_DEPTH, plan.num_slots + spare))]
-        return {(unit.name, kind): Tier.RAM for unit, kind in blocks}, tuple(slots), chunk
+        kinds = state_kinds(split=policy.split)
+        return {(unit.name, kind): Tier.RAM for unit in rest for kind in kinds}, tuple(slots), chunk
     if Tier.NVME not in policy.state or not budgets.nvme:
         raise _no_room(units, used + everything, everything, budgets, policy)
     chunk, pools = _chunk_slots(longest, used, budgets.ram, policy)
     used += sum(round_up(plan.slot_bytes) * plan.num_slots for plan in pools)
-    homes = _spill(blocks, budgets.ram - used if Tier.RAM in policy.state else 0, policy)
+    spill = _spill_whole if _has_two(policy) else _spill
+    homes = spill(rest, budgets.ram - used if Tier.RAM in policy.state else 0, policy)
     return homes, (*slots, *pools), chunk
 
 
@@ -313,7 +339,8 @@ def _chunk_slots(longest: int, used: int, budget: int, policy: Policy) -> tuple[
     """Update chunks as large as a quarter of the RAM that is left allows."""
     room = max(0, budget - used)
     kinds = state_kinds(split=policy.split)
-    depth = {kind: UPDATE_DEPTH + (SLOTS_MIN if kind is Kind.WEIGHT else 0) for kind in kinds}
+    usual = UPDATE_DEPTH + (SLOTS_MIN if _has_two(policy) else 0)
+    depth = {kind: usual + (SLOTS_MIN if kind is Kind.WEIGHT else 0) for kind in kinds}
     per_element = sum(bytes_per_element(kind, split=policy.split) * depth[kind] for kind in kinds)
     align = policy.align_elements
     wanted = policy.chunk_elements or min(longest, CHUNK_ELEMENTS_MAX, room // 4 // per_element)
@@ -332,10 +359,29 @@ def _chunk_slots(longest: int, used: int, budget: int, policy: Policy) -> tuple[
     return chunk, pools
 
 
-def _spill(blocks: Iterable[tuple[UnitSpec, Kind]], room: int, policy: Policy) -> dict[tuple[str, Kind], Tier]:
+def _spill(units: Sequence[UnitSpec], room: int, policy: Policy) -> dict[tuple[str, Kind], Tier]:
+    """Weight planes first, then the rest, unit by unit, as RAM takes it."""
+    others = [kind for kind in state_kinds(split=policy.split) if kind is not Kind.WEIGHT]
+    blocks = [(unit, Kind.WEIGHT) for unit in units] + [(unit, kind) for unit in units for kind in others]
     homes = {}
     for unit, kind in blocks:
         size = _size(unit, kind, policy)
         homes[unit.name, kind] = Tier.RAM if size <= room else Tier.NVME
         room -= size if size <= room else 0
+    return homes
+
+
+def _spill_whole(units: Sequence[UnitSpec], room: int, policy: Policy) -> dict[tuple[str, Kind], Tier]:
+    """Weight planes first, twice; then the rest of whole units, whose second weight plane is not needed."""
+    kinds = state_kinds(split=policy.split)
+    homes = dict.fromkeys(((unit.name, kind) for unit in units for kind in kinds), Tier.NVME)
+    for unit in units:
+        if (size := 2 * _size(unit, Kind.WEIGHT, policy)) <= room:
+            homes[unit.name, Kind.WEIGHT] = Tier.RAM
+            room -= size
+    for unit in units:
+        taken = 2 * _size(unit, Kind.WEIGHT, policy) if homes[unit.name, Kind.WEIGHT] is Tier.RAM else 0
+        if (size := _state_size(unit, policy) - taken) <= room:
+            homes |= {(unit.name, kind): Tier.RAM for kind in kinds}
+            room -= size
     return homes

@@ -21,11 +21,12 @@ from functools import partial
 import torch
 
 from megatier.errors import TimelineError
-from megatier.schedule.blocks import UnitBlocks, activation_key, block_key, grad_key
+from megatier.schedule.blocks import UnitBlocks, activation_key, grad_key
+from megatier.schedule.optimizer import Optimizer
 from megatier.schedule.placement import Placement, Policy, UnitSpec
 from megatier.schedule.timeline import Access, Load, Timeline, Update, build, demanded_bytes
 from megatier.schedule.trace import Recorder, TraceEvent
-from megatier.schedule.updates import Optimizer, Updates
+from megatier.schedule.updates import Updates
 from megatier.store.store import Lease, TieredStore
 from megatier.store.tier import Kind, Phase, Tier
 from megatier.store.transfer import Gate, Instant, Queue, Transfer, mark
@@ -72,7 +73,7 @@ class Player:
         self.store, self.placement, self.policy = store, placement, policy
         self.units = {unit.name: unit for unit in units}
         self._orders: dict[str, tuple[Access, ...]] = {}
-        self._timelines: dict[tuple[str, bool], Timeline] = {}
+        self._timelines: dict[tuple[str, bool, frozenset[str]], Timeline] = {}
         self.timeline: Timeline | None = None
         """What is being played; None while recording."""
         self.accesses: list[Access] = []
@@ -105,13 +106,13 @@ class Player:
             exchange.wait()
         if name not in self._orders:
             self.drain()
-            self.timeline = None
-            return
         due, self._updates_due = self._updates_due, False
-        if (name, due) not in self._timelines:
-            self._timelines[name, due] = build(self._orders[name], self.placement, updates=due)
-        self.timeline = self._timelines[name, due]
-        self._demand(self.timeline, updates=due)
+        self.timeline = self._planned(name, due=due)
+        if name == "train":
+            self.updates.speculation.begin()
+        if self.timeline is None:
+            return
+        self._demand(self.timeline)
         streamed = [update for update in self.timeline.updates if update.unit in self.placement.streamed]
         gradients = mark(self.store.clock, "gradients")
         for update in self.timeline.updates:
@@ -126,6 +127,16 @@ class Player:
             self.updates.submit(update, gradients, first_loads[update.unit])
         if name == "train":
             self.updates.submit_exchange(goes_home=due, comes_again=True)
+
+    def _planned(self, name: str, *, due: bool) -> Timeline | None:
+        """The pass's timeline; None before its order is known."""
+        if name not in self._orders:
+            return None
+        updated = self.updates.speculation.updated
+        if (name, due, updated) not in self._timelines:
+            planned = build(self._orders[name], self.placement, updates=due, updated=updated)
+            self._timelines[name, due, updated] = planned
+        return self._timelines[name, due, updated]
 
     def end(self) -> None:
         """End a pass: its order is known from now on, and no weights stay in GPU slots.
@@ -146,20 +157,26 @@ class Player:
                 for index, access in enumerate(self.accesses)
                 if self.placement.homes[access.unit, Kind.WEIGHT] is not Tier.GPU
             ]
-            self._demand(Timeline(tuple(self.accesses), tuple(on_demand), ()), updates=False)
+            self._demand(Timeline(tuple(self.accesses), tuple(on_demand), ()))
         self._orders.setdefault(self._pass, tuple(self.accesses))
         self._evict_weights()
 
     def cancel(self) -> None:
         """Leave a pass half-way: loads that wait for compute are given up, updates that are due still run."""
         self.gate.abandon()
+        self.updates.speculation.abandon()
         for transfer in self._loads.values():
             transfer.over()
         self.updates.over()
         self._evict_weights()
 
-    def defer_updates(self) -> None:
-        """All gradients are final: the next pass, or `drain`, updates every unit."""
+    def defer_updates(self, *, clipped: bool) -> None:
+        """All gradients are final: the next pass, or `drain`, updates every unit that was not updated already.
+
+        Args:
+            clipped: the gradients are to be scaled, so speculative updates are void.
+        """
+        self.updates.speculation.decide(clipped=clipped)
         self._updates_due = True
 
     def drain(self) -> None:
@@ -172,11 +189,11 @@ class Player:
         self.updates.drain(due=due)
 
     def planned(self, name: str, *, updates: bool) -> Timeline:
-        """The timeline of a recorded pass."""
+        """The timeline of a recorded pass, in which no unit or every unit is updated."""
         return build(self._orders[name], self.placement, updates=updates)
 
     def take_events(self) -> list[TraceEvent]:
-        """Everything that ended since the last call; waits for moves in flight."""
+        """Everything that ended since the last call; does not wait for moves in flight, which may outlast a step."""
         return self.recorder.take(self.store.take_log())
 
     def close(self) -> None:
@@ -208,7 +225,7 @@ class Player:
         for transfer in (self.updates.of(unit), self._loads.get(index)):
             if transfer is not None:
                 self._wait(transfer, causes)
-        key = block_key(unit, Kind.WEIGHT)
+        key = self.blocks.key(unit, Kind.WEIGHT)
         for transfer in self.store.prefetch(key, Tier.GPU, wait=True):
             self._wait(transfer, causes)
         lease = self.store.lease(key, Tier.GPU)
@@ -237,7 +254,9 @@ class Player:
             self.store.evict(key, Tier.GPU)
             if self.policy.groups > 1:
                 self.updates.submit_sum(unit, group)
-        if last and not self.policy.deferred:
+        if last and self.policy.deferred:
+            self.updates.submit_speculative(unit, mark(self.store.clock, unit))
+        elif last:
             self.updates.submit(Update(unit, None), mark(self.store.clock, unit))
 
     def sums_here(self, unit: str) -> bool:
@@ -290,7 +309,7 @@ class Player:
             self._busy["load"] = "update"
             update.wait()
         self._busy["load"] = "ram_to_gpu"
-        self.store.prefetch(block_key(load.unit, Kind.WEIGHT), Tier.GPU, wait=True)
+        self.store.prefetch(self.blocks.key(load.unit, Kind.WEIGHT), Tier.GPU, wait=True)
 
     # ------------------------------------------------------------------ bookkeeping
 
@@ -299,9 +318,9 @@ class Player:
         """Bytes per queue that the placement demanded of the passes and updates so far."""
         return self._demanded + self.updates.demanded
 
-    def _demand(self, timeline: Timeline, *, updates: bool) -> None:
+    def _demand(self, timeline: Timeline) -> None:
         trains = any(access.phase is Phase.BACKWARD for access in timeline.accesses)
-        immediate = trains and not self.policy.deferred
+        updated = [update.unit for update in timeline.updates] if self.policy.deferred else list(self.units)
         self._demanded.update(
             demanded_bytes(
                 timeline,
@@ -309,7 +328,7 @@ class Player:
                 self.units,
                 self.policy,
                 gradients=trains,
-                updates=updates or immediate,
+                updated=updated if trains or self.policy.deferred else (),
             )
         )
 

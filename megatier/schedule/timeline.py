@@ -8,7 +8,7 @@ slot, and after which access it may start. A load takes the slot whose occupant 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatier.errors import PlanError
@@ -68,13 +68,16 @@ class Timeline:
         return found
 
 
-def build(accesses: Sequence[Access], placement: Placement, *, updates: bool) -> Timeline:
+def build(
+    accesses: Sequence[Access], placement: Placement, *, updates: bool, updated: Collection[str] = ()
+) -> Timeline:
     """Plan one pass.
 
     Args:
         accesses: the recorded order.
         placement: homes and GPU slots; units at home on the GPU are never loaded.
         updates: the last step's updates run in this pass, each ahead of its unit's first access (deferred mode).
+        updated: units that need none, because theirs ran speculatively.
 
     Raises:
         PlanError: a unit must be loaded and there is no slot.
@@ -85,7 +88,7 @@ def build(accesses: Sequence[Access], placement: Placement, *, updates: bool) ->
         return Timeline(tuple(accesses), tuple(loads), ())
     first_load = {load.unit: load for load in reversed(loads)}
     planned = []
-    for unit in dict.fromkeys(access.unit for access in accesses):
+    for unit in dict.fromkeys(access.unit for access in accesses if access.unit not in updated):
         fed = placement.homes[unit, Kind.WEIGHT] is Tier.NVME
         planned.append(Update(unit, first_load[unit] if fed else None))
     fed_loads = {update.load for update in planned}
@@ -128,7 +131,7 @@ def demanded_bytes(
     policy: Policy,
     *,
     gradients: bool,
-    updates: bool,
+    updated: Iterable[str],
 ) -> dict[str, int]:
     """Bytes per queue that one pass of the timeline must move.
 
@@ -138,7 +141,7 @@ def demanded_bytes(
         units: sizes by name.
         policy: dtype, groups, clip.
         gradients: it has backwards, so gradients leave and offloaded activations go and come.
-        updates: every unit is updated once: inside the timeline (deferred) or inside the backward (immediate).
+        updated: units whose AdamW runs in it, one that is updated twice named twice.
     """
     moved: Counter[str] = Counter()
     fed = [update.load for update in timeline.updates if update.load is not None]
@@ -153,9 +156,9 @@ def demanded_bytes(
                 moved["gpu_to_ram"] += policy.groups * grad_bytes(unit, policy)
             for queue in ("gpu_to_ram", "ram_to_gpu"):
                 moved[queue] += policy.groups * unit.activation_bytes
-        if updates:
-            for queue in ("nvme_to_ram", "ram_to_nvme"):
-                moved[queue] += update_bytes(unit, placement, policy)
+    for name in updated:
+        for queue in ("nvme_to_ram", "ram_to_nvme"):
+            moved[queue] += update_bytes(units[name], placement, policy)
     return {queue: size for queue, size in moved.items() if size}
 
 

@@ -75,15 +75,22 @@ class Recorder:
                 self._transfers.append(transfer)
 
     def take(self, transfers: Iterable[Transfer]) -> list[TraceEvent]:
-        """All events since the last call, in order of their start. Blocks until the transfers have ended."""
+        """What ended since the last call, in order of start; waits for compute alone. The rest belongs to the next."""
         for used in self._accesses:
             self._note_access(*used)
-        for transfer in (*self._transfers, *transfers):
-            self._note_transfer(transfer)
-        for transfer in self._watched:
-            if transfer.over():  # whoever waits for an update has its error
+        self._accesses = []
+        moves, self._transfers = [*self._transfers, *transfers], []
+        for transfer in moves:
+            if transfer.done():
                 self._note_transfer(transfer)
-        self._accesses, self._transfers, self._watched = [], [], []
+            else:
+                self._transfers.append(transfer)
+        watched, self._watched = self._watched, []
+        for transfer in watched:
+            if not transfer.done():
+                self._watched.append(transfer)
+            elif transfer.over():  # whoever waits for an update has its error
+                self._note_transfer(transfer)
         events, self._events = self._events, []
         return sorted(events, key=lambda event: event.start_ns)
 

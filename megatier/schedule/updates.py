@@ -13,6 +13,8 @@ No deadlock: an update that feeds a load waits only for accesses before that loa
 load, and no load waits for it; the exchange of streamed state waits for `update`, never the other way round. RAM slots
 are held only while bytes move or AdamW runs.
 
+Where a unit has two generations of state, its update may run before the norm is known: `speculation` says when.
+
 Threads: updates and sums are submitted by the thread that computes (autograd's, in a backward). Any thread may ask for
 one of them (`of`).
 """
@@ -23,15 +25,14 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
-
-import torch
 
 from megatier.errors import StepAbandonedError
-from megatier.schedule.blocks import Elements, UnitBlocks, block_key, grad_key, sum_key
+from megatier.schedule.blocks import UnitBlocks, grad_key, sum_key
+from megatier.schedule.optimizer import Elements, Optimizer, Work
 from megatier.schedule.placement import UPDATE_DEPTH
+from megatier.schedule.speculation import Speculation
 from megatier.schedule.timeline import Load, Update, update_bytes
 from megatier.schedule.trace import Recorder
 from megatier.store.tier import Kind, Tier
@@ -39,34 +40,6 @@ from megatier.store.transfer import Gate, Queue, Transfer, mark
 
 CHUNK_DEPTH = UPDATE_DEPTH - 1
 """Update chunks that arrive or are worked on; one more leaves."""
-
-
-class Work(Protocol):
-    """Something that native threads do."""
-
-    def wait(self) -> bool:
-        """Block until it is done."""
-
-    def done(self) -> bool:
-        """True when wait() would not block."""
-
-    def span_ns(self) -> tuple[int, int]:
-        """Start and end, in time.perf_counter_ns."""
-
-
-class Optimizer(Protocol):
-    """What the update lane needs of the optimizer, which knows no tier."""
-
-    def apply(
-        self, unit: str, elements: Elements, planes: Mapping[Kind, torch.Tensor], grad: torch.Tensor
-    ) -> Work | None:
-        """Begin AdamW in place on a run of a unit's elements. None: done, or enqueued on the GPU."""
-
-    def accumulate(self, unit: str, total: torch.Tensor, part: torch.Tensor, *, group: int) -> None:
-        """Add one group's fp32 gradient in RAM; after the last, round to the compute dtype in place and measure."""
-
-    def check(self, unit: str) -> None:
-        """Raise NonFiniteError when the unit's measured gradient is not finite."""
 
 
 class Applied:
@@ -96,7 +69,7 @@ class Updates:
 
     Attributes:
         exchange: takes streamed state home and brings it again; the last one submitted.
-        demanded: bytes per queue that streamed state, and updates outside a pass, had to move so far.
+        speculation: updates before the norm is known.
     """
 
     def __init__(
@@ -114,9 +87,9 @@ class Updates:
         self._blocks, self._optimizer, self._gate, self._recorder, self._busy = blocks, optimizer, gate, recorder, busy
         self._store, self._placement, self._policy = blocks.store, blocks.placement, blocks.policy
         self.exchange: Transfer | None = None
-        self.demanded: Counter[str] = Counter()
+        self._demanded: Counter[str] = Counter()
         self._last: dict[str, Transfer] = {}
-        """Each unit's update or sum that was submitted last."""
+        """Each unit's update or sum that was submitted last, but for speculative updates."""
         self._ahead: deque[tuple[str, Elements]] = deque()
         self._is_ahead = False
         """Streamed state is on the GPU, or on its way there, for the next update."""
@@ -125,6 +98,7 @@ class Updates:
         # The immediate mode looks at sums of squares on the GPU; in the deferred mode the lane needs no stream.
         self._on_cpu = Queue("update", None if self._policy.deferred else self._store.clock)
         self._on_gpu = Queue("update_gpu", self._store.clock)
+        self.speculation = Speculation(blocks, optimizer, recorder, busy)
 
     # ------------------------------------------------------------------ the player's side
 
@@ -139,7 +113,7 @@ class Updates:
         """
         unit = update.unit
         after = [gradient] if gradient is not None else []
-        behind = [load] if load is not None else []
+        behind = [*([load] if load is not None else []), *self.speculation.take(unit)]
         if self._placement.updater(unit) is Tier.GPU:
             transfer = self._on_gpu.submit(unit, 0, partial(self._update_on_gpu, unit), after, behind)
             self._recorder.watch(transfer)
@@ -149,13 +123,19 @@ class Updates:
         self._last[unit] = transfer
         if unit in self._placement.streamed:
             size = self._blocks.passing_bytes(unit)
-            self.demanded["state_to_gpu"] += 0 if self._is_ahead else size
-            self.demanded["state_to_ram"] += size
-            self.demanded["gpu_to_ram"] += self._blocks.weight_bytes(unit)
+            self._demanded["state_to_gpu"] += 0 if self._is_ahead else size
+            self._demanded["state_to_ram"] += size
+            self._demanded["gpu_to_ram"] += self._blocks.weight_bytes(unit)
 
     def submit_sum(self, unit: str, group: int) -> None:
         """Add a group's gradient, which is in RAM or on its way there, to those before it."""
-        self._last[unit] = self._on_cpu.submit(unit, 0, partial(self._accumulate, unit, group))
+        behind = self.speculation.take(unit)
+        self._last[unit] = self._on_cpu.submit(unit, 0, partial(self._accumulate, unit, group), behind=behind)
+
+    def submit_speculative(self, unit: str, gradient: Transfer | None) -> None:
+        """A unit's gradient is final: update it at once, if this pass speculates."""
+        summed = self._last.get(unit) if self._policy.groups > 1 else None
+        self.speculation.submit(unit, [made for made in (gradient, summed) if made is not None])
 
     def submit_exchange(self, *, goes_home: bool, comes_again: bool) -> None:
         """Behind all updates: streamed state home, and to the GPU again for the next update."""
@@ -163,7 +143,7 @@ class Updates:
         if not streamed:
             return
         if comes_again and (goes_home or not self._is_ahead):
-            self.demanded["state_to_gpu"] += sum(map(self._blocks.passing_bytes, streamed))
+            self._demanded["state_to_gpu"] += sum(map(self._blocks.passing_bytes, streamed))
         self._is_ahead = comes_again
         on_cpu = [transfer for unit, transfer in self._last.items() if self._placement.updater(unit) is Tier.RAM]
         work = partial(self._exchange_state, on_cpu if goes_home else [], goes_home, comes_again)
@@ -171,10 +151,10 @@ class Updates:
 
     def of(self, unit: str) -> Transfer | None:
         """The unit's update or sum that was submitted last."""
-        return self._last.get(unit)
+        return self.speculation.of(unit) or self._last.get(unit)
 
     def wait(self) -> None:
-        """Wait until every update and sum is done; not for the exchange, nor for write-backs.
+        """Wait until every update and sum is done; not for speculative ones, the exchange, nor for write-backs.
 
         Raises:
             TransferError, NonFiniteError: what stopped one of them.
@@ -188,7 +168,9 @@ class Updates:
             transfer.over()
 
     def drain(self, *, due: bool) -> None:
-        """Finish every update and every write-back; streamed state is at home after it.
+        """Finish every update and every write-back, and give up what was tried and not decided.
+
+        Streamed state is at home after it.
 
         Args:
             due: every unit's update is due and no pass has submitted it.
@@ -196,34 +178,45 @@ class Updates:
         Raises:
             TransferError, NonFiniteError: what stopped an update.
         """
+        self.speculation.abandon()
         if due:
             self._submit_all()
         for transfer in self._all():
             transfer.wait()
         for name in self._blocks.units:
-            for kind in self._blocks.kinds:
-                self._store.settle(block_key(name, kind))
+            for generation in self._blocks.generations(name):
+                for kind in self._blocks.kinds:
+                    self._store.settle(self._blocks.key(name, kind, generation))
         for name in self._placement.streamed:
             self._blocks.drop_weights(name)
 
     def close(self) -> None:
         """Abandon what has not begun and stop the lanes. Abandon the gate first: an update may wait on it."""
         self._is_closed = True
+        self.speculation.close()
         self._on_cpu.close()
         self._on_gpu.close()
 
     def _submit_all(self) -> None:
         gradients = mark(self._store.clock, "gradients")
         for name, unit in self._blocks.units.items():
+            if name in self.speculation.updated:
+                continue
             self.submit(Update(name, None), gradients)
             for queue in ("nvme_to_ram", "ram_to_nvme"):
-                self.demanded[queue] += update_bytes(unit, self._placement, self._policy)
+                self._demanded[queue] += update_bytes(unit, self._placement, self._policy)
             if name in self._placement.streamed:
-                self.demanded["ram_to_gpu"] += self._blocks.weight_bytes(name)
+                self._demanded["ram_to_gpu"] += self._blocks.weight_bytes(name)
         self.submit_exchange(goes_home=True, comes_again=False)
 
     def _all(self) -> list[Transfer]:
-        return [*self._last.values(), *([self.exchange] if self.exchange is not None else [])]
+        exchange = [self.exchange] if self.exchange is not None else []
+        return [*self._last.values(), *self.speculation.all(), *exchange]
+
+    @property
+    def demanded(self) -> Counter[str]:
+        """Bytes per queue that streamed state, speculation and updates outside a pass had to move so far."""
+        return self._demanded + self.speculation.demanded
 
     # ------------------------------------------------------------------ lane update_gpu
 
@@ -236,7 +229,7 @@ class Updates:
         if streamed:
             # Kernels of different streams can start in the order in which they were enqueued: one that waits on its
             # stream for a copy would hold up compute. So the host waits.
-            for transfer in self._store.prefetch(block_key(unit, Kind.WEIGHT), Tier.GPU, wait=True):
+            for transfer in self._store.prefetch(self._blocks.key(unit, Kind.WEIGHT), Tier.GPU, wait=True):
                 transfer.wait()
         with (
             self._blocks.grad_lease(unit, elements) as grad,
@@ -303,7 +296,7 @@ class Updates:
                 state.write_back()
                 if feeds:
                     span = self._blocks.span(name, Kind.WEIGHT, elements)
-                    self._store.prefetch(block_key(name, Kind.WEIGHT), Tier.GPU, span, wait=True)
+                    self._store.prefetch(self._blocks.key(name, Kind.WEIGHT), Tier.GPU, span, wait=True)
 
     def _may_feed(self, load: Load) -> bool:
         """True once there is room for the weights on the GPU; False when the step that wanted them was given up."""
@@ -318,7 +311,7 @@ class Updates:
         for name, elements in list(self._ahead)[:CHUNK_DEPTH]:
             for kind in self._blocks.spilled(name):
                 span = self._blocks.span(name, kind, elements)
-                self._store.prefetch(block_key(name, kind), Tier.RAM, span, wait=True)
+                self._store.prefetch(self._blocks.key(name, kind), Tier.RAM, span, wait=True)
 
     def _accumulate(self, unit: str, group: int) -> None:
         total_key, part_key = sum_key(unit), grad_key(unit)

@@ -24,6 +24,7 @@ from megatier.engine.optimizer import learning_rate
 from megatier.errors import ConfigError, mib
 from megatier.models.decoder import build_skeleton
 from megatier.models.weights import Checkpoint, Initialiser, export, resolve
+from megatier.schedule.speculation import Speculation
 from megatier.schedule.trace import TraceEvent, stall_seconds, write_trace
 from megatier.store.tier import Tier
 from megatier.store.transfer import QUEUES
@@ -101,6 +102,8 @@ class _Run:
         store, player = self._session.store, self._session.player
         moved = store.moved_bytes - self._moved_before
         rows = [QueueBytes(queue, moved[queue], player.demanded[queue]) for queue in QUEUES]
+        if self._session.placement.speculative:
+            _describe_speculation(self._console, player.updates.speculation)
         is_streamed = bool(self._session.placement.streamed)
         print_moves(self._console, [row for row in rows if is_streamed or not row.queue.startswith("state")])
 
@@ -130,6 +133,7 @@ class _Run:
                 "seconds": seconds,
                 "tokens_per_s": count / seconds,
                 "stall_seconds": stalls,
+                "speculation": session.player.updates.speculation.outcome,
                 "moved_bytes": dict(session.store.moved_bytes - self._moved_before),
             }
         )
@@ -203,6 +207,9 @@ def _describe(console: Console, config: RunConfig, session: Session, text: Packe
     if config.tiers.streamed_share:  # given up where clipping is off, RAM spills, or the GPU has no room
         count = len(placement.streamed)
         console.print(f"{count} units stream their state through the GPU to be updated there", highlight=False)
+    if config.tiers.generations == 2:  # a unit that does not spill needs one
+        count = len(placement.speculative)
+        console.print(f"{count} units are updated in the backward, before the norm is known", highlight=False)
     states = [
         TierState(
             tier,
@@ -213,6 +220,16 @@ def _describe(console: Console, config: RunConfig, session: Session, text: Packe
         for tier in Tier
     ]
     print_placement(console, states)
+
+
+def _describe_speculation(console: Console, speculation: Speculation) -> None:
+    kept, void = speculation.outcomes["kept"], speculation.outcomes["void"]
+    console.print(
+        f"updates in the backward: kept in {kept} steps, void in {void} that clipped, which moved "
+        f"{mib(speculation.void_bytes)} in vain",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _load(console: Console, session: Session, reader: WeightReader) -> None:

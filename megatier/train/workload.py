@@ -101,6 +101,7 @@ def _policy(dtype: torch.dtype, tiers: TiersConfig, train: TrainConfig, options:
         slices=train.slices,
         chunk_elements=tiers.chunk // STATE_BYTES_PER_ELEMENT if tiers.chunk is not None else None,
         streamed_share=tiers.streamed_share,
+        generations=tiers.generations,
         align_elements=options.chunk_bytes // 2,
     )
 

@@ -1,0 +1,48 @@
+"""What the lanes that update need of the optimizer, which knows no tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+from megatier.store.tier import Kind
+
+Elements = tuple[int, int]
+"""A run of a unit's elements: first, and one past the last."""
+
+
+class Work(Protocol):
+    """Something that native threads do."""
+
+    def wait(self) -> bool:
+        """Block until it is done."""
+
+    def done(self) -> bool:
+        """True when wait() would not block."""
+
+    def span_ns(self) -> tuple[int, int]:
+        """Start and end, in time.perf_counter_ns."""
+
+
+Apply = Callable[[str, Elements, Mapping[Kind, torch.Tensor], torch.Tensor], Work | None]
+"""Begins AdamW in place on a run of a unit's elements: planes and gradient. None: done, or enqueued on the GPU."""
+
+
+class Optimizer(Protocol):
+    """The arithmetic of a run."""
+
+    def apply(
+        self, unit: str, elements: Elements, planes: Mapping[Kind, torch.Tensor], grad: torch.Tensor
+    ) -> Work | None:
+        """Begin AdamW in place on a run of a unit's elements, clipped as the last norm decided; see `Apply`."""
+
+    def unclipped(self) -> Apply:
+        """AdamW of the step that has begun, as it is if nothing is clipped."""
+
+    def accumulate(self, unit: str, total: torch.Tensor, part: torch.Tensor, *, group: int) -> None:
+        """Add one group's fp32 gradient in RAM; after the last, round to the compute dtype in place and measure."""
+
+    def check(self, unit: str) -> None:
+        """Raise NonFiniteError when the unit's measured gradient is not finite."""

@@ -1,0 +1,219 @@
+"""Speculation: updates inside the backward, as if nothing had to be clipped.
+
+With clipping, updates wait for the norm, and drives would be idle through the backward. So units that spill may have
+two generations of state. As soon as such a unit's gradient is final, the lane `speculate` reads the generation that
+holds, updates it with a clip coefficient of 1 and writes the other one. When the norm is known and nothing is clipped,
+that one holds from then on. Else it is void: the next pass updates the unit as all others, from the old generation,
+with its gradient, which is in RAM still. The bits are the same either way; a wrong guess costs bytes.
+
+Threads: `begin`, `submit` and `decide` come from the thread that computes (autograd's, in a backward).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from megatier.schedule.blocks import UnitBlocks
+from megatier.schedule.optimizer import Apply, Elements, Optimizer
+from megatier.schedule.placement import UPDATE_DEPTH
+from megatier.schedule.trace import Recorder
+from megatier.store.tier import Tier, round_up
+from megatier.store.transfer import Queue, Transfer
+
+CHUNK_DEPTH = UPDATE_DEPTH - 1
+"""Chunks that arrive or are worked on."""
+HISTORY = 8
+"""Steps that are looked back on: where more than half of them were clipped, nobody speculates."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """What one pass updates speculatively."""
+
+    apply: Apply
+    units: list[str] = field(default_factory=list)
+    is_void: bool = False
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of a unit's state, to be read in one generation and written in the other."""
+
+    attempt: Attempt
+    unit: str
+    generation: int
+    elements: Elements
+
+
+class Speculation:
+    """The speculative updates of a run. `close` stops the lane.
+
+    Attributes:
+        updated: units whose last update is done, or on its way, because it was kept.
+        outcome: of the last step that was decided: `kept`, `void`, or None where nothing was tried.
+        outcomes: how many steps had each.
+        void_bytes: read and written in vain so far.
+        demanded: bytes per queue that speculative updates had to move so far.
+    """
+
+    def __init__(self, blocks: UnitBlocks, optimizer: Optimizer, recorder: Recorder, busy: dict[str, str]) -> None:
+        """Start the lane.
+
+        Args:
+            blocks: the run's blocks.
+            optimizer: does the arithmetic.
+            recorder: notes updates.
+            busy: per lane, what it is at; kept up to date here.
+        """
+        self._blocks, self._optimizer, self._recorder, self._busy = blocks, optimizer, recorder, busy
+        self._store, self._units = blocks.store, frozenset(blocks.placement.speculative)
+        self.updated: frozenset[str] = frozenset()
+        self.outcome: Literal["kept", "void"] | None = None
+        self.outcomes: Counter[str] = Counter()
+        self.void_bytes = 0
+        self._lock = threading.Lock()
+        """Guards what an attempt moved: the lane counts it, and `abandon` adds it up."""
+        self.demanded: Counter[str] = Counter()
+        self._clipped: deque[bool] = deque(maxlen=HISTORY)
+        self._attempt: Attempt | None = None
+        self._transfers: dict[str, Transfer] = {}
+        self._planned: deque[Chunk] = deque()
+        """Chunks that nobody asked for yet, in the order of the lane."""
+        self._asked: deque[Chunk] = deque()
+        """Chunks that were asked for, before those planned; known to the lane alone."""
+        self._lane = Queue("speculate")
+
+    # ------------------------------------------------------------------ the player's side
+
+    def begin(self) -> None:
+        """A training pass begins: say whether its updates are speculative, and forget what the last one updated."""
+        self.updated = frozenset()
+        if self._units and 2 * sum(self._clipped) <= len(self._clipped):
+            self._attempt = Attempt(self._optimizer.unclipped())
+
+    def submit(self, unit: str, after: Sequence[Transfer]) -> None:
+        """A unit's gradient is final; update it if this pass speculates and the unit has two generations.
+
+        Args:
+            unit: its name.
+            after: what makes its gradient, or adds it up.
+        """
+        if (attempt := self._attempt) is None or unit not in self._units:
+            return
+        attempt.units.append(unit)
+        generation, chunks = self._blocks.valid[unit], self._blocks.chunks(unit)
+        self._planned.extend(Chunk(attempt, unit, generation, elements) for elements in chunks)
+        self._transfers[unit] = self._lane.submit(unit, 0, partial(self._update, attempt, unit, len(chunks)), after)
+
+    def decide(self, *, clipped: bool) -> None:
+        """The norm is known: what was updated holds, or is void because it should have been clipped."""
+        self._clipped.append(clipped)
+        if (attempt := self._attempt) is None:
+            self.outcome = None
+            return
+        self.outcome = "void" if clipped else "kept"
+        self.outcomes[self.outcome] += 1
+        if clipped:
+            self.abandon()
+            return
+        self._attempt = None
+        self.updated = frozenset(attempt.units)
+        for unit in attempt.units:
+            self._blocks.advance(unit)
+
+    def abandon(self) -> None:
+        """What was tried and not decided is void; chunks that have not begun are left out."""
+        if (attempt := self._attempt) is not None:
+            with self._lock:
+                attempt.is_void = True
+                self.void_bytes += attempt.moved_bytes
+            self._attempt = None
+
+    def of(self, unit: str) -> Transfer | None:
+        """The unit's speculative update, until another update takes its place."""
+        return self._transfers.get(unit)
+
+    def take(self, unit: str) -> list[Transfer]:
+        """What another update of the unit has to come behind."""
+        transfer = self._transfers.pop(unit, None)
+        return [] if transfer is None else [transfer]
+
+    def all(self) -> list[Transfer]:
+        """Every unit's last speculative update that has no successor."""
+        return list(self._transfers.values())
+
+    def close(self) -> None:
+        """Leave out what has not begun and stop the lane."""
+        for chunk in (*self._asked, *self._planned):
+            chunk.attempt.is_void = True
+        self._lane.close()
+
+    # ------------------------------------------------------------------ the lane's side
+
+    def _update(self, attempt: Attempt, unit: str, num_chunks: int) -> None:
+        """AdamW on a unit, chunk by chunk, from one generation into the other."""
+        for left in range(num_chunks, 0, -1):
+            try:
+                if not attempt.is_void:
+                    self._read_ahead()
+                    self._update_chunk(self._asked[0])
+            except BaseException:
+                for _ in range(left):
+                    self._next()
+                raise
+            self._next()
+
+    def _read_ahead(self) -> None:
+        self._busy["speculate"] = "nvme_to_ram"
+        while self._planned and len(self._asked) < CHUNK_DEPTH and not self._planned[0].attempt.is_void:
+            chunk = self._planned.popleft()
+            self._asked.append(chunk)
+            for kind in self._blocks.spilled(chunk.unit):
+                span = self._blocks.span(chunk.unit, kind, chunk.elements)
+                key = self._blocks.key(chunk.unit, kind, chunk.generation)
+                self._store.prefetch(key, Tier.RAM, span, wait=True)
+                self._demand(chunk.attempt, "nvme_to_ram", span)
+
+    def _update_chunk(self, chunk: Chunk) -> None:
+        unit, elements, kinds = chunk.unit, chunk.elements, self._blocks.kinds
+        other = chunk.generation ^ 1
+        with (
+            self._blocks.grad_lease(unit, elements) as grad,
+            self._blocks.open_state(unit, elements, kinds, generation=chunk.generation) as old,
+            self._blocks.open_state(unit, elements, kinds, generation=other, fresh=True) as new,
+        ):
+            self._busy["speculate"] = "update"
+            start = time.perf_counter_ns()
+            for kind in kinds:
+                new.planes[kind].copy_(old.planes[kind])
+            work = chunk.attempt.apply(unit, elements, new.planes, grad.bytes)
+            if work is not None:
+                work.wait()
+            self._recorder.work("speculate", unit, start, time.perf_counter_ns())
+            new.write_back()
+        for kind in self._blocks.spilled(unit):
+            self._demand(chunk.attempt, "ram_to_nvme", self._blocks.span(unit, kind, elements))
+
+    def _next(self) -> None:
+        """The first chunk is over; one that was read in vain leaves its slots."""
+        if not self._asked:
+            self._planned.popleft()
+            return
+        chunk = self._asked.popleft()
+        for kind in self._blocks.spilled(chunk.unit):
+            span = self._blocks.span(chunk.unit, kind, chunk.elements)
+            self._store.evict(self._blocks.key(chunk.unit, kind, chunk.generation), Tier.RAM, span)
+
+    def _demand(self, attempt: Attempt, queue: str, span: tuple[int, int]) -> None:
+        size = round_up(span[1]) - span[0]  # a block's last page moves whole
+        self.demanded[queue] += size
+        with self._lock:
+            attempt.moved_bytes += size
+            self.void_bytes += size if attempt.is_void else 0
