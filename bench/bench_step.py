@@ -6,11 +6,14 @@ depend on their values, and a real initialisation takes longer than the steps. T
 is measured in the same run, before the model is built.
 
 python bench/bench_step.py --row 1 [--steps 6]          writes bench/results/megatier_row1_<date>.json
+python bench/bench_step.py --row 11 --nvme DIR          rows 11 to 16 need a directory on the drive
+python bench/bench_step.py --row 11 --plan MACHINE.yaml forecasts the row, without a GPU
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import time
@@ -29,9 +32,12 @@ from record import RESULTS, Row, row, write_row
 from megatier.config import DataConfig, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.hardware import set_cuda_defaults
 from megatier.models.decoder import build_skeleton
+from megatier.schedule.placement import Budgets
+from megatier.schedule.rates import read_rates
 from megatier.schedule.trace import TraceEvent, stall_seconds, write_trace
 from megatier.store.tier import Kind, Tier
 from megatier.train.picture import draw, lane_uses
+from megatier.train.plan import make_plan
 from megatier.train.session import Session
 from megatier.train.trainer import make_repeatable, share_interpreter
 
@@ -49,12 +55,22 @@ class Run:
     what: str
     """The budgets in words."""
     tiers: Mapping[str, Any]
+    nvme: int = 0
+    """Bytes of NVMe."""
     model: Mapping[str, Any] = field(default_factory=dict)
     train: Mapping[str, Any] = field(default_factory=dict)
 
 
 FREE: dict[str, Any] = {"state": ("gpu", "ram"), "ram": 116 * GIB}
 RAM_ONLY: dict[str, Any] = {"state": ("ram",), "ram": 116 * GIB}
+SPILLED: dict[str, Any] = {
+    "tiers": {"state": ("gpu", "ram", "nvme"), "gpu": 70 * GIB, "ram": 28 * GIB},
+    "nvme": 32 * GIB,
+    "model": {"saved_share": 0.0},
+    "train": {"clip": 1e9, "slices": 8},
+}
+TWICE: dict[str, Any] = {"tiers": SPILLED["tiers"] | {"generations": 2, "ram": 61 * GIB // 2}}
+CLIPPED: dict[str, Any] = {"train": SPILLED["train"] | {"clip": 1e-3}}
 ROWS = {
     1: Run(shape="8b", batch=16, what="free", tiers=FREE | {"gpu": 83 * GIB}),
     2: Run(
@@ -103,17 +119,47 @@ ROWS = {
         tiers=FREE | {"gpu": 5 * GIB},
         model={"saved_share": 0.0, "loss_chunk": 2048},
     ),
+    11: Run(
+        shape="3b24",
+        batch=16,
+        what="all state on NVMe, RAM 16 GiB",
+        tiers={"state": ("nvme",), "ram": 16 * GIB, "gpu": 40 * GIB},
+        nvme=32 * GIB,
+    ),
+    12: Run(
+        shape="3b24",
+        batch=16,
+        what="weights in RAM, RAM 16 GiB",
+        tiers={"state": ("ram", "nvme"), "ram": 16 * GIB, "gpu": 40 * GIB},
+        nvme=32 * GIB,
+    ),
+    13: Run(
+        shape="3b24",
+        batch=16,
+        what="RAM 63 GB, no state on the GPU",
+        tiers={"state": ("ram",), "ram": 63 * 10**9, "gpu": 60 * GIB, "streamed_share": 0.5},
+    ),
+    14: Run(shape="8b", batch=128, what="1G parameters spill, nothing clipped", **SPILLED),
+    15: replace(Run(shape="8b", batch=128, what="the same, updated in the backward", **SPILLED), **TWICE),
+    16: replace(Run(shape="8b", batch=128, what="the same, always clipped", **SPILLED), **TWICE | CLIPPED),
 }
-"""By number; 9 is the second half of row 8."""
+"""By number; 9 is the second half of row 8, 11 to 16 are on NVMe."""
 
 
-def config_of(run: Run, deterministic: bool) -> RunConfig:
-    """The run's settings, as `megatier train` would take them."""
+def config_of(run: Run, deterministic: bool, directory: Path | None) -> RunConfig:
+    """The run's settings, as `megatier train` would take them.
+
+    Args:
+        run: the row.
+        deterministic: kernels.
+        directory: of block files, on the drive to measure.
+    """
+    nvme = (f"{directory}:{run.nvme}",) if run.nvme else ()
     return RunConfig(
         model=ModelConfig(config={"model_type": "llama"}, **({"loss_chunk": 4096} | dict(run.model))),
         data=DataConfig(files=("random",), tokenizer="bytes", sequence_length=run.sequence),
-        tiers=TiersConfig(**run.tiers),
-        train=TrainConfig(batch=run.batch, learning_rate=RATE, clip=1.0, **run.train),
+        tiers=TiersConfig(nvme=nvme, **run.tiers),
+        train=TrainConfig(**{"batch": run.batch, "learning_rate": RATE, "clip": 1.0} | dict(run.train)),
         numerics=NumericsConfig(deterministic=deterministic),
     )
 
@@ -124,25 +170,37 @@ def fill(session: Session) -> None:
     block = (torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
     blocks = {"cpu": block, str(session.engine.options.device.type): block.to(session.engine.options.device)}
     for unit in session.units:
-        (whole,) = session.player.blocks.chunks(unit.name)
-        with session.player.blocks.open_state(unit.name, whole, [Kind.WEIGHT], fresh=True) as state:
-            plane = state.planes[Kind.WEIGHT].view(torch.bfloat16)
-            for tensor in unit.layout.tensors:
-                piece = plane[tensor.start : tensor.stop]
-                if len(tensor.shape) == 1:
-                    piece.fill_(1)
-                    continue
-                for part in piece.split(block.numel()):
-                    part.copy_(blocks[plane.device.type][: part.numel()])
-            state.write_back()
+        for elements in session.player.blocks.chunks(unit.name):
+            with session.player.blocks.open_state(unit.name, elements, [Kind.WEIGHT], fresh=True) as state:
+                plane = state.planes[Kind.WEIGHT].view(torch.bfloat16)
+                for tensor in unit.layout.tensors:
+                    start, stop = max(tensor.start, elements[0]), min(tensor.stop, elements[1])
+                    piece = plane[max(0, start - elements[0]) : max(0, stop - elements[0])]
+                    if len(tensor.shape) == 1:
+                        piece.fill_(1)
+                        continue
+                    for part in piece.split(block.numel()):
+                        part.copy_(blocks[plane.device.type][: part.numel()])
+                state.write_back()
     session.player.drain()
 
 
+def forecast(run: Run, machine: Path) -> dict[str, Any]:
+    """What `megatier plan` says of the row."""
+    config = config_of(run, True, Path())
+    shape, tiers = SHAPES[run.shape], config.tiers
+    model = build_skeleton(llama_config(shape, run.sequence), "sdpa")
+    made = make_plan(
+        model, config, read_rates(machine), Budgets(tiers.gpu or 0, tiers.ram or 0, run.nvme), compiles=True
+    )
+    return made.as_dict() | {"what": run.what, "machine_file": machine.name}
+
+
 def measure(
-    run: Run, warmup: int, steps: int, *, deterministic: bool, bound: Mapping[str, Any] | None
+    run: Run, warmup: int, steps: int, *, deterministic: bool, bound: Mapping[str, Any] | None, directory: Path | None
 ) -> tuple[Row, list[TraceEvent]]:
     """The row of a run, and what happened in its last step."""
-    config = config_of(run, deterministic)
+    config = config_of(run, deterministic, directory)
     make_repeatable(config)
     share_interpreter()
     shape = SHAPES[run.shape]
@@ -188,6 +246,8 @@ def measure(
             master_dtype="fp32",
             budgets=run.what,
             settings={"tiers": dict(run.tiers), "model": dict(run.model), "train": dict(run.train)},
+            speculation=dict(session.player.updates.speculation.outcomes),
+            void_bytes=session.player.updates.speculation.void_bytes,
             deterministic=deterministic,
             torch_peak_allocated_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
             reserve_seconds=reserved,
@@ -253,11 +313,28 @@ def main() -> None:
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--trace", type=Path, help="write the last step in the Chrome trace format")
     parser.add_argument("--output", type=Path, help="JSON file (default: bench/results/megatier_row<N>_<date>.json)")
+    parser.add_argument("--nvme", type=Path, help="directory for block files, on the drive to measure")
+    parser.add_argument("--plan", type=Path, metavar="MACHINE", help="do not run: forecast the row on this machine")
     options = parser.parse_args()
-    set_cuda_defaults()
     run = changed(ROWS[options.row], options.set)
+    if options.plan is not None:
+        made = forecast(run, options.plan)
+        path = options.output or RESULTS / f"plan_row{options.row}.json"
+        path.write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+        print({key: made[key] for key in ("seconds", "tokens_per_s", "attainment", "bound_by", "hidden_at_tokens")})
+        return
+    if run.nvme and options.nvme is None:
+        parser.error(f"row {options.row} needs --nvme DIRECTORY")
+    set_cuda_defaults()
     bound = _bound(run, options.deterministic) if options.bound else None
-    result, events = measure(run, options.warmup, options.steps, deterministic=options.deterministic, bound=bound)
+    result, events = measure(
+        run,
+        options.warmup,
+        options.steps,
+        deterministic=options.deterministic,
+        bound=bound,
+        directory=options.nvme,
+    )
     result["row"] = options.row
     picture = draw(events, f"{run.shape}, {run.batch} x {run.sequence} tokens, {run.what}")
     path = options.output or RESULTS / f"megatier_row{options.row}_{result['date'][:10]}.json"

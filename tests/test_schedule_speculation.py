@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def test_speculation_kept_or_void_gives_the_same_state(
     run = start(name, groups=groups, split=split, ram=ram)
     assert run.placement.speculative
     for clipped in (False, False, True, False, True, True, False, False):
-        within(lambda clipped=clipped: run.train_step(clipped=clipped))
+        within(partial(run.train_step, clipped=clipped))
     run.check_state()
     for clipped in (True, False):
         run.train_step(clipped=clipped)

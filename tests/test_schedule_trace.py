@@ -72,7 +72,11 @@ def test_take_raises_the_error_of_a_failed_transfer() -> None:
 
 def test_take_leaves_a_transfer_under_way_to_the_next_call() -> None:
     recorder, lanes, go_on = Recorder(), Lanes(torch.device("cpu")), threading.Event()
-    transfer: Transfer = lanes.submit("nvme_to_ram", "a", 1, lambda: go_on.wait() and None)
+
+    def wait() -> None:
+        go_on.wait()
+
+    transfer: Transfer = lanes.submit("nvme_to_ram", "a", 1, wait)
     assert recorder.take([transfer]) == []
     go_on.set()
     lanes.close()
