@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 
+import pytest
+
 from megatier.schedule import simulate as simulation
-from megatier.schedule.simulate import Job, Lane
+from megatier.schedule.simulate import Job, Lane, least_seconds
 
 
 def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float, float]]:
@@ -55,3 +58,60 @@ def test_simulate_lane_with_its_own_limit_leaves_the_rest_to_others() -> None:
 
 def test_simulate_no_jobs_takes_no_time() -> None:
     assert simulate([], ALONE) == []
+
+
+def test_simulate_job_that_waits_for_one_behind_it_is_refused() -> None:
+    with pytest.raises(AssertionError, match="behind it"):
+        simulate([Job("copy", "a", 1, (1,)), Job("copy", "b", 1)], ALONE)
+
+
+def test_least_seconds_of_jobs_that_wait_for_each_other_are_the_longest_chain() -> None:
+    jobs = [Job("copy", "a", 20), Job("work", "b", 10), Job("copy", "c", 10, (0, 1)), Job("work", "d", 2, (2,))]
+    assert least_seconds(jobs, ALONE, "work") == 7
+
+
+def test_least_seconds_count_what_a_full_resource_must_carry_and_nothing_that_may_be_left() -> None:
+    lanes = {"read": Lane(10.0, {"disk": 1.0}), "write": Lane(5.0, {"disk": 1.0}), "work": Lane(1.0)}
+    jobs = [Job("read", "a", 10), Job("write", "b", 10), Job("write", "c", 100), Job("work", "d", 4, (0, 1))]
+    assert least_seconds(jobs, lanes, "work") == 7
+    assert least_seconds([], lanes, "work") == 0
+
+
+def some_jobs(seed: int) -> tuple[list[Job], dict[str, Lane]]:
+    """Lanes that share a few resources, and jobs of any order."""
+    rng = random.Random(seed)
+    lanes = {}
+    for number in range(rng.randint(1, 7)):
+        uses = {name: rng.choice([1.0, rng.uniform(0.05, 1.0)]) for name in "abc" if rng.random() < 0.5}
+        lanes[f"lane{number}"] = Lane(10 ** rng.uniform(-2, 3), uses)
+    jobs: list[Job] = []
+    for index in range(rng.randint(1, 60)):
+        lane = rng.choice(list(lanes))
+        after = {rng.randrange(index) for _ in range(rng.randint(0, 3))} if index else set()
+        jobs.append(Job(lane, str(index), lanes[lane].rate * rng.choice([0.0, 1.0, rng.uniform(0, 3)]), tuple(after)))
+    return jobs, lanes
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_least_seconds_of_any_jobs_are_no_more_than_they_take(seed: int) -> None:
+    jobs, lanes = some_jobs(seed)
+    for spine in lanes:
+        latest = max((index for index, job in enumerate(jobs) if job.lane == spine), default=None)
+        end = Job("end", "", 0.5, () if latest is None else (latest, len(jobs) - 1))
+        with_end, with_lane = [*jobs, end], {**lanes, "end": Lane(1.0)}
+        assert least_seconds(with_end, with_lane, spine) <= simulation.simulate(with_end, with_lane)[-1][1] + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_simulate_of_any_jobs_keeps_order_rates_and_resources(seed: int) -> None:
+    jobs, lanes = some_jobs(seed)
+    times = simulation.simulate(jobs, lanes)
+    free = dict.fromkeys(lanes, 0.0)
+    for job, (start, end) in zip(jobs, times, strict=True):
+        ready = max([free[job.lane], *(times[other][1] for other in job.after)])
+        assert start == pytest.approx(ready, abs=1e-9)  # nothing waits that could begin
+        assert end - start >= job.amount / lanes[job.lane].rate - 1e-9
+        free[job.lane] = end
+    for resource in "abc":
+        shares = [lanes[job.lane].uses.get(resource, 0.0) * job.amount / lanes[job.lane].rate for job in jobs]
+        assert sum(shares) <= max(end for _, end in times) + 1e-9

@@ -23,7 +23,7 @@ from megatier.schedule.placement import (
     state_kinds,
 )
 from megatier.schedule.rates import Rates
-from megatier.schedule.simulate import Job, Lane, simulate
+from megatier.schedule.simulate import Job, Lane, least_seconds, simulate
 from megatier.schedule.timeline import Access, Load, Timeline, build
 from megatier.store.tier import Kind, Phase, Tier, round_up
 
@@ -59,7 +59,7 @@ class Forecast:
     Attributes:
         seconds: of one step.
         busy_seconds: per lane.
-        alone_seconds: per lane, what its amounts take with nothing else going on: the largest is the step's floor.
+        alone_seconds: per lane, what its amounts take with nothing else going on.
         moved_bytes: per queue.
         spans: what happens when, in the step and what is left of the one before.
     """
@@ -145,6 +145,27 @@ def forecast(
         if "_to_" in job.lane:
             moved[job.lane] = moved.get(job.lane, 0.0) + job.amount
     return Forecast(stop - start, busy, alone, moved, tuple(spans))
+
+
+def floor(
+    accesses: Sequence[Access],
+    compute_seconds: Mapping[tuple[str, Phase], float],
+    units: Sequence[UnitSpec],
+    placement: Placement,
+    policy: Policy,
+    rates: Rates,
+) -> float:
+    """Seconds that the forecast of a step has at least, counted and not simulated.
+
+    What a step waits for, all of it, begins when the step before is over; that is counted. What it leaves to the next
+    one (last writes, the exchange, updates in the backward) is not. Arguments and errors are those of `forecast`.
+    """
+    jobs = _Jobs(compute_seconds, {unit.name: unit for unit in units}, placement, policy)
+    # As if a step had been before: there are updates to do, and those of its backward are over.
+    jobs.begun = jobs._add("host", "step", 0.0)
+    jobs.speculated = dict.fromkeys(placement.speculative, jobs.begun)
+    jobs.step(build(accesses, placement, updates=policy.deferred, updated=placement.speculative))
+    return least_seconds(jobs.jobs, lanes_of(rates), "compute")
 
 
 @dataclass(slots=True)

@@ -131,10 +131,12 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     on_gpu = _choose_gpu(units, budgets, policy)
     rest = [unit for unit in units if unit.name not in on_gpu]
     homes = {(name, kind): Tier.GPU for name in on_gpu for kind in state_kinds(split=policy.split)}
-    streamed = _choose_streamed(units, rest, budgets, policy)
-    gpu_slots = _gpu_slots(units, rest, streamed, budgets, policy)
-    shipped = [unit for unit in rest if unit not in streamed]
-    ram_homes, ram_slots, chunk = _fill_ram(units, rest, shipped, budgets, policy)
+    homed = sum(_state_size(unit, policy) + grad_bytes(unit, policy) for unit in units if unit.name in on_gpu)
+    streamed = _choose_streamed(rest, homed, budgets, policy)
+    gpu_slots = _gpu_slots(rest, homed, streamed, budgets, policy)
+    names = tuple(unit.name for unit in streamed)
+    shipped = {unit.name: unit for unit in rest if unit.name not in names}
+    ram_homes, ram_slots, chunk = _fill_ram(units, rest, tuple(shipped.values()), budgets, policy)
     if streamed and Tier.NVME in ram_homes.values():  # RAM is what is short
         return place(units, budgets, replace(policy, streamed_share=0.0))
     homes |= ram_homes
@@ -147,15 +149,15 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
         raise PlanError("state on NVMe", state[Tier.NVME] + again[Tier.NVME], budgets.nvme, remedy)
     held = policy.deferred or policy.groups > 1
     on_ram = Tier.RAM if held else None
-    grad_homes = {unit.name: on_ram if unit in shipped else Tier.GPU for unit in units}
+    grad_homes = {unit.name: on_ram if unit.name in shipped else Tier.GPU for unit in units}
     other = Counter({Tier.GPU: 0, Tier.RAM: 0})
     other.update(again)
     for plan in (*gpu_slots, *ram_slots):
         other[plan.tier] += round_up(plan.slot_bytes) * plan.num_slots
-    other[Tier.GPU] += sum(grad_bytes(unit, policy) for unit in units if unit not in shipped)
-    other[Tier.RAM] += _ram_fixed(units, shipped, policy)
-    names = tuple(unit.name for unit in streamed), tuple(unit.name for unit in speculative)
-    return Placement(homes, (*gpu_slots, *ram_slots), chunk, grad_homes, *names, dict(state), dict(other))
+    other[Tier.GPU] += sum(grad_bytes(unit, policy) for unit in units if unit.name not in shipped)
+    other[Tier.RAM] += _ram_fixed(units, tuple(shipped.values()), policy)
+    twice = tuple(unit.name for unit in speculative)
+    return Placement(homes, (*gpu_slots, *ram_slots), chunk, grad_homes, names, twice, dict(state), dict(other))
 
 
 def _has_two(policy: Policy) -> bool:
@@ -210,23 +212,21 @@ def _usual_elements(units: Sequence[UnitSpec]) -> int:
 def _gpu_least(rest: Sequence[UnitSpec], policy: Policy) -> int:
     if not rest:
         return 0
-    weight = max(_size(unit, Kind.WEIGHT, policy) for unit in rest)
-    grad = max(grad_bytes(unit, policy) for unit in rest)
-    return min(len(rest), SLOTS_MIN) * weight + min(len(rest), SLOTS_MIN) * grad
+    largest = max(rest, key=lambda unit: unit.num_elements)
+    return min(len(rest), SLOTS_MIN) * (_size(largest, Kind.WEIGHT, policy) + grad_bytes(largest, policy))
 
 
-def _choose_streamed(
-    units: Sequence[UnitSpec], rest: Sequence[UnitSpec], budgets: Budgets, policy: Policy
-) -> list[UnitSpec]:
-    """The first units in forward order, up to the share wanted and the room there is.
+def _choose_streamed(rest: Sequence[UnitSpec], homed: int, budgets: Budgets, policy: Policy) -> list[UnitSpec]:
+    """The first units in forward order, up to the share wanted and the room beside what is homed on the GPU.
 
     Each has slots of its own, all of one size, so those larger than most (embeddings) are left to the CPU.
     """
     if not (policy.deferred and policy.streamed_share and rest and Tier.RAM in policy.state):
         return []
-    usual = max(size for size in (unit.num_elements for unit in rest) if size <= _usual_elements(rest))
+    at_most = _usual_elements(rest)
+    usual = max(unit.num_elements for unit in rest if unit.num_elements <= at_most)
     wanted = policy.streamed_share * sum(unit.num_elements for unit in rest)
-    room = budgets.gpu - _gpu_homes(units, rest, policy) - _gpu_least(rest, policy)
+    room = budgets.gpu - homed - _gpu_least(rest, policy)
     chosen: list[UnitSpec] = []
     for unit in rest:
         cost = sum(_size(UnitSpec("", usual), kind, policy) for kind in _passing(policy)) + grad_bytes(unit, policy)
@@ -242,13 +242,9 @@ def _passing(policy: Policy) -> list[Kind]:
     return [kind for kind in state_kinds(split=policy.split) if kind is not Kind.WEIGHT]
 
 
-def _gpu_homes(units: Sequence[UnitSpec], rest: Sequence[UnitSpec], policy: Policy) -> int:
-    return sum(_state_size(unit, policy) + grad_bytes(unit, policy) for unit in units if unit not in rest)
-
-
 def _gpu_slots(
-    units: Sequence[UnitSpec],
     rest: Sequence[UnitSpec],
+    homed: int,
     streamed: Sequence[UnitSpec],
     budgets: Budgets,
     policy: Policy,
@@ -259,7 +255,7 @@ def _gpu_slots(
     passing = [
         SlotPlan(Tier.GPU, kind, _size(largest_streamed, kind, policy), len(streamed)) for kind in _passing(policy)
     ]
-    used = _gpu_homes(units, rest, policy) + sum(grad_bytes(unit, policy) for unit in streamed)
+    used = homed + sum(grad_bytes(unit, policy) for unit in streamed)
     used += sum(plan.slot_bytes * plan.num_slots for plan in passing)
     largest = max(rest, key=lambda unit: unit.num_elements)
     least = _gpu_least(rest, policy)

@@ -8,8 +8,12 @@ ends of jobs, speeds are constant.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+
+ENDED = 1e-12
+"""What is left, of a job's seconds or of a resource, counts as nothing from here on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +46,6 @@ class Job:
     after: tuple[int, ...] = ()
 
 
-@dataclass(slots=True)
-class _Run:
-    """A job under way."""
-
-    index: int
-    left: float
-    """Seconds at the lane's own rate."""
-    speed: float = 0.0
-    """Share of the lane's own rate."""
-
-
 def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float, float]]:
     """When each job begins and ends, in seconds from the start.
 
@@ -60,61 +53,94 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
         jobs: in the order of their lanes.
         lanes: by name.
     """
-    times = [(0.0, 0.0)] * len(jobs)
-    waiting: dict[str, list[int]] = {name: [] for name in lanes}
-    for index in reversed(range(len(jobs))):
-        waiting[jobs[index].lane].append(index)
+    queues: dict[str, deque[int]] = {name: deque() for name in lanes}
+    """The first job of a lane runs if the lane is in `left`, else it waits."""
+    for index, job in enumerate(jobs):
+        queues[job.lane].append(index)
+    starts, ends = [0.0] * len(jobs), [0.0] * len(jobs)
     is_over = [False] * len(jobs)
-    running: dict[str, _Run] = {}
+    waiting: dict[int, list[str]] = {}
+    """Per job, the lanes whose first job waits for it, and perhaps for others."""
+    left: dict[str, float] = {}
+    """Of each running lane's job, seconds at the lane's own rate."""
+    speeds: dict[frozenset[str], Mapping[str, float]] = {}
+    able = list(lanes)
+    """Lanes whose first job may be able to begin: it has become the first, or a job that it waited for is over."""
     now = 0.0
     while True:
-        _start(jobs, lanes, waiting, is_over, running, times, now)
-        if not running:
+        for name in able:
+            if not queues[name]:
+                continue
+            index = queues[name][0]
+            missing = next((other for other in jobs[index].after if not is_over[other]), None)
+            if missing is None:
+                starts[index], left[name] = now, jobs[index].amount / lanes[name].rate
+            else:
+                waiting.setdefault(missing, []).append(name)
+        if not left:
             break
-        _share(running, lanes)
-        step = min(run.left / run.speed for run in running.values())
+        together = frozenset(left)
+        if together not in speeds:
+            speeds[together] = _shared(together, lanes)
+        speed = speeds[together]
+        step = min([seconds / speed[name] for name, seconds in left.items()])
         now += step
-        for name, run in list(running.items()):
-            run.left -= step * run.speed
-            if run.left <= 1e-12:
-                times[run.index] = (times[run.index][0], now)
-                is_over[run.index] = True
-                del running[name]
-    assert all(is_over), "a job waits for one behind it on its lane"
-    return times
+        able = []
+        for name in together:
+            left[name] -= step * speed[name]
+            if left[name] <= ENDED:
+                del left[name]
+                index = queues[name].popleft()
+                ends[index], is_over[index] = now, True
+                able += [name, *waiting.pop(index, ())]
+    assert not any(queues.values()), "a job waits for one behind it on its lane"
+    return list(zip(starts, ends, strict=True))
 
 
-def _start(
-    jobs: Sequence[Job],
-    lanes: Mapping[str, Lane],
-    waiting: Mapping[str, list[int]],
-    is_over: list[bool],
-    running: dict[str, _Run],
-    times: list[tuple[float, float]],
-    now: float,
-) -> None:
-    """Begin whatever can begin; jobs of no amount end at once and may let others begin."""
-    has_changed = True
-    while has_changed:
-        has_changed = False
-        for name, queue in waiting.items():
-            while name not in running and queue and all(is_over[index] for index in jobs[queue[-1]].after):
-                index = queue.pop()
-                times[index] = (now, now)
-                seconds = jobs[index].amount / lanes[name].rate
-                if seconds > 0:
-                    running[name] = _Run(index, seconds)
-                else:
-                    is_over[index] = has_changed = True
+def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) -> float:
+    """Seconds from the start to the end of the last job at least: counted, not simulated.
+
+    A job begins when all that it waits for is over, however far back, its lane's earlier jobs included. So it begins no
+    sooner than the latest of them would end with everything to itself, and no sooner than each resource could have
+    carried them all. What a resource has carried is summed up for one lane, since from job to job it only grows.
+
+    Args:
+        jobs: in the order of their lanes.
+        lanes: by name.
+        spine: a lane for all of whose jobs the last job waits; resources are summed up for them and for the last job.
+    """
+    ends = [0.0] * len(jobs)
+    behind: list[tuple[int, ...]] = []
+    """Of each job, what it waits for, the one ahead on its lane included."""
+    latest: dict[str, int] = {}
+    is_carried = [False] * len(jobs)
+    carried: dict[str, float] = {}
+    """Per resource, seconds of all that the spine has waited for so far."""
+    for index, job in enumerate(jobs):
+        behind.append((*job.after, latest[job.lane]) if job.lane in latest else job.after)
+        latest[job.lane] = index
+        start = max([ends[other] for other in behind[index]], default=0.0)
+        if job.lane == spine or index == len(jobs) - 1:
+            found = list(behind[index])
+            while found:
+                other = found.pop()
+                if not is_carried[other]:
+                    is_carried[other] = True
+                    found += behind[other]
+                    lane = lanes[jobs[other].lane]
+                    for resource, share in lane.uses.items():
+                        seconds = share * jobs[other].amount / lane.rate
+                        carried[resource] = carried.get(resource, 0.0) + seconds
+            start = max([start, *carried.values()])
+        ends[index] = start + job.amount / lanes[job.lane].rate
+    return ends[-1] if ends else 0.0
 
 
-def _share(running: Mapping[str, _Run], lanes: Mapping[str, Lane]) -> None:
-    """Set every running job's speed."""
-    rising = dict(running)
-    room: dict[str, float] = {}
-    for name in running:
-        for resource in lanes[name].uses:
-            room[resource] = 1.0
+def _shared(together: Collection[str], lanes: Mapping[str, Lane]) -> dict[str, float]:
+    """The speeds of lanes that run at once, as shares of their own rates."""
+    speeds = dict.fromkeys(sorted(together), 0.0)
+    rising = list(speeds)
+    room = {resource: 1.0 for name in rising for resource in lanes[name].uses}
     level = 0.0
     while rising:
         pull = dict.fromkeys(room, 0.0)
@@ -126,8 +152,10 @@ def _share(running: Mapping[str, _Run], lanes: Mapping[str, Lane]) -> None:
         full = set()
         for key in room:
             room[key] -= rise * pull[key]
-            if pull[key] > 0 and room[key] <= 1e-12:
+            if pull[key] > 0 and room[key] <= ENDED:
                 full.add(key)
         for name in list(rising):
-            if level >= 1.0 - 1e-12 or not full.isdisjoint(lanes[name].uses):
-                rising.pop(name).speed = level
+            if level >= 1.0 - ENDED or not full.isdisjoint(lanes[name].uses):
+                rising.remove(name)
+                speeds[name] = level
+    return speeds

@@ -7,6 +7,7 @@ slot, and after which access it may start. A load takes the slot whose occupant 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,7 +122,8 @@ def _next_use(uses: Mapping[str, list[int]], unit: str | None, now: int) -> floa
     if unit is None:
         return float("inf")
     # Of units that are not used again, the one whose last use is oldest lets its load start earliest.
-    return next((index for index in uses[unit] if index > now), 1e9 - uses[unit][-1])
+    later = bisect_right(uses[unit], now)
+    return uses[unit][later] if later < len(uses[unit]) else 1e9 - uses[unit][-1]
 
 
 def demanded_bytes(
