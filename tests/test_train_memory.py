@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatier.config import DataConfig, ModelConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.models.decoder import find_units
 from megatier.train.memory import ActivationBytes, activation_bytes
 from megatier.train.trial import skeleton_of
 from megatier.train.workload import Workload
@@ -26,7 +27,7 @@ def estimate(shape: str, batch: int, sequence: int, model: dict[str, Any], train
         train=TrainConfig(batch=batch, **train),
     )
     skeleton = skeleton_of(config.model)
-    work = Workload.of(skeleton, config.model, TiersConfig(), config.train, sequence)
+    work = Workload.of(skeleton, find_units(skeleton), config.model, TiersConfig(), config.train, sequence)
     return activation_bytes(skeleton, config, work, compiles=True)
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from megatier.config import RunConfig
 from megatier.errors import PlanError
+from megatier.models.decoder import find_units
 from megatier.schedule.forecast import HOST_SECONDS, Forecast
 from megatier.schedule.placement import Budgets, Placement, bytes_per_element
 from megatier.schedule.rates import Rates
@@ -141,7 +142,7 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         PlanError: it does not fit; names what is short.
         UnsupportedModelError: the model cannot be streamed.
     """
-    trial = Trial.of(model, config, rates, budgets, compiles=compiles)
+    trial = Trial.of(model, find_units(model), config, rates, budgets, compiles=compiles)
     work, placement = trial.work, trial.placed()
     made = trial.forecast(placement)
     sizes = {spec.name: spec.num_elements for spec in work.specs}

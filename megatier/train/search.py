@@ -1,24 +1,26 @@
 """The search for the settings that make a step shortest: groups, slices, activations, state on the GPU, streaming.
 
-A step has a floor that is cheap to count: compute, where the first group's forward lasts at least as long as AdamW on
-the CPU. Trials are simulated in the order of their floors, and the search ends when the next floor is above the best
-step found: what it leaves out cannot be better. Of the settings tried, groups, slices and the saved share change the
-order of sums: numeric choices, fixed for a run.
+Trials are taken in the order of their compute, the simplest first where that is equal, and the search ends when compute
+alone takes longer than the best step found. A trial that is placed like an earlier one is the same step, and one whose
+floor is above the best step is not simulated: what is left out cannot be better. Of the settings tried, groups, slices
+and the saved share change the order of sums: numeric choices, fixed for a run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from megatier.config import RunConfig
 from megatier.errors import PlanError
+from megatier.models.decoder import find_units
 from megatier.schedule.placement import Budgets, Placement
 from megatier.schedule.rates import Rates
-from megatier.store.tier import Phase, Tier
+from megatier.store.tier import Phase
 from megatier.train.trial import Trial
 
 GROUPS = (1, 2, 4, 8)
@@ -54,63 +56,58 @@ def search(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Bud
 
     Raises:
         PlanError: nothing that was tried fits; the error of the last one.
+        UnsupportedModelError: the model cannot be streamed.
     """
-    found: list[tuple[float, dict[str, Any], Trial, Placement]] = []
+    trials = _trials(model, config, rates, budgets, compiles=compiles)
+    tokens = config.train.batch * config.data.sequence_length
+    best: Choice | None = None
     refused: PlanError | None = None
-    for settings, variant in _variants(config, compiles):
+    seen: list[tuple[Mapping[tuple[str, Phase], float], Placement]] = []
+    """Compute and placement of the trials so far: all that a forecast depends on."""
+    for settings, wanted in sorted(trials, key=lambda one: one[1].compute_seconds):
+        limit = best.seconds * (1 - WORTH) if best is not None else float("inf")
+        if wanted.compute_seconds >= limit:
+            break
         try:
-            trial = _fitted(Trial.of(model, variant, rates, budgets, compiles=compiles))
+            trial = _fitted(wanted)
             placement = trial.placed()
         except PlanError as error:
             refused = error
             continue
-        found.append((_floor(trial, placement), settings, trial, placement))
-    if not found:
-        assert refused is not None, "there is at least one trial"
-        raise refused
-    tokens = config.train.batch * config.data.sequence_length
-    best: Choice | None = None
-    for floor, settings, trial, placement in sorted(found, key=lambda one: one[0]):
-        limit = float("inf") if best is None else best.seconds * (1 - WORTH)
-        if floor >= limit:
-            break
+        if (trial.seconds, placement) in seen:
+            continue
+        seen.append((trial.seconds, placement))
+        if best is not None and trial.floor(placement) >= limit:
+            continue
         seconds = trial.forecast(placement).seconds
         if seconds < limit:
             best = Choice({**settings, "tiers.gpu": trial.budgets.gpu}, seconds, tokens / seconds)
-    assert best is not None
+    if best is None:
+        assert refused is not None, "there is at least one trial"
+        raise refused
     return best
 
 
-def _floor(trial: Trial, placement: Placement) -> float:
-    """Seconds that a step takes at least."""
-    forward = sum(
-        trial.seconds.get((access.unit, access.phase), 0.0)
-        for access in trial.accesses
-        if access.phase is Phase.FORWARD and access.group == 0
-    )
-    if not trial.work.policy.deferred:
-        return trial.compute_seconds
-    elements = sum(spec.num_elements for spec in trial.work.specs if placement.updater(spec.name) is Tier.RAM)
-    return trial.compute_seconds + max(0.0, elements / trial.rates.update_parameters_per_s - forward)
-
-
-def _variants(config: RunConfig, compiles: bool) -> Iterator[tuple[dict[str, Any], RunConfig]]:
-    """Every combination that the batch allows and that differs from the others."""
+def _trials(
+    model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, *, compiles: bool
+) -> Iterator[tuple[dict[str, Any], Trial]]:
+    """Every combination that the batch allows and that differs from the others, the simplest first."""
+    units = find_units(model)
     is_streamed = config.train.clip is not None and "ram" in config.tiers.state and "gpu" not in config.tiers.state
-    for groups in GROUPS:
-        for slices in SLICES:
-            for activations, share in ACTIVATIONS:
-                if config.train.batch % (groups * slices) or (slices > 1 and share) or (share and not compiles):
-                    continue
-                for streamed in STREAMED if is_streamed else (0.0,):
-                    settings = {
-                        "train.groups": groups,
-                        "train.slices": slices,
-                        "train.activations": activations,
-                        "model.saved_share": share,
-                        "tiers.streamed_share": streamed,
-                    }
-                    yield settings, changed(config, settings)
+    for groups, slices, (activations, share) in product(GROUPS, SLICES, ACTIVATIONS):
+        if config.train.batch % (groups * slices) or (slices > 1 and share) or (share and not compiles):
+            continue
+        settings = {
+            "train.groups": groups,
+            "train.slices": slices,
+            "train.activations": activations,
+            "model.saved_share": share,
+        }
+        trial = Trial.of(model, units, changed(config, settings), rates, budgets, compiles=compiles)
+        for streamed in STREAMED if is_streamed else (0.0,):
+            policy = replace(trial.work.policy, streamed_share=streamed)
+            work = replace(trial.work, policy=policy)
+            yield settings | {"tiers.streamed_share": streamed}, replace(trial, work=work)
 
 
 def changed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:

@@ -17,7 +17,7 @@ from megatier.engine.optimizer import AdamW, Hyperparameters, join_master, split
 from megatier.engine.step import Engine, EngineOptions
 from megatier.errors import ConfigError, mib
 from megatier.hardware import cores_usable, cpu_has_bf16, default_budgets, set_cuda_defaults
-from megatier.models.decoder import Unit, decays
+from megatier.models.decoder import Unit, decays, find_units
 from megatier.schedule.placement import CHUNK_ELEMENTS_MAX, Budgets, Placement, place
 from megatier.schedule.player import Player
 from megatier.store.store import TieredStore
@@ -57,7 +57,7 @@ class Session:
         Raises:
             PlanError, CapacityError, ConfigError, RunLockedError, UnsupportedModelError: before training starts.
         """
-        work = Workload.of(model, model_config, tiers, train, tokens)
+        work = Workload.of(model, find_units(model), model_config, tiers, train, tokens)
         self.model, self.units = model, work.units
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         device = choose_device(tiers)

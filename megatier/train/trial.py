@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -14,7 +14,7 @@ from megatier.engine.activation import Activations
 from megatier.errors import PlanError, mib
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.weights import resolve
-from megatier.schedule.forecast import Forecast, forecast
+from megatier.schedule.forecast import Forecast, floor, forecast
 from megatier.schedule.placement import Budgets, Placement, place
 from megatier.schedule.rates import Rates
 from megatier.schedule.timeline import Access
@@ -52,24 +52,32 @@ class Trial:
     rates: Rates
 
     @classmethod
-    def of(cls, model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, *, compiles: bool) -> Self:
+    def of(
+        cls,
+        model: PreTrainedModel,
+        units: tuple[Unit, ...],
+        config: RunConfig,
+        rates: Rates,
+        budgets: Budgets,
+        *,
+        compiles: bool,
+    ) -> Self:
         """Read it off a skeleton.
 
         Args:
             model: the skeleton.
+            units: all of `find_units(model)`.
             config: the run's settings.
             rates: the machine's.
             budgets: bytes of each tier.
             compiles: whether layers are compiled.
-
-        Raises:
-            UnsupportedModelError: the model cannot be streamed.
         """
-        work = Workload.of(model, config.model, config.tiers, config.train, config.data.sequence_length)
+        head = _head(model, units)
+        work = Workload.of(model, units, config.model, config.tiers, config.train, config.data.sequence_length)
         return cls(
             work,
-            _accesses(model, config, work),
-            _compute_seconds(model, config, work, rates, compiles),
+            _accesses(head, config, work),
+            _compute_seconds(model, head, config, work, rates, compiles),
             activation_bytes(model, config, work, compiles=compiles),
             budgets,
             config.tiers.gpu_limit or rates.gpu_bytes,
@@ -98,14 +106,18 @@ class Trial:
         """A step."""
         return forecast(self.accesses, self.seconds, self.work.specs, placement, self.work.policy, self.rates)
 
+    def floor(self, placement: Placement) -> float:
+        """Seconds that the forecast of a step has at least."""
+        return floor(self.accesses, self.seconds, self.work.specs, placement, self.work.policy, self.rates)
+
     def times(self, tokens: float) -> Self:
         """With so many times the tokens in each group; memory of activations aside."""
         return replace(self, seconds={use: seconds * tokens for use, seconds in self.seconds.items()})
 
     @property
     def compute_seconds(self) -> float:
-        """Of a step, if nothing else took time."""
-        return sum(self.seconds.get((access.unit, access.phase), 0.0) for access in self.accesses)
+        """Of a step, if nothing else took time. Summed exactly, so that as many tokens in more groups take as long."""
+        return math.fsum(self.seconds.get((access.unit, access.phase), 0.0) for access in self.accesses)
 
 
 def skeleton_of(config: ModelConfig) -> PreTrainedModel:
@@ -118,9 +130,8 @@ def skeleton_of(config: ModelConfig) -> PreTrainedModel:
     return build_skeleton(read_model_config(config, folder), config.attention)
 
 
-def _accesses(model: PreTrainedModel, config: RunConfig, work: Workload) -> tuple[Access, ...]:
+def _accesses(head: str, config: RunConfig, work: Workload) -> tuple[Access, ...]:
     """The order in which a step uses its units: that of the modules. A fused loss makes the head's gradient at once."""
-    head = _head(model)
     uses = [(unit.name, name) for unit in work.units for name in unit.module_names if name != head]
     uses += [(unit.name, head) for unit in work.units if head in unit.module_names]
     back = [use for use in reversed(uses) if use[1] != head or not config.model.fused_loss]
@@ -132,7 +143,7 @@ def _accesses(model: PreTrainedModel, config: RunConfig, work: Workload) -> tupl
 
 
 def _compute_seconds(
-    model: PreTrainedModel, config: RunConfig, work: Workload, rates: Rates, compiles: bool
+    model: PreTrainedModel, head: str, config: RunConfig, work: Workload, rates: Rates, compiles: bool
 ) -> dict[tuple[str, Phase], float]:
     """Of one use by one group: 2 FLOPs a parameter and token forward, twice as many backward, and attention's.
 
@@ -141,12 +152,12 @@ def _compute_seconds(
     text = model.config.get_text_config()
     sequence = config.data.sequence_length
     tokens = work.rows * sequence
+    experts, chosen = _experts(text)
     head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     width = text.num_attention_heads * head_width
-    head = _head(model)
     seconds: dict[tuple[str, Phase], float] = {}
     for unit in work.units:
-        products = _active_elements(unit, text) * 2 * tokens
+        products = _active_elements(unit, experts, chosen) * 2 * tokens
         if unit.is_layer:
             forward = (products + 2 * sequence * width * tokens) / rates.flops_per_s
             seconds[unit.name, Phase.FORWARD] = forward
@@ -167,20 +178,27 @@ def _repeated(config: RunConfig, work: Workload, unit: Unit, compiles: bool) -> 
     return CHEAP * (1 - share) if compiles else 0.0
 
 
-def _active_elements(unit: Unit, text: Any) -> float:  # noqa: ANN401 - a config of any family
-    """Elements of the unit's products that one token takes part in: of experts, those it is sent to."""
+def _experts(text: Any) -> tuple[int, float]:  # noqa: ANN401 - a config of any family
+    """Experts of a layer, 0 for none, and the share of them that one token is sent to."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((number for name in names if (number := getattr(text, name, None))), 0)
     chosen = getattr(text, "num_experts_per_tok", None) or experts
+    return experts, chosen / experts if experts else 1.0
+
+
+def _active_elements(unit: Unit, experts: int, chosen: float) -> float:
+    """Elements of the unit's products that one token takes part in: of experts, those it is sent to."""
     total = 0.0
     for tensor in unit.layout.tensors:
         if len(tensor.shape) < 2:
             continue
         is_expert = experts and len(tensor.shape) == 3 and tensor.shape[0] == experts
-        total += math.prod(tensor.shape) * (chosen / experts if is_expert else 1.0)
+        total += tensor.num_elements * (chosen if is_expert else 1.0)
     return total
 
 
-def _head(model: PreTrainedModel) -> str:
-    module = model.get_output_embeddings()
-    return next((name for name, found in model.named_modules() if found is module), "")
+def _head(model: PreTrainedModel, units: Sequence[Unit]) -> str:
+    """The module that makes logits; an empty name where no unit has it."""
+    head = model.get_output_embeddings()
+    names = (name for unit in reversed(units) for name in reversed(unit.module_names))
+    return next((name for name in names if model.get_submodule(name) is head), "")

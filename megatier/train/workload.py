@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTraine
 from megatier.config import ModelConfig, TiersConfig, TrainConfig
 from megatier.engine.activation import Activations
 from megatier.errors import UnsupportedModelError
-from megatier.models.decoder import Unit, find_units
+from megatier.models.decoder import Unit
 from megatier.schedule.placement import Policy, UnitSpec
 from megatier.store.blockfile import IoOptions
 from megatier.store.tier import Tier
@@ -46,18 +46,24 @@ class Workload:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, model_config: ModelConfig, tiers: TiersConfig, train: TrainConfig, tokens: int
+        cls,
+        model: PreTrainedModel,
+        units: tuple[Unit, ...],
+        model_config: ModelConfig,
+        tiers: TiersConfig,
+        train: TrainConfig,
+        tokens: int,
     ) -> Self:
         """Read it off a skeleton.
 
         Args:
             model: a skeleton (`models.decoder.build_skeleton`).
+            units: all of `find_units(model)`.
             model_config: compute dtype.
             tiers: chunk, streaming, I/O.
             train: groups, slices, activations, clipping.
             tokens: tokens per sequence.
         """
-        units = find_units(model)
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         options = IoOptions(num_threads=tiers.io_threads, direct=tiers.direct_io == "auto", checksums=tiers.checksums)
         activations = _activations(units, train)
