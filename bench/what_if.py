@@ -1,11 +1,13 @@
 """What cannot be run here: 70B and 405B on machines with more RAM and faster drives, by the planner's simulation.
 
 python bench/what_if.py [--machine examples/machines/h200.yaml]        prints a Markdown table
+python bench/what_if.py --search        the settings that the search chooses for 405B, and how long search and plan take
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from megatier.errors import PlanError
 from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import DriveRates, Rates, read_rates
 from megatier.train.plan import make_plan
+from megatier.train.search import changed, search
 from megatier.train.trial import skeleton_of
 
 GIB, TIB = 1 << 30, 1 << 40
@@ -32,13 +35,13 @@ TOKENS = 131_072
 
 
 def config_of(model: str) -> RunConfig:
-    """Settings of a run: recompute, boundaries offloaded, one group."""
+    """Settings of a run: recompute, boundaries offloaded, one group in two slices, so that 405B fits the GPU."""
     settings = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False}
     return RunConfig(
         model=ModelConfig(config=settings | MODELS[model]),
         data=DataConfig(files=("random",), tokenizer="bytes", sequence_length=SEQUENCE),
         tiers=TiersConfig(state=("ram", "nvme")),
-        train=TrainConfig(batch=TOKENS // SEQUENCE, activations="offload"),
+        train=TrainConfig(batch=TOKENS // SEQUENCE, slices=2, activations="offload"),
     )
 
 
@@ -67,11 +70,38 @@ def rows(rates: Rates) -> Iterator[str]:
                     break
 
 
+def search_rows(rates: Rates) -> Iterator[str]:
+    """Lines of the search's table. Its seconds are the processor's, without those that build the skeleton."""
+    yield "| RAM | drives | chosen | s/step | search took | plan took |"
+    yield "|---|---|---|---|---|---|"
+    config = config_of("405B")
+    skeleton = skeleton_of(config.model)
+    for ram in (1 * TIB, 2 * TIB):
+        for count in DRIVES:
+            machine = replace(rates, drives=(DRIVE,) * count)
+            budgets = Budgets(GPU, ram * 9 // 10, 16 * TIB)
+            start = f"| {ram // GIB:,} GiB | {count} |"
+            begun = time.process_time()
+            try:
+                choice = search(skeleton, config, machine, budgets, compiles=True)
+            except PlanError as error:
+                yield f"{start} does not fit: {error} | | {time.process_time() - begun:.1f} s | |"
+                continue
+            found = time.process_time()
+            budgets = replace(budgets, gpu=choice.settings["tiers.gpu"])
+            make_plan(skeleton, changed(config, choice.settings), machine, budgets, compiles=True)
+            chosen = ", ".join(f"{name.partition('.')[2]} {value}" for name, value in choice.settings.items())
+            took = f"{found - begun:.1f} s | {time.process_time() - found:.1f} s"
+            yield f"{start} {chosen} | {choice.seconds:.1f} | {took} |"
+
+
 def main() -> None:
-    """Print the table."""
+    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", type=Path, default=Path("examples/machines/h200.yaml"))
-    for line in rows(read_rates(parser.parse_args().machine)):
+    parser.add_argument("--search", action="store_true", help="what the search chooses, and how long it takes")
+    options = parser.parse_args()
+    for line in (search_rows if options.search else rows)(read_rates(options.machine)):
         print(line, flush=True)
 
 
