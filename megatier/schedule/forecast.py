@@ -35,7 +35,7 @@ PIECES_MAX = 4
 UPDATE_BYTES = 26
 """Memory traffic of AdamW on the CPU, a parameter: 14 read, 12 written."""
 COPY_BYTES = 24
-"""Memory traffic of copying the state of a parameter to its other generation."""
+"""Memory traffic of copying the state of a parameter to its other generation, which counts as AdamW's."""
 SUM_BYTES = {False: 12, True: 24}
 """Memory traffic of adding a group's gradient in RAM, a parameter; the last one is rounded and measured too."""
 
@@ -100,7 +100,7 @@ def lanes_of(rates: Rates) -> dict[str, Lane]:
         "gpu_to_ram": lane(rates.to_ram_bytes_per_s, 1, to_ram=1.0),
         "state_to_ram": lane(rates.to_ram_bytes_per_s, 1, to_ram=1.0),
         "update": lane(rates.update_parameters_per_s, UPDATE_BYTES),
-        "speculate": lane(rates.update_parameters_per_s * UPDATE_BYTES / (UPDATE_BYTES + COPY_BYTES), UPDATE_BYTES),
+        "update_nvme": lane(rates.update_parameters_per_s, UPDATE_BYTES),
         "update_gpu": Lane(rates.gpu_update_parameters_per_s),
     }
 
@@ -265,19 +265,20 @@ class _Jobs:
         self, unit: UnitSpec, spilled: int, gradient: int | None, fed: Load | None, uses: Sequence[int]
     ) -> int | None:
         pieces = self._num_pieces(unit)
-        lane = "speculate" if unit.name in self.placement.speculative else "update"
+        is_speculative = unit.name in self.placement.speculative
+        amount = unit.num_elements * (1 + COPY_BYTES / UPDATE_BYTES * is_speculative)
         copied: int | None = None
         updated = -1
         for _ in range(pieces):
             free = self.chunks[0] if len(self.chunks) == UPDATE_DEPTH else None
             read = self._add("nvme_to_ram", unit.name, spilled / pieces, self.begun, free)
-            updated = self._add(lane, unit.name, unit.num_elements / pieces, read, gradient)
+            updated = self._add("update_nvme", unit.name, amount / pieces, read, gradient)
             if fed is not None:
                 size = self._bytes(unit, Kind.WEIGHT) / pieces
                 copied = self._add("ram_to_gpu", unit.name, size, updated, self._slot_free(fed, uses))
             write = self._add("ram_to_nvme", unit.name, spilled / pieces, updated)
             self.chunks.append(write)
-        (self.speculated if unit.name in self.placement.speculative else self.updates)[unit.name] = updated
+        (self.speculated if is_speculative else self.updates)[unit.name] = updated
         return copied
 
     def _update_streamed(self, unit: UnitSpec, arrival: int) -> None:

@@ -1,7 +1,7 @@
 """Speculation: updates inside the backward, as if nothing had to be clipped.
 
 With clipping, updates wait for the norm, and drives would be idle through the backward. So units that spill may have
-two generations of state. As soon as such a unit's gradient is final, the lane `speculate` reads the generation that
+two generations of state. As soon as such a unit's gradient is final, the lane `update_nvme` reads the generation that
 holds, updates it with a clip coefficient of 1 and writes the other one. When the norm is known and nothing is clipped,
 that one holds from then on. Else it is void: the next pass updates the unit as all others, from the old generation,
 with its gradient, which is in RAM still. The bits are the same either way; a wrong guess costs bytes.
@@ -53,7 +53,7 @@ class Chunk:
 
 
 class Speculation:
-    """The speculative updates of a run. `close` stops the lane.
+    """The speculative updates of a run, on the lane of all updates of what spills.
 
     Attributes:
         updated: units whose last update is done, or on its way, because it was kept.
@@ -63,16 +63,20 @@ class Speculation:
         demanded: bytes per queue that speculative updates had to move so far.
     """
 
-    def __init__(self, blocks: UnitBlocks, optimizer: Optimizer, recorder: Recorder, busy: dict[str, str]) -> None:
-        """Start the lane.
+    def __init__(
+        self, blocks: UnitBlocks, optimizer: Optimizer, recorder: Recorder, busy: dict[str, str], lane: Queue
+    ) -> None:
+        """Nothing is tried before `begin`.
 
         Args:
             blocks: the run's blocks.
             optimizer: does the arithmetic.
             recorder: notes updates.
             busy: per lane, what it is at; kept up to date here.
+            lane: where they run.
         """
         self._blocks, self._optimizer, self._recorder, self._busy = blocks, optimizer, recorder, busy
+        self._lane = lane
         self._store, self._units = blocks.store, frozenset(blocks.placement.speculative)
         self.updated: frozenset[str] = frozenset()
         self.outcome: Literal["kept", "void"] | None = None
@@ -88,7 +92,6 @@ class Speculation:
         """Chunks that nobody asked for yet, in the order of the lane."""
         self._asked: deque[Chunk] = deque()
         """Chunks that were asked for, before those planned; known to the lane alone."""
-        self._lane = Queue("speculate")
 
     # ------------------------------------------------------------------ the player's side
 
@@ -140,20 +143,18 @@ class Speculation:
         """The unit's speculative update, until another update takes its place."""
         return self._transfers.get(unit)
 
-    def take(self, unit: str) -> list[Transfer]:
-        """What another update of the unit has to come behind."""
-        transfer = self._transfers.pop(unit, None)
-        return [] if transfer is None else [transfer]
+    def drop(self, unit: str) -> None:
+        """Another update, or sum, of the unit takes the place of its speculative one."""
+        self._transfers.pop(unit, None)
 
     def all(self) -> list[Transfer]:
         """Every unit's last speculative update that has no successor."""
         return list(self._transfers.values())
 
     def close(self) -> None:
-        """Leave out what has not begun and stop the lane."""
+        """Leave out what has not begun."""
         for chunk in (*self._asked, *self._planned):
             chunk.attempt.is_void = True
-        self._lane.close()
 
     # ------------------------------------------------------------------ the lane's side
 
@@ -171,7 +172,7 @@ class Speculation:
             self._next()
 
     def _read_ahead(self) -> None:
-        self._busy["speculate"] = "nvme_to_ram"
+        self._busy["update_nvme"] = "nvme_to_ram"
         while self._planned and len(self._asked) < CHUNK_DEPTH and not self._planned[0].attempt.is_void:
             chunk = self._planned.popleft()
             self._asked.append(chunk)
@@ -189,14 +190,14 @@ class Speculation:
             self._blocks.open_state(unit, elements, kinds, generation=chunk.generation) as old,
             self._blocks.open_state(unit, elements, kinds, generation=other, fresh=True) as new,
         ):
-            self._busy["speculate"] = "update"
+            self._busy["update_nvme"] = "update"
             start = time.perf_counter_ns()
             for kind in kinds:
                 new.planes[kind].copy_(old.planes[kind])
             work = chunk.attempt.apply(unit, elements, new.planes, grad.bytes)
             if work is not None:
                 work.wait()
-            self._recorder.work("speculate", unit, start, time.perf_counter_ns())
+            self._recorder.work("update_nvme", unit, start, time.perf_counter_ns())
             new.write_back()
         for kind in self._blocks.spilled(unit):
             self._demand(chunk.attempt, "ram_to_nvme", self._blocks.span(unit, kind, elements))

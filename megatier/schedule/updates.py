@@ -1,7 +1,8 @@
 """The updates: AdamW unit by unit, where each unit's state lies, submitted when its gradient is final.
 
-The lane `update` runs AdamW on the CPU and writes state back, chunk by chunk where it is at home on NVMe; it also sums
-groups in RAM. The lane `update_gpu` works where AdamW runs on the GPU.
+The lane `update` runs AdamW on the CPU where state is in RAM, and sums groups there. The lane `update_nvme` does so
+where state spills, chunk by chunk, and writes back: beside the other, so that no drive waits for it. The lane
+`update_gpu` works where AdamW runs on the GPU.
 
 A streamed unit's state comes to GPU slots during the backward, when links and memory have time. It is updated there as
 soon as the norm is known, and goes home when the CPU is through with its own updates, which need all that memory gives.
@@ -10,8 +11,8 @@ Where a unit's weights come from NVMe and its update is due, the update feeds th
 weight plane goes from the RAM slot to the GPU on its way home.
 
 No deadlock: an update that feeds a load waits only for accesses before that load's; a streamed unit's waits for its
-load, and no load waits for it; the exchange of streamed state waits for `update`, never the other way round. RAM slots
-are held only while bytes move or AdamW runs.
+load, and no load waits for it; the exchange of streamed state waits for the other lanes, never the other way round. RAM
+slots are held only while bytes move or AdamW runs.
 
 Where a unit has two generations of state, its update may run before the norm is known: `speculation` says when.
 
@@ -91,14 +92,16 @@ class Updates:
         self._last: dict[str, Transfer] = {}
         """Each unit's update or sum that was submitted last, but for speculative updates."""
         self._ahead: deque[tuple[str, Elements]] = deque()
+        """Chunks of spilled state that are due, in the order of their lane."""
         self._is_ahead = False
         """Streamed state is on the GPU, or on its way there, for the next update."""
         self._is_closed = False
-        busy.update(update="update", update_gpu="update_gpu")
-        # The immediate mode looks at sums of squares on the GPU; in the deferred mode the lane needs no stream.
-        self._on_cpu = Queue("update", None if self._policy.deferred else self._store.clock)
+        busy.update(update="update", update_nvme="nvme_to_ram", update_gpu="update_gpu")
+        # The immediate mode looks at sums of squares on the GPU; in the deferred mode these lanes need no stream.
+        clock = None if self._policy.deferred else self._store.clock
+        self._in_ram, self._on_nvme = Queue("update", clock), Queue("update_nvme", clock)
         self._on_gpu = Queue("update_gpu", self._store.clock)
-        self.speculation = Speculation(blocks, optimizer, recorder, busy)
+        self.speculation = Speculation(blocks, optimizer, recorder, busy, self._on_nvme)
 
     # ------------------------------------------------------------------ the player's side
 
@@ -113,13 +116,18 @@ class Updates:
         """
         unit = update.unit
         after = [gradient] if gradient is not None else []
-        behind = [*([load] if load is not None else []), *self.speculation.take(unit)]
+        behind = [load] if load is not None else []
+        self.speculation.drop(unit)
         if self._placement.updater(unit) is Tier.GPU:
             transfer = self._on_gpu.submit(unit, 0, partial(self._update_on_gpu, unit), after, behind)
             self._recorder.watch(transfer)
-        else:
+        elif self._blocks.spilled(unit):
             self._ahead.extend((unit, span) for span in self._blocks.chunks(unit))
-            transfer = self._on_cpu.submit(unit, 0, partial(self._update_on_cpu, update), after, behind)
+            if self._policy.groups > 1 and (summed := self._last.get(unit)) is not None:
+                after.append(summed)
+            transfer = self._on_nvme.submit(unit, 0, partial(self._update_on_nvme, update), after, behind)
+        else:
+            transfer = self._in_ram.submit(unit, 0, partial(self._update_in_ram, unit), after, behind)
         self._last[unit] = transfer
         if unit in self._placement.streamed:
             size = self._blocks.passing_bytes(unit)
@@ -129,8 +137,8 @@ class Updates:
 
     def submit_sum(self, unit: str, group: int) -> None:
         """Add a group's gradient, which is in RAM or on its way there, to those before it."""
-        behind = self.speculation.take(unit)
-        self._last[unit] = self._on_cpu.submit(unit, 0, partial(self._accumulate, unit, group), behind=behind)
+        self.speculation.drop(unit)
+        self._last[unit] = self._in_ram.submit(unit, 0, partial(self._accumulate, unit, group))
 
     def submit_speculative(self, unit: str, gradient: Transfer | None) -> None:
         """A unit's gradient is final: update it at once, if this pass speculates."""
@@ -194,8 +202,8 @@ class Updates:
         """Abandon what has not begun and stop the lanes. Abandon the gate first: an update may wait on it."""
         self._is_closed = True
         self.speculation.close()
-        self._on_cpu.close()
-        self._on_gpu.close()
+        for lane in (self._in_ram, self._on_nvme, self._on_gpu):
+            lane.close()
 
     def _submit_all(self) -> None:
         gradients = mark(self._store.clock, "gradients")
@@ -250,19 +258,16 @@ class Updates:
 
     # ------------------------------------------------------------------ lane update
 
-    def _update_on_cpu(self, update: Update) -> Applied | None:
-        """AdamW on one unit, and its gradient's slot free again, whatever happens."""
+    def _update_in_ram(self, unit: str) -> Applied | None:
+        """AdamW on a unit in RAM, and its gradient's slot free again, whatever happens."""
         try:
-            self._check(update.unit)
-            if self._policy.deferred and not self._blocks.spilled(update.unit):
-                return self._begin_update(update.unit)
-            self._update_chunks(update.unit, feeds=update.load is not None and self._may_feed(update.load))
-            return None
+            self._check(unit)
+            applied = self._begin_update(unit)
+            if applied is not None and not self._policy.deferred:  # the gradient's slot goes
+                applied.wait()
+            return applied
         finally:
-            while self._ahead and self._ahead[0][0] == update.unit:
-                self._ahead.popleft()
-            if self._policy.groups == 1 and self._placement.grad_homes[update.unit] is None:
-                self._store.evict(grad_key(update.unit), Tier.RAM)
+            self._free_gradient(unit)
 
     def _begin_update(self, unit: str) -> Applied | None:
         (elements,) = self._blocks.chunks(unit)
@@ -278,29 +283,50 @@ class Updates:
             leases.callback(lambda: self._recorder.work("update", unit, *work.span_ns()))
             return Applied(work, leases.pop_all())
 
-    def _update_chunks(self, name: str, *, feeds: bool) -> None:
+    def _accumulate(self, unit: str, group: int) -> None:
+        total_key, part_key = sum_key(unit), grad_key(unit)
+        try:
+            with self._store.lease(total_key, Tier.RAM) as total, self._store.lease(part_key, Tier.RAM) as part:
+                self._optimizer.accumulate(unit, total.bytes, part.bytes, group=group)
+        finally:
+            self._store.evict(part_key, Tier.RAM)
+
+    # ------------------------------------------------------------------ lane update_nvme
+
+    def _update_on_nvme(self, update: Update) -> None:
         """Chunk by chunk: read ahead, update, feed the load, write back."""
-        for elements in self._blocks.chunks(name):
-            self._busy["update"] = "nvme_to_ram" if self._blocks.spilled(name) else "gpu_to_ram"
-            self._read_ahead()
-            self._ahead.popleft()
-            with (
-                self._blocks.grad_lease(name, elements) as grad,
-                self._blocks.open_state(name, elements, self._blocks.kinds) as state,
-            ):
-                self._busy["update"] = "update"
-                start = time.perf_counter_ns()
-                if (work := self._optimizer.apply(name, elements, state.planes, grad.bytes)) is not None:
-                    work.wait()
-                self._recorder.work("update", name, start, time.perf_counter_ns())
-                state.write_back()
-                if feeds:
-                    span = self._blocks.span(name, Kind.WEIGHT, elements)
-                    self._store.prefetch(self._blocks.key(name, Kind.WEIGHT), Tier.GPU, span, wait=True)
+        unit = update.unit
+        try:
+            self._check(unit)
+            feeds = update.load is not None and self._may_feed(update.load)
+            for elements in self._blocks.chunks(unit):
+                self._busy["update_nvme"] = "nvme_to_ram"
+                self._read_ahead()
+                self._ahead.popleft()
+                self._update_chunk(unit, elements, feeds=feeds)
+        finally:
+            while self._ahead and self._ahead[0][0] == unit:
+                self._ahead.popleft()
+            self._free_gradient(unit)
+
+    def _update_chunk(self, unit: str, elements: Elements, *, feeds: bool) -> None:
+        with (
+            self._blocks.grad_lease(unit, elements) as grad,
+            self._blocks.open_state(unit, elements, self._blocks.kinds) as state,
+        ):
+            self._busy["update_nvme"] = "update"
+            start = time.perf_counter_ns()
+            if (work := self._optimizer.apply(unit, elements, state.planes, grad.bytes)) is not None:
+                work.wait()
+            self._recorder.work("update_nvme", unit, start, time.perf_counter_ns())
+            state.write_back()
+            if feeds:
+                span = self._blocks.span(unit, Kind.WEIGHT, elements)
+                self._store.prefetch(self._blocks.key(unit, Kind.WEIGHT), Tier.GPU, span, wait=True)
 
     def _may_feed(self, load: Load) -> bool:
         """True once there is room for the weights on the GPU; False when the step that wanted them was given up."""
-        self._busy["update"] = "slot"
+        self._busy["update_nvme"] = "slot"
         try:
             self._blocks.make_room(load, self._gate)
         except StepAbandonedError:
@@ -313,13 +339,10 @@ class Updates:
                 span = self._blocks.span(name, kind, elements)
                 self._store.prefetch(self._blocks.key(name, kind), Tier.RAM, span, wait=True)
 
-    def _accumulate(self, unit: str, group: int) -> None:
-        total_key, part_key = sum_key(unit), grad_key(unit)
-        try:
-            with self._store.lease(total_key, Tier.RAM) as total, self._store.lease(part_key, Tier.RAM) as part:
-                self._optimizer.accumulate(unit, total.bytes, part.bytes, group=group)
-        finally:
-            self._store.evict(part_key, Tier.RAM)
+    def _free_gradient(self, unit: str) -> None:
+        """Where the gradient lies in a slot alone."""
+        if self._policy.groups == 1 and self._placement.grad_homes[unit] is None:
+            self._store.evict(grad_key(unit), Tier.RAM)
 
     def _check(self, unit: str) -> None:
         if self._is_closed:

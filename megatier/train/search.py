@@ -1,4 +1,4 @@
-"""The search for the settings that make a step shortest: groups, slices, activations, state on the GPU, streaming.
+"""The search for the settings that make a step shortest: groups, slices, activations, state, streaming, generations.
 
 Trials are taken in the order of their compute, the simplest first where that is equal, and the search ends when compute
 alone takes longer than the best step found. A trial that is placed like an earlier one is the same step, and one whose
@@ -28,6 +28,7 @@ SLICES = (1, 2, 4, 8)
 ACTIVATIONS = (("keep", 0.8), ("keep", 0.3), ("recompute", 0.0), ("offload", 0.0))
 """Policy and saved share. With a share of 0 a compiled layer saves its inputs alone."""
 STREAMED = (0.0, 0.3, 0.5, 0.6)
+GENERATIONS = (1, 2)
 MARGIN = 0.02
 """Share of the GPU left free, since activations are estimated."""
 WORTH = 0.005
@@ -93,21 +94,23 @@ def _trials(
 ) -> Iterator[tuple[dict[str, Any], Trial]]:
     """Every combination that the batch allows and that differs from the others, the simplest first."""
     units = find_units(model)
-    is_streamed = config.train.clip is not None and "ram" in config.tiers.state and "gpu" not in config.tiers.state
-    for groups, slices, (activations, share) in product(GROUPS, SLICES, ACTIVATIONS):
-        if config.train.batch % (groups * slices) or (slices > 1 and share) or (share and not compiles):
+    defers, state = config.train.clip is not None, config.tiers.state
+    shares = STREAMED if defers and "ram" in state and "gpu" not in state else (0.0,)
+    generations = GENERATIONS if defers and "nvme" in state and budgets.nvme else (1,)
+    for groups, slices, (activations, saved) in product(GROUPS, SLICES, ACTIVATIONS):
+        if config.train.batch % (groups * slices) or (slices > 1 and saved) or (saved and not compiles):
             continue
         settings = {
             "train.groups": groups,
             "train.slices": slices,
             "train.activations": activations,
-            "model.saved_share": share,
+            "model.saved_share": saved,
         }
         trial = Trial.of(model, units, changed(config, settings), rates, budgets, compiles=compiles)
-        for streamed in STREAMED if is_streamed else (0.0,):
-            policy = replace(trial.work.policy, streamed_share=streamed)
-            work = replace(trial.work, policy=policy)
-            yield settings | {"tiers.streamed_share": streamed}, replace(trial, work=work)
+        for share, number in product(shares, generations):
+            work = replace(trial.work, policy=replace(trial.work.policy, streamed_share=share, generations=number))
+            moves = {"tiers.streamed_share": share, "tiers.generations": number}
+            yield settings | moves, replace(trial, work=work)
 
 
 def changed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
