@@ -101,9 +101,9 @@ SLOW = {
 def test_floor_is_under_the_forecast_and_near_it(name: str, slow: str) -> None:
     made, placement, policy = of(name, SLOW[slow])
     least = floor(accesses(policy.groups), SECONDS, UNITS, placement, policy, SLOW[slow])
-    # What may run under the next step is not counted: the exchange, updates in the backward.
-    share = {("streamed", "links"): 0.5}.get((name, slow), 0.0 if name == "twice" else 0.85)
-    assert share * made.seconds <= least <= made.seconds + 1e-9
+    assert least <= made.seconds + 1e-9
+    if name not in ("streamed", "twice"):  # the exchange and updates in the backward may run under the next step
+        assert least >= 0.85 * made.seconds
 
 
 def test_forecast_with_a_second_drive_of_the_same_rates_halves_the_step() -> None:

@@ -66,10 +66,10 @@ def test_search_finds_what_trying_everything_finds(case: str) -> None:
     assert min(seconds) <= choice.seconds <= min(seconds) / (1 - WORTH)
 
 
-def test_search_without_clipping_finds_what_trying_everything_finds() -> None:
+@pytest.mark.parametrize("setting", [{"train.clip": None}, {"tiers.generations": 2}])
+def test_search_with_updates_in_the_backward_finds_what_trying_everything_finds(setting: dict[str, Any]) -> None:
     rates, state, ram = CASES["a slow drive"]
-    config, budgets = config_of(state), Budgets(64 * MIB, ram, 512 * MIB)
-    config = replace(config, train=replace(config.train, clip=None))
+    config, budgets = changed(config_of(state), setting), Budgets(64 * MIB, ram, 512 * MIB)
     model = skeleton_of(config.model)
     fitted = [searching._fitted(trial) for _, trial in searching._trials(model, config, rates, budgets, compiles=True)]
     least = min(trial.forecast(trial.placed()).seconds for trial in fitted)
