@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,6 +134,12 @@ def mount_of(directory: Path) -> Mount:
     mountpoint = next((parent for parent in (path, *path.parents) if parent in places), Path(path.anchor))
     usage = psutil.disk_usage(str(path))
     return Mount(mountpoint, places.get(mountpoint, "unknown"), usage.total, usage.free)
+
+
+def scratch_directory() -> Path:
+    """Where temporary files lie on a drive: the system's place for them, or /var/tmp where that one lies in RAM."""
+    usual = Path(tempfile.gettempdir())
+    return Path("/var/tmp") if mount_of(usual).is_memory else usual
 
 
 def gpus() -> tuple[Gpu, ...]:

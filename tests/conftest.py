@@ -13,10 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from megatier.hardware import scratch_directory
 from megatier.store.blockfile import BlockFiles, Extent, FileBatch
 from megatier.store.residency import overlap
 from megatier.store.store import TieredStore
 from megatier.store.tier import Tier
+
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(scratch_directory()))
+"""Parent of every tmp_path: a mount of the NVMe tier may not lie in RAM, and on many machines /tmp does."""
 
 CHUNK_BYTES = 4096
 LEAK_WAIT_S = 2.0

@@ -146,12 +146,23 @@ def test_train_without_any_room_for_state_is_refused(refused: Callable[[dict[str
     assert "give tiers.nvme a mount" in refused({"tiers.state": "nvme"})
 
 
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")
+def test_train_mount_in_ram_is_refused(refused: Callable[[dict[str, Any]], str]) -> None:
+    message = refused({"tiers.state": "nvme", "tiers.nvme": "/dev/shm:4MiB"})
+    assert (
+        "tiers.nvme: files in /dev/shm lie in RAM (tmpfs on /dev/shm), outside tiers.ram. Name a directory" in message
+    )
+    assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith("megatier-")]
+
+
 def on_small_drive(drive: Path, options: str, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command in a mount namespace of its own, where `drive` is a file system in memory with these options."""
+    """Run a command in a mount namespace of its own, where `drive` is a tmpfs that counts as a drive."""
     drive.mkdir()
     code = (
         "import os, sys\n"
+        "from megatier import hardware\n"
         "from megatier.cli import main\n"
+        "hardware.MEMORY_FILE_SYSTEMS.clear()\n"
         "os.posix_fallocate = lambda *_: sys.exit('filled the disk')\n"
         "code = main(sys.argv[2:])\n"
         "print(os.listdir(sys.argv[1]))\n"

@@ -31,7 +31,7 @@ def small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A mount whose figures may be believed, whatever the tests' disk is."""
-    monkeypatch.setattr(drive_probe, "drive_flags", lambda figures, *, in_memory: ())
+    monkeypatch.setattr(drive_probe, "drive_flags", lambda figures: ())
     (tmp_path / "drive").mkdir()
     return tmp_path / "drive"
 
@@ -63,7 +63,7 @@ def test_bench_without_mounts_measures_links(tmp_path: Path, capsys: pytest.Capt
 def test_bench_flagged_drive_exits_1_and_is_not_kept(
     drive: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(drive_probe, "drive_flags", lambda figures, *, in_memory: ("[odd]",))
+    monkeypatch.setattr(drive_probe, "drive_flags", lambda figures: ("[odd]",))
     assert main(["bench", *QUICK, "--nvme", str(drive)]) == 1
     assert "not to be believed [odd]" in capsys.readouterr().out
     assert cached_rates([drive], "cpu") is None

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import resource
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -120,6 +121,14 @@ def test_mount_of_missing_directory_is_its_parents(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")
 def test_mount_of_shared_memory_is_memory() -> None:
     assert hardware.mount_of(Path("/dev/shm")).is_memory
+
+
+def test_scratch_directory_is_the_systems_unless_it_lies_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = Path(tempfile.gettempdir())
+    for file_system, expected in (("ext4", usual), ("tmpfs", Path("/var/tmp"))):
+        found = hardware.Mount(usual, file_system, 2, 1)
+        monkeypatch.setattr(hardware, "mount_of", lambda directory, found=found: found)
+        assert hardware.scratch_directory() == expected
 
 
 def test_default_budgets_cpu_halves_share_of_available(tmp_path: Path) -> None:

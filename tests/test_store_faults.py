@@ -44,9 +44,11 @@ def test_fault(found: dict[str, str], name: str) -> None:
 
 SMALL_DISK = """
 import os, sys
+from megatier import hardware
 from megatier.errors import CapacityError
 from megatier.store.store import TieredStore
 from megatier.store.tier import BlockSpec, Tier
+hardware.MEMORY_FILE_SYSTEMS.clear()  # the small drive lies in RAM
 directory = sys.argv[1]
 store = TieredStore.open(ram="1MiB", nvme=[f"{directory}:64MiB"])
 store.register(BlockSpec("a", 32 << 20, Tier.NVME))

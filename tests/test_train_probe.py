@@ -17,7 +17,6 @@ import torch
 
 from megatier.config import MountBudget
 from megatier.errors import CapacityError, ConfigError, IntegrityError, MegatierError, TransferError
-from megatier.hardware import mount_of
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.store.blockfile import FileBatch, IoOptions
 from megatier.train import drive_probe, link_probe, probe
@@ -83,13 +82,6 @@ def test_probe_drive_without_direct_says_so_and_reads_once(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_probe_drive_in_ram_is_flagged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_memory = dataclasses.replace(mount_of(tmp_path), file_system="tmpfs")
-    monkeypatch.setattr(drive_probe, "mount_of", lambda directory: in_memory)
-    found = drive_probe.probe_drive(MountBudget(tmp_path, SIZE), seconds=SECONDS)
-    assert found.flags == ("files on tmpfs lie in RAM: this is no drive",)
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TransferError("read", "nvme", "x", 0, errno.EIO)])
 @pytest.mark.parametrize("after", [3, 20, 40])
 def test_probe_drive_that_ends_early_leaves_nothing(
@@ -138,6 +130,12 @@ def test_probe_drive_missing_mount_is_named(tmp_path: Path) -> None:
     assert f"{tmp_path / 'none'} is not a directory. Create it" in message
 
 
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")
+def test_probe_drive_mount_in_ram_is_named() -> None:
+    message = refused(MountBudget(Path("/dev/shm"), SIZE), ConfigError)
+    assert message.startswith("--nvme: files in /dev/shm lie in RAM (tmpfs on /dev/shm), outside tiers.ram. Name a ")
+
+
 @pytest.mark.parametrize("size", [0, 1000, None])
 def test_probe_drive_size_too_small_names_the_least(tmp_path: Path, size: int | None) -> None:
     message = refused(MountBudget(tmp_path, size), ConfigError)
@@ -173,7 +171,7 @@ def test_probe_drive_read_only_mount_is_named(tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_drive_flags_tell_what_cannot_be(found: DriveFigures, words: str | None) -> None:
-    flags = drive_probe.drive_flags(found, in_memory=False)
+    flags = drive_probe.drive_flags(found)
     assert not flags if words is None else words in flags[0]
 
 

@@ -131,8 +131,10 @@ def _huge_pages() -> Check:
 
 def _drive(directory: Path) -> Iterator[Check]:
     mount = hardware.mount_of(directory)
-    in_memory = "Files here lie in RAM. Give a directory on a drive." if mount.is_memory else ""
-    yield Check("file system", "warn" if in_memory else "ok", f"{mount.file_system} on {mount.directory}", in_memory)
+    in_memory = (
+        "Files here lie in RAM, so a run refuses it. Give --nvme a directory on a drive." if mount.is_memory else ""
+    )
+    yield Check("file system", "fail" if in_memory else "ok", f"{mount.file_system} on {mount.directory}", in_memory)
     low = mount.free_bytes < LOW_DISK_BYTES
     remedy = "State takes 12 bytes a parameter. Free space or give another directory." if low else ""
     yield Check("free space", "warn" if low else "ok", f"{mib(mount.free_bytes)} of {mib(mount.total_bytes)}", remedy)

@@ -9,6 +9,8 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
+from megatier.hardware import scratch_directory
+
 
 def run(argv: Sequence[str]) -> int:
     """Train a tiny model under several placements and compare every bit; 0 when all agree, else 1."""
@@ -24,5 +26,5 @@ def run(argv: Sequence[str]) -> int:
 
     if options.directory is not None:
         return 0 if verify(options.device, options.directory, Console()) else 1
-    with TemporaryDirectory(prefix="megatier-verify-") as directory:
+    with TemporaryDirectory(prefix="megatier-verify-", dir=scratch_directory()) as directory:
         return 0 if verify(options.device, Path(directory), Console()) else 1

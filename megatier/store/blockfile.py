@@ -26,6 +26,7 @@ import numpy.typing as npt
 from megatier import _native
 from megatier.config import MountBudget
 from megatier.errors import CapacityError, ConfigError, IntegrityError, RunLockedError, TransferError
+from megatier.hardware import mount_of
 from megatier.store.tier import PAGE_BYTES, round_up
 
 REQUEST_BYTES = 8 << 20
@@ -108,7 +109,7 @@ class BlockFiles:
         """Create and lock a directory per mount. Nothing large is allocated yet.
 
         Raises:
-            ConfigError: a mount does not exist or may not be written.
+            ConfigError: a mount does not exist, lies in RAM, or may not be written.
             RunLockedError: the run's directory is in use.
         """
         self.options = options
@@ -305,14 +306,28 @@ def lock_directory(directory: Path) -> int:
     return lock_directory(directory)
 
 
+def check_directory(directory: Path, setting: str = "tiers.nvme") -> None:
+    """Refuse what cannot be a mount. Bytes in a file system in RAM are RAM that no budget counts.
+
+    Raises:
+        ConfigError: it is not a directory, or its files lie in RAM; begins with the setting that names it.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"{setting}: {directory} is not a directory. Create it, or name a mount that exists.")
+    if (mount := mount_of(directory)).is_memory:
+        raise ConfigError(
+            f"{setting}: files in {directory} lie in RAM ({mount.file_system} on {mount.directory}), outside tiers.ram."
+            " Name a directory on a drive, or raise tiers.ram and leave this one out."
+        )
+
+
 def budget_bytes(mount: MountBudget) -> int:
     """A mount's budget; nine tenths of what is free there where none was given.
 
     Raises:
-        ConfigError: it is not a directory, or full.
+        ConfigError: it is no directory on a drive, or full.
     """
-    if not mount.directory.is_dir():
-        raise ConfigError(f"tiers.nvme: {mount.directory} is not a directory. Create it, or name a mount that exists.")
+    check_directory(mount.directory)
     if mount.num_bytes is not None:
         return mount.num_bytes
     if not (budget := _free_bytes(mount.directory) * 9 // 10):

@@ -26,7 +26,7 @@ from megatier.errors import CapacityError, ConfigError, at_least
 from megatier.hardware import ROOT, mount_of
 from megatier.schedule.rates import DriveRates
 from megatier.store.arena import Arena
-from megatier.store.blockfile import STRIPE_BYTES, BlockFiles, FileBatch, IoOptions
+from megatier.store.blockfile import STRIPE_BYTES, BlockFiles, FileBatch, IoOptions, check_directory
 from megatier.store.tier import PAGE_BYTES
 
 BLOCK_BYTES = STRIPE_BYTES
@@ -283,12 +283,11 @@ def check_mount(mount: MountBudget) -> int:
     """Bytes of the file to measure with, once it is clear that the mount can hold it.
 
     Raises:
-        ConfigError: no such directory, or the size is too small to measure anything.
+        ConfigError: it is no directory on a drive, or the size is too small to measure anything.
         CapacityError: the mount has less room.
     """
     directory, num_bytes = mount.directory, mount.num_bytes or 0
-    if not directory.is_dir():
-        raise ConfigError(f"--nvme: {directory} is not a directory. Create it, or name a mount that exists.")
+    check_directory(directory, "--nvme")
     if num_bytes < (least := BLOCKS_MIN * IoOptions().chunk_bytes):
         raise ConfigError(f"--nvme: {at_least(num_bytes)} on {directory} is too small; give {at_least(least)} or more.")
     room = os.statvfs(directory)
@@ -343,14 +342,11 @@ def probe_drive(
         sustained_bytes_per_s=sustained,
         knee_bytes=None if knee_step is None else knee_step * max(SUSTAINED_STEP_BYTES, block_bytes),
     )
-    in_memory = mount_of(directory).is_memory
-    return replace(figures, notes=drive_notes(figures), flags=drive_flags(figures, in_memory=in_memory))
+    return replace(figures, notes=drive_notes(figures), flags=drive_flags(figures))
 
 
-def drive_flags(figures: DriveFigures, *, in_memory: bool) -> tuple[str, ...]:
+def drive_flags(figures: DriveFigures) -> tuple[str, ...]:
     """What makes the figures of a mount no figures of a drive."""
-    if in_memory:
-        return (f"files on {figures.file_system} lie in RAM: this is no drive",)
     flags = []
     limit = DRIVE_LIMIT_BYTES_PER_S * figures.num_drives
     for name, flow in (("read", figures.read), ("write", figures.write), ("mixed", figures.mixed)):
