@@ -56,10 +56,16 @@ class LastCopyError(MegatierError):
     """The operation would drop the only copy of a block."""
 
 
+_GONE = "The drive is gone; check that it is connected and mounted (dmesg, lsblk)."
 REMEDIES = {
     errno.ENOSPC: "Free space on this drive, or name another one.",
+    errno.EDQUOT: "Raise your quota on this drive, or name another one.",
     errno.EFBIG: "Raise the file size limit (ulimit -f).",
     errno.EIO: "Check the drive (dmesg, smartctl).",
+    errno.EROFS: "A file system turns read-only when its drive fails (dmesg): repair it, or name another one.",
+    errno.ENODEV: _GONE,
+    errno.ENXIO: _GONE,
+    errno.ESTALE: _GONE,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -22,9 +23,18 @@ from megatier.store.tier import Tier
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(scratch_directory()))
 """Parent of every tmp_path: a mount of the NVMe tier may not lie in RAM, and on many machines /tmp does."""
 
+FAULTS = Path(__file__).parent / "faults"
 CHUNK_BYTES = 4096
 LEAK_WAIT_S = 2.0
 """A joined thread leaves the process table a moment later."""
+
+
+@pytest.fixture(scope="session")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment of a process whose drive misbehaves as FAULT_... say; see faults/shim.c."""
+    shim = tmp_path_factory.mktemp("faults") / "shim.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", shim, FAULTS / "shim.c", "-ldl"], check=True)
+    return {**os.environ, "LD_PRELOAD": " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(shim)]))}
 
 
 def open_files() -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import re
 import shutil
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import FAULTS
 from safetensors.torch import load_file, save_file
 from small_commands import MODEL, command, leftovers, metrics
 from test_train_trainer import saved_model
@@ -196,6 +199,16 @@ def test_train_read_only_file_system_is_refused(tmp_path: Path) -> None:
     assert re.fullmatch(r"megatier: error: .*drive.*Read-only file system.*\n", done.stderr), done.stderr
 
 
+def test_train_read_only_mount_is_refused(tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    done = on_small_drive(drive, "ro", command(tmp_path, {"tiers.state": "nvme", "tiers.nvme": f"{drive}:1MiB"}))
+    assert done.returncode == 2, done.stderr
+    expected = (
+        f"megatier: error: cannot use {drive}: Read-only file system. Name a directory that exists and is yours.\n"
+    )
+    assert done.stderr == expected
+
+
 # ---------------------------------------------------------------------- paths
 
 
@@ -317,8 +330,8 @@ def test_train_refused_with_debug_shows_the_traceback(tmp_path: Path) -> None:
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A run of many steps, past its second, with its state on NVMe."""
-    settings = {"train.steps": 100_000, "tiers.state": "ram,nvme", "tiers.ram": "1400KiB", "tiers.gpu": "512KiB"}
-    words = command(tmp_path, {**settings, "tiers.nvme": f"{tmp_path}:16MiB"})
+    settings = {"train.steps": 100_000, "tiers.state": "nvme", "tiers.nvme": f"{tmp_path}:16MiB"}
+    words = command(tmp_path, settings)
     with subprocess.Popen(
         [*RUN_AS_MAIN, *words],
         stdout=subprocess.PIPE,
@@ -349,3 +362,38 @@ def test_train_ended_by_a_signal_cleans_up_and_a_second_run_is_refused_before(
     assert list(leftovers(tmp_path)) == []
     assert len(metrics(tmp_path)) >= 2
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.jsonl", "data"}
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory, faulty: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """How each run of faults/run.py ended, in one process."""
+    run = [sys.executable, "-X", "faulthandler", str(FAULTS / "run.py"), str(tmp_path_factory.mktemp("runs"))]
+    done = subprocess.run(run, env=faulty, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("clip", ["1.0", "null"])
+@pytest.mark.parametrize(
+    ("fault", "what", "code", "remedy"),
+    [
+        ("failing reads", "read", errno.EIO, "Check the drive"),
+        ("failing writes", "write", errno.EIO, "Check the drive"),
+        ("full", "write", errno.ENOSPC, "Free space on this drive"),
+        ("read-only", "write", errno.EROFS, "A file system turns read-only when its drive fails"),
+        ("gone", "(read|write)", errno.ENODEV, "The drive is gone; check that it is connected and mounted"),
+    ],
+)
+def test_train_drive_that_fails_mid_run_stops_it_in_order(
+    fault: str, what: str, code: int, remedy: str, clip: str, faults: dict[str, dict[str, Any]]
+) -> None:
+    found = faults[f"{fault}, clip {clip}"]
+    where = rf"tier nvme, .*/{fault}/{clip}/drive/megatier-\w+/blocks at byte \d+"
+    message = rf"megatier: error: {what} of block \S+ failed on {where}: {os.strerror(code)}\. {remedy}.*\n"
+    assert re.fullmatch(message, found["message"]), found["message"]
+    assert found["exit_code"] == 2
+    assert found["steps"] in ([1, 2], [1, 2, 3])
+    assert found["run"] == ["config.yaml", "data", "metrics.jsonl"]
+    assert ("blocks" in found["left"]) is (fault in ("read-only", "gone")), "files that can be removed are"
+    assert found["again"] == 0

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from conftest import FAULTS
 
 from megatier import _native
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]
 
-FAULTS = Path(__file__).parent / "faults"
 CHUNK_BYTES = 16384
 NUM_BYTES = 16 * CHUNK_BYTES  # as in faults/transfer.py
 REQUEST_BYTES = 4 * CHUNK_BYTES
@@ -178,43 +178,35 @@ def test_submit_io_into_unmapped_memory_is_reported(pool: _native.ThreadPool, fd
 
 def run_transfer(path: Path, environment: dict[str, str], *limits: int) -> dict[str, Any]:
     command = [sys.executable, str(FAULTS / "transfer.py"), str(_native.__file__), str(path), *map(str, limits)]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     return report
 
 
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    built = tmp_path_factory.mktemp("faults") / "shim.so"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", built, FAULTS / "shim.c", "-ldl"], check=True)
-    return built
-
-
-def run_with_fault(shim: Path, path: Path, op: str, kind: str, offset: int = 0) -> dict[str, Any]:
-    preload = " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(shim)]))
+def run_with_fault(faulty: dict[str, str], path: Path, op: str, kind: str, offset: int = 0) -> dict[str, Any]:
     fault = {"FAULT_PATH": path.name, "FAULT_OP": op, "FAULT_KIND": kind, "FAULT_OFFSET": str(offset)}
-    return run_transfer(path, {"LD_PRELOAD": preload, **fault})
+    return run_transfer(path, {**faulty, **fault})
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
 @pytest.mark.parametrize("kind", ["short", "eintr"])
-def test_transfer_interrupted_or_short_is_continued(shim: Path, tmp_path: Path, op: str, kind: str) -> None:
-    assert run_with_fault(shim, tmp_path / "target", op, kind) == {"write": None, "read": None, "same": True}
+def test_transfer_interrupted_or_short_is_continued(faulty: dict[str, str], tmp_path: Path, op: str, kind: str) -> None:
+    assert run_with_fault(faulty, tmp_path / "target", op, kind) == {"write": None, "read": None, "same": True}
 
 
 @pytest.mark.parametrize(("op", "code"), [("read", errno.EIO), ("write", errno.EIO), ("write", errno.ENOSPC)], ids=str)
-def test_transfer_refused_reports_errno_and_offset(shim: Path, tmp_path: Path, op: str, code: int) -> None:
+def test_transfer_refused_reports_errno_and_offset(faulty: dict[str, str], tmp_path: Path, op: str, code: int) -> None:
     offset = NUM_BYTES // 2 + REQUEST_BYTES + 4096  # in the second request of the second segment
-    report = run_with_fault(shim, tmp_path / "target", op, str(code), offset)
+    report = run_with_fault(faulty, tmp_path / "target", op, str(code), offset)
     assert report[op] == ["io", code, 1, offset, REQUEST_BYTES, 4096]
     assert report["write" if op == "read" else "read"] != report[op]
     assert not report["same"]
 
 
-def test_transfer_with_flipped_bit_fails_the_checksum(shim: Path, tmp_path: Path) -> None:
+def test_transfer_with_flipped_bit_fails_the_checksum(faulty: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "target"
-    report = run_with_fault(shim, path, "read", "flip", 9 * CHUNK_BYTES + 1234)
+    report = run_with_fault(faulty, path, "read", "flip", 9 * CHUNK_BYTES + 1234)
     what, code, segment, offset, expected, found = report["read"]
     assert (what, code, segment, offset) == ("checksum", 0, 1, 9 * CHUNK_BYTES)
     chunk = np.frombuffer(path.read_bytes(), np.uint8)[9 * CHUNK_BYTES : 10 * CHUNK_BYTES].copy()
@@ -225,7 +217,7 @@ def test_transfer_with_flipped_bit_fails_the_checksum(shim: Path, tmp_path: Path
 
 def test_transfer_over_file_size_limit_reports_efbig(tmp_path: Path) -> None:
     limit = REQUEST_BYTES + 3 * 4096
-    report = run_transfer(tmp_path / "target", {}, limit)
+    report = run_transfer(tmp_path / "target", dict(os.environ), limit)
     assert report["write"] == ["io", errno.EFBIG, 0, limit, REQUEST_BYTES, 3 * 4096]
     assert report["read"] == ["short", 0, 0, limit, REQUEST_BYTES, 3 * 4096]
 

@@ -11,27 +11,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import FAULTS
 
 from megatier.store.blockfile import IoOptions
 from megatier.store.store import TieredStore
 from megatier.store.tier import BlockSpec, Tier
 
-FAULTS = Path(__file__).parent / "faults"
 NAMES = re.findall(r"@scenario\ndef (\w+)", (FAULTS / "store.py").read_text())
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def found(tmp_path_factory: pytest.TempPathFactory, faulty: dict[str, str]) -> dict[str, str]:
     """How each scenario of faults/store.py went, in one process."""
-    directory = tmp_path_factory.mktemp("faults")
-    shim, place = directory / "shim.so", directory / "drives"
-    place.mkdir()
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", shim, FAULTS / "shim.c", "-ldl"], check=True)
-    preload = " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(shim)]))
+    place = tmp_path_factory.mktemp("drives")
     command = [sys.executable, "-X", "faulthandler", str(FAULTS / "store.py"), str(place)]
-    done = subprocess.run(
-        command, env={**os.environ, "LD_PRELOAD": preload}, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run(command, env=faulty, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     report: dict[str, str] = json.loads(done.stdout)
     return report

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from megatier.config import DataConfig, ModelConfig, OutputConfig, RunConfig, load
 from megatier.errors import ConfigError, RunLockedError
+from megatier.store.blockfile import lock_directory
 from megatier.train.run_directory import CONFIG_FILE, DATA_FOLDER, METRICS_FILE, RunDirectory
 
 
@@ -59,3 +62,19 @@ def test_run_directory_refused_later_keeps_the_record(tmp_path: Path) -> None:
         (directory.path / METRICS_FILE).write_text("{}\n")
         raise KeyError
     assert {path.name for path in tmp_path.iterdir()} == {CONFIG_FILE, METRICS_FILE}
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_run_directory_on_a_drive_turned_read_only_keeps_the_error_and_lets_go(
+    began: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unlink(self: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with pytest.raises(KeyError), monkeypatch.context() as context, RunDirectory(config_in(tmp_path)) as directory:
+        if began:
+            (directory.path / METRICS_FILE).write_text("{}\n")
+        context.setattr(Path, "unlink", unlink)
+        raise KeyError
+    assert {path.name for path in tmp_path.iterdir()} == {CONFIG_FILE, "lock", *([METRICS_FILE] if began else [])}
+    os.close(lock_directory(tmp_path))  # nobody holds it

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatier.errors import TransferError
 from megatier.schedule.timeline import Access
 from megatier.store.transfer import Instant, Transfer
 
@@ -115,7 +116,11 @@ def stall_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
 
 
 def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -> None:
-    """Write steps in the Chrome trace format, which Perfetto opens: one track per lane."""
+    """Write steps in the Chrome trace format, which Perfetto opens: one track per lane.
+
+    Raises:
+        TransferError: the drive is full or gone.
+    """
     lanes: dict[str, int] = {}
     rows: list[dict[str, object]] = []
     for step, events in steps:
@@ -129,4 +134,7 @@ def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -
         {"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": lane}}
         for lane, track in lanes.items()
     ]
-    path.write_text(json.dumps({"traceEvents": [*names, *rows]}), encoding="utf-8")
+    try:
+        path.write_text(json.dumps({"traceEvents": [*names, *rows]}), encoding="utf-8")
+    except OSError as error:
+        raise TransferError("writing the trace", "disk", str(path), 0, error.errno or 0) from error

@@ -252,17 +252,23 @@ class BlockFiles:
         return FileBatch(batch, "write" if write else "read", key, paths)
 
     def close(self) -> None:
-        """Finish what runs, close and remove the files of this run, and unlock. Safe to call twice."""
+        """Finish what runs, close and remove the files of this run, and unlock. Safe to call twice.
+
+        What a drive that is gone or read-only does not let go stays: whoever closes knows of it by a failed transfer.
+        """
         self._readers.close()
         self._writers.close()
         for file in self._files:
-            os.close(file)
+            with contextlib.suppress(OSError):
+                os.close(file)
         for directory, lock in zip(self._directories, self._locks, strict=False):
             for name in ("blocks", "lock"):
-                (directory / name).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    (directory / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # somebody put a file of theirs inside: it stays
                 directory.rmdir()
-            os.close(lock)
+            with contextlib.suppress(OSError):
+                os.close(lock)
         self._files, self._locks = [], []
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from megatier.errors import ConfigError
+from megatier.errors import REMEDIES, ConfigError
 
 
 class MetricsLog:
@@ -45,7 +45,8 @@ class MetricsLog:
         self._file.close()
 
     def _refused(self, error: OSError) -> ConfigError:
-        return ConfigError(f"cannot write {self._path}: {error.strerror}. Free space or set output.directory.")
+        remedy = REMEDIES.get(error.errno or 0, "Set output.directory to a directory of yours.")
+        return ConfigError(f"cannot write {self._path}: {error.strerror}. {remedy}")
 
     def __enter__(self) -> Self:
         return self

@@ -63,8 +63,10 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not (self.path / METRICS_FILE).exists():
-            self._remove_traces()
+        # A drive that is gone or read-only keeps them, and the lock's file: the error that ended the run tells.
+        with contextlib.suppress(OSError):
+            if error is not None and not (self.path / METRICS_FILE).exists():
+                self._remove_traces()
         self._unlock()
 
     def _remove_traces(self) -> None:
@@ -75,8 +77,8 @@ class RunDirectory:
             (self.path / DATA_FOLDER).rmdir()
 
     def _unlock(self) -> None:
-        (self.path / "lock").unlink(missing_ok=True)
-        if self._is_new:
-            with contextlib.suppress(OSError):  # it holds a run
-                self.path.rmdir()
+        with contextlib.suppress(OSError):
+            (self.path / "lock").unlink(missing_ok=True)
+            if self._is_new:
+                self.path.rmdir()  # refused where it holds a run
         os.close(self._lock)

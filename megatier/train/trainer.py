@@ -71,10 +71,10 @@ def train(config: RunConfig, console: Console) -> None:
         run = _Run(config, console, session, text, log)
         run.steps()
         run.report()
-        if config.output.trace:
-            write_trace(directory / TRACE_FILE, run.traced)
         if config.output.export:
             _export(console, config, session, tokenizer, model, directory / MODEL_FOLDER)
+        if config.output.trace:
+            write_trace(directory / TRACE_FILE, run.traced)
 
 
 class _Run:

@@ -1,12 +1,12 @@
-/* Preloaded in front of pread and pwrite: a drive that misbehaves on one file.
+/* Preloaded in front of pread, pwrite and unlink: a drive that misbehaves on one file.
  *
  *   FAULT_PATH    only files whose path ends so
- *   FAULT_OP      read or write
+ *   FAULT_OP      some of read, write, unlink
  *   FAULT_KIND    short: every transfer is said to have moved at most SHORT_BYTES, and did not more than it had to
  *                 eintr: every other call is interrupted
  *                 flip:  one bit of the byte at FAULT_OFFSET is wrong
- *                 else an errno as a number: transfers end at FAULT_OFFSET, then fail
- *   FAULT_OFFSET  byte in the file
+ *                 else an errno as a number: transfers end at FAULT_OFFSET, then fail; unlink fails
+ *   FAULT_OFFSET  byte in the file; where it is not set, every transfer fails
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -25,11 +25,18 @@ typedef ssize_t transfer(int, void *, size_t, off_t);
 
 static atomic_uint calls;
 
+static bool ends_so(const char *target, size_t length)
+{
+    const char *path = getenv("FAULT_PATH");
+    size_t tail = path ? strlen(path) : 0;
+    return path && length >= tail && !memcmp(target + length - tail, path, tail);
+}
+
 static bool concerned(int fd, const char *op)
 {
-    const char *path = getenv("FAULT_PATH"), *wanted = getenv("FAULT_OP");
+    const char *wanted = getenv("FAULT_OP");
     char link[64] = "/proc/self/fd/", target[4096];
-    if (!path || !wanted || strcmp(op, wanted))
+    if (!wanted || !strstr(wanted, op))
         return false;
     char digits[16];
     size_t at = sizeof digits - 1;
@@ -37,15 +44,15 @@ static bool concerned(int fd, const char *op)
     for (int rest = fd; rest || at == sizeof digits - 1; rest /= 10)
         digits[--at] = (char)('0' + rest % 10);
     strcat(link, digits + at);
-    ssize_t length = readlink(link, target, sizeof target), tail = (ssize_t)strlen(path);
-    return length >= tail && !memcmp(target + length - tail, path, (size_t)tail);
+    ssize_t length = readlink(link, target, sizeof target);
+    return length > 0 && ends_so(target, (size_t)length);
 }
 
 static ssize_t fault(transfer *real, int fd, void *address, size_t num_bytes, off_t offset)
 {
     const char *kind = getenv("FAULT_KIND"), *at = getenv("FAULT_OFFSET");
     off_t fault_offset = at ? atoll(at) : 0;
-    bool inside = offset <= fault_offset && fault_offset < offset + (off_t)num_bytes;
+    bool inside = !at || (offset <= fault_offset && fault_offset < offset + (off_t)num_bytes);
     if (!strcmp(kind, "eintr")) {
         if (atomic_fetch_add(&calls, 1) % 2)
             return real(fd, address, num_bytes, offset);
@@ -66,7 +73,7 @@ static ssize_t fault(transfer *real, int fd, void *address, size_t num_bytes, of
     }
     if (!inside)
         return real(fd, address, num_bytes, offset);
-    if (offset < fault_offset)
+    if (at && offset < fault_offset)
         return real(fd, address, (size_t)(fault_offset - offset), offset);
     errno = atoi(kind);
     return -1;
@@ -84,3 +91,13 @@ INTERPOSE(pread, "read", void *)
 INTERPOSE(pread64, "read", void *)
 INTERPOSE(pwrite, "write", const void *)
 INTERPOSE(pwrite64, "write", const void *)
+
+int unlink(const char *path)
+{
+    const char *wanted = getenv("FAULT_OP");
+    int (*real)(const char *) = (int (*)(const char *))dlsym(RTLD_NEXT, "unlink");
+    if (!wanted || !strstr(wanted, "unlink") || !ends_so(path, strlen(path)))
+        return real(path);
+    errno = atoi(getenv("FAULT_KIND"));
+    return -1;
+}
