@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -37,8 +38,9 @@ def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_bench_prints_writes_and_keeps(drive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "bench.json"
-    assert main(["bench", *QUICK, "--nvme", str(drive), "--sustained", "8MiB", "--output", str(output)]) == 0
+    output, picture = tmp_path / "bench.json", tmp_path / "bench.svg"
+    options = ["--nvme", str(drive), "--sustained", "8MiB", "--output", str(output), "--picture", str(picture)]
+    assert main(["bench", *QUICK, *options]) == 0
     text = capsys.readouterr().out
     for words in ("read", "mixed 14:12", "p99 a block", "sustained write", "no knee", "AdamW, 1 thread", "GFLOP/s"):
         assert words in text
@@ -47,6 +49,8 @@ def test_bench_prints_writes_and_keeps(drive: Path, tmp_path: Path, capsys: pyte
     report = json.loads(output.read_text())
     assert report["machine"]["device"] == "cpu"
     assert report["drives"][0]["size_bytes"] == 4 << 20
+    drawn = list(ElementTree.parse(picture).getroot().itertext())
+    assert any(line.startswith(f"{drive}: ") for line in drawn)
     (tmp_path / "rates.json").write_text(json.dumps(report["rates"]))
     rates = read_rates(tmp_path / "rates.json")
     assert cached_rates([drive], "cpu") == rates
@@ -116,6 +120,7 @@ def test_bench_interrupted_leaves_nothing(
         (["--threads", "0"], "give numbers from 1 to 1024"),
         (["--seconds", "0"], "--seconds is 0; give a number above 0."),
         (["--output", "{}/none/a.json"], "cannot write {}/none/a.json"),
+        (["--picture", "{}/none/a.svg"], "cannot write {}/none/a.svg"),
     ],
 )
 def test_bench_bad_input_is_one_line_and_measures_nothing(

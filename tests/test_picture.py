@@ -19,12 +19,12 @@ from megatier.train.picture import (
     PLOT,
     STALL_COLOUR_OTHER,
     STALL_COLOURS,
-    WIDTH,
     draw,
     lane_uses,
     read_trace,
     step_seconds,
 )
+from megatier.train.svg import WIDTH
 
 MS = 1_000_000
 SVG = "{http://www.w3.org/2000/svg}"

@@ -37,12 +37,14 @@ def run(argv: Sequence[str]) -> int:
     threads = _parsed("--threads", _threads, options.threads) if options.threads else default_threads()
     if not 0 < options.seconds < float("inf"):
         raise ConfigError(f"--seconds is {options.seconds:g}; give a number above 0.")
-    if options.output is not None and not options.output.absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {options.output}: its directory does not exist. Create it first.")
+    for path in filter(None, (options.output, options.picture)):
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"cannot write {path}: its directory does not exist. Create it first.")
     hardware.set_cuda_defaults()
     from megatier.train.drive_probe import check_mount, probe_drive  # load torch: only once the arguments are right
     from megatier.train.link_probe import probe_links
-    from megatier.train.probe import rates_of
+    from megatier.train.probe import machine_facts, rates_of
+    from megatier.train.probe_picture import draw
 
     device, console = _device(options.device), Console()
     for mount in mounts:
@@ -60,9 +62,14 @@ def run(argv: Sequence[str]) -> int:
     if len(rates.drives) > len({drive.device for drive in drives}):
         _say(console, "note: some mounts share a device; a plan gets a share of its rates for each")
     _keep(console, dataclasses.replace(rates, drives=tuple(d.rates for d in drives if not d.flags)), links)
+    facts = machine_facts(device)
     if options.output is not None:
-        _write(options.output, _report(device, rates, drives, links))
+        _write(options.output, json.dumps(_report(facts, rates, drives, links), indent=2) + "\n")
         _say(console, f"figures written to {options.output}")
+    if options.picture is not None:
+        machine = ", ".join([facts["processor"], f"{facts['cores']} cores", *facts["gpus"]])
+        _write(options.picture, draw(drives, links, f"megatier bench, {datetime.now(UTC):%Y-%m-%d}: {machine}"))
+        _say(console, f"picture written to {options.picture}")
     return 1 if links.flags or any(drive.flags for drive in drives) else 0
 
 
@@ -86,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", metavar="N,...", help="threads of AdamW on the CPU (default: 1, 2, 4, ... all cores)")
     add("--sustained", default="0", metavar="SIZE", help="also write so much to each drive without a pause")
     add("--output", type=Path, metavar="FILE.json", help="write all figures there")
+    add("--picture", type=Path, metavar="FILE.svg", help="draw them there")
     add("--device", choices=["auto", "cuda", "cpu"], default="auto", help="where a run would compute")
     return parser
 
@@ -201,15 +209,13 @@ def _keep(console: Console, rates: Rates, links: LinkFigures) -> None:
     _say(console, f"rates kept for `megatier plan` in {path}")
 
 
-def _report(device: str, rates: Rates, drives: Sequence[DriveFigures], links: LinkFigures) -> dict[str, Any]:
+def _report(facts: dict[str, Any], rates: Rates, drives: Sequence[DriveFigures], links: LinkFigures) -> dict[str, Any]:
     """All that was measured, and where."""
-    from megatier.train.probe import machine_facts
-
     software = {name: version(name) for name in ("megatier", "torch")} | {"python": platform.python_version()}
     memory = {"ram_available_bytes": hardware.ram_available_bytes(), "huge_pages": hardware.transparent_huge_pages()}
     return {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine_facts(device) | memory | {"kernel": platform.release()} | software,
+        "machine": facts | memory | {"kernel": platform.release()} | software,
         "rates": as_dict(rates),
         "drives": [dataclasses.asdict(drive) | {"bytes_per_s": _flows(drive)} for drive in drives],
         "links": dataclasses.asdict(links),
@@ -220,8 +226,8 @@ def _flows(drive: DriveFigures) -> dict[str, float]:
     return {"read": drive.read.bytes_per_s, "write": drive.write.bytes_per_s, "mixed": drive.mixed.bytes_per_s}
 
 
-def _write(path: Path, report: dict[str, Any]) -> None:
+def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}. Name another --output FILE.json.") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}. Name another file.") from error

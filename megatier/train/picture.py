@@ -6,17 +6,15 @@ Also reads back what `write_trace` wrote, and adds up how long each lane was bus
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 from megatier.errors import ConfigError
 from megatier.schedule.trace import TraceEvent, stall_seconds
 from megatier.train.metrics import format_seconds, format_share
+from megatier.train.svg import LETTER, WIDTH, bar, grid_line, page, text, ticks
 
 LANES = (
     "nvme_to_ram",
@@ -31,17 +29,13 @@ LANES = (
 )
 """Rows from top to bottom: towards compute, then away from it. Other lanes come after these."""
 
-WIDTH, LEFT, PLOT = 1200, 130, 830
-"""Pixels: the picture, and where its time axis begins and how long it is."""
+LEFT, PLOT = 130, 830
+"""Pixels: where the time axis begins and how long it is."""
 FIGURES_RIGHT = (1056, 1122, 1184)
 """Where the columns busy, share and at once end."""
 ROW, BAR = 30, 20
-TEXT_MAX = 110
-"""Characters of the title."""
 NAME_MAX = 15
 """Characters of a row's name."""
-LETTER = 6.8
-"""Pixels of one letter, at most on average: a viewer's own font decides, so the legend leaves room."""
 GAP_MIN = 0.3
 """Pixels: spans of a colour that are closer together are drawn as one, so that thousands stay a small file; a shorter
 span is drawn this long, so that none vanishes. The figures beside each row count every nanosecond."""
@@ -68,8 +62,6 @@ STALL_COLOURS = {
 STALL_COLOUR_OTHER = "#ff70d0"
 STALL = "stall: "
 """Before the cause, in the legend."""
-UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What XML cannot hold, escaped or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +120,7 @@ def lane_uses(events: Sequence[TraceEvent]) -> list[LaneUse]:
 
 
 def draw(events: Sequence[TraceEvent], title: str) -> str:
-    """A step as an SVG that needs nothing else: no script, no font, no library.
+    """A step as an SVG.
 
     Args:
         events: of one step, in any order.
@@ -138,22 +130,12 @@ def draw(events: Sequence[TraceEvent], title: str) -> str:
     colours = _colours(events)
     legend, top = _legend(colours, stalls)
     bottom = top + ROW * len(uses)
-    height = bottom + 36
-    heading = _plain(title, TEXT_MAX)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
-        'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="12" fill="#1f2933">',
-        f"<title>{heading}</title>",
-        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-        f'<text x="16" y="28" font-size="16" font-weight="600">{heading}</text>',
-        _text(16, 48, _summary(uses, seconds, stalls)),
-        *legend,
-    ]
+    parts = [text(16, 48, _summary(uses, seconds, stalls)), *legend]
     for right, name in zip(FIGURES_RIGHT, ("busy", "share", "at once"), strict=True):
-        parts.append(_text(right, top - 6, name, "end"))
+        parts.append(text(right, top - 6, name, "end"))
     for index, use in enumerate(uses):
         parts += _row(events, use, colours, top + ROW * index + ROW / 2)
-    return "\n".join([*parts, *_axis(seconds, top, bottom), "</svg>", ""])
+    return page(bottom + 36, title, [*parts, *_axis(seconds, top, bottom)])
 
 
 def _summary(uses: Iterable[LaneUse], seconds: float, stalls: Mapping[str, float]) -> str:
@@ -171,28 +153,24 @@ def _row(events: Sequence[TraceEvent], use: LaneUse, colours: Mapping[str, str],
         if _row_lane(event) == use.lane:
             left, right = ((ns - start_ns) * scale for ns in (event.start_ns, event.end_ns))
             spans[_label(event)].append((LEFT + left, LEFT + max(right, left + GAP_MIN)))
-    yield _text(LEFT - 10, middle + 4, use.lane, "end", NAME_MAX)
-    yield f'<rect x="{LEFT}" y="{middle - BAR / 2:g}" width="{PLOT}" height="{BAR}" fill="#eef1f5"/>'
+    yield text(LEFT - 10, middle + 4, use.lane, "end", NAME_MAX)
+    yield bar(LEFT, middle - BAR / 2, PLOT, BAR, "#eef1f5")
     for label, found in spans.items():  # stalls come last in `colours`: nothing covers them
         if found:
             path = "".join(f"M{left:.1f} {middle:g}H{right:.1f}" for left, right in _merged(found, GAP_MIN))
             yield f'<path d="{path}" stroke="{colours[label]}" stroke-width="{BAR}"/>'
     figures = format_seconds(use.busy_seconds), format_share(use.busy_seconds, step_seconds(events)), use.at_once
     for right, figure in zip(FIGURES_RIGHT, figures, strict=True):
-        yield _text(right, middle + 4, figure, "end")
+        yield text(right, middle + 4, figure, "end")
 
 
 def _axis(seconds: float, top: int, bottom: int) -> Iterator[str]:
-    """Ticks at round times, 5 to 10 of them, as lines across all rows with their time below."""
-    if not seconds:
-        return
-    power = 10.0 ** math.floor(math.log10(seconds / 10))
-    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit * 10 >= seconds * (1 - 1e-9))
+    """Ticks at round times, as lines across all rows with their time below."""
     unit, per_second = ("s", 1) if seconds >= 1 else ("ms", 1000)
-    for index in range(math.floor(seconds / step + 1e-9) + 1):
-        x = LEFT + PLOT * index * step / seconds
-        yield f'<path d="M{x:.1f} {top}V{bottom + 4}" stroke="#1f2933" stroke-opacity="0.2"/>'
-        yield _text(x, bottom + 20, f"{index * step * per_second:g} {unit}", "middle")
+    for tick in ticks(seconds) if seconds else ():
+        x = LEFT + PLOT * tick / seconds
+        yield grid_line(x, top, bottom + 4)
+        yield text(x, bottom + 20, f"{tick * per_second:g} {unit}", "middle")
 
 
 def _legend(colours: Mapping[str, str], stalls: Mapping[str, float]) -> tuple[list[str], int]:
@@ -204,7 +182,7 @@ def _legend(colours: Mapping[str, str], stalls: Mapping[str, float]) -> tuple[li
         width = 18 + LETTER * len(name) + 18
         if x + width > WIDTH:
             x, y = 16.0, y + 20
-        parts += [f'<rect x="{x:g}" y="{y - 10}" width="12" height="12" fill="{colour}"/>', _text(x + 18, y, name)]
+        parts += [bar(x, y - 10, 12, 12, colour), text(x + 18, y, name)]
         x += width
     return parts, y + 32
 
@@ -264,13 +242,3 @@ def _merged(spans: Iterable[tuple[float, float]], gap: float) -> list[tuple[floa
         else:
             merged.append((start, end))
     return merged
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", most: int = TEXT_MAX) -> str:
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{_plain(text, most)}</text>'
-
-
-def _plain(text: str, most: int) -> str:
-    """Text as XML takes it, cut to so many characters."""
-    text = UNPRINTABLE.sub("\ufffd", text)
-    return escape(text if len(text) <= most else text[: most - 1] + "…")
