@@ -361,20 +361,20 @@ def parse_bytes(text: str) -> int:
     return int(number) * unit if number.isdigit() else int(float(number) * unit)
 
 
-def parse_mount(text: str) -> MountBudget:
+def parse_mount(text: str, setting: str = "tiers.nvme") -> MountBudget:
     """A mount written as DIR or DIR:SIZE.
 
     Raises:
-        ConfigError: no directory, or no size after the colon.
+        ConfigError: no directory, or no size after the colon; begins with the setting.
     """
     directory, colon, size = text.rpartition(":")
     if not colon:
         directory = text
-    _require(directory.strip() != "", "tiers.nvme", text, "DIR or DIR:SIZE, such as /mnt/a:500GiB")
+    _require(directory.strip() != "", setting, text, "DIR or DIR:SIZE, such as /mnt/a:500GiB")
     try:
         return MountBudget(Path(directory.strip()), parse_bytes(size) if colon else None)
     except ConfigError as error:
-        raise ConfigError(f"tiers.nvme is {text!r}: {error}") from error
+        raise ConfigError(f"{setting} is {text!r}: {error}") from error
 
 
 class _ByteSize(int):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,12 @@ GPU_SHARE = 0.5
 
 RAM_SHARE = 0.8
 """Of the available RAM; the rest is for Python, staging and the page cache."""
+
+PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+"""By generation, each way."""
+
+SMI_SECONDS = 30
+"""A driver that is not whole can let nvidia-smi hang."""
 
 MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 
@@ -51,6 +58,23 @@ class Gpu:
     name: str
     total_bytes: int
     free_bytes: int
+    uuid: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PcieLink:
+    """Between a GPU and its slot. An idle GPU may lower the generation."""
+
+    generation: int
+    generation_max: int
+    """Of GPU and slot."""
+    lanes: int
+    lanes_max: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What it carries now, each way, headers of packets included; 0 where the generation is not known."""
+        return PCIE_LANE_BYTES_PER_S.get(self.generation, 0.0) * self.lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +175,35 @@ def gpus() -> tuple[Gpu, ...]:
     found = []
     for index in range(torch.cuda.device_count()):
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-        found.append(Gpu(torch.cuda.get_device_name(index), total_bytes, free_bytes))
+        properties = torch.cuda.get_device_properties(index)
+        found.append(Gpu(properties.name, total_bytes, free_bytes, str(properties.uuid)))
     return tuple(found)
+
+
+def pcie_links() -> dict[str, PcieLink]:
+    """The links of the GPUs that nvidia-smi tells of, by uuid."""
+    fields = ",".join(f"pcie.link.{name}" for name in ("gen.current", "gen.max", "width.current", "width.max"))
+    command = ["nvidia-smi", f"--query-gpu=uuid,{fields}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
+    return {
+        uuid.removeprefix("GPU-"): PcieLink(*map(int, numbers))
+        for uuid, *numbers in rows
+        if len(numbers) == 4 and all(number.isdigit() for number in numbers)
+    }
+
+
+def nvidia_fs_is_loaded(root: Path = ROOT) -> bool:
+    """Whether the kernel module of GPUDirect Storage is there."""
+    return (root / "proc/driver/nvidia-fs").exists() or (root / "sys/module/nvidia_fs").exists()
+
+
+def udev_is_readable(root: Path = ROOT) -> bool:
+    """Whether udev's records are, by which cuFile finds the drive below a file; containers often lack them."""
+    return os.access(root / "run/udev", os.R_OK)
 
 
 def default_budgets(device: str, root: Path = ROOT) -> DefaultBudgets:

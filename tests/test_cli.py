@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatier import cli
+from megatier import cli, hardware
 from megatier.cli import doctor, main
-from megatier.config import RunConfig
+from megatier.config import MountBudget, RunConfig
 from megatier.errors import DataError
 
 LEAST = ["--data.files=python-stdlib", "--data.tokenizer", "bytes", "--model.config.model_type", "llama"]
@@ -111,14 +111,17 @@ def test_verify_unknown_device_exits_2(capsys: pytest.CaptureFixture[str]) -> No
     assert "invalid choice" in capsys.readouterr().err
 
 
+def found(directory: Path) -> dict[str, doctor.Check]:
+    return {check.name: check for check in doctor.checks([MountBudget(directory, None)])}
+
+
 def test_doctor_here_checks_everything_and_leaves_nothing(tmp_path: Path) -> None:
-    checks = {check.name: check for check in doctor.checks(tmp_path)}
-    assert {"Python", "torch", "transformers", "native module", "cores", "GPU", "kvikio", "RAM", "memlock"} <= set(
-        checks
-    )
-    assert {"huge pages", "file system", "free space", "O_DIRECT"} <= set(checks)
+    checks = found(tmp_path)
+    assert {"Python", "torch", "transformers", "native module", "cores", "GPU", "kvikio", "nvidia-fs"} <= set(checks)
+    assert {"/run/udev", "RAM", "memlock", "huge pages", "file system", "free space", "O_DIRECT"} <= set(checks)
     assert all(check.remedy for check in checks.values() if check.state != "ok")
     assert checks["torch"].state == "ok"
+    assert checks["file system"].state == "ok"
     assert not list(tmp_path.iterdir())
 
 
@@ -127,13 +130,120 @@ def test_doctor_missing_directory_fails(tmp_path: Path, capsys: pytest.CaptureFi
     assert "fail" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")
+def test_doctor_directory_in_ram_fails() -> None:
+    check = found(Path("/dev/shm"))["file system"]
+    assert (check.state, check.found) == ("fail", "tmpfs on /dev/shm")
+
+
+def test_doctor_several_mounts_each_have_their_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    mounts = [MountBudget(tmp_path / "a", 4096), MountBudget(tmp_path / "b", 1 << 60)]
+    checks = list(doctor.checks(mounts))
+    assert [check.state for check in checks if check.name == "O_DIRECT"] != ["fail", "fail"]
+    enough, short = (check for check in checks if check.name == "free space")
+    assert enough.state != "fail"
+    assert (short.state, short.remedy.startswith("Less than the 1073741824.0 GiB given.")) == ("fail", True)
+    assert main(["doctor", "--nvme", f"{tmp_path}/a:1KiB,{tmp_path}/b:1EB"]) == 2
+    assert f"--nvme is '{tmp_path}/b:1EB'" in capsys.readouterr().err
+
+
 def test_doctor_missing_package_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "zarr", None)
-    checks = {check.name: check for check in doctor.checks(tmp_path)}
-    assert (checks["zarr"].state, checks["zarr"].remedy) == ("fail", "pip install zarr")
+    check = found(tmp_path)["zarr"]
+    assert (check.state, check.remedy) == ("fail", "pip install zarr")
+
+
+@pytest.mark.parametrize("limit", [None, 65536])
+def test_doctor_memlock_limit_is_told(limit: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hardware, "memlock_limit_bytes", lambda: limit)
+    assert found(tmp_path)["memlock"].found.startswith("no limit" if limit is None else "64.0 KiB")
+
+
+def test_doctor_cgroup_limit_and_huge_pages_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hardware, "ram_available_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(hardware, "ram_limit_bytes", lambda: 4 << 30)
+    monkeypatch.setattr(hardware, "transparent_huge_pages", lambda: "never")
+    checks = found(tmp_path)
+    assert (checks["RAM"].state, checks["RAM"].found) == ("warn", "1.0 GiB available, cgroup limit 4.0 GiB")
+    assert (checks["huge pages"].state, checks["huge pages"].found) == ("warn", "never")
+
+
+# ---------------------------------------------------------------------- doctor, with a GPU or not
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of its own uuid."""
+    monkeypatch.setattr(hardware, "gpus", lambda: (hardware.Gpu("card", 2 << 30, 1 << 30, "here"),))
+
+
+def kvikio_that(does: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a package of this name in the way of child processes."""
+    (folder / "kvikio.py").write_text(does)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
 
 
 def test_doctor_without_gpu_leaves_kvikio_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("megatier.hardware.gpus", lambda: ())
-    checks = {check.name: check for check in doctor.checks(tmp_path)}
+    monkeypatch.setattr(hardware, "gpus", lambda: ())
+    monkeypatch.setattr(subprocess, "run", None)
+    checks = found(tmp_path)
     assert checks["kvikio"].found == "not used: no GPU"
+    assert checks["nvidia-fs"].state == checks["/run/udev"].state == "ok"
+    assert "PCIe link" not in checks
+
+
+@pytest.mark.usefixtures("gpu")
+def test_doctor_kvikio_that_can_be_imported_wants_nvidia_fs_and_udev(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kvikio_that("__version__ = '26.4'", tmp_path, monkeypatch)
+    for is_there, state in ((False, "warn"), (True, "ok")):
+        monkeypatch.setattr(hardware, "nvidia_fs_is_loaded", lambda is_there=is_there: is_there)
+        monkeypatch.setattr(hardware, "udev_is_readable", lambda is_there=is_there: is_there)
+        checks = found(tmp_path)
+        assert (checks["kvikio"].state, checks["kvikio"].found) == ("ok", "26.4")
+        assert (checks["nvidia-fs"].state, checks["/run/udev"].state) == (state, state)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [("raise ImportError('no libcufile')", "no libcufile"), ("import time; time.sleep(60)", "its import hangs")],
+)
+def test_doctor_kvikio_that_cannot_be_imported_is_told(
+    does: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kvikio_that(does, tmp_path, monkeypatch)
+    monkeypatch.setattr(doctor, "KVIKIO_SECONDS", 2)
+    checks = found(tmp_path)
+    assert checks["kvikio"].state == "warn"
+    assert words in checks["kvikio"].found
+    assert checks["nvidia-fs"].state == "ok", "nobody wants it"
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("link", "state", "words", "remedy"),
+    [
+        (hardware.PcieLink(5, 5, 16, 16), "ok", "generation 5 of 5, 16 of 16 lanes: 63 GB/s each way", ""),
+        (hardware.PcieLink(1, 5, 16, 16), "ok", "generation 1 of 5", "An idle GPU"),
+        (hardware.PcieLink(4, 4, 8, 16), "warn", "8 of 16 lanes: 16 GB/s", "Copies are as slow as that."),
+        (None, "ok", "unknown", ""),
+    ],
+)
+def test_doctor_pcie_link_is_judged(
+    link: hardware.PcieLink | None,
+    state: str,
+    words: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(hardware, "pcie_links", lambda: {"other": hardware.PcieLink(1, 5, 1, 16)} | {"here": link})
+    check = found(tmp_path)["PCIe link"]
+    assert check.state == state
+    assert words in check.found
+    assert check.remedy.startswith(remedy)
+    assert bool(check.remedy) is bool(remedy)

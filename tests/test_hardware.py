@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import resource
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -171,3 +172,54 @@ def test_cuda_defaults_leave_what_the_environment_says(monkeypatch: pytest.Monke
 @pytest.mark.gpu
 def test_gpus_here_have_memory() -> None:
     assert all(0 < gpu.free_bytes <= gpu.total_bytes for gpu in hardware.gpus())
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts an nvidia-smi of ours first on the path."""
+
+    def put(script: str) -> None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return put
+
+
+def test_pcie_links_are_by_uuid(smi: Callable[[str], None]) -> None:
+    smi("echo 'GPU-aa-1, 5, 5, 16, 16'; echo 'GPU-bb-2, [N/A], 5, 16, 16'; echo 'GPU-cc-3, 3, 4, 8, 16'")
+    links = hardware.pcie_links()
+    assert links == {"aa-1": hardware.PcieLink(5, 5, 16, 16), "cc-3": hardware.PcieLink(3, 4, 8, 16)}
+    assert links["cc-3"].bytes_per_s == pytest.approx(7.88e9)
+    assert hardware.PcieLink(9, 9, 16, 16).bytes_per_s == 0
+
+
+@pytest.mark.parametrize("script", ["exit 9", "echo No devices were found", "exec sleep 60"])
+def test_pcie_links_where_nvidia_smi_fails_are_none(
+    script: str, smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "SMI_SECONDS", 1)
+    smi(script)
+    assert hardware.pcie_links() == {}
+
+
+def test_pcie_links_without_nvidia_smi_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert hardware.pcie_links() == {}
+
+
+@pytest.mark.parametrize("name", ["proc/driver/nvidia-fs/version", "sys/module/nvidia_fs/version"])
+def test_nvidia_fs_is_loaded_where_the_kernel_says_so(name: str, tmp_path: Path) -> None:
+    assert not hardware.nvidia_fs_is_loaded(tmp_path)
+    assert hardware.nvidia_fs_is_loaded(write(tmp_path, {name: "2.20\n"}))
+
+
+def test_udev_is_readable_where_its_records_are(tmp_path: Path) -> None:
+    assert not hardware.udev_is_readable(tmp_path)
+    assert hardware.udev_is_readable(write(tmp_path, {"run/udev/data/b259:0": ""}))
+
+
+@pytest.mark.gpu
+def test_pcie_links_here_are_those_of_the_gpus() -> None:
+    links = hardware.pcie_links()
+    assert not links or {gpu.uuid for gpu in hardware.gpus()} <= set(links)

@@ -114,10 +114,7 @@ def _threads(text: str) -> list[int]:
 
 def _mounts(texts: Sequence[str], num_bytes: int) -> list[MountBudget]:
     words = [word for text in texts for word in text.split(",") if word]
-    try:
-        given = [parse_mount(word) for word in words]
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("tiers.nvme", "--nvme")) from error
+    given = [parse_mount(word, "--nvme") for word in words]
     mounts = [
         MountBudget(mount.directory, num_bytes if mount.num_bytes is None else mount.num_bytes) for mount in given
     ]

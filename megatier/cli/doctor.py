@@ -7,6 +7,7 @@ import importlib
 import mmap
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megatier import hardware
+from megatier.config import MountBudget, parse_mount
 from megatier.errors import mib
 
 PAGE_BYTES = 4096
 MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
 LOW_RAM_BYTES = 2 << 30
 LOW_DISK_BYTES = 10 << 30
+KVIKIO_SECONDS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +44,11 @@ def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="megatier doctor",
         description="Check what megatier needs on this machine, and say what to do about what is missing.",
-        epilog="example: megatier doctor --nvme /mnt/a",
+        epilog="example: megatier doctor --nvme /mnt/a:500GiB,/mnt/b",
     )
-    parser.add_argument("--nvme", type=Path, default=Path(), metavar="DIR", help="where to spill (default: here)")
-    directory: Path = parser.parse_args(argv).nvme
-    found = list(checks(directory))
+    parser.add_argument("--nvme", default=".", metavar="DIR[:SIZE],...", help="where to spill (default: here)")
+    words = parser.parse_args(argv).nvme.split(",")
+    found = list(checks([parse_mount(word, "--nvme") for word in words if word]))
     table = Table("check", "", "found", "remedy")
     for check in found:
         table.add_row(check.name, MARKS[check.state], check.found, check.remedy)
@@ -53,17 +56,20 @@ def run(argv: Sequence[str]) -> int:
     return 1 if any(check.state == "fail" for check in found) else 0
 
 
-def checks(directory: Path) -> Iterator[Check]:
-    """All checks, the software first, for spilling to a directory."""
+def checks(mounts: Sequence[MountBudget]) -> Iterator[Check]:
+    """All checks, the software first, for spilling to these mounts."""
     yield _python()
     yield from map(_package, ("torch", "transformers", "zarr", "safetensors"))
     yield _native()
     yield _cpu()
-    yield from _cuda()
+    gpus = hardware.gpus() if _package("torch").state == "ok" else ()
+    yield from _cuda(gpus)
+    yield from _gds(bool(gpus))
     yield _ram()
     yield _memlock()
     yield _huge_pages()
-    yield from _drive(directory)
+    for mount in mounts:
+        yield from _drive(mount)
 
 
 def _python() -> Check:
@@ -93,18 +99,68 @@ def _cpu() -> Check:
     return Check("cores", "ok" if cores >= 4 else "warn", f"{cores} usable of {os.cpu_count()}", remedy)
 
 
-def _cuda() -> Iterator[Check]:
-    gpus = hardware.gpus() if _package("torch").state == "ok" else ()
-    for gpu in gpus:
-        yield Check("GPU", "ok", f"{gpu.name}, {mib(gpu.free_bytes)} free of {mib(gpu.total_bytes)}")
+def _cuda(gpus: Sequence[hardware.Gpu]) -> Iterator[Check]:
     if not gpus:
         yield Check("GPU", "warn", "none", "Runs on the CPU, an arena in RAM in its place. Check nvidia-smi.")
-        yield Check("kvikio", "ok", "not used: no GPU")
         return
-    # Looked at, not opened: it hangs where the driver is not whole.
-    kvikio = _package("kvikio")
+    links = hardware.pcie_links()
+    for gpu in gpus:
+        yield Check("GPU", "ok", f"{gpu.name}, {mib(gpu.free_bytes)} free of {mib(gpu.total_bytes)}")
+        yield _pcie(links.get(gpu.uuid))
+
+
+def _pcie(link: hardware.PcieLink | None) -> Check:
+    if link is None:
+        return Check("PCIe link", "ok", "unknown: nvidia-smi does not tell")
+    found = (
+        f"generation {link.generation} of {link.generation_max}, {link.lanes} of {link.lanes_max} lanes: "
+        f"{link.bytes_per_s / 1e9:.0f} GB/s each way"
+    )
+    if link.lanes < link.lanes_max:
+        return Check("PCIe link", "warn", found, "Copies are as slow as that. Seat the card anew, or use another slot.")
+    is_slow = link.generation < link.generation_max
+    return Check(
+        "PCIe link", "ok", found, "An idle GPU lowers the generation; look again while it works." if is_slow else ""
+    )
+
+
+def _gds(has_gpu: bool) -> Iterator[Check]:
+    """What GPUDirect Storage needs. Whether it runs, byte counters of real transfers alone can tell."""
+    kvikio = _kvikio() if has_gpu else Check("kvikio", "ok", "not used: no GPU")
+    yield kvikio
+    is_wanted = has_gpu and kvikio.state == "ok"
+    for name, is_there, found, remedy in (
+        (
+            "nvidia-fs",
+            hardware.nvidia_fs_is_loaded(),
+            "loaded",
+            "Reads into the GPU go through RAM, unless cuFile can use PCI P2PDMA (driver 565, kernel 6.2, or newer).",
+        ),
+        (
+            "/run/udev",
+            hardware.udev_is_readable(),
+            "readable",
+            "kvikio reads through RAM (compat mode). In a container: --volume /run/udev:/run/udev:ro",
+        ),
+    ):
+        if is_there:
+            yield Check(name, "ok", found)
+        else:
+            yield Check(name, "warn" if is_wanted else "ok", f"not {found}", remedy if is_wanted else "")
+
+
+def _kvikio() -> Check:
+    """Imported in a process of its own: it hangs where the driver is not whole."""
+    words = [sys.executable, "-c", "import kvikio; print(kvikio.__version__)"]
     remedy = "NVMe is read through RAM; GPUDirect Storage is not used yet."
-    yield Check("kvikio", "ok" if kvikio.state == "ok" else "warn", kvikio.found, remedy)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=KVIKIO_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return Check(
+            "kvikio", "warn", f"its import hangs, for {KVIKIO_SECONDS} s at least", f"Check the driver. {remedy}"
+        )
+    lines = (done.stdout if not done.returncode else done.stderr).splitlines()
+    return Check("kvikio", "warn" if done.returncode else "ok", lines[-1] if lines else "no version", remedy)
 
 
 def _ram() -> Check:
@@ -129,15 +185,21 @@ def _huge_pages() -> Check:
     return Check("huge pages", "warn", mode, remedy)
 
 
-def _drive(directory: Path) -> Iterator[Check]:
-    mount = hardware.mount_of(directory)
+def _drive(given: MountBudget) -> Iterator[Check]:
+    directory, mount = given.directory, hardware.mount_of(given.directory)
     in_memory = (
         "Files here lie in RAM, so a run refuses it. Give --nvme a directory on a drive." if mount.is_memory else ""
     )
     yield Check("file system", "fail" if in_memory else "ok", f"{mount.file_system} on {mount.directory}", in_memory)
-    low = mount.free_bytes < LOW_DISK_BYTES
-    remedy = "State takes 12 bytes a parameter. Free space or give another directory." if low else ""
-    yield Check("free space", "warn" if low else "ok", f"{mib(mount.free_bytes)} of {mib(mount.total_bytes)}", remedy)
+    found = f"{mib(mount.free_bytes)} of {mib(mount.total_bytes)} on {mount.directory}"
+    if mount.free_bytes < (given.num_bytes or 0):
+        remedy = f"Less than the {mib(given.num_bytes or 0)} given. Free space or give less: {directory}:SIZE."
+        yield Check("free space", "fail", found, remedy)
+    elif mount.free_bytes < LOW_DISK_BYTES:
+        remedy = "State takes 12 bytes a parameter. Free space or give another directory."
+        yield Check("free space", "warn", found, remedy)
+    else:
+        yield Check("free space", "ok", found)
     yield _direct_io(directory)
 
 
@@ -161,4 +223,4 @@ def _direct_io(directory: Path) -> Check:
                 return Check("O_DIRECT", "fail", "read back other bytes than written", "Do not use this drive.")
     except OSError as error:
         return Check("O_DIRECT", "fail", f"{directory}: {error.strerror}", "Give --nvme a directory you may write to.")
-    return Check("O_DIRECT", "ok", "wrote and read one page")
+    return Check("O_DIRECT", "ok", f"wrote and read one page in {directory}")
