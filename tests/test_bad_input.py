@@ -374,7 +374,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory, faulty: dict[str, str]) -> 
     return found
 
 
-@pytest.mark.parametrize("clip", ["1.0", "null"])
+@pytest.mark.parametrize("mode", ["deferred", "immediate", "speculative"])
 @pytest.mark.parametrize(
     ("fault", "what", "code", "remedy"),
     [
@@ -386,10 +386,10 @@ def faults(tmp_path_factory: pytest.TempPathFactory, faulty: dict[str, str]) -> 
     ],
 )
 def test_train_drive_that_fails_mid_run_stops_it_in_order(
-    fault: str, what: str, code: int, remedy: str, clip: str, faults: dict[str, dict[str, Any]]
+    fault: str, what: str, code: int, remedy: str, mode: str, faults: dict[str, dict[str, Any]]
 ) -> None:
-    found = faults[f"{fault}, clip {clip}"]
-    where = rf"tier nvme, .*/{fault}/{clip}/drive/megatier-\w+/blocks at byte \d+"
+    found = faults[f"{fault}, {mode}"]
+    where = rf"tier nvme, .*/{fault}/{mode}/drive/megatier-\w+/blocks at byte \d+"
     message = rf"megatier: error: {what} of block \S+ failed on {where}: {os.strerror(code)}\. {remedy}.*\n"
     assert re.fullmatch(message, found["message"]), found["message"]
     assert found["exit_code"] == 2

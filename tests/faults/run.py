@@ -29,6 +29,11 @@ FAULTS = {
     "read-only": ("write unlink", errno.EROFS),
     "gone": ("read write unlink", errno.ENODEV),
 }
+MODES: dict[str, dict[str, Any]] = {
+    "deferred": {"train.clip": "1.0"},
+    "immediate": {"train.clip": "null"},
+    "speculative": {"train.clip": "1e9", "tiers.generations": 2},
+}
 
 
 @contextlib.contextmanager
@@ -50,11 +55,11 @@ def fault_after_step(step: int, op: str, code: int) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def run(folder: Path, clip: str, op: str, code: int) -> dict[str, Any]:
+def run(folder: Path, mode: str, op: str, code: int) -> dict[str, Any]:
     drive = folder / "drive"
     drive.mkdir(parents=True)
-    settings = {"tiers.state": "nvme", "tiers.nvme": f"{drive}:16MiB", "train.clip": clip, "train.steps": 9}
-    words = [*command(folder, settings), "--output.export=false"]
+    settings = {"tiers.state": "nvme", "tiers.nvme": f"{drive}:32MiB", "train.steps": 9, "output.export": False}
+    words = command(folder, settings | MODES[mode])
     with contextlib.redirect_stderr(io.StringIO()) as errors, fault_after_step(2, op, code):
         exit_code = main(words)
     return {
@@ -69,9 +74,9 @@ def run(folder: Path, clip: str, op: str, code: int) -> dict[str, Any]:
 
 def each(directory: Path) -> dict[str, dict[str, Any]]:
     return {
-        f"{name}, clip {clip}": run(directory / name / clip, clip, *fault)
+        f"{name}, {mode}": run(directory / name / mode, mode, *fault)
         for name, fault in FAULTS.items()
-        for clip in ("1.0", "null")
+        for mode in MODES
     }
 
 
