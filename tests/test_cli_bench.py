@@ -7,6 +7,7 @@ import itertools
 import json
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -55,6 +56,17 @@ def test_bench_prints_writes_and_keeps(drive: Path, tmp_path: Path, capsys: pyte
     rates = read_rates(tmp_path / "rates.json")
     assert cached_rates([drive], "cpu") == rates
     assert as_dict(rates) == report["rates"]
+
+
+def test_bench_from_source_that_is_not_installed_writes_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(bench, "version", missing)
+    assert main(["bench", *QUICK, "--output", str(tmp_path / "bench.json")]) == 0
+    assert json.loads((tmp_path / "bench.json").read_text())["machine"]["megatier"] == "not installed"
 
 
 def test_bench_without_mounts_measures_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

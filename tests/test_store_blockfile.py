@@ -150,6 +150,25 @@ def test_span_off_the_chunks_asserts(files: BlockFiles) -> None:
 # ---- extents ----
 
 
+def test_stripes_go_round_mounts_by_the_shares_given_while_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blockfile, "STRIPE_BYTES", CHUNK_BYTES)
+    for name in ("fast", "slow"):
+        (tmp_path / name).mkdir()
+    mounts = [MountBudget(tmp_path / "fast", 12 * CHUNK_BYTES), MountBudget(tmp_path / "slow", 100 * CHUNK_BYTES)]
+    options = IoOptions(num_threads=2, chunk_bytes=CHUNK_BYTES, shares=(3e9, 1e9))
+    files = BlockFiles(mounts, "run", options)
+
+    def taken(num_chunks: int) -> list[int]:
+        stripes = files.reserve(num_chunks * CHUNK_BYTES).stripes
+        return [sum(s.num_bytes for s in stripes if s.mount == mount) // CHUNK_BYTES for mount in (0, 1)]
+
+    assert taken(8) == [6, 2]
+    assert taken(16) == [6, 10]  # the fast one is full
+    files.close()
+
+
 def test_stripes_go_round_mounts_by_free_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blockfile, "STRIPE_BYTES", 2 * CHUNK_BYTES)
     large, small = tmp_path / "large", tmp_path / "small"

@@ -30,7 +30,9 @@ from megatier.config import ModelConfig, TiersConfig, TrainConfig
 from megatier.engine.activation import Activations
 from megatier.errors import NonFiniteError, PlanError
 from megatier.models.decoder import Unit, build_skeleton
+from megatier.schedule.rates import DriveRates, Rates
 from megatier.store.tier import Kind
+from megatier.train import session as session_module
 from megatier.train.session import Session
 
 STATE = (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
@@ -202,3 +204,24 @@ def test_session_kept_layers_change_no_bit(activations: str, tmp_path: Path) -> 
             results = [session.engine.train_step(s, 1e-2, random_groups(train, 2112, s)) for s in (1, 2, 3)]
             outcomes.append([(result.loss, result.grad_norm) for result in results])
     assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+def test_session_stripes_by_the_rates_that_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drives = tuple(DriveRates(name, 9e9, 9e9, rate) for name, rate in (("a", 6e9), ("b", 2e9)))
+    asked = []
+
+    def measured(directories: Sequence[Path], device: str) -> Rates:
+        asked.append((list(directories), device))
+        return Rates(drives, 1e9, 1e9, 1e9, 1e9, 1e9, 1e12)
+
+    monkeypatch.setattr(session_module, "cached_rates", measured)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    mounts = tuple(f"{tmp_path / name}:16MiB" for name in "ab")
+    tiers = TiersConfig(device="cpu", gpu=1 << 20, ram=8 << 20, nvme=mounts, state=("nvme",))
+    skeleton = build_skeleton(exactness_config("tied"), "sdpa")
+    with Session(skeleton, ModelConfig(config={"model_type": "llama"}), tiers, TrainConfig(), 16) as session:
+        files = session.store._files
+        assert files is not None
+        assert files.options.shares == (6e9, 2e9)
+    assert asked == [([tmp_path / "a", tmp_path / "b"], "cpu")]

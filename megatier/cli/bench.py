@@ -8,7 +8,7 @@ import json
 import platform
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -208,7 +208,7 @@ def _keep(console: Console, rates: Rates, links: LinkFigures) -> None:
 
 def _report(facts: dict[str, Any], rates: Rates, drives: Sequence[DriveFigures], links: LinkFigures) -> dict[str, Any]:
     """All that was measured, and where."""
-    software = {name: version(name) for name in ("megatier", "torch")} | {"python": platform.python_version()}
+    software = {name: _version(name) for name in ("megatier", "torch")} | {"python": platform.python_version()}
     memory = {"ram_available_bytes": hardware.ram_available_bytes(), "huge_pages": hardware.transparent_huge_pages()}
     return {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -217,6 +217,13 @@ def _report(facts: dict[str, Any], rates: Rates, drives: Sequence[DriveFigures],
         "drives": [dataclasses.asdict(drive) | {"bytes_per_s": _flows(drive)} for drive in drives],
         "links": dataclasses.asdict(links),
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"  # run from its source
 
 
 def _flows(drive: DriveFigures) -> dict[str, float]:

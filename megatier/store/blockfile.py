@@ -2,9 +2,9 @@
 
 Where it stands: hop 1 (NVMe extent -> RAM slot) and hop 6 (RAM slot -> NVMe extent) of a byte's journey.
 
-A block is cut into stripes that go round the mounts in turn. Every chunk of 64 KiB has a checksum, held in RAM, stored
-when it is written and verified when it is read. Files are filled once at the start: the first write into a fresh
-extent is half as fast as an overwrite, and a full disk shows before training, not during it.
+A block is cut into stripes that go round the mounts, by their shares. Every chunk of 64 KiB has a checksum, held in
+RAM, stored when it is written and verified when it is read. Files are filled once at the start: the first write into a
+fresh extent is half as fast as an overwrite, and a full disk shows before training, not during it.
 
 Files live in `<mount>/megatier-<run id>/`, under a lock, with modes 0700 and 0600; only that directory is ever removed.
 """
@@ -46,6 +46,8 @@ class IoOptions:
     """Verify every chunk that is read."""
     chunk_bytes: int = 64 << 10
     """Bytes under one checksum, a power of two from 4,096; spans of a block start on chunk boundaries."""
+    shares: tuple[float, ...] = ()
+    """What each mount takes beside the others: their measured rates, say. Empty: by their budgets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ class BlockFiles:
         total, chunk, before = round_up(num_bytes), self.options.chunk_bytes, list(self._used)
         stripes, start = [], 0
         while start < total:
-            mount, size = self._roomiest(total - start)
+            mount, size = self._next_mount(total - start)
             if not size:
                 free = self.capacity_bytes - sum(before)
                 self._used = before
@@ -161,12 +163,12 @@ class BlockFiles:
             checksums[-1] = zero_checksum(tail)
         return Extent(total, tuple(stripes), checksums)
 
-    def _roomiest(self, missing: int) -> tuple[int, int]:
-        """The mount with the largest free share, so that unequal budgets fill evenly, and the bytes it takes."""
-        chunk = self.options.chunk_bytes
+    def _next_mount(self, missing: int) -> tuple[int, int]:
+        """Of the mounts with room, the one that has taken least for its share, and the bytes it takes."""
+        chunk, shares = self.options.chunk_bytes, self.options.shares or self._budgets
         free = [budget - used for budget, used in zip(self._budgets, self._used, strict=True)]
         sizes = [min(missing, STRIPE_BYTES, room if room >= missing else room // chunk * chunk) for room in free]
-        best = max(range(len(free)), key=lambda i: (sizes[i] > 0, free[i] / max(1, self._budgets[i]), -i))
+        best = min(range(len(free)), key=lambda i: (sizes[i] <= 0, self._used[i] / max(1, shares[i]), i))
         return best, max(0, sizes[best])
 
     def allocate(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -22,6 +23,7 @@ from megatier.schedule.placement import CHUNK_ELEMENTS_MAX, Budgets, Placement, 
 from megatier.schedule.player import Player
 from megatier.store.store import TieredStore
 from megatier.store.tier import Kind, Tier
+from megatier.train.probe import cached_rates
 from megatier.train.workload import COMPUTE_DTYPES, Workload
 
 
@@ -66,7 +68,8 @@ class Session:
             _limit_gpu(tiers.gpu_limit)
         layouts = {unit.name: unit.layout for unit in self.units}
         with ExitStack() as stack:
-            store = TieredStore.open(gpu=gpu, ram=ram, nvme=tiers.nvme, device=str(device), options=work.options)
+            options = replace(work.options, shares=_shares(tiers, device))
+            store = TieredStore.open(gpu=gpu, ram=ram, nvme=tiers.nvme, device=str(device), options=options)
             self.store = stack.enter_context(store)
             budgets = Budgets(gpu, ram, store.usage(Tier.NVME)["budget"])
             self.placement: Placement = place(work.specs, budgets, work.policy)
@@ -182,6 +185,12 @@ def budgets_of(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
         machine.gpu_bytes if tiers.gpu is None else tiers.gpu,
         machine.ram_bytes if tiers.ram is None else tiers.ram,
     )
+
+
+def _shares(tiers: TiersConfig, device: torch.device) -> tuple[float, ...]:
+    """Rates of the mounts, where `megatier bench` measured them on this machine: stripes follow them."""
+    found = cached_rates([mount.directory for mount in tiers.mounts], device.type) if len(tiers.mounts) > 1 else None
+    return tuple(drive.mixed_bytes_per_s for drive in found.drives) if found is not None else ()
 
 
 def _limit_gpu(limit_bytes: int | None) -> None:
