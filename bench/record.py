@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -218,12 +219,10 @@ def _is(value: object, kinds: type | tuple[type, ...]) -> bool:
 
 
 def _command(words: list[str]) -> str:
-    """What was typed, without where its result went: a path of one machine says nothing on another."""
-    kept = [word for word in words if not word.startswith("--output=")]
-    while "--output" in kept:
-        at = kept.index("--output")
-        del kept[at : at + 2]
-    return " ".join(["python", *kept])
+    """What was typed, without paths: those of one machine say nothing on another."""
+    text = " ".join(["python", *words])
+    text = re.sub(r" --(output|trace)[= ]\S+", "", text)
+    return re.sub(r"( --nvme[= ])\S+", r"\1DIR", text)
 
 
 def _git(*arguments: str) -> str:
