@@ -339,6 +339,14 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     )
 
 
+def given(path: Path | None, overrides: Sequence[str] = ()) -> frozenset[str]:
+    """Dotted names of the settings that a file and overrides name, those inside `model.config` aside. After `load`."""
+    tree = {} if path is None else _read_yaml(path)
+    words = _take_model_keys(overrides, tree)
+    named = {f"{name}.{key}" for name, keys in tree.items() for key in keys}
+    return frozenset(named | {word[2:].partition("=")[0] for word in words if word.startswith("--")})
+
+
 def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Sections as plain lists, dicts, numbers and text; written as YAML, `load` reads it back."""
     sections = dataclasses.asdict(config)

@@ -59,6 +59,14 @@ def torch_threads() -> None:
     torch.rand(1 << 20).sum()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def nothing_measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What `megatier bench` measured on this machine changes no test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """After a store or schedule test no thread and no open file is left."""

@@ -83,12 +83,16 @@ def test_plan_without_a_machine_takes_what_was_measured_here(
 
 def test_plan_search_prints_settings_and_plans_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "long.yaml"
-    config.write_text(LONG)
+    config.write_text(LONG.replace("  saved_share: 0.0\n", "").replace("gpu: 5GiB, ", ""))
     words = ["--machine", H200, "--data.sequence_length", "1024", "--train.batch", "16", "--search"]
     assert main(["plan", str(config), *words, "--output", str(tmp_path / "plan.json")]) == 0
     out = capsys.readouterr().out
     assert "chosen: --train.groups 1 --train.slices 1 --train.activations keep --model.saved_share 0.8" in out
     assert json.loads((tmp_path / "plan.json").read_text())["seconds"] < 1.7  # 1.62 were measured
+    assert main(["plan", str(config), *words, "--tiers.streamed_share=0.4", "--train.groups", "2"]) == 0
+    chosen = capsys.readouterr().out.splitlines()[0]
+    assert chosen.startswith("chosen: --train.slices")
+    assert "streamed_share" not in chosen
 
 
 def test_plan_machine_that_is_no_file_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:

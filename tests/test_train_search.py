@@ -26,7 +26,7 @@ LLAMA |= {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads
 RATES = Rates((DriveRates("a", 3e9, 2e9, 2.5e9),), 5e9, 5e9, 1e9, 20e9, 15e9, 2e12, gpu_bytes=1.6e9)
 CASES = {
     "free": (RATES, ("gpu", "ram"), 256 * MIB),
-    "a small GPU": (replace(RATES, gpu_bytes=1.08e9), ("gpu", "ram"), 256 * MIB),
+    "a small GPU": (replace(RATES, gpu_bytes=1.13e9), ("gpu", "ram"), 256 * MIB),
     "no state on the GPU": (RATES, ("ram",), 256 * MIB),
     "slow updates": (replace(RATES, update_parameters_per_s=5e7), ("ram",), 256 * MIB),
     "slow links": (replace(RATES, to_gpu_bytes_per_s=3e8, to_ram_bytes_per_s=3e8), ("ram",), 256 * MIB),
@@ -54,7 +54,7 @@ def test_search_finds_what_trying_everything_finds(case: str) -> None:
     config, budgets = config_of(state), Budgets(64 * MIB, ram, 512 * MIB)
     model = skeleton_of(config.model)
     seconds = []
-    for _, wanted in searching._trials(model, config, rates, budgets, compiles=True):
+    for _, wanted in searching._trials(model, config, rates, budgets, compiles=True, fixed=frozenset()):
         try:
             trial = searching._fitted(wanted)
             placement = trial.placed()
@@ -66,12 +66,39 @@ def test_search_finds_what_trying_everything_finds(case: str) -> None:
     assert min(seconds) <= choice.seconds <= min(seconds) / (1 - WORTH)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"train.groups": 4},
+        {"train.slices": 2, "train.activations": "keep"},
+        {"model.saved_share": 0.5},
+        {"tiers.generations": 2},
+        {"tiers.gpu": 20 * MIB, "tiers.streamed_share": 0.1},
+    ],
+)
+def test_search_leaves_settings_that_were_given(given: dict[str, Any]) -> None:
+    rates, state, ram = CASES["short of RAM"]
+    config = changed(config_of(state), given)
+    model, fixed = skeleton_of(config.model), frozenset(given)
+    budgets = Budgets(given.get("tiers.gpu", 64 * MIB), ram, 512 * MIB)
+    for settings, trial in searching._trials(model, config, rates, budgets, compiles=True, fixed=fixed):
+        assert {name: settings[name] for name in given if name != "tiers.gpu"}.items() <= given.items()
+        assert trial.work.policy.generations == settings["tiers.generations"]
+    choice = search(model, config, rates, budgets, compiles=True, fixed=fixed)
+    assert fixed.isdisjoint(choice.settings)
+    free = search(model, config, rates, budgets, compiles=True)
+    assert free.seconds <= choice.seconds / (1 - WORTH)
+
+
 @pytest.mark.parametrize("setting", [{"train.clip": None}, {"tiers.generations": 2}])
 def test_search_with_updates_in_the_backward_finds_what_trying_everything_finds(setting: dict[str, Any]) -> None:
     rates, state, ram = CASES["a slow drive"]
     config, budgets = changed(config_of(state), setting), Budgets(64 * MIB, ram, 512 * MIB)
     model = skeleton_of(config.model)
-    fitted = [searching._fitted(trial) for _, trial in searching._trials(model, config, rates, budgets, compiles=True)]
+    fitted = [
+        searching._fitted(trial)
+        for _, trial in searching._trials(model, config, rates, budgets, compiles=True, fixed=frozenset())
+    ]
     least = min(trial.forecast(trial.placed()).seconds for trial in fitted)
     assert least <= search(model, config, rates, budgets, compiles=True).seconds <= least / (1 - WORTH)
 

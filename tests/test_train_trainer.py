@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from megatier.cli import main
 from megatier.config import TrainConfig, parse_bytes
 from megatier.data.tokenizer import byte_tokenizer
+from megatier.schedule.rates import DriveRates, Rates
+from megatier.train import trainer
 from megatier.train.trainer import rate_of
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -90,6 +93,32 @@ def test_train_run_records_whether_it_compiled(tmp_path: Path) -> None:
     assert main(command(tmp_path, {})) == 0
     recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text(encoding="utf-8"))
     assert recorded["model"]["compile"] is False
+
+
+RATES = Rates((DriveRates("a", 1e9, 1e9, 1e9),), 1e10, 1e10, 1e9, 1e11, 1e10, 1e12)
+
+
+def test_train_on_a_measured_machine_takes_what_the_planner_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trainer, "cached_rates", lambda directories, device: RATES)
+    given = {"tiers.nvme": f"{tmp_path}:16MiB", "train.slices": 2}
+    assert main(command(tmp_path, given)) == 0
+    recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text(encoding="utf-8"))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("planned, ")]
+    chosen = dict(re.findall(r"--(\S+) (\S+)", line))
+    assert {"train.groups", "train.activations", "tiers.streamed_share"} <= chosen.keys()
+    assert not {"train.slices", "tiers.gpu", "tiers.nvme"} & chosen.keys()
+    for name, value in chosen.items():
+        section, _, key = name.partition(".")
+        assert str(recorded[section][key]) == value
+    assert recorded["train"]["slices"] == 2
+
+
+def test_train_that_fits_no_plan_is_tried_as_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = replace(RATES, gpu_bytes=1.0)
+    monkeypatch.setattr(trainer, "cached_rates", lambda directories, device: tiny)
+    assert main(command(tmp_path, {})) == 0
 
 
 def test_train_streamed_run_reports_the_lanes_of_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,10 +205,10 @@ def test_train_trace_is_a_chrome_trace_of_the_last_steps(tmp_path: Path) -> None
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     lanes = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
     spans = [event for event in events if event["ph"] == "X"]
-    assert {"compute", "nvme_to_ram", "ram_to_gpu", "gpu_to_ram", "ram_to_nvme", "update"} <= set(lanes)
+    assert {"compute", "nvme_to_ram", "ram_to_gpu", "gpu_to_ram", "ram_to_nvme", "update_nvme"} <= set(lanes)
     assert {span["args"]["step"] for span in spans} == {3, 4, 5}
     assert all(span["dur"] >= 0 and span["ts"] > 0 for span in spans)
-    for lane in ("compute", "update"):
+    for lane in ("compute", "update_nvme"):
         times = sorted((s["ts"], s["ts"] + s["dur"]) for s in spans if s["tid"] == lanes[lane])
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(times)), f"{lane} overlaps itself"
 

@@ -43,7 +43,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--search",
         action="store_true",
-        help="first choose groups, slices, activations, saved and streamed share, tiers.gpu for the shortest step",
+        help="first choose those of groups, slices, activations, saved and streamed share, generations and tiers.gpu "
+        "that neither file nor overrides give, for the shortest step",
     )
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the plan as JSON")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the step as planned")
@@ -56,11 +57,13 @@ def run(argv: Sequence[str]) -> int:
     from megatier.train.trial import skeleton_of
 
     console = Console()
-    budgets, compiles, model = _budgets(loaded), _compiles(loaded), skeleton_of(loaded.model)
+    free_gpu = rates.gpu_bytes if options.search else None
+    budgets, compiles, model = _budgets(loaded, free_gpu), _compiles(loaded), skeleton_of(loaded.model)
     if options.search:
-        choice = search(model, loaded, rates, budgets, compiles=compiles)
+        given = config.given(options.config, overrides)
+        choice = search(model, loaded, rates, budgets, compiles=compiles, fixed=given)
         loaded = changed(loaded, choice.settings)
-        budgets = replace(budgets, gpu=choice.settings["tiers.gpu"])
+        budgets = replace(budgets, gpu=choice.settings.get("tiers.gpu", budgets.gpu))
         words = " ".join(f"--{name} {value}" for name, value in choice.settings.items())
         console.print(f"chosen: {words}", markup=False, highlight=False, soft_wrap=True)
     plan = make_plan(model, loaded, rates, budgets, compiles=compiles)
@@ -89,15 +92,16 @@ def _measured(loaded: RunConfig) -> Rates:
     return found
 
 
-def _budgets(loaded: RunConfig) -> Budgets:
-    """As set; what is not has to be, since the machine may be another one."""
+def _budgets(loaded: RunConfig, free_gpu: float | None) -> Budgets:
+    """As set; what is not has to be, since the machine may be another one. A search chooses within `free_gpu` bytes."""
     tiers = loaded.tiers
-    if tiers.gpu is None or tiers.ram is None:
+    gpu = round(free_gpu) if tiers.gpu is None and free_gpu is not None else tiers.gpu
+    if gpu is None or tiers.ram is None:
         raise ConfigError("a plan needs both budgets: set tiers.gpu and tiers.ram, such as --tiers.gpu 60GiB.")
     nvme = sum(
         mount_of(mount.directory).free_bytes if mount.num_bytes is None else mount.num_bytes for mount in tiers.mounts
     )
-    return Budgets(tiers.gpu, tiers.ram, nvme)
+    return Budgets(gpu, tiers.ram, nvme)
 
 
 def _compiles(loaded: RunConfig) -> bool:

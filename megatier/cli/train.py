@@ -33,10 +33,11 @@ def run(argv: Sequence[str]) -> int:
         print(HELP, *settings(), sep="\n")
         return 0
     path = Path(argv[0]) if argv and not argv[0].startswith("-") else None
-    loaded = config.load(path, argv[1:] if path else argv)
+    words = argv[1:] if path else argv
+    loaded = config.load(path, words)
     from megatier.train.trainer import train  # loads torch: only once the config is known to be right
 
-    train(loaded, Console())
+    train(loaded, Console(), config.given(path, words))
     return 0
 
 

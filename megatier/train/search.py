@@ -8,7 +8,7 @@ and the saved share change the order of sums: numeric choices, fixed for a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -25,12 +25,14 @@ from megatier.train.trial import Trial
 
 GROUPS = (1, 2, 4, 8)
 SLICES = (1, 2, 4, 8)
-ACTIVATIONS = (("keep", 0.8), ("keep", 0.3), ("recompute", 0.0), ("offload", 0.0))
-"""Policy and saved share. With a share of 0 a compiled layer saves its inputs alone."""
+POLICIES = ("keep", "recompute", "offload")
+SHARES = (0.8, 0.0)
+"""Saved share, with `keep` and with the others, where a compiled layer saves its inputs alone. On a GPU torch 2.11 did
+not compile 0.1 and 0.3."""
 STREAMED = (0.0, 0.3, 0.5, 0.6)
 GENERATIONS = (1, 2)
-MARGIN = 0.02
-"""Share of the GPU left free, since activations are estimated."""
+MARGIN = 0.06
+"""Share of the GPU left free, since activations are estimated: no run that they were fitted to was further off."""
 WORTH = 0.005
 """Share of a step that more groups, slices or streaming must save to be chosen."""
 
@@ -45,7 +47,15 @@ class Choice:
     tokens_per_s: float
 
 
-def search(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, *, compiles: bool) -> Choice:
+def search(
+    model: PreTrainedModel,
+    config: RunConfig,
+    rates: Rates,
+    budgets: Budgets,
+    *,
+    compiles: bool,
+    fixed: frozenset[str] = frozenset(),
+) -> Choice:
     """The fastest settings that fit.
 
     Args:
@@ -54,12 +64,13 @@ def search(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Bud
         rates: the machine's.
         budgets: bytes of each tier; that of the GPU counts only where its memory is not known.
         compiles: whether layers are compiled.
+        fixed: dotted names of settings that stay as they are in the config.
 
     Raises:
         PlanError: nothing that was tried fits; the error of the last one.
         UnsupportedModelError: the model cannot be streamed.
     """
-    trials = _trials(model, config, rates, budgets, compiles=compiles)
+    trials = _trials(model, config, rates, budgets, compiles=compiles, fixed=fixed)
     tokens = config.train.batch * config.data.sequence_length
     best: Choice | None = None
     refused: PlanError | None = None
@@ -70,7 +81,7 @@ def search(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Bud
         if wanted.compute_seconds >= limit:
             break
         try:
-            trial = _fitted(wanted)
+            trial = wanted if "tiers.gpu" in fixed else _fitted(wanted)
             placement = trial.placed()
         except PlanError as error:
             refused = error
@@ -82,7 +93,9 @@ def search(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Bud
             continue
         seconds = trial.forecast(placement).seconds
         if seconds < limit:
-            best = Choice({**settings, "tiers.gpu": trial.budgets.gpu}, seconds, tokens / seconds)
+            chosen = {**settings, "tiers.gpu": trial.budgets.gpu}
+            free = {name: value for name, value in chosen.items() if name not in fixed}
+            best = Choice(free, seconds, tokens / seconds)
     if best is None:
         assert refused is not None, "there is at least one trial"
         raise refused
@@ -90,35 +103,61 @@ def search(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Bud
 
 
 def _trials(
-    model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, *, compiles: bool
+    model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, *, compiles: bool, fixed: frozenset[str]
 ) -> Iterator[tuple[dict[str, Any], Trial]]:
     """Every combination that the batch allows and that differs from the others, the simplest first."""
     units = find_units(model)
-    defers, state = config.train.clip is not None, config.tiers.state
-    shares = STREAMED if defers and "ram" in state and "gpu" not in state else (0.0,)
-    generations = GENERATIONS if defers and "nvme" in state and budgets.nvme else (1,)
-    for groups, slices, (activations, saved) in product(GROUPS, SLICES, ACTIVATIONS):
-        if config.train.batch % (groups * slices) or (slices > 1 and saved) or (saved and not compiles):
+    for computed in _computed(config, compiles, fixed):
+        trial = Trial.of(model, units, changed(config, computed), rates, budgets, compiles=compiles)
+        for placed in _placed(config, budgets, fixed):
+            names = {name.partition(".")[2]: value for name, value in placed.items()}
+            work = replace(trial.work, policy=replace(trial.work.policy, **names))
+            yield computed | placed, replace(trial, work=work)
+
+
+def _computed(config: RunConfig, compiles: bool, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
+    """Settings that change what is computed. A policy of activations, or a share, that is fixed goes with any other."""
+    kinds = {"train.groups": GROUPS, "train.slices": SLICES, "train.activations": POLICIES, "model.saved_share": SHARES}
+    is_free = fixed.isdisjoint({"train.activations", "model.saved_share"})
+    for settings in _combined(config, kinds, fixed):
+        groups, slices, policy, share = settings.values()
+        if config.train.batch % (groups * slices):
             continue
-        settings = {
-            "train.groups": groups,
-            "train.slices": slices,
-            "train.activations": activations,
-            "model.saved_share": saved,
-        }
-        trial = Trial.of(model, units, changed(config, settings), rates, budgets, compiles=compiles)
-        for share, number in product(shares, generations):
-            work = replace(trial.work, policy=replace(trial.work.policy, streamed_share=share, generations=number))
-            moves = {"tiers.streamed_share": share, "tiers.generations": number}
-            yield settings | moves, replace(trial, work=work)
+        if is_free and ((policy == "keep") != (share > 0) or (share and (slices > 1 or not compiles))):
+            continue
+        yield settings
+
+
+def _placed(config: RunConfig, budgets: Budgets, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
+    """Settings that change where state lies and moves."""
+    defers, state = config.train.clip is not None, config.tiers.state
+    streams = defers and "ram" in state and "gpu" not in state
+    spills = defers and "nvme" in state and budgets.nvme > 0
+    kinds = {
+        "tiers.streamed_share": STREAMED if streams else STREAMED[:1],
+        "tiers.generations": GENERATIONS if spills else GENERATIONS[:1],
+    }
+    return _combined(config, kinds, fixed)
+
+
+def _combined(config: RunConfig, kinds: Mapping[str, Sequence[Any]], fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
+    """All combinations of the values of settings; one that is fixed has its own value alone."""
+    tried = [[_value(config, name)] if name in fixed else values for name, values in kinds.items()]
+    return (dict(zip(kinds, values, strict=True)) for values in product(*tried))
+
+
+def _value(config: RunConfig, name: str) -> Any:  # noqa: ANN401 - of any setting
+    section, _, key = name.partition(".")
+    return getattr(getattr(config, section), key)
 
 
 def changed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     """The config with settings such as those of a choice."""
+    sections: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
-        section, key = name.split(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
-    return config
+        section, _, key = name.partition(".")
+        sections.setdefault(section, {})[key] = value
+    return replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in sections.items()})
 
 
 def _fitted(trial: Trial) -> Trial:

@@ -21,17 +21,22 @@ from megatier.config import RunConfig, TrainConfig
 from megatier.data.packing import PackedText
 from megatier.data.tokenizer import load_tokenizer
 from megatier.engine.optimizer import learning_rate
-from megatier.errors import ConfigError, mib
+from megatier.errors import ConfigError, PlanError, mib
 from megatier.models.decoder import build_skeleton
 from megatier.models.weights import Checkpoint, Initialiser, export, resolve
+from megatier.schedule.placement import Budgets
 from megatier.schedule.speculation import Speculation
 from megatier.schedule.trace import TraceEvent, stall_seconds, write_trace
+from megatier.store.blockfile import budget_bytes
 from megatier.store.tier import Tier
 from megatier.store.transfer import QUEUES
 from megatier.train.metrics import MetricsLog, format_count, format_seconds
+from megatier.train.probe import cached_rates
 from megatier.train.report import Progress, QueueBytes, StepReport, TierState, TierUse, print_moves, print_placement
 from megatier.train.run_directory import DATA_FOLDER, METRICS_FILE, MODEL_FOLDER, TRACE_FILE, RunDirectory
-from megatier.train.session import Session, WeightReader, choose_device, compiles
+from megatier.train.search import changed, search
+from megatier.train.session import Session, WeightReader, budgets_of, choose_device, compiles
+from megatier.train.trial import skeleton_of
 from megatier.train.workload import COMPUTE_DTYPES, read_model_config
 
 SHARD_BYTES = 4 << 30
@@ -41,8 +46,13 @@ TRACED_STEPS = 3
 """The trace keeps the last steps only: one step of a large model has thousands of spans."""
 
 
-def train(config: RunConfig, console: Console) -> None:
-    """Train as the config says.
+def train(config: RunConfig, console: Console, given: frozenset[str] = frozenset()) -> None:
+    """Train as the config says; settings that nobody gave are chosen by the planner where the machine was measured.
+
+    Args:
+        config: the run.
+        console: what a person sees.
+        given: dotted names of the settings that stay as they are (`config.given`).
 
     Writes, in `output.directory`: config.yaml, metrics.jsonl, data/, model/ (the export), trace.json (by option).
 
@@ -51,7 +61,7 @@ def train(config: RunConfig, console: Console) -> None:
     """
     make_repeatable(config)
     share_interpreter()
-    config = fix_choices(config)
+    config = plan_choices(fix_choices(config), given, console)
     with ExitStack() as stack:
         directory = stack.enter_context(RunDirectory(config)).path
         source_folder = resolve(config.model.path) if config.model.path is not None else None
@@ -155,6 +165,29 @@ def fix_choices(config: RunConfig) -> RunConfig:
     """The config with numeric choices that the machine decides: the run directory records what was chosen."""
     chosen = compiles(config.model, choose_device(config.tiers))
     return replace(config, model=replace(config.model, compile=chosen))
+
+
+def plan_choices(config: RunConfig, given: frozenset[str], console: Console) -> RunConfig:
+    """The config with the settings that make the simulated step shortest, where `megatier bench` measured the machine.
+
+    Where nothing fits by estimate it stays as it is: the run itself says what is short.
+    """
+    device = choose_device(config.tiers)
+    rates = cached_rates([mount.directory for mount in config.tiers.mounts], device.type)
+    if rates is None:
+        if device.type == "cuda":
+            console.print("`megatier bench` would measure this machine and let the planner choose what is not given")
+        return config
+    gpu, ram = budgets_of(config.tiers, device)
+    budgets = Budgets(gpu, ram, sum(budget_bytes(mount) for mount in config.tiers.mounts))
+    compiled = compiles(config.model, device)
+    try:
+        choice = search(skeleton_of(config.model), config, rates, budgets, compiles=compiled, fixed=given)
+    except PlanError:
+        return config
+    words = " ".join(f"--{name} {value}" for name, value in choice.settings.items())
+    console.print(f"planned, {choice.seconds:.3g} s a step: {words}", markup=False, highlight=False, soft_wrap=True)
+    return changed(config, choice.settings)
 
 
 def share_interpreter() -> None:
