@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
+from megatier import _native
 from megatier.hardware import scratch_directory
 from megatier.store.blockfile import BlockFiles, Extent, FileBatch
 from megatier.store.residency import overlap
@@ -87,6 +89,12 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 def pattern(seed: int, num_bytes: int) -> torch.Tensor:
     """uint8 [num_bytes] that depends on the seed alone."""
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8))
+
+
+def chunk_checksums(region: torch.Tensor, chunk_bytes: int) -> npt.NDArray[np.uint32]:
+    """The C code's, of each chunk of uint8 [n] on the CPU; the last may be shorter."""
+    sizes = [(start, min(chunk_bytes, region.numel() - start)) for start in range(0, region.numel(), chunk_bytes)]
+    return np.array([_native.checksum(region.data_ptr() + start, size) for start, size in sizes], dtype=np.uint32)
 
 
 def probe(store: TieredStore, key: str) -> torch.Tensor:

@@ -158,10 +158,7 @@ class BlockFiles:
             stripes.append(Stripe(mount, self._used[mount], start, size))
             self._used[mount] += size
             start += size
-        checksums = np.full(-(-total // chunk), zero_checksum(chunk), dtype=np.uint32)
-        if tail := total % chunk:
-            checksums[-1] = zero_checksum(tail)
-        return Extent(total, tuple(stripes), checksums)
+        return Extent(total, tuple(stripes), zero_checksums(total, chunk))
 
     def _next_mount(self, missing: int) -> tuple[int, int]:
         """Of the mounts with room, the one that has taken least for its share, and the bytes it takes."""
@@ -279,6 +276,14 @@ def zero_checksum(num_bytes: int) -> int:
     """Checksum of so many zeros."""
     zeros = np.zeros(num_bytes, dtype=np.uint8)
     return _native.checksum(zeros.ctypes.data, num_bytes)
+
+
+def zero_checksums(num_bytes: int, chunk_bytes: int) -> npt.NDArray[np.uint32]:
+    """Checksum of each chunk of so many zeros; the last chunk may be shorter."""
+    checksums = np.full(-(-num_bytes // chunk_bytes), zero_checksum(chunk_bytes), dtype=np.uint32)
+    if tail := num_bytes % chunk_bytes:
+        checksums[-1] = zero_checksum(tail)
+    return checksums
 
 
 def lock_directory(directory: Path) -> int:
