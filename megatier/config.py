@@ -168,6 +168,9 @@ class TiersConfig:
     """O_DIRECT where the file system takes it, or never."""
     checksums: bool = True
     """Verify what is read from NVMe."""
+    gpu_direct: bool = False
+    """Read weights that lie on NVMe into GPU memory with kvikio, past RAM: by GPUDirect Storage where the machine has
+    it. Needs a GPU and the extra gds. Without GPUDirect Storage the way through RAM is as fast, and overlaps better."""
 
     def __post_init__(self) -> None:
         """Check each value."""

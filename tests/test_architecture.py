@@ -63,6 +63,12 @@ def test_streams_events_and_threads_are_named_in_transfer_alone() -> None:
     assert found == {"store/transfer.py"}
 
 
+def test_kvikio_is_imported_in_gds_alone() -> None:
+    pattern = re.compile(r"import_module\(f?\"kvikio|^\s*(import|from) kvikio", re.MULTILINE)
+    found = {str(path.relative_to(PACKAGE)) for path in FILES if pattern.search(path.read_text())}
+    assert found == {"store/gds.py"}
+
+
 def test_imports_are_absolute() -> None:
     relative = [str(path) for path in FILES if re.search(r"^\s*from \.", path.read_text(), re.MULTILINE)]
     assert not relative

@@ -189,6 +189,11 @@ def test_load_compile_is_yes_no_or_left_to_the_device(text: str, value: bool | N
     assert least().model.compile is None
 
 
+def test_load_past_ram_is_off_unless_asked_for() -> None:
+    assert not least().tiers.gpu_direct
+    assert least("--tiers.gpu_direct", "true").tiers.gpu_direct
+
+
 @pytest.mark.parametrize("share", ["0", "1", "0.8"])
 def test_load_shares_include_their_bounds(share: str) -> None:
     config = least("--model.saved_share", share, "--tiers.streamed_share", share, "--tiers.gpu_limit", "40GiB")

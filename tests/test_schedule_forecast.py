@@ -22,6 +22,7 @@ PLACES = {
     "ram": (Budgets(16 * MIB, 200 * MIB, 0), Policy(state=(Tier.RAM,))),
     "streamed": (Budgets(64 * MIB, 200 * MIB, 0), Policy(state=(Tier.RAM,), streamed_share=0.5)),
     "nvme": (Budgets(16 * MIB, 60 * MIB, 200 * MIB), Policy(state=(Tier.NVME,))),
+    "past_ram": (Budgets(16 * MIB, 60 * MIB, 200 * MIB), Policy(state=(Tier.NVME,), gpu_direct=True)),
     "mixed": (Budgets(40 * MIB, 36 * MIB, 200 * MIB), Policy(chunk_elements=MIB // 8)),
     "groups": (Budgets(16 * MIB, 100 * MIB, 200 * MIB), Policy(groups=3)),
     "twice": (Budgets(16 * MIB, 60 * MIB, 200 * MIB), Policy(state=(Tier.NVME,), generations=2)),
@@ -64,9 +65,10 @@ def test_forecast_with_links_that_take_no_time_is_compute_alone(name: str) -> No
     assert made.bound_by == "compute"
 
 
-def test_forecast_on_a_slow_drive_is_its_bytes_over_its_mixed_rate() -> None:
+@pytest.mark.parametrize("name", ["nvme", "past_ram"])
+def test_forecast_on_a_slow_drive_is_its_bytes_over_its_mixed_rate(name: str) -> None:
     slow = replace(FAST, drives=(DriveRates("a", 30e6, 20e6, 25e6),))
-    made, placement, _ = of("nvme", slow)
+    made, placement, _ = of(name, slow)
     assert all(home is Tier.NVME for home in placement.homes.values())
     assert made.bound_by == "nvme"
     # The backward reads weights alone, at the rate of reads.

@@ -173,6 +173,22 @@ def test_demanded_bytes_of_a_backward_that_reloads() -> None:
     assert found["ram_to_gpu"] == 2 * 6 * SIZE + 2 * 3 * SIZE + 300
 
 
+def test_demanded_bytes_of_a_backward_that_reloads_past_ram() -> None:
+    where, policy = placement("abc", 1), Policy(gpu_direct=True)
+    timeline = build(accesses("abccba"), where, updates=True)
+    found = demanded(timeline, where, policy, gradients=True, updates=True)
+    assert found["nvme_to_ram"] == 12 * 6 * SIZE
+    assert found["nvme_to_gpu"] == 2 * (1 + 2) * SIZE  # a and b once more
+    assert found["ram_to_gpu"] == 2 * 6 * SIZE + 300  # the update feeds the loads
+
+
+def test_demanded_bytes_past_ram_are_those_on_nvme_alone() -> None:
+    where = placement("abc", 1, ram="b")
+    timeline = build(accesses("abc"), where, updates=False)
+    found = demanded(timeline, where, Policy(gpu_direct=True), gradients=False, updates=False)
+    assert found == {"ram_to_gpu": 2 * 2 * SIZE, "nvme_to_gpu": 2 * 4 * SIZE}
+
+
 def test_demanded_bytes_without_streaming_are_none() -> None:
     units = {name: UnitSpec(name, SIZE) for name in "abc"}
     where = placement("abc", 0, gpu="abc")

@@ -67,6 +67,7 @@ class StoreContract:
 
     home: Tier
     direct = True
+    gpu_direct = False
     device = "cpu"
 
     def open(self, directory: Path, *, gpu_slots: int = 2, ram_slots: int = 3) -> TieredStore:
@@ -75,7 +76,7 @@ class StoreContract:
         budgets = {Tier.GPU: gpu_slots * size, Tier.RAM: ram_slots * size}
         if self.home is not Tier.NVME:
             budgets[self.home] += len(KEYS) * size
-        options = IoOptions(num_threads=2, direct=self.direct, chunk_bytes=CHUNK_BYTES)
+        options = IoOptions(num_threads=2, direct=self.direct, chunk_bytes=CHUNK_BYTES, gpu_direct=self.gpu_direct)
         store = TieredStore.open(
             gpu=budgets[Tier.GPU],
             ram=budgets[Tier.RAM],

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fake_kvikio
 import pytest
 import torch
 import yaml
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from megatier.cli import main
 from megatier.config import TrainConfig, parse_bytes
 from megatier.data.tokenizer import byte_tokenizer
+from megatier.errors import mib
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.train import trainer
 from megatier.train.trainer import rate_of
@@ -174,12 +176,29 @@ def test_train_metrics_have_every_figure_of_every_step(tmp_path: Path) -> None:
         "stall_seconds",
         "speculation",
         "moved_bytes",
+        "nvme_path",
     }
     assert first["loss"] == pytest.approx(math.log(MODEL["vocab_size"]), rel=0.05)
     assert first["tokens"] == 4 * 32
     assert first["tokens_per_s"] == pytest.approx(first["tokens"] / first["seconds"])
     assert first["clip_coefficient"] == min(1.0, 1.0 / (first["grad_norm"] + 1e-6))
     assert set(first["moved_bytes"]) == {"ram_to_gpu", "gpu_to_ram"}
+    assert first["nvme_path"] == "no NVMe tier"
+
+
+def test_train_past_ram_reports_what_kvikio_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = fake_kvikio.install(monkeypatch)
+    settings = {**PLACES["nvme"], "tiers.nvme": f"{tmp_path}:16MiB", "tiers.gpu_direct": True}
+    assert main(command(tmp_path, settings)) == 0
+    output = capsys.readouterr().out
+    first, last = re.findall(r"kvikio in compatibility mode \(([^)]+)\)", output)
+    assert 0 < parse_bytes(first) <= 1 << 20  # the probe
+    assert last == mib(library.posix_bytes)
+    [(moved, demanded)] = re.findall(r"nvme_to_gpu │ +([\d,]+) │ +([\d,]+) │", output)
+    assert moved == demanded != "0"
+    assert "kvikio in compatibility mode" in metrics(tmp_path)[0]["nvme_path"]
 
 
 def test_train_learns(tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def opened(
     source: WeightReader | None = None,
     device: str = "cpu",
     tokens: int = TOKENS,
+    gpu_direct: bool = False,
     **model_options: Any,
 ) -> Iterator[Session]:
     """A loaded session with the least budgets under which the place holds.
@@ -113,12 +114,13 @@ def opened(
         source: initial weights; Hugging Face's own initialisation where not given.
         device: that computes.
         tokens: per sequence.
+        gpu_direct: NVMe is read to the GPU past RAM.
         model_options: of ModelConfig.
     """
     options = {"fused_loss": False, "loss_chunk": 20, **model_options}
     model_config = ModelConfig(config={"model_type": config.model_type}, **options)
     skeleton = build_skeleton(config, "sdpa")
-    session = _session(skeleton, model_config, mount, place, train, device, tokens)
+    session = _session(skeleton, model_config, mount, place, train, device, tokens, gpu_direct)
     with session:
         session.load(source or Initialiser(skeleton, 0))
         yield session
@@ -132,6 +134,7 @@ def _session(
     train: TrainConfig,
     device: Any,
     tokens: int,
+    gpu_direct: bool,
 ) -> Session:
     """Ask again with what each refusal says is missing."""
     gpu, ram = 1, 1
@@ -147,6 +150,7 @@ def _session(
             update_threads=2,
             streamed_share=place.streamed,
             generations=place.generations,
+            gpu_direct=gpu_direct,
         )
         try:
             return Session(skeleton, model_config, tiers, train, tokens)
@@ -222,6 +226,7 @@ class Run:
     saved_share: float = 0.8
     fused_loss: bool = False
     loss_chunk: int = 20
+    gpu_direct: bool = False
 
     @property
     def train(self) -> TrainConfig:
@@ -246,6 +251,7 @@ class Run:
             "saved_share": self.saved_share,
             "fused_loss": self.fused_loss,
             "loss_chunk": self.loss_chunk,
+            "gpu_direct": self.gpu_direct,
         }
         with (
             patch("megatier.train.session.cpu_has_bf16", return_value=not self.fp32_products),

@@ -39,7 +39,7 @@ COPY_BYTES = 24
 SUM_BYTES = {False: 12, True: 24}
 """Memory traffic of adding a group's gradient in RAM, a parameter; the last one is rounded and measured too."""
 
-QUEUES_OF_DISK = ("nvme_to_ram", "ram_to_nvme")
+QUEUES_OF_DISK = ("nvme_to_ram", "nvme_to_gpu", "ram_to_nvme")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,7 @@ def lanes_of(rates: Rates) -> dict[str, Lane]:
         "host": Lane(1.0),
         "compute": Lane(1.0),
         "nvme_to_ram": lane(read, 2, disk=disk),
+        "nvme_to_gpu": lane(read, 2, disk=disk, to_gpu=min(1.0, read / rates.to_gpu_bytes_per_s)),
         "ram_to_nvme": lane(write, 2, disk=disk),
         "ram_to_gpu": lane(rates.to_gpu_bytes_per_s, 1, to_gpu=1.0),
         "state_to_gpu": lane(rates.to_gpu_bytes_per_s, 1, to_gpu=1.0),
@@ -233,12 +234,14 @@ class _Jobs:
         return self._add("compute", f"{access.unit} {access.phase} {access.group}", seconds, *needs)
 
     def _load(self, unit: UnitSpec, load: Load, uses: Sequence[int]) -> int:
-        """Weights to the GPU, by way of RAM where they come from NVMe."""
+        """Weights to the GPU, where they come from NVMe by way of RAM or past it."""
         free = self._slot_free(load, uses)
         size = self._bytes(unit, Kind.WEIGHT)
         if self.placement.homes[unit.name, Kind.WEIGHT] is not Tier.NVME:
             updated = None if unit.name in self.placement.streamed else self.updates.get(unit.name)
             return self._add("ram_to_gpu", unit.name, size, free, updated)
+        if self.policy.gpu_direct:
+            return self._add("nvme_to_gpu", unit.name, size, free, self.updates.get(unit.name))
         pieces = self._num_pieces(unit)
         last = -1
         for _ in range(pieces):

@@ -66,6 +66,8 @@ class Policy:
     """Share of the parameters outside the GPU whose state passes through it to be updated there, 0 to 1 (deferred)."""
     generations: int = 1
     """Places for the state of a unit that spills; with 2 it may be updated before the norm is known (deferred)."""
+    gpu_direct: bool = False
+    """Weights on NVMe that no update feeds go to the GPU past RAM."""
     align_elements: int = 32 << 10
     """Update chunks are multiples of this (one checksummed chunk of the narrowest plane)."""
 

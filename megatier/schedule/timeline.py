@@ -149,9 +149,11 @@ def demanded_bytes(
     fed = [update.load for update in timeline.updates if update.load is not None]
     for load in (*timeline.loads, *fed):
         size = _block_bytes(units[load.unit], Kind.WEIGHT, policy)
-        moved["ram_to_gpu"] += size
+        way = ["ram_to_gpu"]
         if placement.homes[load.unit, Kind.WEIGHT] is Tier.NVME and load not in fed:
-            moved["nvme_to_ram"] += size
+            way = ["nvme_to_gpu"] if policy.gpu_direct else ["nvme_to_ram", "ram_to_gpu"]
+        for queue in way:
+            moved[queue] += size
     for name, unit in units.items():
         if gradients:
             if placement.grad_homes[name] is not Tier.GPU:

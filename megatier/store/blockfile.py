@@ -16,7 +16,7 @@ import errno
 import fcntl
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +44,8 @@ class IoOptions:
     """Try O_DIRECT; a file system that refuses it gets buffered access, which `BlockFiles.is_direct` reports."""
     checksums: bool = True
     """Verify every chunk that is read."""
+    gpu_direct: bool = False
+    """Read into GPU memory with kvikio (`gds`), past RAM."""
     chunk_bytes: int = 64 << 10
     """Bytes under one checksum, a power of two from 4,096; spans of a block start on chunk boundaries."""
     shares: tuple[float, ...] = ()
@@ -72,6 +74,13 @@ class Extent:
     def padded(self, stop: int) -> int:
         """Where a span that ends at `stop` ends on the drive: a block's last page is moved whole."""
         return round_up(stop)
+
+    def pieces(self, start: int, stop: int) -> Iterator[Stripe]:
+        """What the stripes hold of bytes [start, stop) of the block; each piece's `start` counts from there."""
+        for stripe in self.stripes:
+            first, last = max(start, stripe.start), min(stop, stripe.start + stripe.num_bytes)
+            if first < last:
+                yield Stripe(stripe.mount, stripe.file_offset + first - stripe.start, first - start, last - first)
 
 
 class FileBatch:
@@ -119,6 +128,8 @@ class BlockFiles:
         self._mounts = tuple(mounts)
         self._budgets = [budget_bytes(mount) for mount in mounts]
         self._directories = [mount.directory / f"megatier-{run_id}" for mount in mounts]
+        self.paths = [directory / "blocks" for directory in self._directories]
+        """The file on each mount, there once allocated."""
         self._locks: list[int] = []
         self._files: list[int] = []
         self._used = [0] * len(mounts)
@@ -238,13 +249,9 @@ class BlockFiles:
         chunk = self.options.chunk_bytes
         assert start % chunk == 0, "a span starts on a chunk boundary"
         assert stop % chunk == 0 or stop == extent.num_bytes, "a span ends on a chunk boundary or with its block"
-        segments, paths = [], []
-        for stripe in extent.stripes:
-            first, last = max(start, stripe.start), min(stop, stripe.start + stripe.num_bytes)
-            if first < last:
-                offset = stripe.file_offset + first - stripe.start
-                segments.append((self._files[stripe.mount], offset, address + first - start, last - first))
-                paths.append(self._directories[stripe.mount] / "blocks")
+        pieces = list(extent.pieces(start, stop))
+        segments = [(self._files[p.mount], p.file_offset, address + p.start, p.num_bytes) for p in pieces]
+        paths = [self.paths[piece.mount] for piece in pieces]
         table = extent.checksums.ctypes.data + 4 * (start // chunk) if self.options.checksums else 0
         pool = self._writers if write else self._readers
         batch = pool.submit_io(write, segments, table, chunk, REQUEST_BYTES)

@@ -1,8 +1,8 @@
 """Copies: how bytes get into slots and out of them. The moving half of the store; `store` is its face.
 
-Bytes go up from NVMe through RAM slots to the GPU, and home again one step at a time. A slot is taken free, or from the
-copy unused for longest. State that is being written home keeps its slot until that went well, so that a failed write
-leaves it whole.
+Bytes go up from NVMe through RAM slots to the GPU, or past them, and home again one step at a time. A slot is taken
+free, or from the copy unused for longest. State that is being written home keeps its slot until that went well, so that
+a failed write leaves it whole.
 
 Every method is called with `lock` held; those that say so let go of it while they wait.
 """
@@ -17,6 +17,7 @@ from megatier import _native
 from megatier.errors import BlockNotFoundError, CapacityError, DirtyBlockError, LeaseHeldError
 from megatier.store.arena import Slot, SlotPool
 from megatier.store.blockfile import BlockFiles
+from megatier.store.gds import GpuReader
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span, assign, overlap, without
 from megatier.store.tier import Kind, Tier
@@ -33,9 +34,11 @@ class Copies:
         lock: guards the copies and everything that is known of them.
     """
 
-    def __init__(self, reservation: Reservation, lanes: Lanes, files: BlockFiles | None) -> None:
-        """Slots come from the reservation, once it is allocated."""
-        self._reservation, self._lanes, self._files = reservation, lanes, files
+    def __init__(
+        self, reservation: Reservation, lanes: Lanes, files: BlockFiles | None, reader: GpuReader | None
+    ) -> None:
+        """Slots come from the reservation, once it is allocated. With a reader, NVMe -> GPU leaves RAM out."""
+        self._reservation, self._lanes, self._files, self._reader = reservation, lanes, files, reader
         self._slotted: dict[Copy, None] = {}
         """Copies in slots; the one unused for longest comes first."""
         self.lock = threading.Lock()
@@ -173,11 +176,14 @@ class Copies:
         source.use(transfer)
 
     def _fill_gpu(self, copy: Copy, span: Span, *, wait: bool) -> None:
-        """Through RAM: copies there as they lie, and the rest in pieces as large as its slots."""
+        """Through RAM: copies there as they lie, and the rest in pieces as large as its slots, or past RAM."""
         assert copy.slot is not None
         block, key = copy.block, copy.block.spec.key
         for part in self._ram_spans(block, span):
             passing = not any(c.holds(part) and c.is_usable() for c in block.on(Tier.RAM))
+            if passing and self._reader is not None and block.extent is not None:
+                self._read_past_ram(copy, part, self._reader)
+                continue
             source = self.place(block, Tier.RAM, part, wait=wait)
             self.bring(source, part, wait=wait)
             after, behind = source.arriving(part), copy.slot.pending
@@ -188,10 +194,33 @@ class Copies:
             if passing:
                 self.evict(source)
 
+    def _read_past_ram(self, copy: Copy, span: Span, reader: GpuReader) -> None:
+        """NVMe -> GPU. Bytes that are leaving RAM for NVMe come first."""
+        block, extent = copy.block, copy.block.extent
+        assert extent is not None
+        assert copy.slot is not None
+        target = self.view(copy, (span[0], extent.padded(span[1])))
+        leaving = [other for other in block.on(Tier.RAM) if not other.is_usable()]
+        after = [t for other in leaving for t in other.unwritten.values() if t is not None]
+        behind = [*copy.slot.pending, *(t for other in leaving for t in other.writes())]
+        transfer = self._lanes.submit(
+            "nvme_to_gpu",
+            block.spec.key,
+            target.numel(),
+            lambda: reader.read(block.spec.key, extent, span[0], target),
+            after,
+            behind,
+        )
+        assign(copy.fills, span, transfer)
+        block.reads = [*(read for read in block.reads if not read.done()), transfer]
+
     def _ram_spans(self, block: Block, span: Span) -> list[Span]:
         copies = [copy.span for copy in block.on(Tier.RAM) if overlap(copy.span, span) and copy.is_usable()]
         parts = [(max(start, span[0]), min(stop, span[1])) for start, stop in copies]
-        if (rest := without(span, parts)) and block.spec.home is not None:
+        rest = without(span, parts)
+        if rest and self._reader is not None and block.extent is not None:
+            parts += rest
+        elif rest and block.spec.home is not None:
             chunk = self._files.options.chunk_bytes if self._files is not None else 1
             size = max(chunk, self._reservation.slot_bytes(Tier.RAM, block.spec) // chunk * chunk)
             for start, stop in rest:
@@ -225,7 +254,7 @@ class Copies:
             stop - span[0],
             lambda: files.write(key, extent, span[0], stop, address),
             copy.arriving(span),
-            copy.writes(),
+            [*copy.writes(), *copy.block.reads],
         )
 
     def _copy_down(self, copy: Copy, span: Span, *, wait: bool) -> Transfer:

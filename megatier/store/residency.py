@@ -143,6 +143,8 @@ class Block:
     spec: BlockSpec
     extent: Extent | None = None
     copies: list[Copy] = field(default_factory=list)
+    reads: list[Transfer] = field(default_factory=list)
+    """From NVMe past RAM, perhaps not over yet: a write of the extent comes behind them."""
 
     def write_backs(self) -> list[Transfer]:
         """Moves that take its bytes home, ended or not."""

@@ -30,6 +30,7 @@ from megatier.config import parse_bytes, parse_mount
 from megatier.errors import BlockNotFoundError, CapacityError, DirtyBlockError, LastCopyError
 from megatier.store.blockfile import BlockFiles, IoOptions
 from megatier.store.copies import Copies
+from megatier.store.gds import GpuReader, IoPath
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span, assign, overlap
 from megatier.store.tier import BlockSpec, Kind, Tier
@@ -68,10 +69,11 @@ class TieredStore:
         """Use `open`; this takes bytes per tier, the NVMe back end, and the device of the gpu tier."""
         self.device = device
         self._files = files
+        self._reader = GpuReader(files, device) if files is not None and files.options.gpu_direct else None
         self._blocks: dict[str, Block] = {}
         self._reservation = Reservation(budgets)
         self._lanes = Lanes(device)
-        self._copies = Copies(self._reservation, self._lanes, files)
+        self._copies = Copies(self._reservation, self._lanes, files, self._reader)
         self._lock = self._copies.lock
         self._is_sealed = False
         self.clock = self._lanes.clock
@@ -172,13 +174,15 @@ class TieredStore:
             self._reservation.allocate(self.device)
             if self._files is not None:
                 self._files.fill()
+            if self._reader is not None:
+                self._reader.open(self.device)
 
     # ------------------------------------------------------------------ use
 
     def prefetch(self, key: str, tier: Tier, span: Span | None = None, *, wait: bool = False) -> list[Transfer]:
         """Start bringing a block, or bytes [start, stop) of it, to a tier. A hint; bytes there are not moved again.
 
-        From NVMe to the GPU they pass through RAM slots, span by span.
+        From NVMe to the GPU they pass through RAM slots, span by span (with `IoOptions.gpu_direct`, past RAM).
 
         Args:
             key: a registered block.
@@ -356,9 +360,16 @@ class TieredStore:
         """Whether NVMe access is O_DIRECT, known once sealed; None without mounts."""
         return self._files.is_direct if self._files is not None else None
 
+    @property
+    def gpu_path(self) -> IoPath | None:
+        """How reads from NVMe to the GPU past RAM really went so far, known once sealed; None without them."""
+        return self._reader.path() if self._reader is not None else None
+
     def close(self) -> None:
         """Finish all moves, remove this store's files, free the memory. Safe to call twice."""
         self._lanes.close()
+        if self._reader is not None:
+            self._reader.close()
         if self._files is not None:
             self._files.close()  # before the memory: its threads may still read and write
         self._reservation.close()

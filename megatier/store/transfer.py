@@ -258,7 +258,7 @@ class Queue:
         return event
 
 
-QUEUES = ("nvme_to_ram", "ram_to_gpu", "gpu_to_ram", "ram_to_nvme", "state_to_gpu", "state_to_ram")
+QUEUES = ("nvme_to_ram", "nvme_to_gpu", "ram_to_gpu", "gpu_to_ram", "ram_to_nvme", "state_to_gpu", "state_to_ram")
 """The lanes between tiers. Between RAM and the GPU, state has two of its own: it yields to what compute waits for."""
 PIECE_BYTES = 128 << 20
 """Copies between RAM and the GPU go piece by piece, one of a lane enqueued at a time: those of one direction run in the
@@ -277,7 +277,7 @@ class Lanes:
         """Start the workers."""
         self.clock = StreamClock() if device.type == "cuda" else None
         self.moved_bytes: Counter[str] = Counter()
-        self._queues = {name: Queue(name, None if "nvme" in name else self.clock) for name in QUEUES}
+        self._queues = {name: Queue(name, self.clock if "gpu" in name or "state" in name else None) for name in QUEUES}
         self._log: deque[Transfer] = deque(maxlen=LOG_TRANSFERS_MAX)
         self._pieces: dict[str, torch.cuda.Event] = {}
         """The last piece of each lane, known to its worker alone."""

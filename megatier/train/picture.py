@@ -18,6 +18,7 @@ from megatier.train.svg import LETTER, WIDTH, bar, grid_line, page, text, ticks
 
 LANES = (
     "nvme_to_ram",
+    "nvme_to_gpu",
     "ram_to_gpu",
     "state_to_gpu",
     "compute",
@@ -50,6 +51,7 @@ COLOURS = {
 }
 STALL_COLOURS = {
     "nvme_to_ram": "#d00000",
+    "nvme_to_gpu": "#8a5a00",
     "ram_to_gpu": "#c4006e",
     "state_to_gpu": "#ffa3b5",
     "gpu_to_ram": "#ff3b1f",

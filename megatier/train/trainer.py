@@ -28,6 +28,7 @@ from megatier.schedule.placement import Budgets
 from megatier.schedule.speculation import Speculation
 from megatier.schedule.trace import TraceEvent, stall_seconds, write_trace
 from megatier.store.blockfile import budget_bytes
+from megatier.store.store import TieredStore
 from megatier.store.tier import Tier
 from megatier.store.transfer import QUEUES
 from megatier.train.metrics import MetricsLog, format_count, format_seconds
@@ -114,8 +115,11 @@ class _Run:
         rows = [QueueBytes(queue, moved[queue], player.demanded[queue]) for queue in QUEUES]
         if self._session.placement.speculative:
             _describe_speculation(self._console, player.updates.speculation)
+        shown = [row for row in rows if row.queue != "nvme_to_gpu" or store.gpu_path is not None]
         is_streamed = bool(self._session.placement.streamed)
-        print_moves(self._console, [row for row in rows if is_streamed or not row.queue.startswith("state")])
+        print_moves(self._console, [row for row in shown if is_streamed or not row.queue.startswith("state")])
+        if store.gpu_path is not None:
+            self._console.print(f"nvme_to_gpu: {store.gpu_path}", highlight=False, soft_wrap=True)
 
     def _step(self, step: int, progress: Progress) -> None:
         train, session = self._config.train, self._session
@@ -145,6 +149,7 @@ class _Run:
                 "stall_seconds": stalls,
                 "speculation": session.player.updates.speculation.outcome,
                 "moved_bytes": dict(session.store.moved_bytes - self._moved_before),
+                "nvme_path": nvme_path(session.store),
             }
         )
 
@@ -217,6 +222,12 @@ def rate_of(step: int, train: TrainConfig) -> float:
     )
 
 
+def nvme_path(store: TieredStore) -> str:
+    """How bytes really go to and from NVMe."""
+    access = {None: "no NVMe tier", True: "NVMe by O_DIRECT", False: "NVMe by buffered access (O_DIRECT was refused)"}
+    return access[store.is_direct] + (f", to the GPU by {store.gpu_path}" if store.gpu_path is not None else "")
+
+
 def _check_vocabulary(model: PreTrainedModel, num_tokens: int) -> None:
     size = model.config.get_text_config().vocab_size
     if num_tokens > size:
@@ -228,11 +239,10 @@ def _check_vocabulary(model: PreTrainedModel, num_tokens: int) -> None:
 
 def _describe(console: Console, config: RunConfig, session: Session, text: PackedText) -> None:
     num_parameters = sum(tensor.num_elements for unit in session.units for tensor in unit.layout.tensors)
-    access = {None: "no NVMe tier", True: "NVMe by O_DIRECT", False: "NVMe by buffered access (O_DIRECT was refused)"}
     console.print(
         f"{format_count(num_parameters)} parameters in {len(session.units)} units, {config.model.compute_dtype}, on "
         f"{session.engine.options.device}; {format_count(text.num_tokens)} tokens to train on; "
-        f"{access[session.store.is_direct]}",
+        f"{nvme_path(session.store)}",
         highlight=False,
         soft_wrap=True,
     )

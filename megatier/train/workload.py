@@ -65,7 +65,12 @@ class Workload:
             tokens: tokens per sequence.
         """
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
-        options = IoOptions(num_threads=tiers.io_threads, direct=tiers.direct_io == "auto", checksums=tiers.checksums)
+        options = IoOptions(
+            num_threads=tiers.io_threads,
+            direct=tiers.direct_io == "auto",
+            checksums=tiers.checksums,
+            gpu_direct=tiers.gpu_direct,
+        )
         activations = _activations(units, train)
         rows = train.batch // train.groups
         hidden_bytes = rows * tokens * model.config.get_text_config().hidden_size * dtype.itemsize
@@ -108,6 +113,7 @@ def _policy(dtype: torch.dtype, tiers: TiersConfig, train: TrainConfig, options:
         chunk_elements=tiers.chunk // STATE_BYTES_PER_ELEMENT if tiers.chunk is not None else None,
         streamed_share=tiers.streamed_share,
         generations=tiers.generations,
+        gpu_direct=tiers.gpu_direct,
         align_elements=options.chunk_bytes // 2,
     )
 

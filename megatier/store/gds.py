@@ -1,0 +1,183 @@
+"""NVMe -> GPU past RAM: reads of the block files by kvikio, straight into GPU memory.
+
+The only file that knows kvikio. Where the machine has GPUDirect Storage, the drive writes into GPU memory; elsewhere
+kvikio reads into buffers of its own in RAM and copies from there (its compatibility mode). Which of them it was, its
+byte counters say. It is kvikio's own choice; KVIKIO_COMPAT_MODE=ON in the environment forbids the first.
+
+kvikio knows no streams: whatever still uses the target must be over before a read begins, and kvikio orders its copies
+behind what is enqueued on CUDA's default stream. A read blocks until its bytes are there and verified on the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatier.errors import ConfigError, IntegrityError, TransferError, mib
+from megatier.hardware import nvidia_fs_is_loaded
+from megatier.store.blockfile import REQUEST_BYTES, BlockFiles, Extent, Stripe, zero_checksums
+
+PROBE_BYTES = 1 << 20
+"""Read from each file at the start. kvikio takes reads below 16 KiB past GPUDirect Storage."""
+REMEDY = "tiers.gpu_direct: false reads through RAM instead"
+
+
+@dataclass(frozen=True, slots=True)
+class IoPath:
+    """How kvikio's reads of this process went, by its own counters."""
+
+    gds_bytes: int
+    """Through cuFile."""
+    posix_bytes: int
+    """In compatibility mode."""
+    has_nvidia_fs: bool
+    """The kernel module is loaded. Without it cuFile uses the PCIe peer-to-peer of newer kernels, or falls back."""
+
+    def __str__(self) -> str:
+        """For people."""
+        if not self.gds_bytes:
+            return f"kvikio in compatibility mode ({mib(self.posix_bytes)})"
+        doubt = "" if self.has_nvidia_fs else "; nvidia-fs is not loaded: peer-to-peer, or cuFile's own fallback"
+        return f"kvikio GDS ({mib(self.gds_bytes)}; {mib(self.posix_bytes)} in compatibility mode{doubt})"
+
+
+class GpuReader:
+    """Reads the blocks of one store from NVMe into GPU memory.
+
+    Threads: `open` and `close` from one thread, with no read under way; `read` from any.
+    """
+
+    def __init__(self, files: BlockFiles, device: torch.device) -> None:
+        """Find kvikio. Nothing is opened yet.
+
+        Raises:
+            ConfigError: there is no GPU, or no kvikio.
+        """
+        self._files = files
+        self._library = load_library(device)
+        self._opened = contextlib.ExitStack()
+        self._handles: list[Any] = []
+        self._counters: Any = None
+
+    def open(self, device: torch.device) -> None:
+        """Open the files, which were filled with zeros, and read the first bytes of each, so that the path is known.
+
+        Raises:
+            TransferError, IntegrityError: a read failed.
+        """
+        options = self._files.options
+        settings = {
+            "num_threads": options.num_threads,
+            "task_size": REQUEST_BYTES,
+            "bounce_buffer_size": REQUEST_BYTES,
+            "auto_direct_io_read": self._files.is_direct,
+        }
+        # These are the process's: they go back to what they were when this closes.
+        self._opened.enter_context(self._library.defaults.set(settings))
+        self._counters = self._opened.enter_context(self._library.SummaryMonitor())
+        for mount, path in enumerate(self._files.paths):
+            with self._typed_errors("opening", path, 0):
+                self._handles.append(self._opened.enter_context(self._library.CuFile(path, "r")))
+            if size := min(PROBE_BYTES, path.stat().st_size):
+                zeros = Extent(size, (Stripe(mount, 0, 0, size),), zero_checksums(size, options.chunk_bytes))
+                self.read("(zeros)", zeros, 0, torch.empty(size, dtype=torch.uint8, device=device))
+
+    # Hops 1 and 2 of a byte's journey in one; blockfile.py and transfer.py carry the marks.
+    def read(self, key: str, extent: Extent, start: int, target: torch.Tensor) -> None:
+        """Read a block's bytes from `start` on into uint8 [n] on the GPU, page-aligned; every chunk is verified.
+
+        Blocks until they are there, GIL free, and until what was enqueued on the current stream is over.
+
+        Raises:
+            TransferError, IntegrityError: the bytes in `target` are not those of the block.
+        """
+        if target.is_cuda:  # kvikio knows no streams
+            torch.cuda.current_stream().synchronize()
+        with contextlib.ExitStack() as reads:  # one that fails waits for the others, which write to the same target
+            for piece in extent.pieces(start, start + target.numel()):
+                path, part = self._files.paths[piece.mount], target[piece.start : piece.start + piece.num_bytes]
+                with self._typed_errors(f"read of block {key}", path, piece.file_offset):
+                    future = self._handles[piece.mount].pread(part, piece.num_bytes, piece.file_offset)
+                reads.callback(self._finish, key, piece, future)
+        if self._files.options.checksums:
+            self._verify(key, extent, start, target)
+
+    def path(self) -> IoPath | None:
+        """How the reads went so far, known once open; the counters are the process's."""
+        if self._counters is None:
+            return None
+        moved = self._counters.get().by_backend
+        gds, posix = (moved[name]["bytes_transferred"] if name in moved else 0 for name in ("GDS", "POSIX"))
+        return IoPath(gds, posix, nvidia_fs_is_loaded())
+
+    def close(self) -> None:
+        """Close the files; before they are removed. Safe to call twice."""
+        self._opened.close()
+
+    def _finish(self, key: str, piece: Stripe, future: Any) -> None:  # noqa: ANN401  kvikio's
+        path = self._files.paths[piece.mount]
+        with self._typed_errors(f"read of block {key}", path, piece.file_offset):
+            num_bytes = future.get()
+        if num_bytes != piece.num_bytes:
+            raise TransferError(f"read of block {key} by kvikio", "nvme", str(path), piece.file_offset + num_bytes, 0)
+
+    def _verify(self, key: str, extent: Extent, start: int, target: torch.Tensor) -> None:
+        chunk = self._files.options.chunk_bytes
+        found = checksums(target, chunk)
+        expected = extent.checksums[start // chunk :][: found.size]
+        for index in np.flatnonzero(found != expected)[:1]:
+            first = start + int(index) * chunk
+            piece = next(extent.pieces(first, first + 1))
+            path = str(self._files.paths[piece.mount])
+            raise IntegrityError(key, path, piece.file_offset, int(expected[index]), int(found[index]))
+
+    @contextlib.contextmanager
+    def _typed_errors(self, what: str, path: os.PathLike[str], offset: int) -> Iterator[None]:
+        """Errors of kvikio have a text and no errno."""
+        try:
+            yield
+        except (RuntimeError, OSError, ValueError) as error:
+            what = f"{what} by kvikio ({error}; {REMEDY})"
+            raise TransferError(what, "nvme", str(path), offset, errno.EIO) from error
+
+
+def load_library(device: torch.device) -> Any:  # noqa: ANN401  a module that may be missing
+    """The kvikio package. Without a working driver it can hang for ever: it is imported beside a GPU alone.
+
+    Raises:
+        ConfigError: there is no GPU, or no kvikio.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise ConfigError("tiers.gpu_direct reads into GPU memory, and there is no GPU in use; set it to false.")
+    # cuFile writes its log into the working directory unless told otherwise.
+    os.environ.setdefault("CUFILE_LOGFILE_PATH", os.devnull)
+    try:
+        importlib.import_module("kvikio.defaults")
+        library = importlib.import_module("kvikio")
+    except ImportError as error:
+        raise ConfigError(
+            f"tiers.gpu_direct needs kvikio ({error}): pip install 'megatier[gds]' for CUDA 13, 'megatier[gds-cu12]' "
+            "for CUDA 12, or set it to false."
+        ) from error
+    if not hasattr(library, "SummaryMonitor"):
+        raise ConfigError("tiers.gpu_direct needs the byte counters of kvikio 26.10 or newer; upgrade kvikio.")
+    return library
+
+
+def checksums(region: torch.Tensor, chunk_bytes: int) -> npt.NDArray[np.uint32]:
+    """Of each chunk of uint8 [n] on the GPU, whole pages."""
+    from megatier.store import kernels  # Triton comes with torch's CUDA builds alone
+
+    return kernels.checksums(region, chunk_bytes)
+
+
+__all__ = ["GpuReader", "IoPath", "checksums", "load_library"]
