@@ -3,9 +3,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from megatier import cli, hardware
@@ -179,10 +181,80 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "gpus", lambda: (hardware.Gpu("card", 2 << 30, 1 << 30, "here"),))
 
 
-def kvikio_that(does: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a package of this name in the way of child processes."""
-    (folder / "kvikio.py").write_text(does)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+@pytest.fixture
+def kvikio_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, doctor.Check]]:
+    """What doctor finds where kvikio is installed and the probe is a program of ours."""
+
+    def look(program: str) -> dict[str, doctor.Check]:
+        for name in ("site", "drive"):
+            (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / "site" / "kvikio.py").touch()
+        monkeypatch.syspath_prepend(tmp_path / "site")
+        monkeypatch.setattr(doctor, "KVIKIO_PROBE", program)
+        checks = found(tmp_path / "drive")
+        assert not list((tmp_path / "drive").iterdir())
+        return checks
+
+    return look
+
+
+@pytest.mark.usefixtures("gpu")
+def test_doctor_without_kvikio_says_that_it_is_optional(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    checks = found(tmp_path)
+    assert (checks["kvikio"].state, checks["kvikio"].found.partition(":")[0]) == ("ok", "not installed")
+    assert checks["nvidia-fs"].state == checks["/run/udev"].state == "ok", "nobody wants them"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_doctor_kvikio_that_reads_wants_nvidia_fs_and_udev(
+    kvikio_that: Callable[[str], dict[str, doctor.Check]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_there, state in ((False, "warn"), (True, "ok")):
+        monkeypatch.setattr(hardware, "nvidia_fs_is_loaded", lambda is_there=is_there: is_there)
+        monkeypatch.setattr(hardware, "udev_is_readable", lambda is_there=is_there: is_there)
+        checks = kvikio_that("import os, sys; print(*map(os.path.isdir, sys.argv[1:]))")
+        assert (checks["kvikio"].state, checks["kvikio"].found) == ("ok", "True")
+        assert (checks["nvidia-fs"].state, checks["/run/udev"].state) == (state, state)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("raise ImportError('no libcufile')", "no libcufile"),
+        ("import os; os.kill(os.getpid(), 9)", "ended by a signal"),
+        ("import time; time.sleep(60)", "hangs, for 2 s at least"),
+    ],
+)
+def test_doctor_kvikio_that_does_not_read_is_told(
+    program: str, words: str, kvikio_that: Callable[[str], dict[str, doctor.Check]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "KVIKIO_SECONDS", 2 if "sleep" in program else 60)
+    checks = kvikio_that(program)
+    assert checks["kvikio"].state == "warn"
+    assert words in checks["kvikio"].found
+    assert checks["nvidia-fs"].state == "ok", "nobody wants it"
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("directory", ["/dev/shm/missing", "missing"])
+def test_doctor_without_a_drive_does_not_try_kvikio(
+    directory: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "kvikio.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(hardware, "pcie_links", dict)
+    monkeypatch.setattr(subprocess, "run", None)
+    check = found(tmp_path / directory)["kvikio"]
+    assert (check.state, check.found.partition(":")[0]) == ("warn", "not tried")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kvikio may be here")
+def test_doctor_probe_needs_a_gpu(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", doctor.KVIKIO_PROBE, tmp_path], capture_output=True, text=True)
+    assert "there is no GPU in use" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_doctor_without_gpu_leaves_kvikio_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -192,35 +264,6 @@ def test_doctor_without_gpu_leaves_kvikio_alone(monkeypatch: pytest.MonkeyPatch,
     assert checks["kvikio"].found == "not used: no GPU"
     assert checks["nvidia-fs"].state == checks["/run/udev"].state == "ok"
     assert "PCIe link" not in checks
-
-
-@pytest.mark.usefixtures("gpu")
-def test_doctor_kvikio_that_can_be_imported_wants_nvidia_fs_and_udev(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    kvikio_that("__version__ = '26.4'", tmp_path, monkeypatch)
-    for is_there, state in ((False, "warn"), (True, "ok")):
-        monkeypatch.setattr(hardware, "nvidia_fs_is_loaded", lambda is_there=is_there: is_there)
-        monkeypatch.setattr(hardware, "udev_is_readable", lambda is_there=is_there: is_there)
-        checks = found(tmp_path)
-        assert (checks["kvikio"].state, checks["kvikio"].found) == ("ok", "26.4")
-        assert (checks["nvidia-fs"].state, checks["/run/udev"].state) == (state, state)
-
-
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(
-    ("does", "words"),
-    [("raise ImportError('no libcufile')", "no libcufile"), ("import time; time.sleep(60)", "its import hangs")],
-)
-def test_doctor_kvikio_that_cannot_be_imported_is_told(
-    does: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    kvikio_that(does, tmp_path, monkeypatch)
-    monkeypatch.setattr(doctor, "KVIKIO_SECONDS", 2)
-    checks = found(tmp_path)
-    assert checks["kvikio"].state == "warn"
-    assert words in checks["kvikio"].found
-    assert checks["nvidia-fs"].state == "ok", "nobody wants it"
 
 
 @pytest.mark.usefixtures("gpu")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import importlib.util
 import mmap
 import os
 import platform
@@ -12,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +27,19 @@ PAGE_BYTES = 4096
 MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
 LOW_RAM_BYTES = 2 << 30
 LOW_DISK_BYTES = 10 << 30
-KVIKIO_SECONDS = 60
+KVIKIO_SECONDS = 120
+KVIKIO_PROBE = """
+import sys
+from megatier import BlockSpec, Tier, TieredStore
+from megatier.store.blockfile import IoOptions
+options = IoOptions(gpu_direct=True)
+mounts = [f"{directory}:4MiB" for directory in sys.argv[1:]]
+with TieredStore.open(gpu="4MiB", nvme=mounts, device="cuda", options=options) as store:
+    store.register(BlockSpec("probe", 4 << 20, Tier.NVME))
+    store.lease("probe", Tier.GPU).release()
+    print(f"{sys.modules['kvikio'].__version__}: {store.gpu_path}")
+"""
+"""The real path: a block is read, its checksums are verified, and kvikio's counters say how it came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +78,7 @@ def checks(mounts: Sequence[MountBudget]) -> Iterator[Check]:
     yield _cpu()
     gpus = hardware.gpus() if _package("torch").state == "ok" else ()
     yield from _cuda(gpus)
-    yield from _gds(bool(gpus))
+    yield from _gds(bool(gpus), mounts)
     yield _ram()
     yield _memlock()
     yield _huge_pages()
@@ -124,11 +138,16 @@ def _pcie(link: hardware.PcieLink | None) -> Check:
     )
 
 
-def _gds(has_gpu: bool) -> Iterator[Check]:
-    """What GPUDirect Storage needs. Whether it runs, byte counters of real transfers alone can tell."""
-    kvikio = _kvikio() if has_gpu else Check("kvikio", "ok", "not used: no GPU")
+def _gds(has_gpu: bool, mounts: Sequence[MountBudget]) -> Iterator[Check]:
+    """What GPUDirect Storage needs, and whether it runs."""
+    has_kvikio = has_gpu and importlib.util.find_spec("kvikio") is not None
+    if has_kvikio:
+        kvikio = _kvikio(mounts)
+    else:
+        why = "not installed: tiers.gpu_direct alone needs it, by the extra gds" if has_gpu else "not used: no GPU"
+        kvikio = Check("kvikio", "ok", why)
     yield kvikio
-    is_wanted = has_gpu and kvikio.state == "ok"
+    is_wanted = has_kvikio and kvikio.state == "ok"
     for name, is_there, found, remedy in (
         (
             "nvidia-fs",
@@ -149,18 +168,24 @@ def _gds(has_gpu: bool) -> Iterator[Check]:
             yield Check(name, "warn" if is_wanted else "ok", f"not {found}", remedy if is_wanted else "")
 
 
-def _kvikio() -> Check:
-    """Imported in a process of its own: it hangs where the driver is not whole."""
-    words = [sys.executable, "-c", "import kvikio; print(kvikio.__version__)"]
-    remedy = "NVMe is read through RAM; GPUDirect Storage is not used yet."
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=KVIKIO_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return Check(
-            "kvikio", "warn", f"its import hangs, for {KVIKIO_SECONDS} s at least", f"Check the driver. {remedy}"
-        )
-    lines = (done.stdout if not done.returncode else done.stderr).splitlines()
-    return Check("kvikio", "warn" if done.returncode else "ok", lines[-1] if lines else "no version", remedy)
+def _kvikio(mounts: Sequence[MountBudget]) -> Check:
+    """Read a block into GPU memory, in a process of its own: kvikio hangs where the driver is not whole."""
+    remedy = "Leave tiers.gpu_direct off: NVMe is then read through RAM."
+    drives = [mount.directory for mount in mounts if not hardware.mount_of(mount.directory).is_memory]
+    if not drives:
+        return Check("kvikio", "warn", "not tried: no directory on a drive", "Give --nvme one.")
+    with contextlib.ExitStack() as opened:
+        try:
+            folders = [opened.enter_context(TemporaryDirectory(dir=d, prefix="megatier-doctor-")) for d in drives]
+            words = [sys.executable, "-c", KVIKIO_PROBE, *folders]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=KVIKIO_SECONDS, check=False)
+        except OSError as error:
+            return Check("kvikio", "warn", f"not tried: {error}", "Give --nvme a directory you may write to.")
+        except subprocess.TimeoutExpired:
+            return Check("kvikio", "warn", f"hangs, for {KVIKIO_SECONDS} s at least", f"Check the driver. {remedy}")
+    if done.returncode:
+        return Check("kvikio", "warn", (done.stderr.strip().splitlines() or ["ended by a signal"])[-1], remedy)
+    return Check("kvikio", "ok", done.stdout.strip())
 
 
 def _ram() -> Check:
