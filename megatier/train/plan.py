@@ -161,7 +161,7 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         made,
         trial.compute_seconds,
         _hidden_at(trial, placement, tokens),
-        _changes(trial, tokens, tokens / made.seconds),
+        _changes(trial, tokens, tokens / made.seconds, spills=Tier.NVME in placement.homes.values()),
     )
 
 
@@ -190,7 +190,7 @@ def _hidden_at(trial: Trial, placement: Placement, tokens: int) -> int | None:
     return math.ceil(tokens * high)
 
 
-def _changes(trial: Trial, tokens: int, tokens_per_s: float) -> tuple[Change, ...]:
+def _changes(trial: Trial, tokens: int, tokens_per_s: float, *, spills: bool) -> tuple[Change, ...]:
     """Each tried alone, the best first."""
     budgets = trial.budgets
     tried: list[tuple[str, Trial, float]] = [
@@ -198,6 +198,10 @@ def _changes(trial: Trial, tokens: int, tokens_per_s: float) -> tuple[Change, ..
         ("a quarter more RAM", replace(trial, budgets=replace(budgets, ram=budgets.ram * 5 // 4)), 1),
         ("a quarter more GPU memory for state", replace(trial, budgets=replace(budgets, gpu=budgets.gpu * 5 // 4)), 1),
     ]
+    policy = trial.work.policy
+    if spills and policy.deferred and policy.generations == 1:
+        twice = replace(trial.work, policy=replace(policy, generations=2))
+        tried.append(("updates in the backward (tiers.generations 2)", replace(trial, work=twice), 1))
     if trial.rates.drives:
         drives = (*trial.rates.drives, trial.rates.drives[0])
         tried.append(("one more drive", replace(trial, rates=replace(trial.rates, drives=drives)), 1))
