@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -32,6 +33,11 @@ def test_step_line_shows_every_figure() -> None:
         "step 7/20  loss 3.2100  lr 1.00e-03  norm 1.500  tokens/s 8,192  s/step 0.500  ETA 1 min 30 s  "
         "stalled 102 ms (nvme_to_ram 100 ms, update 2 ms)  gpu 50.0 %  nvme -"
     )
+
+
+def test_step_line_of_a_planned_run_shows_attainment_and_what_bounds_it() -> None:
+    line = step_line(replace(report(7), attainment=0.957, bound_by="nvme"), 20, 90)
+    assert "s/step 0.500  attainment 96% (nvme)  ETA" in line
 
 
 def test_step_line_without_norm_and_stalls_leaves_them_out() -> None:

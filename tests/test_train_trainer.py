@@ -107,7 +107,9 @@ def test_train_on_a_measured_machine_takes_what_the_planner_chooses(
     given = {"tiers.nvme": f"{tmp_path}:16MiB", "train.slices": 2}
     assert main(command(tmp_path, given)) == 0
     recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text(encoding="utf-8"))
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("planned, ")]
+    lines = capsys.readouterr().out.splitlines()
+    [line] = [line for line in lines if line.startswith("planned, ")]
+    line_of_step = next(line for line in lines if line.startswith("step 1/"))
     chosen = dict(re.findall(r"--(\S+) (\S+)", line))
     assert {"train.groups", "train.activations", "tiers.streamed_share"} <= chosen.keys()
     assert not {"train.slices", "tiers.gpu", "tiers.nvme"} & chosen.keys()
@@ -115,6 +117,9 @@ def test_train_on_a_measured_machine_takes_what_the_planner_chooses(
         section, _, key = name.partition(".")
         assert str(recorded[section][key]) == value
     assert recorded["train"]["slices"] == 2
+    steps = [record for record in metrics(tmp_path) if "loss" in record]
+    assert all(step["attainment"] > 0 for step in steps)
+    assert re.search(r"attainment \d+%", line_of_step)
 
 
 def test_train_that_fits_no_plan_is_tried_as_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +178,7 @@ def test_train_metrics_have_every_figure_of_every_step(tmp_path: Path) -> None:
         "tokens",
         "seconds",
         "tokens_per_s",
+        "attainment",
         "stall_seconds",
         "speculation",
         "moved_bytes",

@@ -52,6 +52,10 @@ class StepReport:
     stall_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds that compute waited, by cause."""
     tiers: tuple[TierUse, ...] = ()
+    attainment: float | None = None
+    """Seconds that the step should take over those that it took; None where the machine was not measured."""
+    bound_by: str = ""
+    """What should bound it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +172,7 @@ def _figures(report: StepReport, num_steps: int, seconds_left: float) -> list[tu
     figures += [
         ("tokens/s", f"{report.num_tokens / report.seconds:,.0f}" if report.seconds > 0 else "-"),
         ("s/step", f"{report.seconds:.3f}"),
+        *([("attainment", f"{report.attainment:.0%} ({report.bound_by})")] if report.attainment is not None else []),
         ("ETA", format_seconds(seconds_left)),
         ("stalled", _stalls(report.stall_seconds)),
     ]

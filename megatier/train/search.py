@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from megatier.config import RunConfig
 from megatier.errors import PlanError
 from megatier.models.decoder import find_units
+from megatier.schedule.forecast import Forecast
 from megatier.schedule.placement import Budgets, Placement
 from megatier.schedule.rates import Rates
 from megatier.store.tier import Phase
@@ -43,8 +44,13 @@ class Choice:
 
     settings: Mapping[str, Any]
     """By dotted name, as on the command line."""
-    seconds: float
+    forecast: Forecast
     tokens_per_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.forecast.seconds
 
 
 def search(
@@ -91,11 +97,11 @@ def search(
         seen.append((trial.seconds, placement))
         if best is not None and trial.floor(placement) >= limit:
             continue
-        seconds = trial.forecast(placement).seconds
-        if seconds < limit:
+        made = trial.forecast(placement)
+        if made.seconds < limit:
             chosen = {**settings, "tiers.gpu": trial.budgets.gpu}
             free = {name: value for name, value in chosen.items() if name not in fixed}
-            best = Choice(free, seconds, tokens / seconds)
+            best = Choice(free, made, tokens / made.seconds)
     if best is None:
         assert refused is not None, "there is at least one trial"
         raise refused

@@ -24,6 +24,7 @@ from megatier.engine.optimizer import learning_rate
 from megatier.errors import ConfigError, PlanError, mib
 from megatier.models.decoder import build_skeleton
 from megatier.models.weights import Checkpoint, Initialiser, export, resolve
+from megatier.schedule.forecast import Forecast
 from megatier.schedule.placement import Budgets
 from megatier.schedule.speculation import Speculation
 from megatier.schedule.trace import TraceEvent, stall_seconds, write_trace
@@ -62,7 +63,7 @@ def train(config: RunConfig, console: Console, given: frozenset[str] = frozenset
     """
     make_repeatable(config)
     share_interpreter()
-    config = plan_choices(fix_choices(config), given, console)
+    config, expected = plan_choices(fix_choices(config), given, console)
     with ExitStack() as stack:
         directory = stack.enter_context(RunDirectory(config)).path
         source_folder = resolve(config.model.path) if config.model.path is not None else None
@@ -79,7 +80,7 @@ def train(config: RunConfig, console: Console, given: frozenset[str] = frozenset
         )
         _load(console, session, reader)
         log = stack.enter_context(MetricsLog(directory / METRICS_FILE))
-        run = _Run(config, console, session, text, log)
+        run = _Run(config, console, session, text, log, expected)
         run.steps()
         run.report()
         if config.output.export:
@@ -92,9 +93,16 @@ class _Run:
     """The loop over steps."""
 
     def __init__(
-        self, config: RunConfig, console: Console, session: Session, text: PackedText, log: MetricsLog
+        self,
+        config: RunConfig,
+        console: Console,
+        session: Session,
+        text: PackedText,
+        log: MetricsLog,
+        expected: Forecast | None,
     ) -> None:
         self._config, self._console, self._session, self._text, self._log = config, console, session, text, log
+        self._expected = expected
         self._moved_before = session.store.moved_bytes.copy()
         self.traced: list[tuple[int, list[TraceEvent]]] = []
 
@@ -135,7 +143,11 @@ class _Run:
         stalls = stall_seconds(events)
         count = batch["input_ids"].numel()
         tiers = tuple(TierUse(tier, used, budget) for tier, used, budget in _tier_uses(session))
-        progress.update(StepReport(step, result.loss, rate, result.grad_norm, count, seconds, stalls, tiers))
+        attainment = None if self._expected is None else self._expected.seconds / seconds
+        bound_by = "" if self._expected is None else self._expected.bound_by
+        progress.update(
+            StepReport(step, result.loss, rate, result.grad_norm, count, seconds, stalls, tiers, attainment, bound_by)
+        )
         self._log.write(
             {
                 "step": step,
@@ -146,6 +158,7 @@ class _Run:
                 "tokens": count,
                 "seconds": seconds,
                 "tokens_per_s": count / seconds,
+                "attainment": attainment,
                 "stall_seconds": stalls,
                 "speculation": session.player.updates.speculation.outcome,
                 "moved_bytes": dict(session.store.moved_bytes - self._moved_before),
@@ -172,27 +185,28 @@ def fix_choices(config: RunConfig) -> RunConfig:
     return replace(config, model=replace(config.model, compile=chosen))
 
 
-def plan_choices(config: RunConfig, given: frozenset[str], console: Console) -> RunConfig:
+def plan_choices(config: RunConfig, given: frozenset[str], console: Console) -> tuple[RunConfig, Forecast | None]:
     """The config with the settings that make the simulated step shortest, where `megatier bench` measured the machine.
 
-    Where nothing fits by estimate it stays as it is: the run itself says what is short.
+    And the step that they should make. Where nothing fits by estimate the config stays as it is: the run itself says
+    what is short.
     """
     device = choose_device(config.tiers)
     rates = cached_rates([mount.directory for mount in config.tiers.mounts], device.type)
     if rates is None:
         if device.type == "cuda":
             console.print("`megatier bench` would measure this machine and let the planner choose what is not given")
-        return config
+        return config, None
     gpu, ram = budgets_of(config.tiers, device)
     budgets = Budgets(gpu, ram, sum(budget_bytes(mount) for mount in config.tiers.mounts))
     compiled = compiles(config.model, device)
     try:
         choice = search(skeleton_of(config.model), config, rates, budgets, compiles=compiled, fixed=given)
     except PlanError:
-        return config
+        return config, None
     words = " ".join(f"--{name} {value}" for name, value in choice.settings.items())
     console.print(f"planned, {choice.seconds:.3g} s a step: {words}", markup=False, highlight=False, soft_wrap=True)
-    return changed(config, choice.settings)
+    return changed(config, choice.settings), choice.forecast
 
 
 def share_interpreter() -> None:
