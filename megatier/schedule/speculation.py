@@ -86,6 +86,7 @@ class Speculation:
         """Guards what an attempt moved: the lane counts it, and `abandon` adds it up."""
         self.demanded: Counter[str] = Counter()
         self._clipped: deque[bool] = deque(maxlen=HISTORY)
+        self._is_closed = False
         self._attempt: Attempt | None = None
         self._transfers: dict[str, Transfer] = {}
         self._planned: deque[Chunk] = deque()
@@ -97,6 +98,7 @@ class Speculation:
 
     def begin(self) -> None:
         """A training pass begins: say whether its updates are speculative, and forget what the last one updated."""
+        self.abandon()
         self.updated = frozenset()
         if self._units and 2 * sum(self._clipped) <= len(self._clipped):
             self._attempt = Attempt(self._optimizer.unclipped())
@@ -153,8 +155,7 @@ class Speculation:
 
     def close(self) -> None:
         """Leave out what has not begun."""
-        for chunk in (*self._asked, *self._planned):
-            chunk.attempt.is_void = True
+        self._is_closed = True
 
     # ------------------------------------------------------------------ the lane's side
 
@@ -162,7 +163,7 @@ class Speculation:
         """AdamW on a unit, chunk by chunk, from one generation into the other."""
         for left in range(num_chunks, 0, -1):
             try:
-                if not attempt.is_void:
+                if not (attempt.is_void or self._is_closed):
                     self._read_ahead()
                     self._update_chunk(self._asked[0])
             except BaseException:
