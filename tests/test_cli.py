@@ -57,21 +57,25 @@ def test_train_missing_file_exits_2(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_train_hands_the_config_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[RunConfig] = []
+    kept: list[frozenset[str]] = []
 
-    def train(config: RunConfig, console: Console) -> None:
+    def train(config: RunConfig, console: Console, given: frozenset[str]) -> None:
         seen.append(config)
+        kept.append(given)
 
     put_module(monkeypatch, "megatier.train.trainer", train=train)
     path = tmp_path / "run.yaml"
     path.write_text("train: {steps: 3}")
     assert main(["train", str(path), *LEAST, "--train.batch", "4"]) == 0
     assert (seen[0].train.steps, seen[0].train.batch) == (3, 4)
+    assert {"train.steps", "train.batch"} <= kept[0]
+    assert "train.groups" not in kept[0]
 
 
 def test_train_our_error_shows_no_traceback_unless_debug(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def train(config: RunConfig, console: Console) -> None:
+    def train(config: RunConfig, console: Console, given: frozenset[str]) -> None:
         raise DataError("no text")
 
     put_module(monkeypatch, "megatier.train.trainer", train=train)
@@ -82,7 +86,7 @@ def test_train_our_error_shows_no_traceback_unless_debug(
 
 
 def test_train_interrupted_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def train(config: RunConfig, console: Console) -> None:
+    def train(config: RunConfig, console: Console, given: frozenset[str]) -> None:
         raise KeyboardInterrupt
 
     put_module(monkeypatch, "megatier.train.trainer", train=train)

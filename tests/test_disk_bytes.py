@@ -22,7 +22,7 @@ from megatier.models.decoder import Unit
 from megatier.schedule.placement import Budgets, Policy, UnitSpec, place
 from megatier.store.blockfile import IoOptions
 from megatier.store.store import TieredStore
-from megatier.store.tier import Kind, Tier
+from megatier.store.tier import PAGE_BYTES, Kind, Tier
 
 WEIGHT_BYTES, STATE_BYTES = 2, 12
 """Of a parameter: bf16; and that, the remainder, and two moments in fp32."""
@@ -57,16 +57,18 @@ class Spilled:
 
 
 def least_budgets(units: Sequence[UnitSpec], policy: Policy) -> Budgets:
-    """Two slots for weights on the GPU, and no room in RAM for state: what each refusal says is missing."""
+    """Two slots for weights on the GPU, and room in RAM for gradients but not for state."""
     budgets = Budgets(1, 1, NVME_BYTES)
     while True:
         try:
-            place(units, budgets, policy)
+            placement = place(units, budgets, policy)
         except PlanError as short:
             tier = "gpu" if short.what.startswith("GPU") else "ram"
             budgets = replace(budgets, **{tier: short.needed_bytes})
-        else:
+            continue
+        if Tier.NVME not in placement.grad_homes.values():
             return budgets
+        budgets = replace(budgets, ram=budgets.ram + PAGE_BYTES)
 
 
 def weight_planes(units: Sequence[UnitSpec]) -> list[int]:

@@ -26,6 +26,7 @@ PLACES = {
     "mixed": (Budgets(40 * MIB, 36 * MIB, 200 * MIB), Policy(chunk_elements=MIB // 8)),
     "groups": (Budgets(16 * MIB, 100 * MIB, 200 * MIB), Policy(groups=3)),
     "twice": (Budgets(16 * MIB, 60 * MIB, 200 * MIB), Policy(state=(Tier.NVME,), generations=2)),
+    "grads": (Budgets(16 * MIB, 12 * MIB, 200 * MIB), Policy(state=(Tier.NVME,), chunk_elements=MIB // 8)),
     "immediate": (Budgets(16 * MIB, 60 * MIB, 200 * MIB), Policy(state=(Tier.NVME,), deferred=False)),
 }
 

@@ -317,7 +317,7 @@ def test_gpu_smaller_than_one_unit_is_refused_by_name() -> None:
 def test_gradients_that_do_not_fit_name_clipping() -> None:
     budgets = Budgets(512 * KIB, 100 * KIB, 1 << 40)
     with pytest.raises(PlanError, match=r"or set train\.clip to null"):
-        place(LAYERS, budgets, Policy(state=(Tier.NVME,)))
+        place(LAYERS, budgets, Policy(state=(Tier.RAM,)))
 
 
 def test_state_without_a_mount_names_both_ways_out() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -197,6 +198,18 @@ def test_demanded_bytes_without_streaming_are_none() -> None:
 
 
 def test_update_bytes_count_planes_on_nvme_alone() -> None:
-    assert update_bytes(UNITS["a"], placement("abc", 1), Policy()) == 12 * SIZE
-    assert update_bytes(UNITS["a"], placement("abc", 1, ram="a"), Policy()) == 10 * SIZE
-    assert update_bytes(UNITS["a"], placement("abc", 1, gpu="a"), Policy()) == 0
+    for where, size in (
+        (placement("abc", 1), 12),
+        (placement("abc", 1, ram="a"), 10),
+        (placement("abc", 1, gpu="a"), 0),
+    ):
+        moved = update_bytes(UNITS["a"], where, Policy())
+        assert moved == {"nvme_to_ram": size * SIZE, "ram_to_nvme": size * SIZE}
+
+
+def test_update_bytes_count_a_gradient_on_nvme_once() -> None:
+    where = replace(placement("abc", 1), grad_homes=dict.fromkeys("abc", Tier.NVME))
+    assert update_bytes(UNITS["a"], where, Policy()) == {"nvme_to_ram": 14 * SIZE, "ram_to_nvme": 12 * SIZE}
+    timeline = build(accesses("abccba"), where, updates=False)
+    found = demanded(timeline, where, Policy(), gradients=True, updates=False)
+    assert found["ram_to_nvme"] == 2 * 6 * SIZE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,59 @@ def test_drain_completes_every_write_back(start: Callable[..., Run]) -> None:
             assert not run.store.is_dirty(block_key(unit.name, kind))
             assert list(run.store.residency(block_key(unit.name, kind))) == [Tier.NVME]
     run.check_state()
+
+
+# ---- gradients on NVMe ----
+
+
+@pytest.mark.parametrize(
+    ("split", "generations", "ram"),
+    [
+        (False, 1, 120),
+        (False, 1, 170),
+        (False, 2, 180),
+        (False, 2, 220),
+        (True, 1, 100),
+        (True, 1, 120),
+        (True, 2, 160),
+    ],
+)
+def test_gradients_that_ram_does_not_take_wait_on_nvme(
+    start: Callable[..., Run], split: bool, generations: int, ram: int
+) -> None:
+    run = start("nvme", ram=ram << 10, split=split, generations=generations)
+    assert Tier.NVME in run.placement.grad_homes.values()
+    before = run.store.moved_bytes.copy()
+    for clipped in (False, True, False, False):
+        within(partial(run.train_step, clipped=clipped))
+    run.evaluate()
+    assert run.store.moved_bytes - before == run.player.demanded
+    run.check_state()
+    assert run.placement.state_bytes.get(Tier.RAM, 0) + run.placement.other_bytes[Tier.RAM] <= ram << 10
+
+
+def test_gradients_on_nvme_move_once_each_way(start: Callable[..., Run]) -> None:
+    run = start("nvme", ram=120 << 10)
+    for _ in range(2):
+        run.train_step()
+    run.player.drain()
+    before = run.store.moved_bytes.copy()
+    run.train_step()
+    run.player.drain()
+    moved = run.store.moved_bytes - before
+    state = sum(12 * unit.num_elements for unit in UNITS)
+    grads = sum(4 * unit.num_elements for unit in UNITS if run.placement.grad_homes[unit.name] is Tier.NVME)
+    assert grads
+    assert moved["ram_to_nvme"] == state + grads
+
+
+def test_failing_write_of_a_gradient_stops_the_run(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start("nvme", ram=120 << 10)
+    run.train_step()
+    run.player.drain()
+    fail_moves(monkeypatch, "write", "u1/grad", BROKEN)
+    check_broken_for_good(run)
+    check_invariants(run.store)
 
 
 # ---- streamed state ----

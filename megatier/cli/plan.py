@@ -159,12 +159,16 @@ def _change_table(plan: Plan) -> Table:
 
 
 def _sentences(plan: Plan) -> Iterator[str]:
+    from megatier.store.tier import Tier
+
     yield f"{format_count(plan.num_parameters)} parameters, {format_count(plan.tokens)} tokens a step."
     yield f"Bound by {plan.forecast.bound_by}; compute alone takes {plan.attainment:.0%} of the step."
     beside = mib(round(plan.activations.peak))
     yield f"Beside tiers.gpu the GPU holds about {beside} of activations, loss and libraries."
     if plan.placement.streamed:
         yield f"{len(plan.placement.streamed)} units stream their state through the GPU."
+    if count := list(plan.placement.grad_homes.values()).count(Tier.NVME):
+        yield f"Gradients of {count} units wait on NVMe, because RAM is too short for them: 4 bytes a parameter more."
     if plan.hidden_at is not None:
         yield f"From {format_count(plan.hidden_at)} tokens a step on all but compute is hidden, if activations fit."
     if plan.written_bytes_per_step:

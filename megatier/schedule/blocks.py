@@ -16,7 +16,7 @@ import torch
 from megatier.schedule.optimizer import Elements
 from megatier.schedule.placement import Placement, Policy, UnitSpec, bytes_per_element, grad_bytes, state_kinds
 from megatier.schedule.timeline import Load
-from megatier.store.store import Lease, TieredStore
+from megatier.store.store import TieredStore
 from megatier.store.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 from megatier.store.transfer import Gate
 
@@ -77,7 +77,7 @@ class UnitBlocks:
     def chunks(self, name: str) -> list[Elements]:
         """The runs of elements in which a unit's state is worked on."""
         size = self.units[name].num_elements
-        step = self.placement.chunk_elements if self.spilled(name) else size
+        step = self.placement.chunk_elements if self.is_cut(name) else size
         return [(start, min(start + step, size)) for start in range(0, size, step)]
 
     def span(self, name: str, kind: Kind, elements: Elements) -> tuple[int, int]:
@@ -88,6 +88,10 @@ class UnitBlocks:
     def spilled(self, name: str) -> list[Kind]:
         """Kinds of a unit's state that are at home on NVMe."""
         return [kind for kind in self.kinds if self.placement.homes[name, kind] is Tier.NVME]
+
+    def is_cut(self, name: str) -> bool:
+        """Whether a unit's update reads from NVMe, so that it is worked on in chunks."""
+        return bool(self.spilled(name)) or self.placement.grad_homes[name] is Tier.NVME
 
     @contextlib.contextmanager
     def open_state(
@@ -164,17 +168,55 @@ class UnitBlocks:
     def _passing(self) -> list[Kind]:
         return [kind for kind in self.kinds if kind is not Kind.WEIGHT]
 
-    def grad_lease(self, name: str, elements: Elements) -> Lease:
-        """The final gradient in the compute dtype; a sum over groups was rounded into the front of its block."""
-        home = self.placement.grad_homes[name]
+    @contextlib.contextmanager
+    def open_grad(self, name: str, elements: Elements) -> Iterator[torch.Tensor]:
+        """Lease a run of the final gradient, uint8 in the compute dtype.
+
+        A sum over groups was rounded into the front of its block.
+        """
+        home, span = self.placement.grad_homes[name], self.grad_span(elements)
         key = sum_key(name) if self.policy.groups > 1 and home is Tier.RAM else grad_key(name)
-        width = 2 if self.policy.split else 4
-        span = (elements[0] * width, elements[1] * width)
         if home is None:  # lies in one slot, whole
-            lease = self.store.lease(key, Tier.RAM)
-            lease.bytes = lease.bytes[span[0] : span[1]]
-            return lease
-        return self.store.lease(key, Tier.GPU if home is Tier.GPU else Tier.RAM, span)
+            with self.store.lease(key, Tier.RAM) as lease:
+                yield lease.bytes[span[0] : span[1]]
+            return
+        with self.store.lease(key, Tier.GPU if home is Tier.GPU else Tier.RAM, span, wait=True) as lease:
+            yield lease.bytes
+        if home is Tier.NVME:
+            self.store.evict(key, Tier.RAM, span)
+
+    def grad_span(self, elements: Elements) -> tuple[int, int]:
+        """Bytes of a run of elements in a gradient in the compute dtype."""
+        width = 2 if self.policy.split else 4
+        return elements[0] * width, elements[1] * width
+
+    def spill_grad(self, name: str) -> None:
+        """Start taking a gradient from its GPU slot to NVMe, chunk by chunk; waits for RAM slots."""
+        key = grad_key(name)
+        for span in map(self.grad_span, self.chunks(name)):
+            self.store.write_back(key, Tier.GPU, span, wait=True)
+            self.store.write_back(key, Tier.RAM, span)
+            self.store.evict(key, Tier.RAM, span)
+
+    def read_ahead(self, name: str, elements: Elements, generation: int) -> int:
+        """Start reading what a chunk's update needs from NVMe into RAM slots; returns its bytes."""
+        size = 0
+        for key, (start, stop) in self._read(name, elements, generation):
+            self.store.prefetch(key, Tier.RAM, (start, stop), wait=True)
+            size += round_up(stop) - start  # a block's last page moves whole
+        return size
+
+    def drop_read(self, name: str, elements: Elements, generation: int) -> None:
+        """Free the slots of what was read ahead."""
+        for key, span in self._read(name, elements, generation):
+            self.store.evict(key, Tier.RAM, span)
+
+    def _read(self, name: str, elements: Elements, generation: int) -> list[tuple[str, tuple[int, int]]]:
+        """Blocks and spans that a chunk's update reads from NVMe."""
+        found = [(self.key(name, kind, generation), self.span(name, kind, elements)) for kind in self.spilled(name)]
+        if self.placement.grad_homes[name] is Tier.NVME:
+            found.append((grad_key(name), self.grad_span(elements)))
+        return found
 
     def _register(self) -> None:
         split, groups = self.policy.split, self.policy.groups

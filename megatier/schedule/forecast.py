@@ -259,7 +259,7 @@ class _Jobs:
             self.updates[unit.name] = self._add("update_gpu", unit.name, unit.num_elements, self.begun, gradient)
             return None
         spilled = sum(self._bytes(unit, kind) for kind in self._kinds() if self._is_spilled(unit, kind))
-        if not spilled:
+        if not spilled and self.placement.grad_homes[unit.name] is not Tier.NVME:
             self.updates[unit.name] = self._add("update", unit.name, unit.num_elements, self.begun, gradient)
             return None
         return self._update_spilled(unit, spilled, gradient, fed, uses)
@@ -268,13 +268,15 @@ class _Jobs:
         self, unit: UnitSpec, spilled: int, gradient: int | None, fed: Load | None, uses: Sequence[int]
     ) -> int | None:
         pieces = self._num_pieces(unit)
+        is_on_nvme = self.placement.grad_homes[unit.name] is Tier.NVME
+        grad, gradient_first = (grad_bytes(unit, self.policy), gradient) if is_on_nvme else (0, None)
         is_speculative = unit.name in self.placement.speculative
         amount = unit.num_elements * (1 + COPY_BYTES / UPDATE_BYTES * is_speculative)
         copied: int | None = None
         updated = -1
         for _ in range(pieces):
             free = self.chunks[0] if len(self.chunks) == UPDATE_DEPTH else None
-            read = self._add("nvme_to_ram", unit.name, spilled / pieces, self.begun, free)
+            read = self._add("nvme_to_ram", unit.name, (spilled + grad) / pieces, self.begun, free, gradient_first)
             updated = self._add("update_nvme", unit.name, amount / pieces, read, gradient)
             if fed is not None:
                 size = self._bytes(unit, Kind.WEIGHT) / pieces
@@ -308,6 +310,9 @@ class _Jobs:
             shipped = self._add("gpu_to_ram", unit.name, grad_bytes(unit, self.policy), made, slot)
             self.grad_slots.append(shipped)
             self.grads[unit.name] = shipped
+            if self.placement.grad_homes[unit.name] is Tier.NVME:
+                written = self._add("ram_to_nvme", unit.name, grad_bytes(unit, self.policy), shipped)
+                self.grad_slots[-1] = self.grads[unit.name] = written  # RAM slots are few
             if self.policy.groups > 1:
                 amount = unit.num_elements * SUM_BYTES[is_last] / UPDATE_BYTES
                 self.grads[unit.name] = self._add("update", unit.name, amount, shipped)

@@ -26,6 +26,8 @@ UPDATE_DEPTH = 3
 """Update chunks in RAM at once: one arrives, one is worked on, one leaves. The new bytes of a speculative
 one lie beside the old ones."""
 CHUNK_ELEMENTS_MAX = 8 << 20
+CHUNK_ELEMENTS_FAST = 1 << 20
+"""Of chunks that drives move at full speed; where gradients have to spill, they leave room for so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class Placement:
     slots: tuple[SlotPlan, ...]
     chunk_elements: int
     grad_homes: Mapping[str, Tier | None]
-    """Where a finished gradient waits for its update; None: only in a slot."""
+    """Where a finished gradient waits for its update; None: only in a slot. On NVMe where RAM is too short for all."""
     streamed: tuple[str, ...] = ()
     """Units at home in RAM whose state passes through GPU slots and is updated there, in forward order."""
     speculative: tuple[str, ...] = ()
@@ -138,26 +140,30 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     gpu_slots = _gpu_slots(rest, homed, streamed, budgets, policy)
     names = tuple(unit.name for unit in streamed)
     shipped = {unit.name: unit for unit in rest if unit.name not in names}
-    ram_homes, ram_slots, chunk = _fill_ram(units, rest, tuple(shipped.values()), budgets, policy)
+    waiting = _waiting(units, rest, tuple(shipped.values()), budgets, policy)
+    spills_grads = len(waiting) < len(shipped)
+    ram_homes, ram_slots, chunk = _fill_ram(units, rest, tuple(waiting.values()), budgets, policy, spills_grads)
     if streamed and Tier.NVME in ram_homes.values():  # RAM is what is short
         return place(units, budgets, replace(policy, streamed_share=0.0))
     homes |= ram_homes
     speculative = [unit for unit in rest if _has_two(policy) and _spills(unit, homes, policy)]
     state, again = _state_bytes(units, homes, policy), _state_bytes(speculative, homes, policy)
+    again[Tier.NVME] += sum(grad_bytes(unit, policy) for unit in shipped.values() if unit.name not in waiting)
     if state[Tier.NVME] + again[Tier.NVME] > budgets.nvme:
         remedy = "Give tiers.nvme more space, raise tiers.ram, or train a smaller model."
-        if again:
+        if speculative:
             remedy = f"Set tiers.generations to 1. {remedy}"
         raise PlanError("state on NVMe", state[Tier.NVME] + again[Tier.NVME], budgets.nvme, remedy)
     held = policy.deferred or policy.groups > 1
     on_ram = Tier.RAM if held else None
-    grad_homes = {unit.name: on_ram if unit.name in shipped else Tier.GPU for unit in units}
+    grad_homes: dict[str, Tier | None] = {unit.name: Tier.GPU for unit in units}
+    grad_homes |= {name: on_ram if name in waiting else Tier.NVME for name in shipped}
     other = Counter({Tier.GPU: 0, Tier.RAM: 0})
     other.update(again)
     for plan in (*gpu_slots, *ram_slots):
         other[plan.tier] += round_up(plan.slot_bytes) * plan.num_slots
     other[Tier.GPU] += sum(grad_bytes(unit, policy) for unit in units if unit.name not in shipped)
-    other[Tier.RAM] += _ram_fixed(units, tuple(shipped.values()), policy)
+    other[Tier.RAM] += _ram_fixed(units, tuple(waiting.values()), policy)
     twice = tuple(unit.name for unit in speculative)
     return Placement(homes, (*gpu_slots, *ram_slots), chunk, grad_homes, names, twice, dict(state), dict(other))
 
@@ -282,21 +288,54 @@ def _ram_fixed(units: Sequence[UnitSpec], shipped: Sequence[UnitSpec], policy: P
     return held + sum(round_up(unit.activation_bytes) for unit in units)
 
 
-def _fill_ram(
+def _waiting(
     units: Sequence[UnitSpec],
     rest: Sequence[UnitSpec],
     shipped: Sequence[UnitSpec],
     budgets: Budgets,
     policy: Policy,
+) -> dict[str, UnitSpec]:
+    """Of the units whose gradients leave the GPU, those whose gradients wait for their update in RAM.
+
+    All, but where there would be no room for update chunks beside them and NVMe can take the others. A sum over groups
+    stays in RAM.
+    """
+    all_of_them = {unit.name: unit for unit in shipped}
+    if not (policy.deferred and policy.groups == 1 and Tier.NVME in policy.state and budgets.nvme):
+        return all_of_them
+    room = budgets.ram - _ram_fixed(units, (), policy)
+    wanted = sum(grad_bytes(unit, policy) for unit in shipped)
+    if Tier.RAM in policy.state and wanted + sum(_state_size(unit, policy) for unit in rest) <= room:
+        return all_of_them
+    longest = max((unit.num_elements for unit in rest), default=0)
+    if wanted + _pool_bytes(_pools(longest, policy.align_elements, policy, spills_grads=False)) <= room:
+        return all_of_them
+    chunk = policy.chunk_elements or min(longest, CHUNK_ELEMENTS_FAST)
+    room -= _pool_bytes(_pools(longest, chunk, policy, spills_grads=True))
+    waiting = {}
+    for unit in shipped:
+        if (size := grad_bytes(unit, policy)) <= room:
+            waiting[unit.name] = unit
+            room -= size
+    return waiting
+
+
+def _fill_ram(
+    units: Sequence[UnitSpec],
+    rest: Sequence[UnitSpec],
+    waiting: Sequence[UnitSpec],
+    budgets: Budgets,
+    policy: Policy,
+    spills_grads: bool,
 ) -> tuple[dict[tuple[str, Kind], Tier], tuple[SlotPlan, ...], int]:
     """Homes of the state that is not on the GPU, the RAM slots, and the chunk size.
 
-    `shipped` are the units whose gradients go to RAM.
+    `waiting` are the units whose gradients go to RAM; where others spill theirs, `spills_grads`.
     """
     slots: list[SlotPlan] = []
-    if shipped and (policy.groups > 1 or not policy.deferred):
-        slots.append(SlotPlan(Tier.RAM, Kind.GRAD, max(grad_bytes(unit, policy) for unit in shipped), SLOTS_MIN))
-    used = _ram_fixed(units, shipped, policy) + sum(round_up(plan.slot_bytes) * plan.num_slots for plan in slots)
+    if waiting and (policy.groups > 1 or not policy.deferred):
+        slots.append(SlotPlan(Tier.RAM, Kind.GRAD, max(grad_bytes(unit, policy) for unit in waiting), SLOTS_MIN))
+    used = _ram_fixed(units, waiting, policy) + sum(round_up(plan.slot_bytes) * plan.num_slots for plan in slots)
     if used > budgets.ram:
         remedy = f"Raise tiers.ram to at least {at_least(used)}" + (
             ", or set train.clip to null." if policy.deferred else "."
@@ -304,7 +343,7 @@ def _fill_ram(
         raise PlanError("gradients and activations in RAM", used, budgets.ram, remedy)
     longest = max((unit.num_elements for unit in rest), default=0)
     everything = sum(_state_size(unit, policy) for unit in rest)
-    if not rest or (Tier.RAM in policy.state and used + everything <= budgets.ram):
+    if not rest or (Tier.RAM in policy.state and used + everything <= budgets.ram and not spills_grads):
         chunk = max(policy.chunk_elements or min(longest, CHUNK_ELEMENTS_MAX), policy.align_elements)
         for plan in slots:
             spare = (budgets.ram - used - everything) // round_up(plan.slot_bytes)
@@ -313,8 +352,8 @@ def _fill_ram(
         return {(unit.name, kind): Tier.RAM for unit in rest for kind in kinds}, tuple(slots), chunk
     if Tier.NVME not in policy.state or not budgets.nvme:
         raise _no_room(units, used + everything, everything, budgets, policy)
-    chunk, pools = _chunk_slots(longest, used, budgets.ram, policy)
-    used += sum(round_up(plan.slot_bytes) * plan.num_slots for plan in pools)
+    chunk, pools = _chunk_slots(longest, used, budgets.ram, policy, spills_grads)
+    used += _pool_bytes(pools)
     spill = _spill_whole if _has_two(policy) else _spill
     homes = spill(rest, budgets.ram - used if Tier.RAM in policy.state else 0, policy)
     return homes, (*slots, *pools), chunk
@@ -333,28 +372,43 @@ def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budg
     return PlanError("state on the GPU", needed, budgets.gpu, remedy)
 
 
-def _chunk_slots(longest: int, used: int, budget: int, policy: Policy) -> tuple[int, list[SlotPlan]]:
+def _chunk_slots(
+    longest: int, used: int, budget: int, policy: Policy, spills_grads: bool
+) -> tuple[int, list[SlotPlan]]:
     """Update chunks as large as a quarter of the RAM that is left allows."""
-    room = max(0, budget - used)
-    kinds = state_kinds(split=policy.split)
-    usual = UPDATE_DEPTH + (SLOTS_MIN if _has_two(policy) else 0)
-    depth = {kind: usual + (SLOTS_MIN if kind is Kind.WEIGHT else 0) for kind in kinds}
-    per_element = sum(bytes_per_element(kind, split=policy.split) * depth[kind] for kind in kinds)
-    align = policy.align_elements
-    wanted = policy.chunk_elements or min(longest, CHUNK_ELEMENTS_MAX, room // 4 // per_element)
+    room, align = max(0, budget - used), policy.align_elements
+    per_element = _pool_bytes(_pools(align, align, policy, spills_grads=spills_grads)) // align
+    most = CHUNK_ELEMENTS_FAST if spills_grads else min(CHUNK_ELEMENTS_MAX, room // 4 // per_element)
+    wanted = policy.chunk_elements or min(longest, most)
     chunk = max(align, wanted // align * align)
     chunk = min(chunk, -(-longest // align) * align)
-    pools = [
-        SlotPlan(Tier.RAM, kind, min(chunk, longest) * bytes_per_element(kind, split=policy.split), depth[kind])
-        for kind in kinds
-    ]
-    needed = used + sum(round_up(plan.slot_bytes) * plan.num_slots for plan in pools)
-    if needed > budget:
+    pools = _pools(longest, chunk, policy, spills_grads=spills_grads)
+    if (needed := used + _pool_bytes(pools)) > budget:
         remedy = f"Raise tiers.ram to at least {at_least(needed)}" + (
             ", or lower tiers.chunk." if policy.chunk_elements else "."
         )
         raise PlanError("RAM slots for updates from NVMe", needed, budget, remedy)
     return chunk, pools
+
+
+def _pools(longest: int, chunk: int, policy: Policy, *, spills_grads: bool) -> list[SlotPlan]:
+    """RAM slots for update chunks; two weight slots more, through which loads pass."""
+    kinds = [*state_kinds(split=policy.split), *([Kind.GRAD] if spills_grads else [])]
+    depth = UPDATE_DEPTH + (SLOTS_MIN if _has_two(policy) else 0)
+    width = {Kind.GRAD: 2 if policy.split else 4}
+    return [
+        SlotPlan(
+            Tier.RAM,
+            kind,
+            min(chunk, longest) * width.get(kind, bytes_per_element(kind, split=policy.split)),
+            depth + (SLOTS_MIN if kind is Kind.WEIGHT else 0),
+        )
+        for kind in kinds
+    ]
+
+
+def _pool_bytes(pools: Iterable[SlotPlan]) -> int:
+    return sum(round_up(plan.slot_bytes) * plan.num_slots for plan in pools)
 
 
 def _spill(units: Sequence[UnitSpec], room: int, policy: Policy) -> dict[tuple[str, Kind], Tier]:

@@ -250,7 +250,10 @@ class Player:
             summed.wait()  # this gradient takes the place of the last group's
         if self.placement.grad_homes[unit] is not Tier.GPU:
             self.store.mark_dirty(key, Tier.GPU)
-            self.store.write_back(key, Tier.GPU, wait=True)
+            if self.placement.grad_homes[unit] is Tier.NVME:
+                self.blocks.spill_grad(unit)
+            else:
+                self.store.write_back(key, Tier.GPU, wait=True)
             self.store.evict(key, Tier.GPU)
             if self.policy.groups > 1:
                 self.updates.submit_sum(unit, group)

@@ -23,7 +23,7 @@ from megatier.schedule.blocks import UnitBlocks
 from megatier.schedule.optimizer import Apply, Elements, Optimizer
 from megatier.schedule.placement import UPDATE_DEPTH
 from megatier.schedule.trace import Recorder
-from megatier.store.tier import Tier, round_up
+from megatier.store.tier import round_up
 from megatier.store.transfer import Queue, Transfer
 
 CHUNK_DEPTH = UPDATE_DEPTH - 1
@@ -177,17 +177,14 @@ class Speculation:
         while self._planned and len(self._asked) < CHUNK_DEPTH and not self._planned[0].attempt.is_void:
             chunk = self._planned.popleft()
             self._asked.append(chunk)
-            for kind in self._blocks.spilled(chunk.unit):
-                span = self._blocks.span(chunk.unit, kind, chunk.elements)
-                key = self._blocks.key(chunk.unit, kind, chunk.generation)
-                self._store.prefetch(key, Tier.RAM, span, wait=True)
-                self._demand(chunk.attempt, "nvme_to_ram", span)
+            size = self._blocks.read_ahead(chunk.unit, chunk.elements, chunk.generation)
+            self._demand(chunk.attempt, "nvme_to_ram", size)
 
     def _update_chunk(self, chunk: Chunk) -> None:
         unit, elements, kinds = chunk.unit, chunk.elements, self._blocks.kinds
         other = chunk.generation ^ 1
         with (
-            self._blocks.grad_lease(unit, elements) as grad,
+            self._blocks.open_grad(unit, elements) as grad,
             self._blocks.open_state(unit, elements, kinds, generation=chunk.generation) as old,
             self._blocks.open_state(unit, elements, kinds, generation=other, fresh=True) as new,
         ):
@@ -195,13 +192,14 @@ class Speculation:
             start = time.perf_counter_ns()
             for kind in kinds:
                 new.planes[kind].copy_(old.planes[kind])
-            work = chunk.attempt.apply(unit, elements, new.planes, grad.bytes)
+            work = chunk.attempt.apply(unit, elements, new.planes, grad)
             if work is not None:
                 work.wait()
             self._recorder.work("update_nvme", unit, start, time.perf_counter_ns())
             new.write_back()
         for kind in self._blocks.spilled(unit):
-            self._demand(chunk.attempt, "ram_to_nvme", self._blocks.span(unit, kind, elements))
+            start, stop = self._blocks.span(unit, kind, elements)
+            self._demand(chunk.attempt, "ram_to_nvme", round_up(stop) - start)
 
     def _next(self) -> None:
         """The first chunk is over; one that was read in vain leaves its slots."""
@@ -209,12 +207,9 @@ class Speculation:
             self._planned.popleft()
             return
         chunk = self._asked.popleft()
-        for kind in self._blocks.spilled(chunk.unit):
-            span = self._blocks.span(chunk.unit, kind, chunk.elements)
-            self._store.evict(self._blocks.key(chunk.unit, kind, chunk.generation), Tier.RAM, span)
+        self._blocks.drop_read(chunk.unit, chunk.elements, chunk.generation)
 
-    def _demand(self, attempt: Attempt, queue: str, span: tuple[int, int]) -> None:
-        size = round_up(span[1]) - span[0]  # a block's last page moves whole
+    def _demand(self, attempt: Attempt, queue: str, size: int) -> None:
         self.demanded[queue] += size
         with self._lock:
             attempt.moved_bytes += size

@@ -158,18 +158,21 @@ def demanded_bytes(
         if gradients:
             if placement.grad_homes[name] is not Tier.GPU:
                 moved["gpu_to_ram"] += policy.groups * grad_bytes(unit, policy)
+            if placement.grad_homes[name] is Tier.NVME:
+                moved["ram_to_nvme"] += grad_bytes(unit, policy)
             for queue in ("gpu_to_ram", "ram_to_gpu"):
                 moved[queue] += policy.groups * unit.activation_bytes
     for name in updated:
-        for queue in ("nvme_to_ram", "ram_to_nvme"):
-            moved[queue] += update_bytes(units[name], placement, policy)
+        moved.update(update_bytes(units[name], placement, policy))
     return {queue: size for queue, size in moved.items() if size}
 
 
-def update_bytes(unit: UnitSpec, placement: Placement, policy: Policy) -> int:
-    """Bytes that the update of a unit reads from NVMe, and as many that it writes."""
+def update_bytes(unit: UnitSpec, placement: Placement, policy: Policy) -> dict[str, int]:
+    """Bytes per queue that the update of a unit reads from NVMe and writes there."""
     kinds = [kind for kind in state_kinds(split=policy.split) if placement.homes[unit.name, kind] is Tier.NVME]
-    return sum(_block_bytes(unit, kind, policy) for kind in kinds)
+    state = sum(_block_bytes(unit, kind, policy) for kind in kinds)
+    grad = grad_bytes(unit, policy) if placement.grad_homes[unit.name] is Tier.NVME else 0
+    return {"nvme_to_ram": state + grad, "ram_to_nvme": state}
 
 
 def _block_bytes(unit: UnitSpec, kind: Kind, policy: Policy) -> int:

@@ -121,7 +121,7 @@ class Updates:
         if self._placement.updater(unit) is Tier.GPU:
             transfer = self._on_gpu.submit(unit, 0, partial(self._update_on_gpu, unit), after, behind)
             self._recorder.watch(transfer)
-        elif self._blocks.spilled(unit):
+        elif self._blocks.is_cut(unit):
             self._ahead.extend((unit, span) for span in self._blocks.chunks(unit))
             if self._policy.groups > 1 and (summed := self._last.get(unit)) is not None:
                 after.append(summed)
@@ -195,6 +195,8 @@ class Updates:
             for generation in self._blocks.generations(name):
                 for kind in self._blocks.kinds:
                     self._store.settle(self._blocks.key(name, kind, generation))
+            if self._placement.grad_homes[name] is Tier.NVME:
+                self._store.settle(grad_key(name))
         for name in self._placement.streamed:
             self._blocks.drop_weights(name)
 
@@ -211,8 +213,7 @@ class Updates:
             if name in self.speculation.updated:
                 continue
             self.submit(Update(name, None), gradients)
-            for queue in ("nvme_to_ram", "ram_to_nvme"):
-                self._demanded[queue] += update_bytes(unit, self._placement, self._policy)
+            self._demanded.update(update_bytes(unit, self._placement, self._policy))
             if name in self._placement.streamed:
                 self._demanded["ram_to_gpu"] += self._blocks.weight_bytes(name)
         self.submit_exchange(goes_home=True, comes_again=False)
@@ -240,10 +241,10 @@ class Updates:
             for transfer in self._store.prefetch(self._blocks.key(unit, Kind.WEIGHT), Tier.GPU, wait=True):
                 transfer.wait()
         with (
-            self._blocks.grad_lease(unit, elements) as grad,
+            self._blocks.open_grad(unit, elements) as grad,
             self._blocks.open_state(unit, elements, self._blocks.kinds, streamed=streamed) as state,
         ):
-            if (work := self._optimizer.apply(unit, elements, state.planes, grad.bytes)) is not None:
+            if (work := self._optimizer.apply(unit, elements, state.planes, grad)) is not None:
                 work.wait()  # on the CPU that stands for a GPU
             state.write_back()
 
@@ -272,10 +273,10 @@ class Updates:
     def _begin_update(self, unit: str) -> Applied | None:
         (elements,) = self._blocks.chunks(unit)
         with contextlib.ExitStack() as leases:
-            grad = leases.enter_context(self._blocks.grad_lease(unit, elements))
+            grad = leases.enter_context(self._blocks.open_grad(unit, elements))
             state = leases.enter_context(self._blocks.open_state(unit, elements, self._blocks.kinds))
             start = time.perf_counter_ns()
-            work = self._optimizer.apply(unit, elements, state.planes, grad.bytes)
+            work = self._optimizer.apply(unit, elements, state.planes, grad)
             leases.callback(state.write_back)
             if work is None:
                 self._recorder.work("update", unit, start, time.perf_counter_ns())
@@ -311,12 +312,12 @@ class Updates:
 
     def _update_chunk(self, unit: str, elements: Elements, *, feeds: bool) -> None:
         with (
-            self._blocks.grad_lease(unit, elements) as grad,
+            self._blocks.open_grad(unit, elements) as grad,
             self._blocks.open_state(unit, elements, self._blocks.kinds) as state,
         ):
             self._busy["update_nvme"] = "update"
             start = time.perf_counter_ns()
-            if (work := self._optimizer.apply(unit, elements, state.planes, grad.bytes)) is not None:
+            if (work := self._optimizer.apply(unit, elements, state.planes, grad)) is not None:
                 work.wait()
             self._recorder.work("update_nvme", unit, start, time.perf_counter_ns())
             state.write_back()
@@ -335,9 +336,7 @@ class Updates:
 
     def _read_ahead(self) -> None:
         for name, elements in list(self._ahead)[:CHUNK_DEPTH]:
-            for kind in self._blocks.spilled(name):
-                span = self._blocks.span(name, kind, elements)
-                self._store.prefetch(self._blocks.key(name, kind), Tier.RAM, span, wait=True)
+            self._blocks.read_ahead(name, elements, self._blocks.valid[name])
 
     def _free_gradient(self, unit: str) -> None:
         """Where the gradient lies in a slot alone."""

@@ -267,6 +267,8 @@ def _describe(console: Console, config: RunConfig, session: Session, text: Packe
     if config.tiers.generations == 2:  # a unit that does not spill needs one
         count = len(placement.speculative)
         console.print(f"{count} units are updated in the backward, before the norm is known", highlight=False)
+    if count := sum(home is Tier.NVME for home in placement.grad_homes.values()):
+        console.print(f"gradients of {count} units wait on NVMe, because RAM is too short for them", highlight=False)
     states = [
         TierState(
             tier,
