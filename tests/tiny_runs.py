@@ -61,6 +61,8 @@ class Place:
     streamed: float = 0.0
     """Share of the parameters in RAM whose state passes through the GPU."""
     generations: int = 1
+    spills_grads: bool = False
+    """RAM has no room for all gradients."""
 
 
 PLACES = {
@@ -72,6 +74,7 @@ PLACES = {
     "ram_nvme": Place(tiers=("ram", "nvme"), ram=32 * KIB),
     "gpu_ram_nvme": Place(tiers=("gpu", "ram", "nvme"), gpu=100 * KIB, ram=32 * KIB),
     "nvme_twice": Place(tiers=("nvme",), generations=2),
+    "nvme_grads": Place(tiers=("nvme",), spills_grads=True),
 }
 
 
@@ -119,15 +122,14 @@ def opened(
     """
     options = {"fused_loss": False, "loss_chunk": 20, **model_options}
     model_config = ModelConfig(config={"model_type": config.model_type}, **options)
-    skeleton = build_skeleton(config, "sdpa")
-    session = _session(skeleton, model_config, mount, place, train, device, tokens, gpu_direct)
+    session = _session(config, model_config, mount, place, train, device, tokens, gpu_direct)
     with session:
-        session.load(source or Initialiser(skeleton, 0))
+        session.load(source or Initialiser(session.model, 0))
         yield session
 
 
 def _session(
-    skeleton: PreTrainedModel,
+    config: PretrainedConfig,
     model_config: ModelConfig,
     mount: Path,
     place: Place,
@@ -153,12 +155,23 @@ def _session(
             gpu_direct=gpu_direct,
         )
         try:
-            return Session(skeleton, model_config, tiers, train, tokens)
+            session = Session(build_skeleton(config, "sdpa"), model_config, tiers, train, tokens)
+            if not _is_short_of_ram(session, place):
+                return session
+            session.close()
+            ram += 16 * KIB
         except PlanError as short:
             if short.what.startswith("GPU"):
                 gpu = short.needed_bytes + place.gpu
             else:
                 ram += short.needed_bytes - short.had_bytes + place.ram * short.what.startswith("RAM slots")
+
+
+def _is_short_of_ram(session: Session, place: Place) -> bool:
+    """Gradients or all state spill though they should not."""
+    placement = session.placement
+    holds_some = Tier.RAM in placement.state_bytes or not {"ram", "nvme"} <= set(place.tiers)
+    return not holds_some or (Tier.NVME in placement.grad_homes.values() and not place.spills_grads)
 
 
 def random_groups(train: TrainConfig, vocab: int, step: int) -> list[Batch]:

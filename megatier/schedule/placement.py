@@ -375,10 +375,11 @@ def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budg
 def _chunk_slots(
     longest: int, used: int, budget: int, policy: Policy, spills_grads: bool
 ) -> tuple[int, list[SlotPlan]]:
-    """Update chunks as large as a quarter of the RAM that is left allows."""
+    """Update chunks as large as a quarter of the RAM that is left allows; all of it where gradients have to spill."""
     room, align = max(0, budget - used), policy.align_elements
     per_element = _pool_bytes(_pools(align, align, policy, spills_grads=spills_grads)) // align
-    most = CHUNK_ELEMENTS_FAST if spills_grads else min(CHUNK_ELEMENTS_MAX, room // 4 // per_element)
+    fits = room // per_element
+    most = min(CHUNK_ELEMENTS_FAST, fits) if spills_grads else min(CHUNK_ELEMENTS_MAX, fits // 4)
     wanted = policy.chunk_elements or min(longest, most)
     chunk = max(align, wanted // align * align)
     chunk = min(chunk, -(-longest // align) * align)
