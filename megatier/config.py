@@ -161,7 +161,8 @@ class TiersConfig:
     to NVMe, nothing is streamed; the run says how many units are."""
     generations: int = 1
     """Places for the state of layers that spill to NVMe: 1, or 2, which lets them be updated in the backward, before it
-    is known whether to clip, at twice the space on NVMe and a second weight plane in RAM. Clipping must be on."""
+    is known whether to clip, at twice the space on NVMe and a second weight plane in RAM. Without clipping it changes
+    nothing."""
     update_threads: int | None = None
     """Native threads that run AdamW on the CPU, 1 to 1024. None: the cores this process may use."""
     direct_io: Literal["auto", "off"] = "auto"

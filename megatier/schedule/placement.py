@@ -337,9 +337,10 @@ def _fill_ram(
         slots.append(SlotPlan(Tier.RAM, Kind.GRAD, max(grad_bytes(unit, policy) for unit in waiting), SLOTS_MIN))
     used = _ram_fixed(units, waiting, policy) + sum(round_up(plan.slot_bytes) * plan.num_slots for plan in slots)
     if used > budgets.ram:
-        remedy = f"Raise tiers.ram to at least {at_least(used)}" + (
-            ", or set train.clip to null." if policy.deferred else "."
-        )
+        other = ", or set train.clip to null." if policy.deferred else "."
+        if not waiting:  # no gradient counts
+            other = ", set train.activations to recompute, or train on fewer tokens a step."
+        remedy = f"Raise tiers.ram to at least {at_least(used)}{other}"
         raise PlanError("gradients and activations in RAM", used, budgets.ram, remedy)
     longest = max((unit.num_elements for unit in rest), default=0)
     everything = sum(_state_size(unit, policy) for unit in rest)
