@@ -281,3 +281,18 @@ def fail_moves(monkeypatch: pytest.MonkeyPatch, name: str, prefix: str, error: E
 
 BROKEN = TransferError("read of block u3", "nvme", "/mnt/blocks", 4096, errno.EIO)
 """What stops moves."""
+
+
+def check_broken_for_good(run: Run) -> None:
+    """The error of a lane stops the steps that follow, and stays."""
+
+    def steps() -> None:
+        for _ in range(3):
+            run.train_step()
+        run.player.drain()
+
+    with pytest.raises(TransferError) as caught:
+        within(steps)
+    assert caught.value is BROKEN
+    with pytest.raises(TransferError):
+        within(run.player.drain)

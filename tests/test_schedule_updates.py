@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 from conftest import check_invariants, slow_reads
-from integer_runs import BROKEN, HANG_S, PLACES, STREAMED, UNITS, Run, fail_moves, starter, within
+from integer_runs import (
+    BROKEN,
+    HANG_S,
+    PLACES,
+    STREAMED,
+    UNITS,
+    Run,
+    check_broken_for_good,
+    fail_moves,
+    starter,
+    within,
+)
 
 from megatier.errors import NonFiniteError, TransferError
 from megatier.schedule.blocks import block_key
@@ -27,21 +38,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Starts runs by placement; closes them."""
     with starter(tmp_path) as start_run:
         yield start_run
-
-
-def check_broken_for_good(run: Run) -> None:
-    """The error of a lane stops the steps that follow, and stays."""
-
-    def steps() -> None:
-        for _ in range(3):
-            run.train_step()
-        run.player.drain()
-
-    with pytest.raises(TransferError) as caught:
-        within(steps)
-    assert caught.value is BROKEN
-    with pytest.raises(TransferError):
-        within(run.player.drain)
 
 
 def test_updates_run_in_forward_order_and_feed_the_loads(start: Callable[..., Run]) -> None:

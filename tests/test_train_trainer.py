@@ -123,10 +123,13 @@ def test_train_on_a_measured_machine_takes_what_the_planner_chooses(
     assert re.search(r"attainment \d+%", line_of_step)
 
 
-def test_train_that_fits_no_plan_is_tried_as_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_that_fits_no_plan_is_tried_as_given_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny = replace(RATES, gpu_bytes=1.0)
     monkeypatch.setattr(trainer, "cached_rates", lambda directories, device: tiny)
     assert main(command(tmp_path, {})) == 0
+    assert "no plan fits by estimate" in capsys.readouterr().out
 
 
 def test_train_streamed_run_reports_the_lanes_of_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ With clipping, updates wait for the norm, and drives would be idle through the b
 two generations of state. As soon as such a unit's gradient is final, the lane `update_nvme` reads the generation that
 holds, updates it with a clip coefficient of 1 and writes the other one. When the norm is known and nothing is clipped,
 that one holds from then on. Else it is void: the next pass updates the unit as all others, from the old generation,
-with its gradient, which is in RAM still. The bits are the same either way; a wrong guess costs bytes.
+with its gradient, which still waits. The bits are the same either way; a wrong guess costs bytes.
 
 Threads: `begin`, `submit` and `decide` come from the thread that computes (autograd's, in a backward).
 """
@@ -27,7 +27,7 @@ from megatier.store.tier import round_up
 from megatier.store.transfer import Queue, Transfer
 
 CHUNK_DEPTH = UPDATE_DEPTH - 1
-"""Chunks that arrive or are worked on."""
+"""Update chunks that arrive or are worked on; one more leaves."""
 HISTORY = 8
 """Steps that are looked back on: where more than half of them were clipped, nobody speculates."""
 

@@ -32,15 +32,11 @@ from functools import partial
 from megatier.errors import StepAbandonedError
 from megatier.schedule.blocks import UnitBlocks, grad_key, sum_key
 from megatier.schedule.optimizer import Elements, Optimizer, Work
-from megatier.schedule.placement import UPDATE_DEPTH
-from megatier.schedule.speculation import Speculation
+from megatier.schedule.speculation import CHUNK_DEPTH, Speculation
 from megatier.schedule.timeline import Load, Update, update_bytes
 from megatier.schedule.trace import Recorder
 from megatier.store.tier import Kind, Tier
 from megatier.store.transfer import Gate, Queue, Transfer, mark
-
-CHUNK_DEPTH = UPDATE_DEPTH - 1
-"""Update chunks that arrive or are worked on; one more leaves."""
 
 
 class Applied:

@@ -202,7 +202,8 @@ def plan_choices(config: RunConfig, given: frozenset[str], console: Console) -> 
     compiled = compiles(config.model, device)
     try:
         choice = search(skeleton_of(config.model), config, rates, budgets, compiles=compiled, fixed=given)
-    except PlanError:
+    except PlanError as error:
+        console.print(f"no plan fits by estimate, so the settings stay as they are: {error}", highlight=False)
         return config, None
     words = " ".join(f"--{name} {value}" for name, value in choice.settings.items())
     console.print(f"planned, {choice.seconds:.3g} s a step: {words}", markup=False, highlight=False, soft_wrap=True)
