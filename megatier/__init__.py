@@ -9,7 +9,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatier.config import RunConfig, load
+    from megatier.config import RunConfig
+    from megatier.config_file import load
     from megatier.errors import MegatierError
     from megatier.store.store import Lease, TieredStore
     from megatier.store.tier import BlockSpec, Kind, Tier
@@ -24,7 +25,7 @@ _HOMES = {
     "RunConfig": "megatier.config",
     "Tier": "megatier.store.tier",
     "TieredStore": "megatier.store.store",
-    "load": "megatier.config",
+    "load": "megatier.config_file",
 }
 
 

@@ -42,6 +42,7 @@ def test_the_bytes_journey_is_marked_once_per_hop() -> None:
         "megatier.schedule.simulate",
         "megatier.schedule.forecast",
         "megatier.config",
+        "megatier.config_file",
         "megatier.store.tier",
     ],
 )

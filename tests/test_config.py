@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatier.config import SECTIONS, MountBudget, RunConfig, field_docs, load, parse_bytes, parse_mount, to_dict
+from megatier.config import SECTIONS, MountBudget, RunConfig, parse_bytes, parse_mount
+from megatier.config_file import field_docs, load, to_dict
 from megatier.errors import ConfigError
 
 LEAST = ["--data.files=python-stdlib", "--data.tokenizer", "bytes", "--model.config.model_type", "llama"]

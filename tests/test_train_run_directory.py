@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatier.config import DataConfig, ModelConfig, OutputConfig, RunConfig, load
+from megatier.config import DataConfig, ModelConfig, OutputConfig, RunConfig
+from megatier.config_file import load
 from megatier.errors import ConfigError, RunLockedError
 from megatier.store.blockfile import lock_directory
 from megatier.train.run_directory import CONFIG_FILE, DATA_FOLDER, METRICS_FILE, RunDirectory

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from megatier import config
+from megatier import config_file
 from megatier.config import RunConfig
 from megatier.errors import ConfigError, mib
 from megatier.hardware import gpus, mount_of
@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the plan as JSON")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the step as planned")
     options, overrides = parser.parse_known_args(argv)
-    loaded = config.load(options.config, overrides)
+    loaded = config_file.load(options.config, overrides)
     rates = read_rates(options.machine) if options.machine is not None else _measured(loaded)
     from megatier.train.picture import draw  # loads torch: only once the arguments are known to be right
     from megatier.train.plan import make_plan
@@ -60,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
     free_gpu = rates.gpu_bytes if options.search else None
     budgets, compiles, model = _budgets(loaded, free_gpu), _compiles(loaded), skeleton_of(loaded.model)
     if options.search:
-        given = config.given(options.config, overrides)
+        given = config_file.given(options.config, overrides)
         choice = search(model, loaded, rates, budgets, compiles=compiles, fixed=given)
         loaded = changed(loaded, choice.settings)
         budgets = replace(budgets, gpu=choice.settings.get("tiers.gpu", budgets.gpu))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatier import config
+from megatier import config, config_file
 
 HELP = """\
 usage: megatier train [CONFIG.yaml] [--debug] [--section.key VALUE ...]
@@ -34,10 +34,10 @@ def run(argv: Sequence[str]) -> int:
         return 0
     path = Path(argv[0]) if argv and not argv[0].startswith("-") else None
     words = argv[1:] if path else argv
-    loaded = config.load(path, words)
+    loaded = config_file.load(path, words)
     from megatier.train.trainer import train  # loads torch: only once the config is known to be right
 
-    train(loaded, Console(), config.given(path, words))
+    train(loaded, Console(), config_file.given(path, words))
     return 0
 
 
@@ -45,7 +45,7 @@ def settings() -> Iterator[str]:
     """The help's lines about every setting: what it is, its unit, range and default."""
     for name, section in config.SECTIONS.items():
         yield f"{name}: {section.__doc__}"
-        docs = config.field_docs(section)
+        docs = config_file.field_docs(section)
         for field in dataclasses.fields(section):
             default = (" ".join(field.default) or "none") if isinstance(field.default, tuple) else field.default
             yield f"  --{name}.{field.name}  ({'null' if default is None else str(default).lower()})"

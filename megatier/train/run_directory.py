@@ -13,7 +13,8 @@ from typing import Self
 
 import yaml
 
-from megatier.config import RunConfig, to_dict
+from megatier.config import RunConfig
+from megatier.config_file import to_dict
 from megatier.errors import ConfigError
 from megatier.store.blockfile import lock_directory
 

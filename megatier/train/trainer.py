@@ -54,7 +54,7 @@ def train(config: RunConfig, console: Console, given: frozenset[str] = frozenset
     Args:
         config: the run.
         console: what a person sees.
-        given: dotted names of the settings that stay as they are (`config.given`).
+        given: dotted names of the settings that stay as they are (`config_file.given`).
 
     Writes, in `output.directory`: config.yaml, metrics.jsonl, data/, model/ (the export), trace.json (by option).
 
