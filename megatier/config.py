@@ -265,12 +265,18 @@ class OutputConfig:
     """Write a Hugging Face folder at the end."""
     export_dtype: Literal["bf16", "fp32"] = "bf16"
     """Type of the exported weights; fp32 writes the masters."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints, at least 0, and one at the end. 0: only when the run is told to stop (Ctrl-C)."""
+    keep_checkpoints: int = 2
+    """Checkpoints to keep, at least 1: the last ones."""
     trace: bool = False
     """Write a Perfetto-readable trace of transfers, compute and stalls."""
 
     def __post_init__(self) -> None:
         """Check each value."""
         _require(self.directory != "", "output.directory", self.directory, "a path")
+        _require(self.checkpoint_every >= 0, "output.checkpoint_every", self.checkpoint_every, "at least 0")
+        _require(self.keep_checkpoints >= 1, "output.keep_checkpoints", self.keep_checkpoints, "at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

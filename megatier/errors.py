@@ -96,6 +96,10 @@ class IntegrityError(MegatierError):
         )
 
 
+class CheckpointError(MegatierError):
+    """A checkpoint is missing, incomplete, damaged, or of another run."""
+
+
 class RunLockedError(MegatierError):
     """Another process uses this directory."""
 

@@ -350,18 +350,35 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM], ids=["interrupt", "terminate"])
-def test_train_ended_by_a_signal_cleans_up_and_a_second_run_is_refused_before(
+def test_train_told_to_stop_ends_with_a_checkpoint_and_a_second_run_is_refused_before(
     ending: signal.Signals, running: subprocess.Popen[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert len(list(leftovers(tmp_path))) == 3, "its block directory, the lock in there, and the run's lock"
     assert main(command(tmp_path)) == 2
     assert "is in use by another run" in capsys.readouterr().err
     running.send_signal(ending)
+    output, errors = running.communicate(timeout=60)
+    assert (running.returncode, errors) == (0, "")
+    assert "stopping after this step, with a checkpoint; once more to stop at once" in output
+    assert list(leftovers(tmp_path)) == []
+    last = [record["step"] for record in metrics(tmp_path)][-1]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{last:08d}"]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "data",
+        "checkpoints",
+    }
+    assert main(["resume", str(tmp_path / "run"), f"--train.steps={last + 1}", "--accept-changes"]) == 0
+    assert [record["step"] for record in metrics(tmp_path) if "loss" in record] == list(range(1, last + 2))
+
+
+def test_train_told_to_stop_twice_ends_at_once(running: subprocess.Popen[str], tmp_path: Path) -> None:
+    running.send_signal(signal.SIGINT)
+    running.send_signal(signal.SIGTERM)
     _, errors = running.communicate(timeout=60)
     assert (running.returncode, errors) == (130, "megatier: interrupted.\n")
     assert list(leftovers(tmp_path)) == []
-    assert len(metrics(tmp_path)) >= 2
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.jsonl", "data"}
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,12 @@ step.
 from __future__ import annotations
 
 import hashlib
+import os
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +27,8 @@ from megatier.errors import DataError
 
 PIECE_CHARACTERS = 1 << 17
 """Tokenisers take about 200 bytes a token, so a longer document is tokenised in pieces that end at a line's end."""
+
+FINGERPRINT_BYTES = 16 << 20
 
 SHUFFLE_ROUNDS = 6
 """Feistel rounds; four already look random."""
@@ -72,7 +77,7 @@ class PackedText:
 
     @staticmethod
     def build(config: DataConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PackedText:
-        """Tokenise the dataset into `train.tokens` and `holdout.tokens` in a directory.
+        """Tokenise the dataset into `train.tokens` and `holdout.tokens` in a directory; what is there already is taken.
 
         Raises:
             DataError: missing path, malformed line, no text, less than one sequence, or no room for the files.
@@ -81,13 +86,8 @@ class PackedText:
         dtype: np.dtype[np.unsignedinteger] = np.dtype(np.uint16 if vocabulary_size <= 1 << 16 else np.uint32)
         paths = directory / "train.tokens", directory / "holdout.tokens"
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            with paths[0].open("wb") as train, paths[1].open("wb") as held_out:
-                for number, text in enumerate(documents(config)):
-                    target = held_out if is_held_out(number, config.holdout_fraction, config.seed) else train
-                    for piece in _pieces(text):
-                        _tokenise(piece, config, tokenizer).astype(dtype).tofile(target)
-                    np.asarray([tokenizer.eos_token_id], dtype).tofile(target)
+            if not all(path.exists() for path in paths):
+                _write_tokens(config, tokenizer, dtype, *paths)
         except OSError as error:
             raise DataError(f"cannot write tokens to {directory}: {error.strerror}.") from error
         sizes = [path.stat().st_size // dtype.itemsize for path in paths]
@@ -99,6 +99,21 @@ class PackedText:
                 f"{config.sequence_length}. Give data.files more text or lower data.sequence_length."
             )
         return PackedText(train_span, held_out_span, config.sequence_length, config.seed, vocabulary_size)
+
+    def fingerprint(self) -> dict[str, int]:
+        """What tells this text from another: tokens to train on and their CRC32.
+
+        Raises:
+            DataError: the file was removed from outside.
+        """
+        crc = 0
+        try:
+            with self.train.path.open("rb") as file:
+                while piece := file.read(FINGERPRINT_BYTES):
+                    crc = zlib.crc32(piece, crc)
+        except OSError as error:
+            raise DataError(f"cannot read tokens from {self.train.path}: {error.strerror}.") from error
+        return {"num_tokens": self.num_tokens, "crc32": crc}
 
     @property
     def num_tokens(self) -> int:
@@ -127,6 +142,25 @@ class PackedText:
         count = self.held_out.num_tokens // self.sequence_length
         for start in range(0, count, batch):
             yield self.held_out.read(range(start, min(start + batch, count)), self.sequence_length)
+
+
+def _write_tokens(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, dtype: np.dtype[Any], train: Path, held_out: Path
+) -> None:
+    """Tokenise into two files, which get their names when both are whole and on the drive."""
+    train.parent.mkdir(parents=True, exist_ok=True)
+    partial = [path.with_name(f"{path.name}.partial") for path in (train, held_out)]
+    with partial[0].open("wb") as to_train, partial[1].open("wb") as to_held_out:
+        for number, text in enumerate(documents(config)):
+            target = to_held_out if is_held_out(number, config.holdout_fraction, config.seed) else to_train
+            for piece in _pieces(text):
+                _tokenise(piece, config, tokenizer).astype(dtype).tofile(target)
+            np.asarray([tokenizer.eos_token_id], dtype).tofile(target)
+        for file in (to_train, to_held_out):
+            file.flush()
+            os.fsync(file.fileno())
+    for path, name in zip(partial, (train, held_out), strict=True):
+        path.rename(name)
 
 
 def is_held_out(number: int, fraction: float, seed: int) -> bool:

@@ -40,6 +40,22 @@ class MetricsLog:
         except OSError as error:
             raise self._refused(error) from error
 
+    def cut_after(self, step: int) -> None:
+        """Drop the records of later steps: a run that goes on from a checkpoint writes them again.
+
+        Raises:
+            ConfigError: the drive is full or gone.
+        """
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        try:
+            kept = [line for line in self._path.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
+            partial.write_bytes(b"".join(kept))
+            partial.rename(self._path)
+            self._file.close()
+            self._file = self._path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._refused(error) from error
+
     def close(self) -> None:
         """Close the file; twice is fine."""
         self._file.close()
@@ -89,6 +105,14 @@ def _ends_whole(path: Path) -> bool:
             return True
         file.seek(-1, 2)
         return file.read(1) == b"\n"
+
+
+def _step_of(line: bytes) -> float:
+    """Of a record; infinite where a killed process left half of one."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _plain(value: object) -> object:

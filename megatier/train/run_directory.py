@@ -1,12 +1,14 @@
 """The run directory: one run at a time, under a lock, with the resolved config beside what the run leaves behind.
 
-A run that was refused before its first step leaves nothing, so that the same command works once its cause is gone.
+A new run that was refused before its first step leaves nothing, so that the same command works once its cause is gone.
+A run that goes on finds all of it as it was, whole or marked as not whole.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,43 +21,60 @@ from megatier.errors import ConfigError
 from megatier.store.blockfile import lock_directory
 
 CONFIG_FILE, METRICS_FILE, TRACE_FILE = "config.yaml", "metrics.jsonl", "trace.json"
-MODEL_FOLDER, DATA_FOLDER = "model", "data"
+MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER = "model", "data", "checkpoints"
 
 
 class RunDirectory:
     """A directory that holds one run. Use as a context; the lock goes at exit, the files stay."""
 
-    def __init__(self, config: RunConfig) -> None:
-        """Create and lock it, and write the resolved config.
+    def __init__(self, config: RunConfig, *, resumes: bool = False) -> None:
+        """Create and lock it, and write the resolved config; or lock the one of a run that goes on.
 
         Raises:
-            ConfigError: it cannot be written, or holds a run already.
+            ConfigError: it cannot be written, or holds a run already; or it holds none to go on with.
             RunLockedError: a run is going on in it.
         """
-        self.path = Path(config.output.directory)
+        self.path, self._resumes = Path(config.output.directory), resumes
         self._is_new = not self.path.exists()
+        if resumes and not (self.path / CONFIG_FILE).is_file():
+            raise ConfigError(f"{self.path} holds no run to go on with: {CONFIG_FILE} is missing.")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"output.directory: cannot create {self.path.parent}: {error.strerror}.") from error
         self._lock = lock_directory(self.path)
         try:
-            self._begin(config)
+            if resumes:
+                self._remove_partial_exports()
+            else:
+                self._begin(config)
         except BaseException:
             self._unlock()
             raise
 
     def _begin(self, config: RunConfig) -> None:
-        names = (CONFIG_FILE, METRICS_FILE, MODEL_FOLDER, DATA_FOLDER)
+        names = (CONFIG_FILE, METRICS_FILE, MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER)
         if taken := [name for name in names if (self.path / name).exists()]:
             raise ConfigError(
                 f"{self.path} holds a run already ({taken[0]}). Nothing was changed; name another --output.directory "
                 "or move the old run away."
             )
+        self.write_config(config)
+
+    def write_config(self, config: RunConfig) -> None:
+        """Put the resolved config in its place, whole.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
         text = yaml.safe_dump(to_dict(config), sort_keys=False)
+        partial = self.path / f".{CONFIG_FILE}.partial"
         try:
-            (self.path / CONFIG_FILE).write_text(text, encoding="utf-8")
+            partial.write_text(text, encoding="utf-8")
+            partial.rename(self.path / CONFIG_FILE)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink()
             raise ConfigError(f"output.directory: cannot write to {self.path}: {error.strerror}.") from error
 
     def __enter__(self) -> Self:
@@ -66,13 +85,18 @@ class RunDirectory:
     ) -> None:
         # A drive that is gone or read-only keeps them, and the lock's file: the error that ended the run tells.
         with contextlib.suppress(OSError):
-            if error is not None and not (self.path / METRICS_FILE).exists():
+            if error is not None and not self._resumes and not (self.path / METRICS_FILE).exists():
                 self._remove_traces()
         self._unlock()
 
+    def _remove_partial_exports(self) -> None:
+        """Whoever wrote them is dead: this process holds the lock."""
+        for path in self.path.glob(f".{MODEL_FOLDER}.*.partial"):
+            shutil.rmtree(path, ignore_errors=True)
+
     def _remove_traces(self) -> None:
         """Remove what this run wrote: it refused to begin in a directory that had any of it."""
-        for path in (self.path / CONFIG_FILE, *(self.path / DATA_FOLDER).glob("*.tokens")):
+        for path in (self.path / CONFIG_FILE, *(self.path / DATA_FOLDER).glob("*.tokens*")):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # missing, or somebody put a file of theirs inside: it stays
             (self.path / DATA_FOLDER).rmdir()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self
@@ -108,26 +108,49 @@ class Session:
 
     def load(self, source: WeightReader, progress: Callable[[Unit], None] = lambda _: None) -> None:
         """Fill every unit's master weights, piece by piece; moments are zero already."""
-        kinds = [Kind.WEIGHT, Kind.REMAINDER] if self._dtype is torch.bfloat16 else [Kind.WEIGHT]
         for unit in self.units:
-            pieces = source.read(unit)
-            ahead: tuple[int, Tensor] | None = None
-            for elements in self._runs(unit):
-                master = torch.zeros(elements[1] - elements[0])
-                ahead = _assemble(master, elements, pieces, ahead)
-                with self.player.blocks.open_state(unit.name, elements, kinds, fresh=True) as state:
-                    planes = split_master(master) if Kind.REMAINDER in kinds else (master,)
-                    for kind, plane in zip(kinds, planes, strict=True):
-                        state.planes[kind].copy_(plane.view(torch.uint8))
-                    state.write_back()
+            self.fill(unit, self.master_kinds, source.read(unit))
             progress(unit)
         self.player.drain()
 
-    def _runs(self, unit: Unit) -> Iterator[tuple[int, int]]:
+    @property
+    def master_kinds(self) -> tuple[Kind, ...]:
+        """The planes of the fp32 master."""
+        return (Kind.WEIGHT, Kind.REMAINDER) if self._dtype is torch.bfloat16 else (Kind.WEIGHT,)
+
+    def fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]]) -> None:
+        """Overwrite planes of a unit's state: those of its master, or one moment.
+
+        Args:
+            unit: one of `units`.
+            kinds: `master_kinds`, or one kind that is fp32.
+            pieces: (first element, flat fp32) of the unit's layout, in increasing order; what they leave out is 0.
+        """
+        ahead: tuple[int, Tensor] | None = None
+        for elements in self.runs(unit):
+            values = torch.zeros(elements[1] - elements[0])
+            ahead = _assemble(values, elements, pieces, ahead)
+            with self.player.blocks.open_state(unit.name, elements, kinds, fresh=True) as state:
+                planes = split_master(values) if Kind.REMAINDER in kinds else (values,)
+                for kind, plane in zip(kinds, planes, strict=True):
+                    state.planes[kind].copy_(plane.view(torch.uint8))
+                state.write_back()
+
+    def runs(self, unit: Unit) -> Iterator[tuple[int, int]]:
         """A unit's elements in runs of bounded size; one at home on the GPU, which is updated whole, is cut as well."""
         for start, stop in self.player.blocks.chunks(unit.name):
             for first in range(start, stop, CHUNK_ELEMENTS_MAX):
                 yield first, min(first + CHUNK_ELEMENTS_MAX, stop)
+
+    @contextmanager
+    def open_fp32(self, unit: Unit, elements: tuple[int, int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Master, exp_avg, exp_avg_sq of one of `runs(unit)`, flat fp32 [n] on the CPU. Call `player.drain` first."""
+        with self.player.blocks.open_state(unit.name, elements, self.player.blocks.kinds) as state:
+            planes = {kind: plane.cpu() for kind, plane in state.planes.items()}
+            master = planes[Kind.WEIGHT].view(self._dtype)
+            if Kind.REMAINDER in planes:
+                master = join_master(master, planes[Kind.REMAINDER].view(torch.int16))
+            yield master, planes[Kind.EXP_AVG].view(torch.float32), planes[Kind.EXP_AVG_SQ].view(torch.float32)
 
     def read_master(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a unit's fp32 master weights, flat, on the CPU. Call `player.drain` first."""

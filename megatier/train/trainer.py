@@ -6,6 +6,7 @@ directory -> skeleton -> plan -> data -> reserve -> weights in -> steps -> weigh
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,12 +34,29 @@ from megatier.store.blockfile import budget_bytes
 from megatier.store.store import TieredStore
 from megatier.store.tier import Tier
 from megatier.store.transfer import QUEUES
+from megatier.train.checkpoint import (
+    check_room,
+    checkpoint_bytes,
+    last_checkpoint,
+    read_state,
+    restore,
+    save,
+)
 from megatier.train.metrics import MetricsLog, format_count, format_seconds
 from megatier.train.probe import cached_rates
 from megatier.train.report import Progress, QueueBytes, StepReport, TierState, TierUse, print_moves, print_placement
-from megatier.train.run_directory import DATA_FOLDER, METRICS_FILE, MODEL_FOLDER, TRACE_FILE, RunDirectory
+from megatier.train.run_directory import (
+    CHECKPOINT_FOLDER,
+    DATA_FOLDER,
+    METRICS_FILE,
+    MODEL_FOLDER,
+    TRACE_FILE,
+    RunDirectory,
+)
+from megatier.train.run_state import RunState
 from megatier.train.search import changed, search
 from megatier.train.session import Session, WeightReader, budgets_of, choose_device, compiles
+from megatier.train.stop import StopRequest
 from megatier.train.trial import skeleton_of
 from megatier.train.workload import COMPUTE_DTYPES, read_model_config
 
@@ -48,15 +67,25 @@ TRACED_STEPS = 3
 """The trace keeps the last steps only: one step of a large model has thousands of spans."""
 
 
-def train(config: RunConfig, console: Console, given: frozenset[str] = frozenset()) -> None:
+def train(
+    config: RunConfig,
+    console: Console,
+    given: frozenset[str] = frozenset(),
+    *,
+    resumes: bool = False,
+    accepts_changes: bool = False,
+) -> None:
     """Train as the config says; settings that nobody gave are chosen by the planner where the machine was measured.
 
     Args:
         config: the run.
         console: what a person sees.
         given: dotted names of the settings that stay as they are (`config_file.given`).
+        resumes: go on with the run in `output.directory`, from its last checkpoint; from the start if it has none.
+        accepts_changes: go on although numeric choices, text or libraries are not those of the checkpoint.
 
-    Writes, in `output.directory`: config.yaml, metrics.jsonl, data/, model/ (the export), trace.json (by option).
+    Writes, in `output.directory`: config.yaml, metrics.jsonl, data/, checkpoints/, model/ (the export), trace.json (by
+    option). SIGINT and SIGTERM let the step end and write a checkpoint; the second one ends the run at once.
 
     Raises:
         MegatierError: before training where possible; the message says what to change.
@@ -65,7 +94,12 @@ def train(config: RunConfig, console: Console, given: frozenset[str] = frozenset
     share_interpreter()
     config, expected = plan_choices(fix_choices(config), given, console)
     with ExitStack() as stack:
-        directory = stack.enter_context(RunDirectory(config)).path
+        run_directory = stack.enter_context(RunDirectory(config, resumes=resumes))
+        directory = run_directory.path
+        checkpoint = last_checkpoint(directory / CHECKPOINT_FOLDER)
+        state = _state_of(checkpoint, config, accepts_changes) if checkpoint is not None else None
+        if resumes:
+            run_directory.write_config(config)
         source_folder = resolve(config.model.path) if config.model.path is not None else None
         model = build_skeleton(read_model_config(config.model, source_folder), config.model.attention)
         tokens = config.data.sequence_length
@@ -73,17 +107,24 @@ def train(config: RunConfig, console: Console, given: frozenset[str] = frozenset
         tokenizer = load_tokenizer(config)
         _check_vocabulary(model, len(tokenizer))
         text = PackedText.build(config.data, tokenizer, directory / DATA_FOLDER)
+        if state is not None and not accepts_changes:
+            state.check_text(text.fingerprint())
         session.store.seal()
+        if config.output.checkpoint_every:
+            check_room(directory / CHECKPOINT_FOLDER, session.units, config.output.keep_checkpoints)
         _describe(console, config, session, text)
         reader: WeightReader = (
             Checkpoint(source_folder, model) if source_folder is not None else Initialiser(model, config.train.seed)
         )
-        _load(console, session, reader)
+        _fill(console, session, reader, checkpoint)
         log = stack.enter_context(MetricsLog(directory / METRICS_FILE))
+        log.cut_after(state.step if state is not None else 0)
         run = _Run(config, console, session, text, log, expected)
-        run.steps()
+        is_whole = run.steps(state)
         run.report()
-        if config.output.export:
+        if not is_whole:
+            console.print(f"stopped; `megatier resume {directory}` goes on", highlight=False, soft_wrap=True)
+        elif config.output.export:
             _export(console, config, session, tokenizer, model, directory / MODEL_FOLDER)
         if config.output.trace:
             write_trace(directory / TRACE_FILE, run.traced)
@@ -103,18 +144,45 @@ class _Run:
     ) -> None:
         self._config, self._console, self._session, self._text, self._log = config, console, session, text, log
         self._expected = expected
+        self._device = session.engine.options.device
+        self._fingerprint = text.fingerprint()
         self._moved_before = session.store.moved_bytes.copy()
         self.traced: list[tuple[int, list[TraceEvent]]] = []
 
-    def steps(self) -> None:
-        """All steps, with evaluations in between and at the end."""
-        train = self._config.train
-        torch.manual_seed(train.seed)  # dropout, from here on
-        with Progress(self._console, train.steps) as progress:
-            for step in range(1, train.steps + 1):
+    def steps(self, state: RunState | None) -> bool:
+        """All steps after a state, with evaluations and checkpoints; False where the run was told to stop before."""
+        train, output = self._config.train, self._config.output
+        if state is None:
+            seed(train.seed)
+        else:
+            state.set_random(self._device)
+        first = 1 if state is None else state.step + 1
+        with Progress(self._console, train.steps) as progress, StopRequest(progress.note) as stop:
+            for step in range(first, train.steps + 1):
                 self._step(step, progress)
-                if step == train.steps or (train.evaluate_every and step % train.evaluate_every == 0):
+                is_last = step == train.steps
+                if is_last or (train.evaluate_every and step % train.evaluate_every == 0):
                     self._evaluate(step, progress)
+                is_due = output.checkpoint_every and (is_last or step % output.checkpoint_every == 0)
+                if is_due or (stop.is_asked and not is_last):
+                    self._save(step, progress)
+                if stop.is_asked and not is_last:
+                    return False
+        return True
+
+    def _save(self, step: int, progress: Progress) -> None:
+        began = time.perf_counter()
+        self._session.player.drain()
+        moved_before = self._session.store.moved_bytes.copy()
+        state = RunState.of(step, self._config, self._device, self._fingerprint)
+        folder = Path(self._config.output.directory) / CHECKPOINT_FOLDER
+        save(self._session, folder, step, state.to_dict(), num_kept=self._config.output.keep_checkpoints)
+        seconds = time.perf_counter() - began
+        self._moved_before += self._session.store.moved_bytes - moved_before  # what steps move is compared
+        self._session.player.take_events()
+        num_bytes = checkpoint_bytes(self._session.units)
+        progress.note(f"step {step}: checkpoint written ({mib(num_bytes)}, {format_seconds(seconds)})")
+        self._log.write({"step": step, "checkpoint_bytes": num_bytes, "checkpoint_seconds": seconds})
 
     def report(self) -> None:
         """What moved, against what the placement demands."""
@@ -210,6 +278,13 @@ def plan_choices(config: RunConfig, given: frozenset[str], console: Console) -> 
     return changed(config, choice.settings), choice.forecast
 
 
+def seed(number: int) -> None:
+    """Start every source of random numbers."""
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % (1 << 32))
+
+
 def share_interpreter() -> None:
     """Let threads that wait for the interpreter have it soon: lanes and compute hand over thousands of times a step."""
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -292,10 +367,27 @@ def _describe_speculation(console: Console, speculation: Speculation) -> None:
     )
 
 
-def _load(console: Console, session: Session, reader: WeightReader) -> None:
+def _state_of(checkpoint: Path, config: RunConfig, accepts_changes: bool) -> RunState:
+    state = RunState.read(read_state(checkpoint))
+    if not accepts_changes:
+        state.check(config, choose_device(config.tiers))
+    is_exported = (checkpoint.parents[1] / MODEL_FOLDER).exists() or not config.output.export
+    if state.step > config.train.steps or (state.step == config.train.steps and is_exported):
+        raise ConfigError(
+            f"{checkpoint} is of step {state.step}, and train.steps is {config.train.steps}: nothing is left to do. "
+            "Raise train.steps to train on, with --accept-changes, since the learning rate depends on it."
+        )
+    return state
+
+
+def _fill(console: Console, session: Session, reader: WeightReader, checkpoint: Path | None) -> None:
     began = time.perf_counter()
-    session.load(reader)
-    console.print(f"weights in place ({format_seconds(time.perf_counter() - began)})", highlight=False)
+    if checkpoint is None:
+        session.load(reader)
+    else:
+        restore(session, checkpoint)
+    what = "weights" if checkpoint is None else f"{checkpoint.name}: weights and moments"
+    console.print(f"{what} in place ({format_seconds(time.perf_counter() - began)})", highlight=False)
 
 
 def _tier_uses(session: Session) -> Iterator[tuple[str, int, int]]:

@@ -1,0 +1,302 @@
+"""Chunk files: fp32 arrays on disk as Zarr v3 lays them out, one file a chunk, with its CRC32C in the last four bytes.
+
+A chunk is a run of consecutive elements of its array, so that arrays are written and read from front to back through a
+few staging buffers, whatever their size. Bytes go through native threads, several files in flight, and with O_DIRECT
+where the file system takes it. Metadata is not written here, and nothing is synchronised.
+
+Source: Zarr v3 core, codecs `bytes` (little endian) and `crc32c`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import stat
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Self
+
+import google_crc32c
+import torch
+from torch import Tensor
+
+from megatier import _native
+from megatier.errors import CheckpointError, TransferError
+from megatier.store.arena import Arena
+from megatier.store.blockfile import REQUEST_BYTES
+from megatier.store.tier import round_up
+
+CHUNK_ELEMENTS = 8 << 20
+"""32 MiB: large enough for the drive, small enough for several to wait in RAM."""
+CRC_BYTES = 4
+STAGED = 8
+"""Staging buffers: three arrays are filled side by side, the others are on their way."""
+QUEUE_DEPTH_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One chunk of an array."""
+
+    key: str
+    """Path of its file below the array's folder."""
+    start: int
+    """First element."""
+    num_elements: int
+    """Without the padding at the array's edge."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How an array is cut: along one axis, with whole rows below it and single ones above it."""
+
+    shape: tuple[int, ...]
+    axis: int
+    """0 where the shape is ()."""
+    rows: int
+    """Of a chunk, along the axis."""
+
+    @staticmethod
+    def of(shape: Sequence[int], max_elements: int = CHUNK_ELEMENTS) -> Grid:
+        """Cut as rarely as chunks of max_elements allow, and evenly, since the last chunk is padded."""
+        row = 1
+        for axis in reversed(range(len(shape))):
+            if row * shape[axis] > max_elements or axis == 0:
+                parts = -(-shape[axis] // max(1, max_elements // row))
+                return Grid(tuple(shape), axis, -(-shape[axis] // parts))
+            row *= shape[axis]
+        return Grid((), 0, 1)
+
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """As Zarr names it."""
+        if not self.shape:
+            return ()
+        return (*(1,) * self.axis, self.rows, *self.shape[self.axis + 1 :])
+
+    @property
+    def chunk_elements(self) -> int:
+        """Elements of every chunk, padding included."""
+        return math.prod(self.chunk_shape)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Every chunk, in the order of its elements."""
+        if not self.shape:
+            yield Chunk("c", 0, 1)
+            return
+        size, row = self.shape[self.axis], math.prod(self.shape[self.axis + 1 :])
+        below = ["0"] * (len(self.shape) - self.axis - 1)
+        for number, above in enumerate(product(*map(range, self.shape[: self.axis]))):
+            for first in range(0, size, self.rows):
+                key = "/".join(["c", *map(str, above), str(first // self.rows), *below])
+                yield Chunk(key, (number * size + first) * row, min(self.rows, size - first) * row)
+
+
+@dataclass(slots=True)
+class Staged:
+    """A staging buffer, and the file that it goes to or comes from."""
+
+    buffer: Tensor
+    """uint8, page aligned."""
+    path: Path | None = None
+    file: int = -1
+    num_bytes: int = 0
+    """Of the file."""
+    batch: _native.Batch | None = None
+
+    def values(self, num_elements: int) -> Tensor:
+        """fp32 [num_elements]."""
+        return self.buffer[: 4 * num_elements].view(torch.float32)
+
+    def crc(self) -> Tensor:
+        """uint8 [4], where the file's checksum lies."""
+        return self.buffer[self.num_bytes - CRC_BYTES : self.num_bytes]
+
+    def computed_crc(self) -> Tensor:
+        """uint8 [4], little endian."""
+        found: int = google_crc32c.value(self.buffer[: self.num_bytes - CRC_BYTES].numpy())
+        return torch.tensor(list(found.to_bytes(CRC_BYTES, "little")), dtype=torch.uint8)
+
+
+class ChunkFiles:
+    """Staging buffers and native threads for chunk files. Use as a context, from one thread."""
+
+    def __init__(self, chunk_elements: int, num_threads: int) -> None:
+        """Allocate STAGED buffers for chunks of at most so many elements.
+
+        Raises:
+            CapacityError: the system refused the memory.
+        """
+        size = round_up(4 * chunk_elements + CRC_BYTES)
+        arena = Arena(STAGED * size, torch.device("cpu"))
+        self._free = deque(Staged(arena.view(index * size, size)) for index in range(STAGED))
+        self._flying: deque[Staged] = deque()
+        self._pool = _native.ThreadPool(num_threads, QUEUE_DEPTH_MAX)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.close()  # no request may outlive the buffers
+        for staged in self._flying:
+            os.close(staged.file)
+        self._flying.clear()
+
+    def stage(self) -> Staged:
+        """A buffer to fill; waits for one that is being written.
+
+        Raises:
+            TransferError: that write failed.
+        """
+        if not self._free:
+            self._finish_write()
+        return self._free.popleft()
+
+    def write(self, staged: Staged, path: Path, num_elements: int, chunk_elements: int) -> None:
+        """Start writing a buffer, of which num_elements are filled, to a new file; the rest of the chunk becomes zeros.
+
+        Raises:
+            TransferError: the file cannot be created.
+        """
+        staged.values(chunk_elements)[num_elements:] = 0
+        staged.path, staged.num_bytes = path, 4 * chunk_elements + CRC_BYTES
+        staged.crc().copy_(staged.computed_crc())
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            staged.file = _create(path)
+        except OSError as error:
+            raise _failed("creating", path, 0, error.errno) from error
+        self._flying.append(staged)
+        self._submit(staged, round_up(staged.num_bytes), write=True)
+
+    def flush(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            TransferError: a write failed.
+        """
+        while self._flying:
+            self._finish_write()
+
+    def read(self, arrays: Sequence[tuple[Path, Grid]]) -> Iterator[tuple[int, int, Tensor]]:
+        """(which array, first element, fp32 [n]), each array from front to back; valid until the next is asked for.
+
+        Args:
+            arrays: folder and grid of each. Folders are resolved already: no link may lead out of them.
+
+        Raises:
+            CheckpointError: a file is missing, of another size, no plain file in this folder, or damaged.
+            TransferError: the drive failed.
+        """
+        chunks = [(index, chunk) for index, (_, grid) in enumerate(arrays) for chunk in grid.chunks()]
+        waiting, reading = iter(chunks), deque[Staged]()
+        for index, chunk in chunks:
+            while self._free and (ahead := next(waiting, None)) is not None:
+                folder, grid = arrays[ahead[0]]
+                reading.append(self._begin_read(folder / ahead[1].key, grid.chunk_elements))
+            staged = reading.popleft()
+            self._finish_read(staged)
+            yield index, chunk.start, staged.values(chunk.num_elements)
+            self._free.append(staged)
+
+    def _begin_read(self, path: Path, chunk_elements: int) -> Staged:
+        staged = self._free.popleft()
+        staged.path, staged.num_bytes = path, 4 * chunk_elements + CRC_BYTES
+        try:
+            if os.path.realpath(path) != str(path):
+                raise CheckpointError(f"{path} leads out of its checkpoint by a link; it was not read.")
+            staged.file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {os.strerror(error.errno or 0)}.") from error
+        self._flying.append(staged)
+        found = os.fstat(staged.file)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != staged.num_bytes:
+            raise CheckpointError(f"{path} has {found.st_size} bytes instead of {staged.num_bytes}; it is damaged.")
+        self._submit(staged, staged.num_bytes, write=False)
+        return staged
+
+    def _finish_read(self, staged: Staged) -> None:
+        assert staged.batch is not None
+        staged.batch.wait()
+        self._flying.remove(staged)
+        os.close(staged.file)
+        _check(staged, "reading")
+        if not torch.equal(staged.crc(), staged.computed_crc()):
+            raise CheckpointError(f"{staged.path} is damaged: its checksum is not that of its bytes.")
+
+    def _finish_write(self) -> None:
+        staged = self._flying.popleft()
+        assert staged.batch is not None
+        assert staged.path is not None
+        staged.batch.wait()
+        self._free.append(staged)
+        try:
+            _check(staged, "writing")
+            os.ftruncate(staged.file, staged.num_bytes)
+        except TransferError:
+            raise
+        except OSError as error:
+            raise _failed("writing", staged.path, 0, error.errno) from error
+        finally:
+            os.close(staged.file)
+
+    def _submit(self, staged: Staged, num_bytes: int, *, write: bool) -> None:
+        segment = (staged.file, 0, staged.buffer.data_ptr(), num_bytes)
+        staged.batch = self._pool.submit_io(write, [segment], 0, REQUEST_BYTES, REQUEST_BYTES)
+
+
+class ArrayWriter:
+    """One array, filled from its first element to its last."""
+
+    def __init__(self, files: ChunkFiles, folder: Path, grid: Grid) -> None:
+        """Nothing is written before the first chunk is full."""
+        self._files, self._folder, self._grid = files, folder, grid
+        self._chunks, self._chunk = grid.chunks(), Chunk("", 0, 0)
+        self._staged: Staged | None = None
+        self._filled = 0
+
+    def append(self, values: Tensor) -> None:
+        """Go on with fp32 [n], from any device.
+
+        Raises:
+            TransferError: an earlier write failed, or a file cannot be created.
+        """
+        while values.numel():
+            if self._staged is None:
+                self._chunk, self._staged, self._filled = next(self._chunks), self._files.stage(), 0
+            count = min(values.numel(), self._chunk.num_elements - self._filled)
+            self._staged.values(self._filled + count)[self._filled :].copy_(values[:count])
+            self._filled += count
+            values = values[count:]
+            if self._filled == self._chunk.num_elements:
+                path, whole = self._folder / self._chunk.key, self._grid.chunk_elements
+                self._files.write(self._staged, path, self._filled, whole)
+                self._staged = None
+
+
+def _create(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()  # the refused attempt may have made it
+    return os.open(path, flags, 0o600)
+
+
+def _check(staged: Staged, what: str) -> None:
+    assert staged.batch is not None
+    if (error := staged.batch.error()) is not None:
+        assert staged.path is not None
+        raise _failed(what, staged.path, error[3], error[1])
+
+
+def _failed(what: str, path: Path, offset: int, code: int | None) -> TransferError:
+    return TransferError(f"{what} a checkpoint", "disk", str(path), offset, code or 0)

@@ -1,0 +1,260 @@
+"""Checkpoints: a run's state as named fp32 arrays in Zarr v3, whole or not there, whatever tier each byte came from.
+
+    step-00000100/                       a Zarr group; its attribute "megatier" holds what is no array (`RunState`)
+        params/<name>                    master weights
+        exp_avg/<name>, exp_avg_sq/<name>
+
+Names are those of the model's parameters; a tied one comes once. `zarr.open_group(path)["params/lm_head.weight"][:]`
+reads a tensor. zarr writes the metadata and `chunkfile` the bytes.
+
+A checkpoint is written under a hidden name and renamed when all of it is on the drive. Nothing is unpickled; a path is
+made of the model's own names alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from megatier.errors import CapacityError, CheckpointError, TransferError
+from megatier.models.decoder import Unit
+from megatier.store.chunkfile import ArrayWriter, ChunkFiles, Grid
+from megatier.store.tier import Kind
+from megatier.train.session import Session
+
+ARRAYS = ("params", "exp_avg", "exp_avg_sq")
+FORMAT = 1
+NUM_THREADS = 4
+METADATA_FILE = "zarr.json"
+METADATA_BYTES_MAX = 16 << 20
+"""More is no metadata of ours."""
+NAME = re.compile(r"step-(\d{8,})")
+WRITING, REMOVING = ".partial", ".removed"
+"""Ends of hidden names: a checkpoint that is not whole yet, and one that is not whole any more."""
+HIDDEN = re.compile(r"\.step-\d{8,}\.(partial|removed)")
+CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+
+
+def checkpoint_bytes(units: Sequence[Unit]) -> int:
+    """Bytes of the arrays of one checkpoint."""
+    return 4 * len(ARRAYS) * sum(tensor.num_elements for unit in units for tensor in unit.layout.tensors)
+
+
+def check_room(folder: Path, units: Sequence[Unit], num_kept: int) -> None:
+    """Refuse a run whose drive cannot take its checkpoints: those that are kept and the one that is written.
+
+    Raises:
+        CapacityError: there is less room.
+    """
+    present = len(checkpoints(folder))
+    needed = max(1, num_kept + 1 - present) * checkpoint_bytes(units)
+    free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+    if needed > free:
+        remedy = "Free space there, set a smaller output.keep_checkpoints, or name another output.directory."
+        raise CapacityError(f"{num_kept + 1} checkpoints in {folder}", needed, free, remedy)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    found = folder.iterdir() if folder.is_dir() else iter(())
+    return sorted((path for path in found if NAME.fullmatch(path.name)), key=lambda path: int(path.name[5:]))
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint of a run."""
+    found = checkpoints(folder)
+    return found[-1] if found else None
+
+
+def save(session: Session, folder: Path, step: int, state: Mapping[str, Any], *, num_kept: int) -> Path:
+    """Write the checkpoint of a step whose updates are done, then remove the oldest ones.
+
+    Args:
+        session: after `player.drain`.
+        folder: of all checkpoints of the run.
+        step: its last step.
+        state: what is no array; plain JSON.
+        num_kept: whole checkpoints to keep, at least 1.
+
+    Raises:
+        CapacityError: there is no room. Nothing is written.
+        TransferError: writing failed. What was written is removed; the checkpoints before it are whole.
+    """
+    target = folder / f"step-{step:08d}"
+    partial = folder / f".{target.name}{WRITING}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        remove_leftovers(folder)
+        check_room(folder, session.units, 0)
+        _write_metadata(partial, session.units, {"format": FORMAT, **state})
+        _write_arrays(session, partial)
+        _sync(partial)
+        if target.exists():  # of a run that went back to an earlier one
+            _remove(target)
+        partial.rename(target)
+        _sync(folder)
+        for old in checkpoints(folder)[:-num_kept]:
+            _remove(old)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, TransferError):
+            raise
+        path = str(error.filename or folder)
+        raise TransferError("writing a checkpoint", "disk", path, 0, error.errno or 0) from error
+    return target
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what was begun and not finished: our hidden names, nothing else."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if HIDDEN.fullmatch(path.name):
+            shutil.rmtree(path)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds beside its arrays.
+
+    Raises:
+        CheckpointError: it is no checkpoint of ours, or damaged.
+    """
+    state = _read_metadata(path).get("attributes", {})
+    state = state.get("megatier") if isinstance(state, dict) else None
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is no checkpoint that this version of megatier reads (format {FORMAT}).")
+    return state
+
+
+def restore(session: Session, path: Path) -> None:
+    """Fill the whole state of a run.
+
+    Raises:
+        CheckpointError: the arrays are not those of this model, or damaged.
+        TransferError: the drive failed.
+    """
+    root = path.resolve()
+    grids = {
+        (name, tensor.name): _grid(root / name / tensor.name, tensor.shape)
+        for unit in session.units
+        for tensor in unit.layout.tensors
+        for name in ARRAYS
+    }
+    kinds = (session.master_kinds, (Kind.EXP_AVG,), (Kind.EXP_AVG_SQ,))
+    with _files([*grids.values()]) as files:
+        for unit in session.units:
+            for name, planes in zip(ARRAYS, kinds, strict=True):
+                tensors = unit.layout.tensors
+                arrays = [(root / name / tensor.name, grids[name, tensor.name]) for tensor in tensors]
+                pieces = files.read(arrays)
+                session.fill(unit, planes, ((tensors[i].start + start, values) for i, start, values in pieces))
+    session.player.drain()
+
+
+def _write_metadata(partial: Path, units: Sequence[Unit], state: Mapping[str, Any]) -> None:
+    import zarr  # slow to import, and most of a run does without
+    from zarr.codecs import BytesCodec, Crc32cCodec
+
+    root = zarr.create_group(store=str(partial), zarr_format=3, attributes={"megatier": dict(state)})
+    for name in ARRAYS:
+        group = root.create_group(name)
+        for tensor in chain.from_iterable(unit.layout.tensors for unit in units):
+            grid = Grid.of(tensor.shape)
+            group.create_array(
+                tensor.name,
+                shape=grid.shape,
+                chunks=grid.chunk_shape,
+                dtype="float32",
+                filters=None,
+                serializer=BytesCodec(endian="little"),
+                compressors=[Crc32cCodec()],
+                fill_value=0.0,
+            )
+
+
+def _write_arrays(session: Session, partial: Path) -> None:
+    grids = [Grid.of(tensor.shape) for unit in session.units for tensor in unit.layout.tensors]
+    with _files(grids) as files:
+        for unit in session.units:
+            writers = {
+                (tensor.name, name): ArrayWriter(files, partial / name / tensor.name, Grid.of(tensor.shape))
+                for tensor in unit.layout.tensors
+                for name in ARRAYS
+            }
+            for start, stop in session.runs(unit):
+                with session.open_fp32(unit, (start, stop)) as planes:
+                    for tensor in unit.layout.tensors:
+                        lower, upper = max(start, tensor.start), min(stop, tensor.stop)
+                        for name, plane in zip(ARRAYS, planes, strict=True) if lower < upper else ():
+                            writers[tensor.name, name].append(plane[lower - start : upper - start])
+        files.flush()
+
+
+@contextmanager
+def _files(grids: Sequence[Grid]) -> Iterator[ChunkFiles]:
+    with ChunkFiles(max(grid.chunk_elements for grid in grids), NUM_THREADS) as files:
+        yield files
+
+
+def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:
+    """The grid of one array, if its metadata is what we write.
+
+    Raises:
+        CheckpointError: it is missing, or something else.
+    """
+    found, grid = _read_metadata(folder), Grid.of(shape)
+    expected = {
+        "node_type": "array",
+        "zarr_format": 3,
+        "shape": list(shape),
+        "data_type": "float32",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "codecs": CODECS,
+    }
+    for key, value in expected.items():
+        if found.get(key) != value:
+            raise CheckpointError(
+                f"{folder}: {key} is {str(found.get(key))[:200]}; this run's model and format ask for {value}."
+            )
+    return grid
+
+
+def _read_metadata(folder: Path) -> dict[str, Any]:
+    path = folder / METADATA_FILE
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(file, "rb") as stream:
+            text = stream.read(METADATA_BYTES_MAX + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {os.strerror(error.errno or 0)}.") from error
+    try:
+        found = json.loads(text[:METADATA_BYTES_MAX])
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: it is no JSON.") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is damaged: it holds no JSON object.")
+    return found
+
+
+def _remove(path: Path) -> None:
+    """First out of the list of whole ones, then for good."""
+    hidden = path.with_name(f".{path.name}{REMOVING}")
+    path.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def _sync(path: Path) -> None:
+    """All of the file system on the drive: one call, where a large checkpoint has thousands of files and folders."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(directory):
+            raise OSError(ctypes.get_errno(), "syncfs", str(path))
+    finally:
+        os.close(directory)

@@ -1,0 +1,154 @@
+"""Kill real runs at chosen points, let them go on, and say what each came to. A process of its own, not a test.
+
+    python killed_runs.py FOLDER SEED COUNT
+
+The process loads torch once, and each run is a fork of it. A run is killed by SIGKILL at its n-th call of a function of
+megatier's: during start-up, a step, a checkpoint, the end. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from small_commands import command, metrics
+
+import megatier
+from megatier.cli import main
+from megatier.train import trainer  # noqa: F401 - loaded before the forks
+
+OURS = str(Path(megatier.__file__).parent)
+SETTINGS: dict[str, Any] = {
+    "model.config.attention_dropout": 0.1,
+    "output.checkpoint_every": 2,
+    "output.export_dtype": "fp32",
+    "train.steps": 6,
+}
+CALLS_SHARE = 0.97
+"""Of the calls of a whole run, among which the kill falls."""
+TIERS: list[dict[str, Any]] = [
+    {"tiers.state": "nvme", "tiers.gpu": "512KiB"},
+    {"tiers.state": "ram", "tiers.gpu": "512KiB"},
+    {"tiers.state": "gpu", "tiers.gpu": "4MiB"},
+    {"tiers.state": "gpu,ram,nvme", "tiers.gpu": "640KiB"},
+]
+
+
+def forked(work: Callable[[], int]) -> int:
+    """Exit code of some work in a process of its own; negative: the signal that ended it."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 3
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            code = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def kill_at(call: int, count: Path | None = None) -> Callable[[], None]:
+    """Count calls of our functions from now on, and end the process at the given one; the sum goes to a file."""
+    calls = 0
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            calls += 1
+            if calls == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def stop() -> None:
+        sys.setprofile(None)
+        if count is not None:
+            count.write_text(str(calls))
+
+    sys.setprofile(look)
+    return stop
+
+
+def run(folder: Path, tiers: dict[str, Any], call: int, count: Path | None = None) -> int:
+    """Start a run and kill it at a call; -1: never."""
+
+    def work() -> int:
+        words = command(folder, {**SETTINGS, **tiers, "tiers.nvme": f"{folder / 'drive'}:64MiB"})
+        stop = kill_at(call, count)
+        try:
+            return main(words)
+        finally:
+            stop()
+
+    folder.mkdir(exist_ok=True)
+    (folder / "drive").mkdir(exist_ok=True)
+    return forked(work)
+
+
+def go_on(folder: Path, tiers: dict[str, Any]) -> int:
+    """Resume on other tiers; where the kill came before there was a run, start it."""
+    if not (folder / "run" / "config.yaml").exists():
+        return run(folder, tiers, -1)
+    words = [f"--{name}={value}" for name, value in tiers.items()]
+    return forked(lambda: main(["resume", str(folder / "run"), *words]))
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """What a whole run left: digests of the export and the last checkpoint, and the losses."""
+    root = folder / "run"
+    files = [root / "model" / "model.safetensors", *sorted((root / "checkpoints" / "step-00000006").glob("*/*/c/**/*"))]
+    digest = hashlib.blake2b()
+    for path in (path for path in files if path.is_file()):
+        digest.update(path.read_bytes())
+    return {
+        "digest": digest.hexdigest(),
+        "losses": [(record["step"], record["loss"]) for record in metrics(folder) if "loss" in record],
+        "checkpoints": sorted(path.name for path in (root / "checkpoints").iterdir()),
+        "run": sorted(path.name for path in root.iterdir()),
+    }
+
+
+def left_on_drive(folder: Path) -> list[str]:
+    """Block directories that a kill left behind."""
+    return sorted({path.name.split("-")[0] for path in (folder / "drive").iterdir()})
+
+
+def calls_of(folder: Path, tiers: dict[str, Any]) -> int:
+    """Calls of a run that nobody stops."""
+    assert run(folder, tiers, -1, folder.with_suffix(".calls")) == 0
+    return int(folder.with_suffix(".calls").read_text())
+
+
+def main_program(folder: Path, seed: int, count: int) -> dict[str, Any]:
+    """The uninterrupted run, and each killed one."""
+    draw = random.Random(seed)
+    calls = [calls_of(folder / f"whole{index}", tiers) for index, tiers in enumerate(TIERS)]
+    found = []
+    for number in range(count):
+        start = draw.randrange(len(TIERS))
+        before, after = TIERS[start], draw.choice(TIERS)
+        # Spread evenly over the run, at a random place of each part; threads make the number of calls vary.
+        call = 1 + int((number + draw.random()) * CALLS_SHARE * calls[start] / count)
+        place = folder / str(number)
+        killed = run(place, before, call)
+        resumed = go_on(place, after)
+        told = {"call": call, "killed": killed, "resumed": resumed, "left": left_on_drive(place)}
+        found.append({**told, **(outcome(place) if resumed == 0 else {})})
+    return {"whole": outcome(folder / "whole0"), "calls": calls, "runs": found}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.stdout.write(json.dumps(main_program(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
