@@ -225,6 +225,19 @@ def test_function_that_the_compiler_refuses_runs_uncompiled_with_one_warning(sha
         assert torch.equal(compiled(-torch.ones(3)), torch.full((3,), -3.0))
 
 
+def refusing_backend(graph: Any, examples: Any) -> Any:
+    raise AssertionError("no such node\nin this graph")
+
+
+def test_function_that_the_backend_refuses_is_warned_of_with_the_cause_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=refusing_backend))
+    compiled = Compilation()(torch.neg, "Refused")
+    with pytest.warns(UserWarning, match=r" raised: AssertionError: no such node$"):
+        assert torch.equal(compiled(torch.ones(3)), -torch.ones(3))
+
+
 class Branch(nn.Module):
     """A product whose sign depends on a value."""
 

@@ -71,7 +71,7 @@ class Compiled(Generic[P, R]):
         except TorchDynamoException as error:
             if self._run is self._function:
                 raise
-            reason = str(error).strip().splitlines()[0]
+            reason = _cause(str(error))
             warnings.warn(f"{self._name} runs uncompiled, because torch.compile refuses it: {reason}", stacklevel=2)
             self._run, self.saves_inputs_alone = self._function, False
             return self._function(*args, **kwargs)
@@ -79,3 +79,9 @@ class Compiled(Generic[P, R]):
 
 def _inductor_is_deterministic() -> bool:
     return bool(torch._inductor.config.deterministic)
+
+
+def _cause(message: str) -> str:
+    """One line that says why. What a backend raised begins on the second line, after "backend=... raised:"."""
+    first, *rest = (line.strip() for line in message.splitlines() if line.strip())
+    return f"{first} {rest[0]}" if first.endswith("raised:") and rest else first
