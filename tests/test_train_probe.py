@@ -284,6 +284,14 @@ def test_probe_links_on_the_gpu_measures_all() -> None:
     assert not links.flags
 
 
+def test_layers_on_a_gpu_count_at_their_share_of_a_sustained_product() -> None:
+    product, layers = 662e12, 596e12  # an H200, both for seconds: docs/LOG.md
+    assert product * link_probe.LAYER_EFFICIENCY["cuda"] == pytest.approx(layers, rel=0.01)
+    assert link_probe.link_notes("cuda") == (
+        "flops_per_s: 0.9 of a sustained bf16 product, as measured for layers of 8B shape on an H200",
+    )
+
+
 def test_copies_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     with link_probe.CopyTraffic(torch.device("cpu"), 1 << 20) as copies:
         half = copies._way_bytes
