@@ -123,6 +123,31 @@ def test_train_on_a_measured_machine_takes_what_the_planner_chooses(
     assert re.search(r"attainment \d+%", line_of_step)
 
 
+@pytest.mark.parametrize(
+    ("state", "bytes_per_s", "said"),
+    [
+        ("nvme", 1e6, r"all but compute is hidden from N\* = (?!128 )[\d,]+ tokens a step on; this run has 128"),
+        ("nvme", 1e12, r"all but compute is hidden at this run's 128 tokens a step"),
+        ("ram", 1e6, None),
+    ],
+)
+def test_train_on_a_measured_machine_says_how_many_tokens_hide_what_spills(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    state: str,
+    bytes_per_s: float,
+    said: str | None,
+) -> None:
+    drive = DriveRates("a", bytes_per_s, bytes_per_s, bytes_per_s)
+    monkeypatch.setattr(trainer, "cached_rates", lambda *_: replace(RATES, drives=(drive,), flops_per_s=1e9))
+    settings = {"tiers.nvme": f"{tmp_path}:16MiB", "tiers.state": state, "tiers.gpu": "512KiB", "train.steps": 1}
+    assert main(command(tmp_path, settings)) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("all but compute")]
+    assert len(lines) == (said is not None)
+    assert all(re.fullmatch(said or "", line) for line in lines)
+
+
 def test_train_that_fits_no_plan_is_tried_as_given_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

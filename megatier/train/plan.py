@@ -160,7 +160,7 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         trial.activations,
         made,
         trial.compute_seconds,
-        _hidden_at(trial, placement, tokens),
+        hidden_at(trial, placement, tokens),
         _changes(trial, tokens, tokens / made.seconds, spills=Tier.NVME in placement.homes.values()),
     )
 
@@ -168,7 +168,7 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
 # ---------------------------------------------------------------------- what if
 
 
-def _hidden_at(trial: Trial, placement: Placement, tokens: int) -> int | None:
+def hidden_at(trial: Trial, placement: Placement, tokens: int) -> int | None:
     """N*: about the fewest tokens a step that hide everything but compute; None where TIMES_MAX times do not.
 
     Doubled until all is hidden, then narrowed: more tokens never hide less.

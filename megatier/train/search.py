@@ -44,6 +44,8 @@ class Choice:
 
     settings: Mapping[str, Any]
     """By dotted name, as on the command line."""
+    trial: Trial
+    placement: Placement
     forecast: Forecast
     tokens_per_s: float
 
@@ -101,7 +103,7 @@ def search(
         if made.seconds < limit:
             chosen = {**settings, "tiers.gpu": trial.budgets.gpu}
             free = {name: value for name, value in chosen.items() if name not in fixed}
-            best = Choice(free, made, tokens / made.seconds)
+            best = Choice(free, trial, placement, made, tokens / made.seconds)
     if best is None:
         assert refused is not None, "there is at least one trial"
         raise refused

@@ -43,6 +43,7 @@ from megatier.train.checkpoint import (
     save,
 )
 from megatier.train.metrics import MetricsLog, format_count, format_seconds
+from megatier.train.plan import hidden_at
 from megatier.train.probe import cached_rates
 from megatier.train.report import Progress, QueueBytes, StepReport, TierState, TierUse, print_moves, print_placement
 from megatier.train.run_directory import (
@@ -54,7 +55,7 @@ from megatier.train.run_directory import (
     RunDirectory,
 )
 from megatier.train.run_state import RunState
-from megatier.train.search import changed, search
+from megatier.train.search import Choice, changed, search
 from megatier.train.session import Session, WeightReader, budgets_of, choose_device, compiles
 from megatier.train.stop import StopRequest
 from megatier.train.trial import skeleton_of
@@ -275,6 +276,7 @@ def plan_choices(config: RunConfig, given: frozenset[str], console: Console) -> 
         return config, None
     words = " ".join(f"--{name} {value}" for name, value in choice.settings.items())
     console.print(f"planned, {choice.seconds:.3g} s a step: {words}", markup=False, highlight=False, soft_wrap=True)
+    _describe_hidden(console, choice, config.train.batch * config.data.sequence_length)
     return changed(config, choice.settings), choice.forecast
 
 
@@ -355,6 +357,19 @@ def _describe(console: Console, config: RunConfig, session: Session, text: Packe
         for tier in Tier
     ]
     print_placement(console, states)
+
+
+def _describe_hidden(console: Console, choice: Choice, tokens: int) -> None:
+    """N*, where state spills: more tokens a step cost the drives nothing."""
+    if not choice.forecast.moved_bytes.get("ram_to_nvme"):
+        return
+    least = hidden_at(choice.trial, choice.placement, tokens)
+    if least is None:
+        return
+    text = f"from N* = {least:,} tokens a step on; this run has {tokens:,}"
+    if least == tokens:
+        text = f"at this run's {tokens:,} tokens a step"
+    console.print(f"all but compute is hidden {text}", highlight=False, soft_wrap=True)
 
 
 def _describe_speculation(console: Console, speculation: Speculation) -> None:
