@@ -349,6 +349,22 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
+def test_train_killed_leaves_blocks_that_clean_removes_and_a_run_that_it_mentions(
+    running: subprocess.Popen[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["clean", str(tmp_path), "--yes"]) == 0
+    assert re.search(r"megatier-\w+: stays, a run uses it\n", capsys.readouterr().out)
+    running.kill()
+    running.wait()
+    assert len(list(leftovers(tmp_path))) == 3, "its block directory, the lock in there, and the run's lock"
+    assert main(["clean", str(tmp_path), "--yes"]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"megatier-\w+: .* ago, removed\n", output)
+    assert f"{tmp_path / 'run'}: a killed run" in output
+    assert list(leftovers(tmp_path)) == [tmp_path / "run" / "lock"]
+    assert metrics(tmp_path)
+
+
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM], ids=["interrupt", "terminate"])
 def test_train_told_to_stop_ends_with_a_checkpoint_and_a_second_run_is_refused_before(
     ending: signal.Signals, running: subprocess.Popen[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

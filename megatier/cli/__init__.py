@@ -17,6 +17,7 @@ COMMANDS = {
     "verify": "show on this machine that tiers change no bit",
     "bench": "measure what the drives, links and processors of this machine do",
     "doctor": "say what this machine has and what is missing",
+    "clean": "list, and remove, what killed runs left on mounts",
     "trace": "draw one step of a run as a picture: lanes over time, stalls coloured",
 }
 

@@ -7,6 +7,7 @@ RAM, stored when it is written and verified when it is read. Files are filled on
 fresh extent is half as fast as an overwrite, and a full disk shows before training, not during it.
 
 Files live in `<mount>/megatier-<run id>/`, under a lock, with modes 0700 and 0600; only that directory is ever removed.
+What a killed process leaves is for `leftovers`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from megatier.store.tier import PAGE_BYTES, round_up
 REQUEST_BYTES = 8 << 20
 STRIPE_BYTES = 32 << 20
 QUEUE_DEPTH_MAX = 1024
+FILES = ("blocks", "lock")
+"""All that a run's directory on a mount holds; the lock goes last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +271,7 @@ class BlockFiles:
             with contextlib.suppress(OSError):
                 os.close(file)
         for directory, lock in zip(self._directories, self._locks, strict=False):
-            for name in ("blocks", "lock"):
+            for name in FILES:
                 with contextlib.suppress(OSError):
                     (directory / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # somebody put a file of theirs inside: it stays

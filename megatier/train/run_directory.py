@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,6 +20,7 @@ from megatier.config import RunConfig
 from megatier.config_file import to_dict
 from megatier.errors import ConfigError
 from megatier.store.blockfile import lock_directory
+from megatier.store.leftovers import is_abandoned
 
 CONFIG_FILE, METRICS_FILE, TRACE_FILE = "config.yaml", "metrics.jsonl", "trace.json"
 MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER = "model", "data", "checkpoints"
@@ -107,3 +109,20 @@ class RunDirectory:
             if self._is_new:
                 self.path.rmdir()  # refused where it holds a run
         os.close(self._lock)
+
+
+def killed_runs(directory: Path) -> Iterator[Path]:
+    """Run directories, this one or in it, of processes that were killed.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    for path in (directory, *sorted(directory.iterdir())):
+        if _was_killed(path):
+            yield path
+
+
+def _was_killed(path: Path) -> bool:
+    with contextlib.suppress(PermissionError):  # another user's
+        return (path / CONFIG_FILE).is_file() and is_abandoned(path)
+    return False

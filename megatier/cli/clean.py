@@ -1,0 +1,57 @@
+"""`megatier clean`: what killed runs left on mounts, listed or removed."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from megatier.errors import mib
+from megatier.store.leftovers import Leftover, find_leftovers
+from megatier.train.metrics import format_seconds
+from megatier.train.run_directory import killed_runs
+
+
+def run(argv: Sequence[str]) -> int:
+    """List what is left over, or remove it; 0 when that is done."""
+    parser = argparse.ArgumentParser(
+        prog="megatier clean",
+        description="List the block files that killed runs left on mounts, and remove them with --yes. Directories "
+        "that a run uses, of other users, or with anything else in them stay; run directories are only mentioned.",
+        epilog="example: megatier clean /mnt/a /mnt/b --yes",
+    )
+    parser.add_argument("directory", type=Path, nargs="+", metavar="DIR", help="a mount of tiers.nvme, without size")
+    parser.add_argument("--yes", action="store_true", help="remove them")
+    options = parser.parse_args(argv)
+    console, found = Console(), []
+    for directory in options.directory:
+        for leftover in find_leftovers(directory, remove=options.yes):
+            found.append(leftover)
+            _print(console, _line(leftover, removed=options.yes))
+        for path in killed_runs(directory):
+            _print(console, f"{path}: a killed run; its metrics stay. Move it away to use its name again")
+    _print(console, _summary(options.directory, [each for each in found if not each.stays], removed=options.yes))
+    return 0
+
+
+def _line(leftover: Leftover, *, removed: bool) -> str:
+    if leftover.stays:
+        return f"{leftover.path}: stays, {leftover.stays}"
+    age = format_seconds(leftover.age_s)
+    return f"{leftover.path}: {mib(leftover.num_bytes)}, last written {age} ago{', removed' if removed else ''}"
+
+
+def _summary(directories: Sequence[Path], found: Sequence[Leftover], *, removed: bool) -> str:
+    if not found:
+        return "No killed run left block files here."
+    size = mib(sum(leftover.num_bytes for leftover in found))
+    if removed:
+        return f"{size} removed."
+    return f"{size} in all. To remove: megatier clean {shlex.join(map(str, directories))} --yes"
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

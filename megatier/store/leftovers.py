@@ -1,0 +1,140 @@
+"""Leftovers: what killed runs left on mounts, found and, when asked for, removed.
+
+A run removes its block files when it ends, by an error or a signal too; a process that the system kills cannot. Its
+lock went with it. Whether a directory is left over is decided under that lock, and it is removed before the lock is let
+go. Files are reached from the open directory, so that nothing put in its place meanwhile is touched. A run that is just
+taking its lock then begins anew or is refused (`RunLockedError`); it has no bytes yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatier.errors import ConfigError, TransferError
+from megatier.store.blockfile import FILES
+
+NAME = re.compile(r"megatier-(bench-)?[0-9a-f]{12}")
+"""Of run ids that nobody chose. Whoever names a store has its directory again by opening it under that name."""
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+LOCK_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+"""Read and write, for file systems that lock by it; never created here."""
+REASONS = {
+    errno.ENOTDIR: "it is no directory",
+    errno.ENOENT: "it has no lock",
+    errno.ELOOP: "its lock is a link",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A directory with the name of a run's."""
+
+    path: Path
+    num_bytes: int = 0
+    """On the drive."""
+    age_s: float = 0.0
+    """Since something in it was written."""
+    stays: str = ""
+    """Why it is not to be removed; empty where nothing speaks for it."""
+
+
+def find_leftovers(mount: Path, *, remove: bool = False) -> Iterator[Leftover]:
+    """Directories on a mount that have the name of a run's, one after the other.
+
+    Args:
+        mount: where they lie, as in `tiers.nvme`.
+        remove: also remove those that no process uses and that hold nothing but a run's files.
+
+    Raises:
+        ConfigError: the mount cannot be read.
+        TransferError: a drive does not let go of a file.
+    """
+    try:
+        paths = sorted(path for path in mount.iterdir() if NAME.fullmatch(path.name))
+    except OSError as error:
+        raise ConfigError(f"cannot read {mount}: {error.strerror}. Name a directory, as in tiers.nvme.") from error
+    for path in paths:
+        yield _examined(path, remove)
+
+
+def is_abandoned(directory: Path) -> bool:
+    """Whether a process that held the lock in a directory is gone without removing it."""
+    with contextlib.suppress(OSError), _opened(directory) as folder, _locked(folder) as is_free:
+        return is_free
+    return False
+
+
+def _examined(path: Path, remove: bool) -> Leftover:
+    try:
+        with _opened(path) as folder:
+            if os.fstat(folder).st_uid != os.geteuid():
+                return Leftover(path, stays="it is another user's")
+            with _locked(folder) as is_free:
+                return _examined_under_lock(path, folder, remove) if is_free else Leftover(path, stays="a run uses it")
+    except TransferError:
+        raise
+    except OSError as error:
+        return Leftover(path, stays=REASONS.get(error.errno or 0, str(error.strerror)))
+
+
+def _examined_under_lock(path: Path, folder: int, remove: bool) -> Leftover:
+    with os.scandir(folder) as entries:
+        files = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
+    if foreign := sorted(name for name, status in files.items() if not _is_a_runs(name, status)):
+        return Leftover(path, stays=f"no run made {foreign[0]!r} in it")
+    if remove:
+        _remove(path, folder)
+    age = time.time() - max(status.st_mtime for status in files.values())
+    return Leftover(path, sum(status.st_blocks for status in files.values()) * 512, max(0.0, age))
+
+
+def _is_a_runs(name: str, status: os.stat_result) -> bool:
+    return name in FILES and stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def _remove(path: Path, folder: int) -> None:
+    """The files, the lock last, and the directory."""
+    try:
+        for name in FILES:
+            with contextlib.suppress(FileNotFoundError):  # a run killed before it made its block file
+                os.unlink(name, dir_fd=folder)
+        path.rmdir()
+    except OSError as error:
+        raise TransferError("removing", "nvme", str(path), 0, error.errno or 0) from error
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A directory that is no link."""
+    folder = os.open(path, FOLDER_FLAGS)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def _locked(folder: int) -> Iterator[bool]:
+    """Whether nobody held the lock in an open directory; then it is held here."""
+    lock = os.open("lock", LOCK_FLAGS, dir_fd=folder)
+    try:
+        yield _take(lock) and os.path.samestat(os.fstat(lock), os.stat("lock", dir_fd=folder, follow_symlinks=False))
+    finally:
+        os.close(lock)
+
+
+def _take(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
