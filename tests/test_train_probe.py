@@ -68,7 +68,7 @@ def test_probe_drive_measures_and_leaves_nothing(tmp_path: Path) -> None:
         assert 0 < one.p50_ms <= one.p99_ms
     assert len(found.sustained_bytes_per_s) == 1
     assert found.knee_bytes is None
-    assert "blocks smaller than the store's" in found.notes[-1]
+    assert any("blocks smaller than the store's" in note for note in found.notes)  # others may use the drive too
     assert found.rates == DriveRates(
         str(tmp_path), found.read.bytes_per_s, found.write.bytes_per_s, found.mixed.bytes_per_s
     )
