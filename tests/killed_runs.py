@@ -121,8 +121,8 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 def left_on_drive(folder: Path) -> list[str]:
-    """Block directories that a kill left behind."""
-    return sorted({path.name.split("-")[0] for path in (folder / "drive").iterdir()})
+    """What is on the mount in the end."""
+    return sorted(path.name for path in (folder / "drive").iterdir())
 
 
 def calls_of(folder: Path, tiers: dict[str, Any]) -> int:
@@ -145,6 +145,7 @@ def main_program(folder: Path, seed: int, count: int) -> dict[str, Any]:
         killed = run(place, before, call)
         resumed = go_on(place, after)
         told = {"call": call, "killed": killed, "resumed": resumed, "left": left_on_drive(place)}
+        told["went_on_with_nvme"] = "nvme" in after["tiers.state"]
         found.append({**told, **(outcome(place) if resumed == 0 else {})})
     return {"whole": outcome(folder / "whole0"), "calls": calls, "runs": found}
 

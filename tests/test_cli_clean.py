@@ -66,5 +66,5 @@ def test_clean_mentions_a_killed_runs_directory_and_leaves_it(
     assert "killed run;" not in capsys.readouterr().out
     os.close(lock)
     assert main(words) == 0
-    assert capsys.readouterr().out.startswith(f"{run}: a killed run; its metrics stay.")
+    assert capsys.readouterr().out.startswith(f"{run}: a killed run; `megatier resume` goes on with it")
     assert {path.name for path in run.iterdir()} == {"config.yaml", "lock"}

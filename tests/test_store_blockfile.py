@@ -35,7 +35,7 @@ def memory(num_bytes: int, seed: int | None = None) -> npt.NDArray[np.uint8]:
     return area
 
 
-def open_files(*directories: Path, budget: int = MIB, run_id: str = "run", **options: Any) -> BlockFiles:
+def open_files(*directories: Path, budget: int | None = MIB, run_id: str = "run", **options: Any) -> BlockFiles:
     mounts = [MountBudget(directory, budget) for directory in directories]
     return BlockFiles(mounts, run_id, IoOptions(**{"num_threads": 2, "chunk_bytes": CHUNK_BYTES, **options}))
 
@@ -248,6 +248,19 @@ def test_run_id_in_use_is_refused(files: BlockFiles, tmp_path: Path) -> None:
         open_files(tmp_path)
     open_files(tmp_path, run_id="another").close()
     assert [path.name for path in tmp_path.iterdir()] == ["megatier-run"]
+
+
+def test_blocks_that_a_killed_run_of_this_id_left_give_their_room_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "megatier-run").mkdir()
+    blocks = tmp_path / "megatier-run" / "blocks"
+    blocks.write_bytes(b"old")
+    monkeypatch.setattr("megatier.store.blockfile._free_bytes", lambda _: 0 if blocks.exists() else 10 << 20)
+    files = open_files(tmp_path, budget=None)
+    assert files.capacity_bytes == 9 << 20
+    files.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_second_process_on_the_run_id_is_refused_and_changes_nothing(files: BlockFiles, tmp_path: Path) -> None:

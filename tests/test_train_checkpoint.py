@@ -16,7 +16,7 @@ import torch
 import zarr
 from tiny_runs import PLACES, Run, exactness_config, one_thread, opened, outcome, random_groups, read_parameters
 
-from megatier.config import TrainConfig
+from megatier.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megatier.errors import CapacityError, CheckpointError, TransferError
 from megatier.store import chunkfile
 from megatier.store.tier import Kind
@@ -31,9 +31,11 @@ from megatier.train.checkpoint import (
     restore,
     save,
 )
+from megatier.train.run_state import RunState
 from megatier.train.session import Session
 
 STEPS, SAVED_AFTER = 5, 2
+RUN = RunConfig(model=ModelConfig(config={"model_type": "llama"}), data=DataConfig(files=("x",), tokenizer="bytes"))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,27 +57,45 @@ def saved(session: Session, folder: Path, step: int, num_kept: int = 9) -> Path:
 ORDER = list(PLACES)
 
 
-@pytest.mark.parametrize("small_chunks", [False, True], ids=["", "small"])
-@pytest.mark.parametrize(("before", "after"), list(zip(ORDER, [*ORDER[3:], *ORDER[:3]], strict=True)))
-def test_run_saved_from_some_tiers_goes_on_in_others_to_the_same_bits(
-    before: str, after: str, small_chunks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if small_chunks:
-        monkeypatch.setattr(checkpoint, "Grid", SmallGrid)
-    run = Run(model="untied", groups=1, dtype="fp32" if small_chunks else "bf16")
-    whole = run(tmp_path)
+def go_on_elsewhere(run: Run, before: str, after: str, folder: Path) -> None:
+    """Save in some tiers, restore to others, and compare with the run that nobody stopped."""
+    whole, device = run(folder), torch.device(run.device)
     config, options = exactness_config(run.model), cast("dict[str, Any]", {"compute_dtype": run.dtype})
-    torch.manual_seed(run.seed)
-    with opened(config, tmp_path, PLACES[before], run.train, **options) as session:
+    with opened(config, folder, PLACES[before], run.train, device=run.device, **options) as session:
         torch.manual_seed(run.seed)
         results = steps(session, run.train, 1, SAVED_AFTER)
-        states = torch.get_rng_state()
-        path = saved(session, tmp_path / "checkpoints", SAVED_AFTER)
-    with opened(config, tmp_path, PLACES[after], run.train, **options) as session:
+        state = RunState.of(SAVED_AFTER, RUN, device, {})
+        path = saved(session, folder / "checkpoints", SAVED_AFTER)
+    torch.manual_seed(0)
+    with opened(config, folder, PLACES[after], run.train, device=run.device, **options) as session:
         restore(session, path)
-        torch.set_rng_state(states)
+        state.set_random(device)
         results += steps(session, run.train, SAVED_AFTER + 1, STEPS)
         assert outcome(session, results) == whole
+
+
+PAIRS = list(zip(ORDER, [*ORDER[3:], *ORDER[:3]], strict=True))
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_run_saved_from_some_tiers_goes_on_in_others_to_the_same_bits(before: str, after: str, tmp_path: Path) -> None:
+    go_on_elsewhere(Run(model="untied"), before, after, tmp_path)
+
+
+@pytest.mark.parametrize("run", [Run(model="tied", dtype="fp32", clip=None), Run(model="moe", groups=2)], ids=str)
+def test_run_with_arrays_of_many_chunks_goes_on_to_the_same_bits(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "Grid", SmallGrid)
+    go_on_elsewhere(run, "ram_nvme", "gpu_ram", tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_run_on_a_gpu_saved_from_some_tiers_goes_on_in_others_to_the_same_bits(
+    before: str, after: str, tmp_path: Path
+) -> None:
+    go_on_elsewhere(Run(model="untied", device="cuda", compile=False), before, after, tmp_path)
 
 
 class SmallGrid(chunkfile.Grid):

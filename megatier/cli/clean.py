@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
             found.append(leftover)
             _print(console, _line(leftover, removed=options.yes))
         for path in killed_runs(directory):
-            _print(console, f"{path}: a killed run; its metrics stay. Move it away to use its name again")
+            _print(console, f"{path}: a killed run; `megatier resume` goes on with it")
     _print(console, _summary(options.directory, [each for each in found if not each.stays], removed=options.yes))
     return 0
 

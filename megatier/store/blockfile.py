@@ -129,7 +129,8 @@ class BlockFiles:
         self.options = options
         self.is_direct = options.direct
         self._mounts = tuple(mounts)
-        self._budgets = [budget_bytes(mount) for mount in mounts]
+        for mount in mounts:
+            check_directory(mount.directory)
         self._directories = [mount.directory / f"megatier-{run_id}" for mount in mounts]
         self.paths = [directory / "blocks" for directory in self._directories]
         """The file on each mount, there once allocated."""
@@ -141,6 +142,9 @@ class BlockFiles:
         try:
             for directory in self._directories:
                 self._locks.append(lock_directory(directory))
+                with contextlib.suppress(OSError):  # a killed run of this id left it; now it would only fill the drive
+                    (directory / "blocks").unlink()
+            self._budgets = [budget_bytes(mount) for mount in mounts]
         except BaseException:
             self.close()
             raise

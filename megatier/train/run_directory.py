@@ -7,6 +7,7 @@ A run that goes on finds all of it as it was, whole or marked as not whole.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -62,6 +63,12 @@ class RunDirectory:
                 "or move the old run away."
             )
         self.write_config(config)
+
+    @property
+    def run_id(self) -> str:
+        """Names the run's block files, the same whenever it goes on: those that a kill left are taken over."""
+        name = f"{self.path.resolve()} {self.path.stat().st_ino}"
+        return hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
 
     def write_config(self, config: RunConfig) -> None:
         """Put the resolved config in its place, whole.

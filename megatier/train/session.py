@@ -45,7 +45,13 @@ class Session:
     """
 
     def __init__(
-        self, model: PreTrainedModel, model_config: ModelConfig, tiers: TiersConfig, train: TrainConfig, tokens: int
+        self,
+        model: PreTrainedModel,
+        model_config: ModelConfig,
+        tiers: TiersConfig,
+        train: TrainConfig,
+        tokens: int,
+        run_id: str | None = None,
     ) -> None:
         """Plan. Memory and files are reserved by `store.seal`, or by the first use of a block.
 
@@ -55,6 +61,7 @@ class Session:
             tiers: budgets and mounts.
             train: optimizer, groups, slices, activations.
             tokens: tokens per sequence.
+            run_id: names the block files; random where not given.
 
         Raises:
             PlanError, CapacityError, ConfigError, RunLockedError, UnsupportedModelError: before training starts.
@@ -69,7 +76,9 @@ class Session:
         layouts = {unit.name: unit.layout for unit in self.units}
         with ExitStack() as stack:
             options = replace(work.options, shares=_shares(tiers, device))
-            store = TieredStore.open(gpu=gpu, ram=ram, nvme=tiers.nvme, device=str(device), options=options)
+            store = TieredStore.open(
+                gpu=gpu, ram=ram, nvme=tiers.nvme, device=str(device), run_id=run_id, options=options
+            )
             self.store = stack.enter_context(store)
             budgets = Budgets(gpu, ram, store.usage(Tier.NVME)["budget"])
             self.placement: Placement = place(work.specs, budgets, work.policy)

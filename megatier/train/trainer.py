@@ -104,7 +104,9 @@ def train(
         source_folder = resolve(config.model.path) if config.model.path is not None else None
         model = build_skeleton(read_model_config(config.model, source_folder), config.model.attention)
         tokens = config.data.sequence_length
-        session = stack.enter_context(Session(model, config.model, config.tiers, config.train, tokens))
+        session = stack.enter_context(
+            Session(model, config.model, config.tiers, config.train, tokens, run_directory.run_id)
+        )
         tokenizer = load_tokenizer(config)
         _check_vocabulary(model, len(tokenizer))
         text = PackedText.build(config.data, tokenizer, directory / DATA_FOLDER)
