@@ -26,7 +26,9 @@ def write(folder: Path, grid: Grid, values: Tensor, piece: int) -> None:
     with ChunkFiles(grid.chunk_elements, 2) as files:
         writer = ArrayWriter(files, folder, grid)
         for start in range(0, values.numel(), piece):
-            writer.append(values[start : start + piece])
+            part = values[start : start + piece]
+            for first, target in writer.rooms(part.numel()):
+                target.copy_(part[first : first + target.numel()])
         files.flush()
 
 

@@ -273,20 +273,23 @@ def _num_spans(tensor: TensorSlice) -> int:
     return -(-tensor.num_elements // SPAN_ELEMENTS)
 
 
-def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 -> (weight bf16, remainder int16), flat, exact: see `join_master`."""
-    source = master.detach().reshape(-1).contiguous()
-    weight = torch.empty(source.numel(), dtype=torch.bfloat16)
-    remainder = torch.empty(source.numel(), dtype=torch.int16)
-    _native.split(source.data_ptr(), weight.data_ptr(), remainder.data_ptr(), source.numel())
-    return weight, remainder
+def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Write fp32 [n] on the CPU as weight bf16 [n] and remainder int16 [n], on one device; see `join_master`."""
+    if weight.is_cuda:
+        planes = torch.empty_like(weight, device="cpu"), torch.empty_like(remainder, device="cpu")
+        split_master(master, *planes)
+        weight.copy_(planes[0])
+        remainder.copy_(planes[1])
+        return
+    _native.split(master.data_ptr(), weight.data_ptr(), remainder.data_ptr(), master.numel())
 
 
-def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master of two planes, flat."""
-    master = torch.empty(weight.numel(), dtype=torch.float32)
+def join_master(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
+    """Write the fp32 master of two planes, all flat [n], exactly; the master lies on the CPU."""
+    if weight.is_cuda:
+        master.copy_(((weight.view(torch.int16).int() << 16) + remainder).view(torch.float32))
+        return
     _native.join(weight.data_ptr(), remainder.data_ptr(), master.data_ptr(), weight.numel())
-    return master
 
 
 def learning_rate(step: int, *, peak: float, schedule: str, warmup: int, steps: int, minimum_ratio: float) -> float:

@@ -260,19 +260,19 @@ class ArrayWriter:
         self._staged: Staged | None = None
         self._filled = 0
 
-    def append(self, values: Tensor) -> None:
-        """Go on with fp32 [n], from any device.
+    def rooms(self, num_elements: int) -> Iterator[tuple[int, Tensor]]:
+        """Buffers for the next elements, fp32 [n] each, with the first's number among them; filled by the caller.
 
         Raises:
             TransferError: an earlier write failed, or a file cannot be created.
         """
-        while values.numel():
+        done = 0
+        while done < num_elements:
             if self._staged is None:
                 self._chunk, self._staged, self._filled = next(self._chunks), self._files.stage(), 0
-            count = min(values.numel(), self._chunk.num_elements - self._filled)
-            self._staged.values(self._filled + count)[self._filled :].copy_(values[:count])
-            self._filled += count
-            values = values[count:]
+            count = min(num_elements - done, self._chunk.num_elements - self._filled)
+            yield done, self._staged.values(self._filled + count)[self._filled :]
+            self._filled, done = self._filled + count, done + count
             if self._filled == self._chunk.num_elements:
                 path, whole = self._folder / self._chunk.key, self._grid.chunk_elements
                 self._files.write(self._staged, path, self._filled, whole)

@@ -30,7 +30,7 @@ from megatier.store.chunkfile import ArrayWriter, ChunkFiles, Grid
 from megatier.store.tier import Kind
 from megatier.train.session import Session
 
-ARRAYS = ("params", "exp_avg", "exp_avg_sq")
+ARRAYS = {"params": Kind.WEIGHT, "exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
 FORMAT = 1
 NUM_THREADS = 4
 METADATA_FILE = "zarr.json"
@@ -146,10 +146,10 @@ def restore(session: Session, path: Path) -> None:
         for tensor in unit.layout.tensors
         for name in ARRAYS
     }
-    kinds = (session.master_kinds, (Kind.EXP_AVG,), (Kind.EXP_AVG_SQ,))
     with _files([*grids.values()]) as files:
         for unit in session.units:
-            for name, planes in zip(ARRAYS, kinds, strict=True):
+            for name, kind in ARRAYS.items():
+                planes = session.master_kinds if kind is Kind.WEIGHT else (kind,)
                 tensors = unit.layout.tensors
                 arrays = [(root / name / tensor.name, grids[name, tensor.name]) for tensor in tensors]
                 pieces = files.read(arrays)
@@ -188,11 +188,12 @@ def _write_arrays(session: Session, partial: Path) -> None:
                 for name in ARRAYS
             }
             for start, stop in session.runs(unit):
-                with session.open_fp32(unit, (start, stop)) as planes:
+                with session.open_fp32(unit, (start, stop)) as state:
                     for tensor in unit.layout.tensors:
                         lower, upper = max(start, tensor.start), min(stop, tensor.stop)
-                        for name, plane in zip(ARRAYS, planes, strict=True) if lower < upper else ():
-                            writers[tensor.name, name].append(plane[lower - start : upper - start])
+                        for name, kind in ARRAYS.items() if lower < upper else ():
+                            for first, target in writers[tensor.name, name].rooms(upper - lower):
+                                state.copy(kind, lower - start + first, target)
         files.flush()
 
 

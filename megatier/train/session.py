@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -32,6 +32,23 @@ class WeightReader(Protocol):
 
     def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
         """(first element, flat fp32 tensor) pieces of a unit's layout, in increasing order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp32State:
+    """A leased run of a unit's state, read in fp32."""
+
+    planes: Mapping[Kind, Tensor]
+    """uint8, where the store has them."""
+
+    def copy(self, kind: Kind, first: int, target: Tensor) -> None:
+        """Copy elements from `first` on into fp32 [n] on the CPU: the master for Kind.WEIGHT, else a moment."""
+        stop = first + target.numel()
+        if kind is Kind.WEIGHT and Kind.REMAINDER in self.planes:
+            weight = self.planes[kind].view(torch.bfloat16)[first:stop]
+            join_master(weight, self.planes[Kind.REMAINDER].view(torch.int16)[first:stop], target)
+        else:
+            target.copy_(self.planes[kind].view(torch.float32)[first:stop])
 
 
 class Session:
@@ -136,13 +153,16 @@ class Session:
             pieces: (first element, flat fp32) of the unit's layout, in increasing order; what they leave out is 0.
         """
         ahead: tuple[int, Tensor] | None = None
+        buffer = torch.empty(max(stop - start for start, stop in self.runs(unit)))
         for elements in self.runs(unit):
-            values = torch.zeros(elements[1] - elements[0])
+            values = buffer[: elements[1] - elements[0]].zero_()
             ahead = _assemble(values, elements, pieces, ahead)
             with self.player.blocks.open_state(unit.name, elements, kinds, fresh=True) as state:
-                planes = split_master(values) if Kind.REMAINDER in kinds else (values,)
-                for kind, plane in zip(kinds, planes, strict=True):
-                    state.planes[kind].copy_(plane.view(torch.uint8))
+                if Kind.REMAINDER in kinds:
+                    weight, remainder = state.planes[Kind.WEIGHT], state.planes[Kind.REMAINDER]
+                    split_master(values, weight.view(self._dtype), remainder.view(torch.int16))
+                else:
+                    state.planes[kinds[0]].view(torch.float32).copy_(values)
                 state.write_back()
 
     def runs(self, unit: Unit) -> Iterator[tuple[int, int]]:
@@ -152,21 +172,19 @@ class Session:
                 yield first, min(first + CHUNK_ELEMENTS_MAX, stop)
 
     @contextmanager
-    def open_fp32(self, unit: Unit, elements: tuple[int, int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Master, exp_avg, exp_avg_sq of one of `runs(unit)`, flat fp32 [n] on the CPU. Call `player.drain` first."""
+    def open_fp32(self, unit: Unit, elements: tuple[int, int]) -> Iterator[Fp32State]:
+        """Lease the whole state of one of `runs(unit)`, to be read in fp32. Call `player.drain` first."""
         with self.player.blocks.open_state(unit.name, elements, self.player.blocks.kinds) as state:
-            planes = {kind: plane.cpu() for kind, plane in state.planes.items()}
-            master = planes[Kind.WEIGHT].view(self._dtype)
-            if Kind.REMAINDER in planes:
-                master = join_master(master, planes[Kind.REMAINDER].view(torch.int16))
-            yield master, planes[Kind.EXP_AVG].view(torch.float32), planes[Kind.EXP_AVG_SQ].view(torch.float32)
+            yield Fp32State(state.planes)
 
     def read_master(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a unit's fp32 master weights, flat, on the CPU. Call `player.drain` first."""
-        if self._dtype is torch.bfloat16:
-            weight, remainder = (self.read_plane(unit, kind, start, stop) for kind in (Kind.WEIGHT, Kind.REMAINDER))
-            return join_master(weight, remainder)
-        return self.read_plane(unit, Kind.WEIGHT, start, stop)
+        if self._dtype is not torch.bfloat16:
+            return self.read_plane(unit, Kind.WEIGHT, start, stop)
+        weight, remainder = (self.read_plane(unit, kind, start, stop) for kind in (Kind.WEIGHT, Kind.REMAINDER))
+        master = torch.empty(stop - start)
+        join_master(weight, remainder, master)
+        return master
 
     def read_plane(self, unit: Unit, kind: Kind, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of one kind of a unit's state, flat, on the CPU, in the kind's dtype."""
