@@ -19,6 +19,7 @@ import torch._inductor.config
 from test_engine_node import SIZE, Shelf
 from tiny_runs import PLACES, Run, exactness_config, one_thread, opened, run_in_fresh_process, run_steps
 from torch import Tensor, nn
+from torch.utils import flop_counter
 
 from megatier.engine.activation import Activations
 from megatier.engine.compilation import Compilation
@@ -356,3 +357,15 @@ def test_offloaded_input_is_not_held_between_forward_and_backward(
     assert anchor.grad is not None
     torch.testing.assert_close(anchor.grad, expected[1].sum())
     torch.testing.assert_close(shelf.shipped[-1][: SIZE * SIZE].view(SIZE, SIZE), expected[0])
+
+
+def test_attention_flops_of_few_key_heads_are_those_of_as_many_as_query_heads() -> None:
+    Compilation()(torch.relu, "a function")
+    whole = flop_counter.sdpa_flop_count((1, 8, 16, 4), (1, 8, 16, 4), (1, 8, 16, 4))
+    assert flop_counter.sdpa_flop_count((1, 8, 16, 4), (1, 2, 16, 4), (1, 2, 16, 4)) == whole
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("error:.*runs uncompiled")
+def test_layer_with_few_key_heads_that_saves_part_compiles_on_a_gpu(tmp_path: Path) -> None:
+    Run(model="flash", device="cuda", saved_share=0.3)(tmp_path)

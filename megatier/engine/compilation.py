@@ -13,7 +13,7 @@ inputs alone, and its last projection is still not repeated.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, ParamSpec, TypeVar
 
@@ -22,6 +22,7 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 from torch._dynamo.exc import TorchDynamoException
+from torch.utils import flop_counter
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,6 +51,7 @@ class Compilation:
         torch._functorch.config.activation_memory_budget = self.saved_share
         torch._inductor.config.deterministic = deterministic
         torch._dynamo.config.recompile_limit = RECOMPILES_MAX
+        flop_counter.sdpa_flop_count = _attention_flops
 
 
 class Compiled(Generic[P, R]):
@@ -75,6 +77,18 @@ class Compiled(Generic[P, R]):
             warnings.warn(f"{self._name} runs uncompiled, because torch.compile refuses it: {reason}", stacklevel=2)
             self._run, self.saves_inputs_alone = self._function, False
             return self._function(*args, **kwargs)
+
+
+_counted_flops = flop_counter.sdpa_flop_count
+
+
+def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
+    """FLOPs of attention, for the choice of what to save; shapes [B, heads, T, D].
+
+    torch 2.11 refuses to count where fewer key and value heads serve several query heads, and so to compile at all.
+    """
+    batch, heads, *_ = query
+    return int(_counted_flops(query, (batch, heads, *key[2:]), (batch, heads, *value[2:])))  # type: ignore[no-untyped-call]
 
 
 def _inductor_is_deterministic() -> bool:
