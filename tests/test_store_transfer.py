@@ -11,9 +11,9 @@ import pytest
 import torch
 from conftest import pattern
 
-from megatier.errors import StepAbandonedError, TransferError
+from megatier.errors import TransferError
 from megatier.store.tier import Tier
-from megatier.store.transfer import Gate, Instant, Lanes, Queue, Transfer, mark
+from megatier.store.transfer import Instant, Lanes, Queue, Transfer, mark
 
 
 class Late:
@@ -149,44 +149,6 @@ def test_mark_and_instant_without_a_gpu_are_now() -> None:
     assert mark(None, "key") is None
     before = time.perf_counter_ns()
     assert before <= Instant(None).ns() <= time.perf_counter_ns()
-
-
-def test_gate_lets_pass_who_waits_for_no_more() -> None:
-    gate, passed = Gate(), list[int]()
-
-    def wait(count: int) -> None:
-        gate.wait_for(count)
-        passed.append(count)
-
-    threads = [threading.Thread(target=wait, args=(count,)) for count in (0, 2, 3)]
-    for thread in threads:
-        thread.start()
-    gate.open_to(2)
-    for thread in threads[:2]:
-        thread.join(10)
-    assert sorted(passed) == [0, 2]
-    gate.open_to(3)
-    threads[2].join(10)
-    assert sorted(passed) == [0, 2, 3]
-
-
-def test_gate_abandoned_wakes_everyone_with_an_error_until_reset() -> None:
-    gate, woken = Gate(), threading.Event()
-
-    def wait() -> None:
-        with pytest.raises(StepAbandonedError):
-            gate.wait_for(1)
-        woken.set()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    gate.abandon()
-    thread.join(10)
-    assert woken.is_set()
-    with pytest.raises(StepAbandonedError):
-        gate.wait_for(0)
-    gate.reset()
-    gate.wait_for(0)
 
 
 def test_transfer_remembers_nothing_of_what_it_waited_for(queue: Queue) -> None:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
+from megatier.schedule.gate import Gate
 from megatier.schedule.optimizer import Elements
 from megatier.schedule.placement import Placement, Policy, UnitSpec, bytes_per_element, grad_bytes, state_kinds
 from megatier.schedule.timeline import Load
 from megatier.store.store import TieredStore
 from megatier.store.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
-from megatier.store.transfer import Gate
 
 
 @dataclass(frozen=True, slots=True)

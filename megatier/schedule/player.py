@@ -22,6 +22,7 @@ import torch
 
 from megatier.errors import TimelineError
 from megatier.schedule.blocks import UnitBlocks, activation_key, grad_key
+from megatier.schedule.gate import Gate
 from megatier.schedule.optimizer import Optimizer
 from megatier.schedule.placement import Placement, Policy, UnitSpec
 from megatier.schedule.timeline import Access, Load, Timeline, Update, build, demanded_bytes
@@ -29,7 +30,7 @@ from megatier.schedule.trace import Recorder, TraceEvent
 from megatier.schedule.updates import Updates
 from megatier.store.store import Lease, TieredStore
 from megatier.store.tier import Kind, Phase, Tier
-from megatier.store.transfer import Gate, Instant, Queue, Transfer, mark
+from megatier.store.transfer import Instant, Queue, Transfer, mark
 
 WAIT_SLICE_S = 0.001
 """How often a waiting access looks again at what it waits for, to name the cause."""

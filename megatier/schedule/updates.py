@@ -31,12 +31,13 @@ from functools import partial
 
 from megatier.errors import StepAbandonedError
 from megatier.schedule.blocks import UnitBlocks, grad_key, sum_key
+from megatier.schedule.gate import Gate
 from megatier.schedule.optimizer import Elements, Optimizer, Work
 from megatier.schedule.speculation import CHUNK_DEPTH, Speculation
 from megatier.schedule.timeline import Load, Update, update_bytes
 from megatier.schedule.trace import Recorder
 from megatier.store.tier import Kind, Tier
-from megatier.store.transfer import Gate, Queue, Transfer, mark
+from megatier.store.transfer import Queue, Transfer, mark
 
 
 class Applied:
