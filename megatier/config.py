@@ -226,6 +226,9 @@ class TrainConfig:
     """Steps between evaluations on the held-out text, at least 0. 0: only at the end."""
     evaluate_batches: int = 16
     """Batches of each evaluation at most, at least 1."""
+    stall_timeout: float = 1800.0
+    """Seconds, at least 0. When nothing moved on for so long, and for 4 times the longest that it took before, the run
+    stops with an error and the state of every queue. 0: never."""
 
     def __post_init__(self) -> None:
         """Check each value, then those that depend on each other."""
@@ -236,6 +239,7 @@ class TrainConfig:
             _require(value >= 0 and math.isfinite(value), f"train.{name}", value, "at least 0")
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "from 0 to below 1")
+        _require(0 <= self.stall_timeout < math.inf, "train.stall_timeout", self.stall_timeout, "at least 0")
         ratio, clip = self.min_learning_rate_ratio, self.clip
         _require(0 <= ratio <= 1, "train.min_learning_rate_ratio", ratio, "from 0 to 1")
         _require(0 < self.eps < math.inf, "train.eps", self.eps, "above 0")

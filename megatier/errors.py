@@ -124,6 +124,19 @@ class TimelineError(MegatierError):
     """A step used its units in another order than the first step did."""
 
 
+class StallError(MegatierError):
+    """A pass did not move on for so long that it never will."""
+
+    def __init__(self, quiet_s: float, path: str) -> None:
+        """Keep the seconds without progress, and the file that has the state of every queue."""
+        self.quiet_s, self.path = quiet_s, path
+        super().__init__(
+            f"no transfer, update or use of weights moved on for {quiet_s:.0f} s, so the run stops. {path} says what "
+            "each queue waits for: check that drive (dmesg, smartctl) or the GPU (nvidia-smi). If the machine is only "
+            "slow, raise train.stall_timeout."
+        )
+
+
 def mib(num_bytes: int) -> str:
     """Bytes as a human reads them."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -24,9 +25,13 @@ def test_gate_lets_pass_who_waits_for_no_more() -> None:
     for thread in threads[:2]:
         thread.join(10)
     assert sorted(passed) == [0, 2]
+    while not gate.wanted:
+        time.sleep(0.001)
+    assert (gate.count, gate.wanted) == (2, (3,))
     gate.open_to(3)
     threads[2].join(10)
     assert sorted(passed) == [0, 2, 3]
+    assert (gate.count, gate.wanted) == (3, ())
 
 
 def test_gate_abandoned_wakes_everyone_with_an_error_until_reset() -> None:

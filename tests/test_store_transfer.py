@@ -68,6 +68,33 @@ def test_wait_returns_the_seconds_of_the_move_every_time(queue: Queue) -> None:
     assert not transfer.failed()
 
 
+def test_state_tells_the_item_under_way_the_moves_in_flight_and_who_waits(queue: Queue) -> None:
+    late, held, started = Late(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        started.set()
+        held.wait()
+
+    moved = queue.submit("a", 0, lambda: late)
+    queue.submit("b", 0, lambda: None)
+    at, last = queue.submit("c", 0, hold), queue.submit("d", 0, lambda: None)
+    started.wait()
+    state = queue.state()
+    assert state.current is not None
+    assert (state.num_begun, state.current[0], state.in_flight, state.num_waiting) == (3, at, (moved,), 1)
+    late.ended.set()
+    assert queue.state().in_flight == ()
+    held.set()
+    last.wait()
+
+
+def test_queue_forgets_moves_that_have_ended(queue: Queue) -> None:
+    for _ in range(100):
+        queue.submit("key", 0, lambda: None)
+    queue.submit("key", 0, lambda: None).wait()
+    assert len(queue._in_flight) == 1
+
+
 def test_queue_goes_on_while_a_move_is_in_flight(queue: Queue) -> None:
     late = Late()
     first, second = queue.submit("a", 0, lambda: late), queue.submit("b", 0, lambda: None)

@@ -14,7 +14,18 @@ class Gate:
         """Starts at 0."""
         self._count = 0
         self._failed = False
+        self._wanted: list[int] = []
         self._condition = threading.Condition()
+
+    @property
+    def count(self) -> int:
+        """Accesses that are over."""
+        return self._count
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """The counts that somebody waits for, lowest first."""
+        return tuple(sorted(self._wanted))
 
     def open_to(self, count: int) -> None:
         """Let everyone pass who waits for at most `count`."""
@@ -25,7 +36,11 @@ class Gate:
     def wait_for(self, count: int) -> None:
         """Block until the counter reaches `count`, or raise StepAbandonedError when the gate was broken."""
         with self._condition:
-            self._condition.wait_for(lambda: self._failed or self._count >= count)
+            self._wanted.append(count)
+            try:
+                self._condition.wait_for(lambda: self._failed or self._count >= count)
+            finally:
+                self._wanted.remove(count)
             if self._failed:
                 raise StepAbandonedError("the step was abandoned")
 

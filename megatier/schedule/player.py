@@ -86,14 +86,19 @@ class Player:
         self._fetched: dict[str, tuple[torch.Tensor, Transfer]] = {}
         self._updates_due = False
         """The last step's updates wait for a pass, or for `drain`, to submit them."""
-        self._busy = {"load": "ram_to_gpu"}
+        self.busy = {"load": "ram_to_gpu"}
         """What each lane is at: the cause of a stall behind it."""
         self._demanded: Counter[str] = Counter()
         self.gate = Gate()
         self.recorder = Recorder()
         self.blocks = UnitBlocks(store, self.units, placement, policy)
-        self.updates = Updates(self.blocks, optimizer, self.gate, self.recorder, self._busy)
+        self.updates = Updates(self.blocks, optimizer, self.gate, self.recorder, self.busy)
         self._lane = Queue("load")  # it only decides and waits: no stream
+
+    @property
+    def queues(self) -> tuple[Queue, ...]:
+        """Every lane that works for the run: the store's, and those of the player and its updates."""
+        return (*self.store.queues, self._lane, *self.updates.queues)
 
     # ------------------------------------------------------------------ passes
 
@@ -298,7 +303,7 @@ class Player:
         while not transfer.issued(WAIT_SLICE_S):
             before = (*transfer.after, *transfer.behind)
             waits_for = next((other.queue for other in before if not other.done()), transfer.queue)
-            causes[self._busy.get(waits_for, waits_for)] += 1
+            causes[self.busy.get(waits_for, waits_for)] += 1
         if not transfer.done():
             causes[transfer.queue] += 1
         transfer.order()
@@ -306,13 +311,13 @@ class Player:
     # ------------------------------------------------------------------ the lane's side
 
     def _load(self, load: Load) -> None:
-        self._busy["load"] = "slot"
+        self.busy["load"] = "slot"
         self.blocks.make_room(load, self.gate)
         # A streamed unit is updated in its slot, so there the update comes behind the load.
         if load.unit not in self.placement.streamed and (update := self.updates.of(load.unit)) is not None:
-            self._busy["load"] = "update"
+            self.busy["load"] = "update"
             update.wait()
-        self._busy["load"] = "ram_to_gpu"
+        self.busy["load"] = "ram_to_gpu"
         self.store.prefetch(self.blocks.key(load.unit, Kind.WEIGHT), Tier.GPU, wait=True)
 
     # ------------------------------------------------------------------ bookkeeping

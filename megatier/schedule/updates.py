@@ -67,6 +67,7 @@ class Updates:
 
     Attributes:
         exchange: takes streamed state home and brings it again; the last one submitted.
+        queues: its lanes.
         speculation: updates before the norm is known.
     """
 
@@ -98,6 +99,7 @@ class Updates:
         clock = None if self._policy.deferred else self._store.clock
         self._in_ram, self._on_nvme = Queue("update", clock), Queue("update_nvme", clock)
         self._on_gpu = Queue("update_gpu", self._store.clock)
+        self.queues = (self._in_ram, self._on_nvme, self._on_gpu)
         self.speculation = Speculation(blocks, optimizer, recorder, busy, self._on_nvme)
 
     # ------------------------------------------------------------------ the player's side
@@ -201,7 +203,7 @@ class Updates:
         """Abandon what has not begun and stop the lanes. Abandon the gate first: an update may wait on it."""
         self._is_closed = True
         self.speculation.close()
-        for lane in (self._in_ram, self._on_nvme, self._on_gpu):
+        for lane in self.queues:
             lane.close()
 
     def _submit_all(self) -> None:

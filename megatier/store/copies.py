@@ -349,7 +349,7 @@ class Copies:
         if copy.tier is Tier.GPU and self._lanes.clock is None:
             view = self.view(copy, copy.span)
             poison = self._lanes.submit(
-                "ram_to_gpu", "", 0, lambda: _native.fill(view.data_ptr(), POISON, view.numel()), behind=pending
+                "ram_to_gpu", "poison", 0, lambda: _native.fill(view.data_ptr(), POISON, view.numel()), behind=pending
             )
             pending = [poison]
         copy.block.copies.remove(copy)

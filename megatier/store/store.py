@@ -76,7 +76,7 @@ class TieredStore:
         self._copies = Copies(self._reservation, self._lanes, files, self._reader)
         self._lock = self._copies.lock
         self._is_sealed = False
-        self.clock = self._lanes.clock
+        self.clock, self.queues = self._lanes.clock, tuple(self._lanes.queues.values())
 
     @classmethod
     def open(

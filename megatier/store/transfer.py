@@ -1,4 +1,4 @@
-"""Transfers and queues: the asynchronous lanes between tiers. The only file with streams, events and threads.
+"""Transfers and queues: the asynchronous lanes between tiers. All streams, events and threads but the watchdog's.
 
 Where it stands: hop 2 (RAM slot -> GPU slot) and hop 4 (gradients -> RAM slot) of a byte's journey.
 
@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -115,12 +116,16 @@ class Transfer:
         """True when wait() would return, or raise, at once."""
         return self._issued.is_set() and (self._completion is None or self._completion.done())
 
+    def seen_done(self) -> bool:
+        """done(), as far as it shows without CUDA: where the device hangs, whoever asks may be held up."""
+        return not isinstance(self._completion, StreamSpan) and self.done()
+
     def failed(self) -> bool:
         """True when the move ended in an error; never blocks."""
         return self.done() and not self.over()
 
     def span_ns(self) -> tuple[int, int]:
-        """Start and end of the move, in time.perf_counter_ns; only after wait()."""
+        """Start and end of the move, in time.perf_counter_ns, after wait(); until then, of the item that started it."""
         return self._span
 
     def _wait_issued(self) -> None:
@@ -178,15 +183,32 @@ class StreamClock:
         return self._ns + int(self._event.elapsed_time(event) * 1e6)
 
 
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """What a queue is at, seen from another thread, after `num_begun` items."""
+
+    name: str
+    num_begun: int
+    current: tuple[Transfer, int] | None
+    """The item that the worker is at, and since when, in time.perf_counter_ns."""
+    in_flight: tuple[Transfer, ...]
+    """Moves that were started and have not ended, oldest first; on a stream, as far as the worker has looked."""
+    num_waiting: int
+    """Items that wait for the worker."""
+
+
 class Queue:
     """An ordered asynchronous lane with one worker thread."""
 
     def __init__(self, name: str, clock: StreamClock | None = None) -> None:
         """Start the worker. With a clock (a CUDA device is there) the items run under a stream of the queue's own."""
-        self.name = name
-        self._clock = clock
+        self.name, self._clock = name, clock
         self._stream = torch.cuda.Stream() if clock is not None else None
         self._items: queue.Queue[tuple[Transfer, Callable[[], Completion | None]] | None] = queue.Queue(QUEUE_DEPTH_MAX)
+        self._num_begun = 0
+        self._current: tuple[Transfer, int] | None = None
+        self._in_flight: deque[Transfer] = deque()
+        """Changed by the worker alone; those that have ended since it last looked are still in it."""
         self._thread = threading.Thread(target=self._run, name=f"megatier-{name}", daemon=True)
         self._thread.start()
 
@@ -212,6 +234,11 @@ class Queue:
         self._items.put((transfer, start))
         return transfer
 
+    def state(self) -> QueueState:
+        """What it is at just now; waits for nothing that can hang."""
+        in_flight = tuple(transfer for transfer in tuple(self._in_flight) if not transfer.seen_done())
+        return QueueState(self.name, self._num_begun, self._current, in_flight, self._items.qsize())
+
     def close(self) -> None:
         """Let the worker finish what was submitted, and join it. Safe to call twice."""
         self._items.put(None)
@@ -224,10 +251,13 @@ class Queue:
         with context:
             while (item := self._items.get()) is not None:
                 transfer, start = item
+                self._num_begun += 1
+                self._current = transfer, time.perf_counter_ns()
                 try:
                     self._start(transfer, start)
                 except BaseException as error:  # noqa: BLE001 - handed to every waiter; the thread must live on
                     transfer._fail(error)
+                self._current = None
 
     def _start(self, transfer: Transfer, start: Callable[[], Completion | None]) -> None:
         for dependency in transfer.behind:
@@ -242,6 +272,9 @@ class Queue:
             ended = self._record()
             assert ended is not None
             completion = StreamSpan(self._clock, started, ended)
+        while self._in_flight and self._in_flight[0].done():
+            self._in_flight.popleft()
+        self._in_flight.append(transfer)
         transfer._finish(completion, (began, time.perf_counter_ns()))
 
     def _come_after(self, dependency: Transfer) -> None:
@@ -270,6 +303,7 @@ class Lanes:
 
     Attributes:
         clock: maps device times to the host's; None without a CUDA device.
+        queues: by name.
         moved_bytes: bytes submitted per queue since the start.
     """
 
@@ -277,7 +311,7 @@ class Lanes:
         """Start the workers."""
         self.clock = StreamClock() if device.type == "cuda" else None
         self.moved_bytes: Counter[str] = Counter()
-        self._queues = {name: Queue(name, self.clock if "gpu" in name or "state" in name else None) for name in QUEUES}
+        self.queues = {name: Queue(name, self.clock if "gpu" in name or "state" in name else None) for name in QUEUES}
         self._log: deque[Transfer] = deque(maxlen=LOG_TRANSFERS_MAX)
         self._pieces: dict[str, torch.cuda.Event] = {}
         """The last piece of each lane, known to its worker alone."""
@@ -292,7 +326,7 @@ class Lanes:
         behind: Sequence[Transfer] = (),
     ) -> Transfer:
         """Append a move to a queue; see Queue.submit."""
-        transfer = self._queues[queue].submit(key, num_bytes, start, after, behind)
+        transfer = self.queues[queue].submit(key, num_bytes, start, after, behind)
         if num_bytes:
             self.moved_bytes[queue] += num_bytes
             self._log.append(transfer)
@@ -333,7 +367,7 @@ class Lanes:
 
     def close(self) -> None:
         """Finish every move that was submitted, and stop the workers."""
-        for lane in self._queues.values():
+        for lane in self.queues.values():
             lane.close()
 
     def _copy(self, queue: str, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from megatier.errors import ConfigError
 from megatier.store.blockfile import lock_directory
 from megatier.store.leftovers import is_abandoned
 
-CONFIG_FILE, METRICS_FILE, TRACE_FILE = "config.yaml", "metrics.jsonl", "trace.json"
+CONFIG_FILE, METRICS_FILE, TRACE_FILE, STALL_FILE = "config.yaml", "metrics.jsonl", "trace.json", "stall.txt"
 MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER = "model", "data", "checkpoints"
 
 

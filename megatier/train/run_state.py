@@ -24,7 +24,13 @@ from megatier.errors import CheckpointError, ConfigError, DataError
 from megatier.hardware import cpu_has_bf16
 
 FREE_SECTIONS = ("tiers", "output")
-FREE = ("train.activations", "train.kept_layers", "train.evaluate_every", "train.evaluate_batches")
+FREE = (
+    "train.activations",
+    "train.kept_layers",
+    "train.evaluate_every",
+    "train.evaluate_batches",
+    "train.stall_timeout",
+)
 CHOICES = ("tiers.device",)
 """Of the free sections, what changes numbers."""
 FIELDS = {"step": int, "config": dict, "environment": dict, "random": dict, "text": dict}

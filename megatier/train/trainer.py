@@ -51,6 +51,7 @@ from megatier.train.run_directory import (
     DATA_FOLDER,
     METRICS_FILE,
     MODEL_FOLDER,
+    STALL_FILE,
     TRACE_FILE,
     RunDirectory,
 )
@@ -59,6 +60,7 @@ from megatier.train.search import Choice, changed, search
 from megatier.train.session import Session, WeightReader, budgets_of, choose_device, compiles
 from megatier.train.stop import StopRequest
 from megatier.train.trial import skeleton_of
+from megatier.train.watchdog import Watchdog
 from megatier.train.workload import COMPUTE_DTYPES, read_model_config
 
 SHARD_BYTES = 4 << 30
@@ -95,6 +97,9 @@ def train(
     share_interpreter()
     config, expected = plan_choices(fix_choices(config), given, console)
     with ExitStack() as stack:
+        stall_file = Path(config.output.directory) / STALL_FILE
+        expected_s = 0.0 if expected is None else expected.seconds
+        watchdog = stack.enter_context(Watchdog(stall_file, config.train.stall_timeout, expected_s))
         run_directory = stack.enter_context(RunDirectory(config, resumes=resumes))
         directory = run_directory.path
         checkpoint = last_checkpoint(directory / CHECKPOINT_FOLDER)
@@ -122,7 +127,7 @@ def train(
         _fill(console, session, reader, checkpoint)
         log = stack.enter_context(MetricsLog(directory / METRICS_FILE))
         log.cut_after(state.step if state is not None else 0)
-        run = _Run(config, console, session, text, log, expected)
+        run = _Run(config, console, session, text, log, expected, watchdog)
         is_whole = run.steps(state)
         run.report()
         if not is_whole:
@@ -144,9 +149,10 @@ class _Run:
         text: PackedText,
         log: MetricsLog,
         expected: Forecast | None,
+        watchdog: Watchdog,
     ) -> None:
         self._config, self._console, self._session, self._text, self._log = config, console, session, text, log
-        self._expected = expected
+        self._expected, self._watchdog = expected, watchdog
         self._device = session.engine.options.device
         self._fingerprint = text.fingerprint()
         self._moved_before = session.store.moved_bytes.copy()
@@ -175,7 +181,8 @@ class _Run:
 
     def _save(self, step: int, progress: Progress) -> None:
         began = time.perf_counter()
-        self._session.player.drain()
+        with self._watchdog.watch(self._session.player):
+            self._session.player.drain()
         moved_before = self._session.store.moved_bytes.copy()
         state = RunState.of(step, self._config, self._device, self._fingerprint)
         folder = Path(self._config.output.directory) / CHECKPOINT_FOLDER
@@ -207,7 +214,8 @@ class _Run:
         batch = self._text.batch(step - 1, train.batch)
         columns = [value.chunk(train.groups) for value in batch.values()]
         groups = [dict(zip(batch, parts, strict=True)) for parts in zip(*columns, strict=True)]
-        result = session.engine.train_step(step, rate, groups)
+        with self._watchdog.watch(session.player):
+            result = session.engine.train_step(step, rate, groups)
         seconds = time.perf_counter() - began
         events = session.player.take_events()
         self.traced = [*self.traced[1 - TRACED_STEPS :], (step, events)]
@@ -244,7 +252,8 @@ class _Run:
             progress.note("no held-out text to evaluate on")
             return
         began = time.perf_counter()
-        loss = self._session.engine.evaluate(batches)
+        with self._watchdog.watch(self._session.player):
+            loss = self._session.engine.evaluate(batches)
         self._session.player.take_events()
         progress.note(f"step {step}: held-out loss {loss:.4f} ({format_seconds(time.perf_counter() - began)})")
         self._log.write({"step": step, "heldout_loss": loss})

@@ -4,6 +4,7 @@
  *   FAULT_OP      some of read, write, unlink
  *   FAULT_KIND    short: every transfer is said to have moved at most SHORT_BYTES, and did not more than it had to
  *                 eintr: every other call is interrupted
+ *                 hang:  transfers never end
  *                 flip:  one bit of the byte at FAULT_OFFSET is wrong
  *                 else an errno as a number: transfers end at FAULT_OFFSET, then fail; unlink fails
  *   FAULT_OFFSET  byte in the file; where it is not set, every transfer fails
@@ -59,6 +60,9 @@ static ssize_t fault(transfer *real, int fd, void *address, size_t num_bytes, of
         errno = EINTR;
         return -1;
     }
+    if (!strcmp(kind, "hang"))
+        for (;;)
+            pause();
     if (!strcmp(kind, "short")) {
         if (num_bytes <= SHORT_BYTES)
             return real(fd, address, num_bytes, offset);

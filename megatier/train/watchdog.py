@@ -1,0 +1,244 @@
+"""The watchdog: a run in which nothing moves on any more says why, and stops with an error instead of hanging.
+
+It looks, from a thread of its own, at what every queue and the gate are at while a pass is on. When all of that was the
+same for too long, it writes the state of every queue and thread to stderr and to a file, and raises StallError in the
+training thread. A thread that hangs inside the kernel or CUDA cannot be woken and keeps the run from closing: then the
+process ends without it.
+
+Better late than wrong: loading, checkpoints, export and what else lies between passes may take as long as it likes, and
+so may a process that was stopped. What it cannot see: a thread that never lets go of the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+from megatier.errors import StallError
+from megatier.schedule.player import Player
+from megatier.store.transfer import QueueState, Transfer
+
+MULTIPLE = 4
+"""Times the longest that nothing moved on so far, or the predicted step."""
+LOOK_S_MAX = 1.0
+LOOKS_MIN = 20
+"""Looks before the shortest stall: threads that share few cores take turns meanwhile."""
+GRACE_S = 60.0
+"""For writing the report, and for closing the run after it."""
+SIGNAL = signal.SIGURG
+"""Wakes the training thread where it waits in Python or for a native batch. Ignored where nobody handles it."""
+EXIT_ERROR = 2
+"""What the command returns for every error of ours."""
+SHOWN_MAX = 8
+"""Moves in flight, or waited for, that a line of the report names."""
+QUEUES_TITLE = "queues (a copy on a CUDA stream counts as in flight until its queue looks again):"
+
+
+class Patience:
+    """How long nothing may move on: so long at least, and a multiple of the longest that it took before."""
+
+    def __init__(self, least_s: float, expected_s: float) -> None:
+        """expected_s: that it may take in any case; 0: not known."""
+        self._least_s, self._longest_s = least_s, expected_s
+        self._seen: object = None
+        self.quiet_s = 0.0
+        """Since something moved on."""
+
+    def ends(self, seen: object, seconds: float) -> bool:
+        """True when what is seen was the same for too long; `seconds` have passed since the last look."""
+        if seen is None or seen != self._seen:
+            self._longest_s = max(self._longest_s, self.quiet_s)
+            self._seen, self.quiet_s = seen, 0.0
+            return False
+        self.quiet_s += seconds
+        return self.quiet_s >= max(self._least_s, MULTIPLE * self._longest_s)
+
+
+class Watchdog:
+    """Watches passes. Use as a context around all that has to close after a stall, in the thread that trains."""
+
+    def __init__(self, path: Path, least_s: float, expected_s: float) -> None:
+        """Idle until it is entered.
+
+        Args:
+            path: where the report goes.
+            least_s: seconds without progress before which it does not act; 0: it never does.
+            expected_s: of a step as predicted; 0: not known.
+        """
+        self._path, self._patience = path, Patience(least_s, expected_s)
+        self._look_s = min(LOOK_S_MAX, least_s / LOOKS_MIN)
+        self._player: Player | None = None
+        self._error: StallError | None = None
+        self._lock = threading.Lock()
+        """Held while a pass begins or ends, and from the decision that one hangs until its thread was told."""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="megatier-watchdog", daemon=True)
+        is_main = threading.current_thread() is threading.main_thread()
+        self._trainer = threading.get_ident() if is_main else None
+        """The training thread, if Python lets signals reach it."""
+
+    def __enter__(self) -> Self:
+        if self._look_s:
+            if self._trainer is not None:
+                self._handler = signal.signal(SIGNAL, self._interrupt) or signal.SIG_DFL
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed.set()
+        if self._look_s:
+            self._thread.join()
+            if self._trainer is not None:
+                signal.signal(SIGNAL, self._handler)
+
+    @contextmanager
+    def watch(self, player: Player) -> Iterator[None]:
+        """Something has to move on while this is open.
+
+        Raises:
+            StallError: nothing did.
+        """
+        with self._lock:
+            self._player = player
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._player = None
+
+    # ------------------------------------------------------------------ its thread
+
+    def _run(self) -> None:
+        # Counted in looks, not by a clock: a process that was stopped had no chance to move on.
+        while not self._closed.wait(self._look_s):
+            with self._lock:
+                if self._player is None:
+                    self._patience.ends(None, self._look_s)
+                    continue
+                if not self._patience.ends(progress(self._player), self._look_s):
+                    continue
+                self._stop(self._player)
+            if not self._closed.wait(GRACE_S):
+                self._exit()
+            return
+
+    def _stop(self, player: Player) -> None:
+        self._error = StallError(self._patience.quiet_s, str(self._path))
+        text = report(player, self._patience.quiet_s)
+        attempt(partial(sys.stderr.write, text))
+        attempt(partial(self._path.write_text, text, encoding="utf-8"))
+        if self._trainer is not None:
+            signal.pthread_kill(self._trainer, SIGNAL)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _exit(self) -> None:
+        words = (
+            f"megatier: error: {self._error} What hangs did not let the run close within {GRACE_S:.0f} s, so the "
+            "process ends. Its block files (megatier-<run id> on each mount of tiers.nvme) stay until `megatier "
+            "resume` takes them over or `megatier clean` removes them.\n"
+        )
+        attempt(sys.stdout.flush)
+        attempt(partial(sys.stderr.write, words))
+        os._exit(EXIT_ERROR)
+
+
+def attempt(write: Callable[[], object]) -> None:
+    """Write where the drive, or who reads the pipe, may be what hangs: on a thread that is left behind then."""
+
+    def run() -> None:
+        with suppress(OSError):
+            write()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(GRACE_S)
+
+
+def progress(player: Player) -> object:
+    """Differs from what it was as soon as a lane, an update or compute has moved on."""
+    lanes = [(state.num_begun, len(state.in_flight)) for state in (queue.state() for queue in player.queues)]
+    return len(player.accesses), player.gate.count, lanes
+
+
+# ---------------------------------------------------------------------- the report; it must not wait for anything
+
+
+def report(player: Player, quiet_s: float) -> str:
+    """What every queue, the gate, and every Python thread but those of idle queues are at."""
+    states = [queue.state() for queue in player.queues]
+    idle = {f"megatier-{state.name}" for state in states if state.current is None}
+    lines = [f"megatier: nothing has moved on for {quiet_s:.0f} s", "", QUEUES_TITLE]
+    for state in states:
+        lines += describe_queue(state, player.busy.get(state.name))
+    return "\n".join([*lines, "", *describe_compute(player), "", *describe_threads(idle), ""])
+
+
+def describe_queue(state: QueueState, cause: str | None) -> Iterator[str]:
+    """Lines on one queue.
+
+    Args:
+        state: what it is at.
+        cause: what a lane of the player is busy with, while it has an item.
+    """
+    if state.current is None:
+        yield f"  {state.name}: idle, after {state.num_begun} items"
+    else:
+        transfer, since_ns = state.current
+        at = f" ({cause})" if cause is not None else ""
+        yield f"  {state.name}: at {transfer.key}{at} for {seconds_since(since_ns)}; {state.num_waiting} wait behind it"
+        for word, others in (("after", transfer.after), ("behind", transfer.behind)):
+            yield from (
+                f"    {word} {line}" for line in shortened([other for other in others if not other.seen_done()])
+            )
+    yield from (f"    in flight: {line}" for line in shortened(state.in_flight))
+
+
+def shortened(transfers: Sequence[Transfer]) -> Iterator[str]:
+    """The first transfers, by queue, key and age, and how many more there are."""
+    for transfer in transfers[:SHOWN_MAX]:
+        since_ns, _ = transfer.span_ns()
+        age = f"for {seconds_since(since_ns)}" if since_ns else "not started"
+        yield f"{transfer.queue} {transfer.key}, {age}"
+    if len(transfers) > SHOWN_MAX:
+        yield f"{len(transfers) - SHOWN_MAX} more"
+
+
+def describe_compute(player: Player) -> Iterator[str]:
+    """Lines on the pass and on who waits for compute."""
+    entered, planned = tuple(player.accesses), player.timeline.accesses if player.timeline is not None else ()
+    names = [f"{access.unit} ({access.phase}, group {access.group})" for access in (*entered, *planned[len(entered) :])]
+    last = f", the last is {names[len(entered) - 1]}" if entered else ""
+    yield f"compute: {len(entered)} accesses begun{last}; {player.gate.count} are over"
+    for count in player.gate.wanted:
+        yield f"  the gate: somebody waits for the end of access {count}, {', '.join(names[count - 1 : count])}"
+
+
+def describe_threads(left_out: Container[str]) -> Iterator[str]:
+    """Stacks of Python threads, innermost call first, without source lines: a drive that hangs may have the source."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for number, frame in sys._current_frames().items():
+        if (name := names.get(number, str(number))) in left_out or number == threading.get_ident():
+            continue
+        yield f"thread {name}:"
+        for caller, line in traceback.walk_stack(frame):
+            yield f"  {caller.f_code.co_filename}:{line} in {caller.f_code.co_name}"
+
+
+def seconds_since(start_ns: int) -> str:
+    """Time that has passed since a moment in time.perf_counter_ns."""
+    return f"{(time.perf_counter_ns() - start_ns) / 1e9:.0f} s"

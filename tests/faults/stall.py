@@ -1,0 +1,86 @@
+"""One run of `megatier train` in which something hangs after the second step, as the command would run it.
+
+Usage: stall.py SCENARIO DIRECTORY STALL_TIMEOUT. A drive hangs by the shim, which has to be preloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import pytest
+from conftest import slow_reads
+from small_commands import command
+from torch import Tensor
+
+from megatier.cli import main
+from megatier.engine.optimizer import AdamW
+from megatier.schedule.player import Player
+from megatier.store.arena import SlotPool
+from megatier.store.transfer import Lanes
+from megatier.train import watchdog
+from megatier.train.metrics import MetricsLog
+
+never = threading.Event()
+
+
+def drive(player: Player) -> None:
+    """Reads of block files do not end."""
+    os.environ.update(FAULT_OP="read", FAULT_KIND="hang", FAULT_PATH="/blocks")
+
+
+def lane(player: Player) -> None:
+    """Copies of weights to the GPU do not end."""
+    real = Lanes._copy
+
+    def copy(self: Lanes, queue: str, target: Tensor, source: Tensor) -> None:
+        if queue == "ram_to_gpu":
+            never.wait()
+        real(self, queue, target, source)
+
+    Lanes._copy = copy  # type: ignore[method-assign]
+
+
+def slot(player: Player) -> None:
+    """Whoever has a slot keeps it."""
+    SlotPool.give = lambda *words: None  # type: ignore[method-assign]
+
+
+def compute(player: Player) -> None:
+    """The training thread waits for what does not come, and no lane does."""
+    AdamW.norm = lambda optimizer: never.wait()  # type: ignore[assignment, method-assign]
+
+
+def slow(player: Player) -> None:
+    """Nothing hangs; every read takes a second."""
+    slow_reads(pytest.MonkeyPatch(), 1.0)
+
+
+SCENARIOS: dict[str, Callable[[Player], None]] = {fault.__name__: fault for fault in (drive, lane, slot, compute, slow)}
+
+
+def run(name: str, folder: Path, timeout: str) -> int:
+    players: list[Player] = []
+    opened, written = Player.__init__, MetricsLog.write
+
+    def init(self: Player, *words: object) -> None:
+        opened(self, *words)  # type: ignore[arg-type]
+        players.append(self)
+
+    def write(self: MetricsLog, record: Mapping[str, object]) -> None:
+        written(self, record)
+        if record["step"] == 2:
+            SCENARIOS[name](players[0])
+
+    Player.__init__, MetricsLog.write = init, write  # type: ignore[assignment, method-assign]
+    watchdog.GRACE_S = 10.0
+    settings = {"tiers.state": "nvme", "tiers.nvme": f"{folder}:32MiB", "tiers.gpu": "512KiB", "train.steps": 6}
+    return main(command(folder, {**settings, "train.stall_timeout": timeout}))
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1], Path(sys.argv[2]), sys.argv[3]))

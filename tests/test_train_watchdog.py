@@ -1,0 +1,275 @@
+"""The watchdog: what it takes for a hang, what it reports, and how a run ends by it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import FAULTS
+from small_commands import leftovers, metrics
+
+from megatier.errors import StallError
+from megatier.schedule.gate import Gate
+from megatier.schedule.timeline import Access
+from megatier.store.tier import Phase
+from megatier.store.transfer import Queue
+from megatier.train.watchdog import MULTIPLE, QUEUES_TITLE, SHOWN_MAX, SIGNAL, Patience, Watchdog, progress, report
+
+STALL_TIMEOUT_S = 10
+
+
+# ---------------------------------------------------------------------- patience
+
+
+def looks(patience: Patience, seen: object) -> int:
+    """Looks of one second, at what stays the same from now on, until the patience ends."""
+    assert not patience.ends(seen, 1.0)
+    count = 1
+    while not patience.ends(seen, 1.0):
+        count += 1
+    return count
+
+
+def test_patience_ends_when_the_least_time_has_passed_without_progress() -> None:
+    assert looks(Patience(10.0, 0.0), "seen") == 10
+
+
+def test_patience_never_ends_while_something_moves_on() -> None:
+    patience = Patience(10.0, 0.0)
+    assert not any(patience.ends(number // 9, 1.0) for number in range(1000))
+
+
+def test_patience_lasts_a_multiple_of_the_longest_time_before() -> None:
+    patience = Patience(10.0, 0.0)
+    for _ in range(9):
+        patience.ends("slow", 1.0)
+    assert looks(patience, "seen") == MULTIPLE * 8
+
+
+def test_patience_lasts_a_multiple_of_the_predicted_step() -> None:
+    assert looks(Patience(10.0, 60.0), "seen") == MULTIPLE * 60
+
+
+def test_patience_counts_nothing_between_passes() -> None:
+    patience = Patience(10.0, 0.0)
+    assert not any(patience.ends(None, 1.0) for _ in range(1000))
+    assert looks(patience, "seen") == 10
+
+
+# ---------------------------------------------------------------------- what it sees
+
+
+class Never:
+    """A move that does not end before it is told."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def wait(self) -> None:
+        self.ended.wait()
+
+    def done(self) -> bool:
+        return self.ended.is_set()
+
+    def span_ns(self) -> tuple[int, int]:
+        return 1, 2
+
+
+@dataclass
+class Scene:
+    """A player with two queues, the second of which waits for the first; and the means to end that."""
+
+    player: Any
+    move: Never
+
+    @property
+    def queues(self) -> tuple[Queue, ...]:
+        queues: tuple[Queue, ...] = self.player.queues
+        return queues
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    queues, move = (Queue("source"), Queue("target")), Never()
+    accesses = [Access(f"unit{number}", Phase.FORWARD, 0) for number in range(3)]
+    player = SimpleNamespace(
+        queues=queues,
+        gate=Gate(),
+        busy={"target": "slot"},
+        accesses=accesses[:1],
+        timeline=SimpleNamespace(accesses=tuple(accesses)),
+    )
+    yield Scene(player, move)
+    move.ended.set()
+    for queue in queues:
+        queue.close()
+
+
+def test_progress_is_every_item_begun_every_move_ended_and_every_access(scene: Scene) -> None:
+    seen = [progress(scene.player)]
+    moved = scene.queues[0].submit("block", 1, lambda: scene.move)
+    assert moved.issued(60)
+    seen.append(progress(scene.player))
+    scene.move.ended.set()
+    seen.append(progress(scene.player))
+    scene.player.accesses.append(Access("unit1", Phase.FORWARD, 0))
+    seen.append(progress(scene.player))
+    scene.player.gate.open_to(1)
+    seen.append(progress(scene.player))
+    assert all(before != after for before, after in itertools.pairwise(seen))
+    assert progress(scene.player) == seen[-1]
+
+
+def test_report_says_what_each_queue_is_at_and_what_it_waits_for(scene: Scene) -> None:
+    source, target = scene.queues
+    moves = [source.submit(f"block{number}", 1, lambda: scene.move) for number in range(SHOWN_MAX + 2)]
+    assert moves[-1].issued(60)
+    waiting = target.submit("unit1/weight", 1, lambda: None, after=moves[:1], behind=moves[1:2])
+    target.submit("unit2/weight", 1, lambda: None)
+    while target.state().current is None:
+        assert not waiting.issued(0.001)
+    thread = threading.Thread(target=scene.player.gate.wait_for, args=(2,), name="somebody")
+    thread.start()
+    while not scene.player.gate.wanted:
+        assert not waiting.issued(0.001)
+    lines = re.sub(r"for \d+ s", "for N s", report(scene.player, 7.0)).splitlines()
+    scene.player.gate.open_to(2)
+    thread.join()
+    flying = [f"    in flight: source block{number}, for N s" for number in range(SHOWN_MAX)]
+    assert lines[: lines.index("") + 7 + SHOWN_MAX] == [
+        "megatier: nothing has moved on for N s",
+        "",
+        QUEUES_TITLE,
+        f"  source: idle, after {SHOWN_MAX + 2} items",
+        *flying,
+        "    in flight: 2 more",
+        "  target: at unit1/weight (slot) for N s; 1 wait behind it",
+        "    after source block0, for N s",
+        "    behind source block1, for N s",
+    ]
+    assert "compute: 1 accesses begun, the last is unit0 (forward, group 0); 0 are over" in lines
+    assert "  the gate: somebody waits for the end of access 2, unit1 (forward, group 0)" in lines
+    assert "thread megatier-target:" in lines
+    assert "thread megatier-source:" not in lines
+
+
+# ---------------------------------------------------------------------- how it acts
+
+
+def test_watch_where_nothing_moves_raises_in_the_thread_that_waits(
+    scene: Scene, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler, path = signal.getsignal(SIGNAL), tmp_path / "stall.txt"
+    with (
+        pytest.raises(StallError, match=f"{path} says what each queue waits for") as raised,
+        Watchdog(path, 0.1, 0.0) as watchdog,
+        watchdog.watch(scene.player),
+    ):
+        threading.Event().wait()
+    assert raised.value.quiet_s >= 0.1
+    assert path.read_text() == capsys.readouterr().err
+    assert signal.getsignal(SIGNAL) == handler
+
+
+def test_watch_between_passes_waits_for_ever(scene: Scene, tmp_path: Path) -> None:
+    with Watchdog(tmp_path / "stall.txt", 0.02, 0.0) as watchdog:
+        with watchdog.watch(scene.player):
+            pass
+        assert not threading.Event().wait(0.2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_watchdog_that_is_off_leaves_threads_and_signals_alone(scene: Scene, tmp_path: Path) -> None:
+    found = threading.active_count(), signal.getsignal(SIGNAL)
+    with Watchdog(tmp_path / "stall.txt", 0.0, 0.0) as watchdog, watchdog.watch(scene.player):
+        assert (threading.active_count(), signal.getsignal(SIGNAL)) == found
+
+
+# ---------------------------------------------------------------------- whole runs, see faults/stall.py
+
+
+@dataclass
+class Ended:
+    """How a run ended."""
+
+    folder: Path
+    code: int
+    errors: str
+
+    @property
+    def report(self) -> str:
+        return (self.folder / "run" / "stall.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, faulty: dict[str, str]) -> dict[str, Ended]:
+    """Every scenario, in a process each, all at once."""
+    names = ("drive", "lane", "slot", "compute", "slow")
+    folders = {name: tmp_path_factory.mktemp(name) for name in names}
+    processes = {
+        name: subprocess.Popen(
+            [sys.executable, str(FAULTS / "stall.py"), name, str(folders[name]), str(STALL_TIMEOUT_S)],
+            env=faulty,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in names
+    }
+    found = {}
+    for name, process in processes.items():
+        _, errors = process.communicate(timeout=300)
+        found[name] = Ended(folders[name], process.returncode, errors)
+    return found
+
+
+@pytest.mark.parametrize("name", ["drive", "lane", "slot", "compute"])
+def test_run_that_hangs_ends_with_an_error_and_the_state_of_every_queue(name: str, runs: dict[str, Ended]) -> None:
+    ended = runs[name]
+    assert ended.code == 2, ended.errors
+    assert ended.errors.startswith(ended.report)
+    assert "megatier: error: no transfer, update or use of weights moved on for" in ended.errors
+    assert f"{ended.folder}/run/stall.txt says what each queue waits for" in ended.errors
+    assert "thread MainThread:" in ended.report
+    assert [record["step"] for record in metrics(ended.folder)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("drive", r"    in flight: nvme_to_ram model.embed_tokens/weight, for"),
+        ("lane", r"  ram_to_gpu: at model.embed_tokens/weight for"),
+        ("slot", r"in _wait_for_slot"),
+        ("compute", r"in _finish"),
+    ],
+)
+def test_run_that_hangs_says_where(name: str, found: str, runs: dict[str, Ended]) -> None:
+    assert found in runs[name].report
+
+
+@pytest.mark.parametrize("name", ["drive", "lane", "slot"])
+def test_run_whose_lane_hangs_leaves_its_block_files_and_says_so(name: str, runs: dict[str, Ended]) -> None:
+    assert "block files (megatier-<run id> on each mount of tiers.nvme) stay" in runs[name].errors
+    assert len(list(runs[name].folder.glob("megatier-*/blocks"))) == 1
+
+
+def test_run_whose_lanes_can_end_is_closed(runs: dict[str, Ended]) -> None:
+    assert "block files" not in runs["compute"].errors
+    assert not list(leftovers(runs["compute"].folder))
+
+
+def test_run_that_is_merely_slow_goes_on(runs: dict[str, Ended]) -> None:
+    ended = runs["slow"]
+    assert (ended.code, ended.errors) == (0, "")
+    assert sum(record.get("seconds", 0) for record in metrics(ended.folder)) > STALL_TIMEOUT_S
+    assert not (ended.folder / "run" / "stall.txt").exists()
