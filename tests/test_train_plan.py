@@ -17,7 +17,7 @@ from megatier.models.decoder import build_skeleton
 from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.store.tier import Kind, Tier
-from megatier.train.plan import Plan, make_plan
+from megatier.train.plan import Plan, checkpoint_seconds, make_plan
 from megatier.train.trial import skeleton_of
 
 RATES = Rates((DriveRates("a", 3e9, 2e9, 2.5e9),), 50e9, 50e9, 5e9, 150e9, 150e9, 1e12)
@@ -91,6 +91,7 @@ def test_plan_that_spills_names_the_disk_and_what_would_help() -> None:
     assert plan.written_bytes_per_step > 0
     assert plan.hidden_at is not None
     assert plan.hidden_at > plan.tokens
+    assert plan.checkpoint_bytes == 12 * plan.num_parameters
     assert plan.changes[0].gain >= plan.changes[-1].gain
     wanted = {"one more drive", "a quarter more RAM", "updates in the backward (tiers.generations 2)"}
     assert wanted <= {change.what for change in plan.changes}
@@ -107,6 +108,13 @@ def test_plan_recompute_takes_longer_than_keeping() -> None:
         return make_plan(skeleton_of(config.model), config, RATES, budgets(), compiles=False).compute_seconds
 
     assert seconds("keep") < seconds("recompute") == seconds("offload")
+
+
+def test_checkpoint_seconds_are_those_of_the_bytes_that_the_first_drive_moves() -> None:
+    drives = [DriveRates("/mnt/a", 3e9, 2e9, 2.5e9), DriveRates("/mnt/b", 9e9, 9e9, 9e9)]
+    assert checkpoint_seconds(12_000_000_000, 0, drives) == 6
+    assert checkpoint_seconds(12_000_000_000, 8_000_000_000, drives) == 8
+    assert checkpoint_seconds(12_000_000_000, 0, []) is None
 
 
 def test_plan_as_dict_is_json_and_its_events_cover_compute() -> None:

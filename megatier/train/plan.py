@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +19,11 @@ from megatier.errors import PlanError
 from megatier.models.decoder import find_units
 from megatier.schedule.forecast import HOST_SECONDS, Forecast
 from megatier.schedule.placement import Budgets, Placement, bytes_per_element
-from megatier.schedule.rates import Rates
+from megatier.schedule.rates import DriveRates, Rates
 from megatier.schedule.timeline import Access
 from megatier.schedule.trace import TraceEvent
 from megatier.store.tier import Kind, Tier
+from megatier.train.checkpoint import checkpoint_bytes
 from megatier.train.memory import ActivationBytes
 from megatier.train.trial import Trial
 
@@ -59,6 +60,8 @@ class Plan:
         activations: GPU memory beside the budget, estimated.
         forecast: of a step.
         compute_seconds: of a step, if nothing else took time.
+        checkpoint_bytes: of one checkpoint.
+        checkpoint_seconds: that it pauses the run, on a drive such as the first; None where none is known.
         hidden_at: N*, the tokens of a step from which all but compute is hidden; None: none that was tried.
         changes: what would help, the best first.
     """
@@ -72,6 +75,8 @@ class Plan:
     activations: ActivationBytes
     forecast: Forecast
     compute_seconds: float
+    checkpoint_bytes: int
+    checkpoint_seconds: float | None
     hidden_at: int | None
     changes: tuple[Change, ...]
 
@@ -116,6 +121,8 @@ class Plan:
             "alone_seconds": {lane: seconds for lane, seconds in made.alone_seconds.items() if seconds},
             "moved_bytes": dict(made.moved_bytes),
             "written_bytes_per_day": self.written_bytes_per_day,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "checkpoint_seconds": self.checkpoint_seconds,
             "changes": [dataclasses.asdict(change) for change in self.changes],
         }
 
@@ -160,9 +167,19 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         trial.activations,
         made,
         trial.compute_seconds,
+        checkpoint_bytes(work.units),
+        checkpoint_seconds(checkpoint_bytes(work.units), placement.state_bytes.get(Tier.NVME, 0), rates.drives),
         hidden_at(trial, placement, tokens),
         _changes(trial, tokens, tokens / made.seconds, spills=Tier.NVME in placement.homes.values()),
     )
+
+
+def checkpoint_seconds(num_bytes: int, spilled_bytes: int, drives: Sequence[DriveRates]) -> float | None:
+    """How long a checkpoint takes on the first drive: it is written, and what spilled is read, on the same drive."""
+    if not drives:
+        return None
+    rate = drives[0].mixed_bytes_per_s if spilled_bytes else drives[0].write_bytes_per_s
+    return (num_bytes + spilled_bytes) / rate
 
 
 # ---------------------------------------------------------------------- what if
