@@ -24,7 +24,7 @@ from peers.shapes import SHAPES, llama_config
 from record import facts
 from torch import Tensor
 
-from megatier.config import ModelConfig, MountBudget, TiersConfig, TrainConfig
+from megatier.config import ModelConfig, MountBudget, NumericsConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.train.checkpoint import checkpoint_bytes, restore, save
 from megatier.train.drive_probe import probe_drive
@@ -65,7 +65,7 @@ def open_session(options: argparse.Namespace, home: str) -> Session:
         nvme=(f"{options.directory}:{12 * size + GIB}",) if home == "nvme" else (),
     )
     model = ModelConfig(config={"model_type": "llama"})
-    session = Session(skeleton, model, tiers, TrainConfig(batch=1), 1024)
+    session = Session(skeleton, model, tiers, TrainConfig(batch=1), NumericsConfig(), 1024)
     session.load(RandomWeights())
     return session
 

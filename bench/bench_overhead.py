@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from megatier.config import ModelConfig, TiersConfig, TrainConfig
+from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.gradient import Gradients
 from megatier.engine.node import Node
 from megatier.engine.optimizer import AdamW
@@ -114,7 +114,7 @@ def open_session(model: PreTrainedModel, options: argparse.Namespace) -> Session
         config={"model_type": "llama"}, compute_dtype="fp32", fused_loss=options.fused_loss, loss_chunk=512
     )
     train = TrainConfig(batch=options.sequences, clip=CLIP, learning_rate=RATE)
-    session = Session(skeleton, model_config, tiers, train, options.tokens)
+    session = Session(skeleton, model_config, tiers, train, NumericsConfig(), options.tokens)
     session.load(PlainWeights(model))
     return session
 

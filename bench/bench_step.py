@@ -209,7 +209,7 @@ def measure(
     seconds: list[float] = []
     losses: list[float] = []
     norms: list[float] = []
-    with Session(model, config.model, config.tiers, config.train, run.sequence) as session:
+    with Session(model, config.model, config.tiers, config.train, config.numerics, run.sequence) as session:
         session.store.seal()
         reserved = time.perf_counter() - began
         fill(session)

@@ -144,12 +144,12 @@ class TiersConfig:
     """Native threads that read and write NVMe, 1 to 256."""
     streamed_share: float = 0.0
     """Share of the parameters at home in RAM whose state passes through the GPU to be updated there, 0 to 1. It takes
-    room in tiers.gpu, and relieves the CPU where tiers.state leaves the GPU out. Without clipping, or where RAM spills
-    to NVMe, nothing is streamed; the run says how many units are."""
+    room in tiers.gpu, and relieves the CPU where tiers.state leaves the GPU out. Without clipping and guard, or where
+    RAM spills to NVMe, nothing is streamed; the run says how many units are."""
     generations: int = 1
     """Places for the state of layers that spill to NVMe: 1, or 2, which lets them be updated in the backward, before it
-    is known whether to clip, at twice the space on NVMe and a second weight plane in RAM. Without clipping it changes
-    nothing."""
+    is known whether to clip, at twice the space on NVMe and a second weight plane in RAM. Without clipping and guard
+    it changes nothing."""
     update_threads: int | None = None
     """Native threads that run AdamW on the CPU, 1 to 1024. None: the cores this process may use."""
     direct_io: Literal["auto", "off"] = "auto"
@@ -253,10 +253,20 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumericsConfig:
-    """Choices that change bits."""
+    """Choices that change bits, and what happens to numbers that are not finite."""
 
     deterministic: bool = True
     """Only operations that repeat bit by bit in a fresh process."""
+    guard: bool = True
+    """Look at each step's loss and gradient norm before a weight changes, and leave the step out if one of them is NaN
+    or infinite. The gradients of a step wait for that, as for clipping. Off: such a step ends the run; without
+    clipping, updates then run inside the backward, and those of the step that ends it in part."""
+    max_skips: int = 3
+    """Steps in a row that the guard leaves out, at least 0; one more ends the run."""
+
+    def __post_init__(self) -> None:
+        """Check each value."""
+        _require(self.max_skips >= 0, "numerics.max_skips", self.max_skips, "at least 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -151,12 +151,15 @@ class Run:
             found += [(name, Phase.BACKWARD, group) for name in reversed(names)]
         return found
 
-    def train_step(self, *, clipped: bool = False) -> None:
+    def train_step(self, *, clipped: bool = False, skipped: bool = False) -> None:
         self.player.begin("train")
         for access in self.order():
             self.use(*access)
         self.player.end()
         self.player.drain_gradients()
+        if skipped:
+            self.player.drop_updates()
+            return
         self.adder.factor = 2 if clipped else 1
         if self.policy.deferred:
             self.player.defer_updates(clipped=clipped)

@@ -106,6 +106,7 @@ def test_to_dict_written_and_loaded_is_equal(file: Path, tmp_path: Path) -> None
         (["--train.learning_rate", ".nan"], r"train\.learning_rate is nan"),
         (["--train.clip", "0"], r"train\.clip is 0\.0; it must be above 0, or null"),
         (["--train.stall_timeout", "-1"], r"train\.stall_timeout is -1\.0; it must be at least 0"),
+        (["--numerics.max_skips", "-1"], r"numerics\.max_skips is -1; it must be at least 0"),
         (["--train.beta2", "1"], r"train\.beta2 is 1\.0; it must be from 0 to below 1"),
         (["--train.warmup_steps", "1000"], r"train\.warmup_steps is 1000; it must be below train\.steps 1000"),
         (["--train.groups", "3"], r"train\.batch is 8; it must be a multiple of groups \* slices \(3\)"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,28 @@ def test_steps_give_the_same_bytes_wherever_the_state_lies(
     homes = set(run.placement.homes.values())
     assert homes == set(PLACES[name][0])
     assert run.placement.streamed == (STREAMED if name == "streamed" and deferred else ())
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("name", list(PLACES))
+def test_steps_that_are_left_out_leave_the_state_and_the_next_step_works(
+    start: Callable[..., Run], name: str, groups: int, split: bool
+) -> None:
+    run = start(name, ram=180 << 10 if name == "mixed" and split and groups == 1 else 0, groups=groups, split=split)
+    for skipped in (True, False, True, True, False, False, True, False):
+        within(partial(run.train_step, skipped=skipped))
+    run.player.drain()
+    assert run.store.moved_bytes - filled(run) == run.player.demanded
+    for skipped in (True, False):
+        run.train_step(skipped=skipped)
+        run.check_state()
+        run.evaluate()
+
+
+def filled(run: Run) -> Counter[str]:
+    """Bytes that filling the whole state before the passes moved."""
+    return Counter({"ram_to_nvme": run_in_moves(run)["ram_to_nvme"]})
 
 
 def run_in_moves(run: Run) -> Counter[str]:

@@ -52,12 +52,14 @@ def test_speculation_kept_or_void_gives_the_same_state(
     run.check_state()
 
 
-@pytest.mark.parametrize("fates", list(itertools.product([False, True], repeat=3)))
-def test_speculation_moves_what_is_demanded(start: Callable[..., Run], fates: tuple[bool, ...]) -> None:
-    run = start("nvme")
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("fates", list(itertools.product(["kept", "clipped", "skipped"], repeat=3)))
+def test_speculation_moves_what_is_demanded(start: Callable[..., Run], fates: tuple[str, ...], groups: int) -> None:
+    run = start("nvme", groups=groups)
     before = run.store.moved_bytes.copy()
-    for clipped in fates:
-        run.train_step(clipped=clipped)
+    for fate in fates:
+        run.train_step(clipped=fate == "clipped", skipped=fate == "skipped")
+        assert run.player.updates.speculation.outcome in ("kept" if fate == "kept" else "void", None)
     run.player.drain()
     assert run.store.moved_bytes - before == run.player.demanded
     run.check_state()

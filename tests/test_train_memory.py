@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatier.config import DataConfig, ModelConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.config import DataConfig, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import find_units
 from megatier.train.memory import ActivationBytes, activation_bytes
 from megatier.train.trial import skeleton_of
@@ -27,7 +27,8 @@ def estimate(shape: str, batch: int, sequence: int, model: dict[str, Any], train
         train=TrainConfig(batch=batch, **train),
     )
     skeleton = skeleton_of(config.model)
-    work = Workload.of(skeleton, find_units(skeleton), config.model, TiersConfig(), config.train, sequence)
+    units, numerics = find_units(skeleton), NumericsConfig()
+    work = Workload.of(skeleton, units, config.model, TiersConfig(), config.train, numerics, sequence)
     return activation_bytes(skeleton, config, work, compiles=True)
 
 

@@ -90,7 +90,7 @@ def test_search_leaves_settings_that_were_given(given: dict[str, Any]) -> None:
     assert free.seconds <= choice.seconds / (1 - WORTH)
 
 
-@pytest.mark.parametrize("setting", [{"train.clip": None}, {"tiers.generations": 2}])
+@pytest.mark.parametrize("setting", [{"train.clip": None, "numerics.guard": False}, {"tiers.generations": 2}])
 def test_search_with_updates_in_the_backward_finds_what_trying_everything_finds(setting: dict[str, Any]) -> None:
     rates, state, ram = CASES["a slow drive"]
     config, budgets = changed(config_of(state), setting), Budgets(64 * MIB, ram, 512 * MIB)
@@ -101,6 +101,20 @@ def test_search_with_updates_in_the_backward_finds_what_trying_everything_finds(
     ]
     least = min(trial.forecast(trial.placed()).seconds for trial in fitted)
     assert least <= search(model, config, rates, budgets, compiles=True).seconds <= least / (1 - WORTH)
+
+
+@pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_search_tries_what_needs_the_norm_where_updates_wait_for_it(clip: float | None, guard: bool) -> None:
+    rates, state, ram = CASES["a slow drive"]
+    config = changed(config_of(state), {"train.clip": clip, "numerics.guard": guard})
+    trials = searching._trials(
+        skeleton_of(config.model), config, rates, Budgets(64 * MIB, ram, 512 * MIB), compiles=True, fixed=frozenset()
+    )
+    policies = [trial.work.policy for _, trial in trials]
+    waits = guard or clip is not None
+    assert {policy.deferred for policy in policies} == {waits}
+    assert {policy.generations for policy in policies} == ({1, 2} if waits else {1})
 
 
 def test_search_of_as_many_tokens_in_more_groups_takes_the_fewest() -> None:

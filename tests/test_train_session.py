@@ -26,7 +26,7 @@ from tiny_runs import (
 )
 from torch import Tensor
 
-from megatier.config import ModelConfig, TiersConfig, TrainConfig
+from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.activation import Activations
 from megatier.errors import NonFiniteError, PlanError
 from megatier.models.decoder import Unit, build_skeleton
@@ -131,14 +131,14 @@ def test_step_with_a_loss_that_is_not_finite_changes_nothing(place: str, clip: f
 def test_step_with_a_gradient_that_is_not_finite_overwrites_no_unit_it_belongs_to(
     place: str, clip: float | None, groups: int, tmp_path: Path
 ) -> None:
-    """With clipping nothing changes; without, the units behind it in the backward were updated already."""
+    """With clipping nothing changes; without, and unguarded, units behind it in the backward were updated already."""
     train = Run(model="untied", clip=clip, groups=groups).train
     with opened(exactness_config("untied"), tmp_path, PLACES[place], train) as session:
         run_steps(session, train, 2)
         before = state_of(session)
         spoil(session, "model.layers.1")
         [batch, *rest] = random_groups(train, 2112, 3)
-        with pytest.raises(NonFiniteError, match=r"step 3.*unit model\.layers\.1"):
+        with pytest.raises(NonFiniteError, match=r"step 3.*gradient of model\.layers\.1\."):
             session.engine.train_step(3, 1e-2, [batch, *rest])
         found = changed(before, state_of(session))
     behind = {"model.norm", "lm_head"}
@@ -187,7 +187,7 @@ def test_open_that_is_refused_leaves_no_thread_and_no_file(tmp_path: Path) -> No
     before = threading.active_count()
     tiers = TiersConfig(device="cpu", gpu=1, ram=1, nvme=(f"{tmp_path}:16MiB",))
     with pytest.raises(PlanError):
-        Session(skeleton, ModelConfig(config={"model_type": "llama"}), tiers, TrainConfig(), 16)
+        Session(skeleton, ModelConfig(config={"model_type": "llama"}), tiers, TrainConfig(), NumericsConfig(), 16)
     assert threading.active_count() == before
     assert list(leftovers(tmp_path)) == []
 
@@ -220,7 +220,8 @@ def test_session_stripes_by_the_rates_that_were_measured(tmp_path: Path, monkeyp
     mounts = tuple(f"{tmp_path / name}:16MiB" for name in "ab")
     tiers = TiersConfig(device="cpu", gpu=1 << 20, ram=8 << 20, nvme=mounts, state=("nvme",))
     skeleton = build_skeleton(exactness_config("tied"), "sdpa")
-    with Session(skeleton, ModelConfig(config={"model_type": "llama"}), tiers, TrainConfig(), 16) as session:
+    model = ModelConfig(config={"model_type": "llama"})
+    with Session(skeleton, model, tiers, TrainConfig(), NumericsConfig(), 16) as session:
         files = session.store._files
         assert files is not None
         assert files.options.shares == (6e9, 2e9)

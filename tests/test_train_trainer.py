@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from megatier.cli import main
 from megatier.config import TrainConfig, parse_bytes
 from megatier.data.tokenizer import byte_tokenizer
+from megatier.engine.step import Batch, Engine
 from megatier.errors import mib
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.train import trainer
@@ -41,9 +42,11 @@ PLACES: dict[str, dict[str, Any]] = {
     "gpu_ram_nvme": {"tiers.gpu": "640KiB", "tiers.ram": None},
 }
 """Tiers that hold state; a RAM budget of None stands for little more than the least there is."""
+IMMEDIATE = {"train.clip": "null", "numerics.guard": False}
+"""Updates run inside the backward."""
 MODES: list[dict[str, Any]] = [
     {"train.clip": 0.5, "train.activations": "keep"},
-    {"train.clip": "null", "train.activations": "offload", "train.slices": 2},
+    {**IMMEDIATE, "train.activations": "offload", "train.slices": 2},
     {"train.clip": 0.5, "train.groups": 2, "train.slices": 2, "train.activations": "recompute"},
     {"train.clip": "null", "train.groups": 2, "train.activations": "offload"},
 ]
@@ -165,7 +168,7 @@ def test_train_streamed_run_reports_the_lanes_of_state(tmp_path: Path, capsys: p
 
 
 def test_train_run_that_cannot_stream_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command(tmp_path, {**PLACES["ram_streamed"], "train.clip": "null"})) == 0
+    assert main(command(tmp_path, {**PLACES["ram_streamed"], **IMMEDIATE})) == 0
     assert "0 units stream their state" in capsys.readouterr().out
 
 
@@ -183,8 +186,42 @@ def test_train_run_with_two_generations_says_what_became_of_its_guesses(
     )
     output = capsys.readouterr().out
     assert re.search(r"[1-9]\d* units are updated in the backward", output)
-    assert "kept in 3 steps, void in 0 that clipped" in output
+    assert "kept in 3 steps, void in 0 that clipped or were left out" in output
     assert [record["speculation"] for record in metrics(tmp_path) if "loss" in record] == ["kept"] * 3
+
+
+@pytest.mark.parametrize("clip", [1.0, "null"])
+def test_train_step_that_is_not_finite_is_left_out_and_said(
+    clip: object, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_losses(monkeypatch, {2})
+    assert main(command(tmp_path, {"tiers.state": "ram", "train.clip": clip})) == 0
+    said = "step 2 is left out, so that no weight changes: the gradient of lm_head.weight is not finite"
+    assert said in capsys.readouterr().out
+    steps = [record for record in metrics(tmp_path) if "loss" in record]
+    assert [record["skipped"] for record in steps] == [None, "lm_head.weight", None]
+    assert [record["loss"] == "nan" for record in steps] == [False, True, False]
+
+
+def test_train_more_steps_in_a_row_than_may_be_left_out_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_losses(monkeypatch, {1, 3, 4, 5})
+    assert main(command(tmp_path, {"train.steps": 6, "numerics.max_skips": 2, "tiers.state": "ram"})) == 2
+    message = capsys.readouterr().err
+    assert "the loss of step 5 is not finite, and 2 steps before it were left out; first in the gradient of" in message
+    assert [record["step"] for record in metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+def spoil_losses(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    """The loss of these steps is NaN."""
+    real, begun = Engine._loss, itertools.count(1)
+
+    def loss(self: Engine, batch: Batch, counted: int | None) -> torch.Tensor:
+        found = real(self, batch, counted)
+        return found * float("nan") if torch.is_grad_enabled() and next(begun) in steps else found
+
+    monkeypatch.setattr(Engine, "_loss", loss)
 
 
 def test_train_metrics_have_every_figure_of_every_step(tmp_path: Path) -> None:
@@ -204,6 +241,7 @@ def test_train_metrics_have_every_figure_of_every_step(tmp_path: Path) -> None:
         "learning_rate",
         "grad_norm",
         "clip_coefficient",
+        "skipped",
         "tokens",
         "seconds",
         "tokens_per_s",
@@ -292,13 +330,13 @@ def test_train_any_placement_moves_what_it_demands_and_gives_the_same_weights(
 
 def test_train_evaluations_in_between_change_no_bit(tmp_path: Path) -> None:
     settings = {"tiers.nvme": f"{tmp_path}:16MiB", "tiers.state": "ram,nvme", "train.steps": 4}
-    for clip in (0.5, "null"):
+    for name, mode in (("deferred", {"train.clip": 0.5}), ("immediate", IMMEDIATE)):
         runs = [
-            trained(tmp_path / f"{clip}-{every}", {**settings, "train.clip": clip, "train.evaluate_every": every})
+            trained(tmp_path / f"{name}-{every}", {**settings, **mode, "train.evaluate_every": every})
             for every in (0, 1)
         ]
         assert equal(*runs)
-        [seldom, often] = [metrics(tmp_path / f"{clip}-{every}") for every in (0, 1)]
+        [seldom, often] = [metrics(tmp_path / f"{name}-{every}") for every in (0, 1)]
         assert len(often) == len(seldom) + 3
         assert [r["loss"] for r in seldom if "loss" in r] == [r["loss"] for r in often if "loss" in r]
         assert seldom[-1]["heldout_loss"] == often[-1]["heldout_loss"]
@@ -367,7 +405,7 @@ def test_train_local_folder_larger_than_ram_trains_and_exports(dtype: torch.dtyp
         "tiers.ram": "3MiB",
         "tiers.nvme": f"{tmp_path}:64MiB",
         "train.steps": 2,
-        "train.clip": "null",
+        **IMMEDIATE,
         "output.export_dtype": "fp32",
         "model.compute_dtype": "bf16",
     }

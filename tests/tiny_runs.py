@@ -19,7 +19,7 @@ from tiny_models import tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from megatier.config import ModelConfig, TiersConfig, TrainConfig
+from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.step import Batch, StepResult
 from megatier.errors import PlanError
 from megatier.models.decoder import Unit, build_skeleton
@@ -47,6 +47,7 @@ NO_DROPOUT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """What the tests of compilation run."""
 BATCH, TOKENS = 6, 16
+UNGUARDED = NumericsConfig(guard=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,7 @@ def opened(
     device: str = "cpu",
     tokens: int = TOKENS,
     gpu_direct: bool = False,
+    numerics: NumericsConfig = UNGUARDED,
     **model_options: Any,
 ) -> Iterator[Session]:
     """A loaded session with the least budgets under which the place holds.
@@ -118,11 +120,12 @@ def opened(
         device: that computes.
         tokens: per sequence.
         gpu_direct: NVMe is read to the GPU past RAM.
+        numerics: the guard; without it and without clipping, updates run inside the backward.
         model_options: of ModelConfig.
     """
     options = {"fused_loss": False, "loss_chunk": 20, **model_options}
     model_config = ModelConfig(config={"model_type": config.model_type}, **options)
-    session = _session(config, model_config, mount, place, train, device, tokens, gpu_direct)
+    session = _session(config, model_config, mount, place, train, numerics, device, tokens, gpu_direct)
     with session:
         session.load(source or Initialiser(session.model, 0))
         yield session
@@ -134,6 +137,7 @@ def _session(
     mount: Path,
     place: Place,
     train: TrainConfig,
+    numerics: NumericsConfig,
     device: Any,
     tokens: int,
     gpu_direct: bool,
@@ -155,7 +159,7 @@ def _session(
             gpu_direct=gpu_direct,
         )
         try:
-            session = Session(build_skeleton(config, "sdpa"), model_config, tiers, train, tokens)
+            session = Session(build_skeleton(config, "sdpa"), model_config, tiers, train, numerics, tokens)
             if not _is_short_of_ram(session, place):
                 return session
             session.close()
@@ -240,6 +244,13 @@ class Run:
     fused_loss: bool = False
     loss_chunk: int = 20
     gpu_direct: bool = False
+    guard: bool = False
+    """Without it and without clipping, updates run inside the backward."""
+
+    @property
+    def numerics(self) -> NumericsConfig:
+        """The guard."""
+        return NumericsConfig(guard=self.guard)
 
     @property
     def train(self) -> TrainConfig:
@@ -268,11 +279,11 @@ class Run:
         }
         with (
             patch("megatier.train.session.cpu_has_bf16", return_value=not self.fp32_products),
-            opened(config, mount, place, self.train, device=self.device, **options) as session,
+            opened(config, mount, place, self.train, device=self.device, numerics=self.numerics, **options) as session,
         ):
             held = {tier for tier, size in session.placement.state_bytes.items() if size}
             assert held == {Tier(name) for name in place.tiers}, f"{self.place} lies on {held}"
-            assert bool(session.placement.streamed) == bool(place.streamed and self.clip)
+            assert bool(session.placement.streamed) == bool(place.streamed and (self.clip or self.guard))
             return outcome(session, run_steps(session, self.train, seed=self.seed))
 
 

@@ -60,6 +60,8 @@ class Hyperparameters:
     weight_decay: float = 0.0
     clip: float | None = 1.0
     """Global norm to clip to; None: off."""
+    deferred: bool = True
+    """Updates wait until the norm is known; False: they run inside the backward, and nothing is clipped."""
 
 
 class AdamW:
@@ -97,7 +99,7 @@ class AdamW:
     def begin_step(self, step: int, learning_rate: float) -> None:
         """Forget the last step's gradients; note the scalars of step 1, 2, ...
 
-        With clipping on, updates still read those of the last step until `clip`: they are deferred into this one.
+        Deferred updates still read those of the last step until `clip`: they run in this one.
         """
         hyper = self.hyper
         scalars = (
@@ -112,7 +114,7 @@ class AdamW:
         self._begun = (learning_rate, scalars)
         self._sums.clear()
         self._refused = None
-        if hyper.clip is None:
+        if not hyper.deferred:
             self._scalars = self._with_coefficient(1.0)
 
     def clip(self, norm: float) -> float:
@@ -136,11 +138,16 @@ class AdamW:
         return math.sqrt(_native.sum_exactly(sums.data_ptr(), sums.numel()))
 
     def first_non_finite(self) -> str | None:
-        """The first unit, in forward order, whose measured gradient is not finite."""
-        for name in self._layouts:
-            if any(not bool(part.isfinite().all()) for part in self._sums.get(name, ())):
-                return name
-        return None
+        """A parameter whose measured gradient is not finite, of the first such unit that the backward came to."""
+        found = (self._non_finite_in(unit) for unit in reversed(self._layouts) if unit in self._sums)
+        return next(filter(None, found), None)
+
+    def _non_finite_in(self, unit: str) -> str | None:
+        """The first parameter of a unit, in its layout, whose measured gradient is not finite."""
+        sums = torch.cat(self._sums[unit]).cpu()
+        tensors = self._layouts[unit].tensors
+        parts = sums.split([_num_spans(tensor) for tensor in tensors])
+        return next((t.name for t, part in zip(tensors, parts, strict=True) if not part.isfinite().all()), None)
 
     # ------------------------------------------------------------------ gradients
 
@@ -197,14 +204,13 @@ class AdamW:
         """Refuse a gradient that is not finite, before the immediate mode applies it, and all that come after it.
 
         Raises:
-            NonFiniteError: names the unit.
+            NonFiniteError: names the parameter.
         """
-        if self._refused is None and any(not bool(part.isfinite().all()) for part in self._sums[unit]):
-            self._refused = unit
+        self._refused = self._refused or self._non_finite_in(unit)
         if self._refused is not None:
             raise NonFiniteError(
-                f"the gradient of unit {self._refused} is not finite; it and the units before it keep their weights, "
-                "those behind it were updated already, because train.clip is off"
+                f"the gradient of {self._refused} is not finite; its unit and those before it keep their weights, "
+                "those behind it were updated already, because train.clip and numerics.guard are off"
             )
 
     # ------------------------------------------------------------------ update

@@ -2,7 +2,10 @@
 
 for each group:  forward -> loss -> backward          gradients leave unit by unit
 norm -> clip coefficient                              the one point where the host waits for the device
-updates: before each unit's next forward (deferred), or inside the backward (clipping off)
+updates: before each unit's next forward (deferred), or inside the backward (immediate)
+
+A deferred step whose loss or norm is not finite is left out: its gradients are never applied, so weights and moments
+stay as they were, bit for bit. Its number counts all the same, for the learning rate and the bias correction.
 """
 
 from __future__ import annotations
@@ -47,6 +50,9 @@ class Stream(WeightSource, GradSink, Protocol):
     def defer_updates(self, *, clipped: bool) -> None:
         """All gradients are final, and known to be clipped or not; update before the next use."""
 
+    def drop_updates(self) -> None:
+        """All gradients are final, and never to be applied."""
+
     def drain_gradients(self) -> None:
         """Wait until every gradient is summed and measured."""
 
@@ -61,6 +67,8 @@ class StepResult:
     loss: float
     grad_norm: float
     clip_coefficient: float
+    skipped: str | None = None
+    """Of a step that was left out, what was not finite: a parameter whose gradient was not, else "loss"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +87,8 @@ class EngineOptions:
     """How to compile the units and the loss; None: not at all."""
     fp32_products: bool = False
     """Take bf16 products in fp32: for a CPU without bf16 instructions."""
+    max_skips: int = 0
+    """Steps in a row that may be left out because they are not finite (deferred); one more is an error."""
 
 
 class Engine:
@@ -112,6 +122,8 @@ class Engine:
         if options.fused_loss:
             FusedLoss(model, next(n for n in self._nodes.values() if n.module is head), options.loss_chunk)
         self._is_learnt = options.slices == 1
+        self._skips = 0
+        """Steps that were left out since the last one that was not."""
 
     def train_step(self, step: int, rate: float, groups: Sequence[Batch]) -> StepResult:
         """Forward, backward and update on one step's tokens; the deferred update runs ahead of the next forward.
@@ -122,8 +134,8 @@ class Engine:
             groups: one batch (input_ids and labels [B, T], ...) per group, on any device.
 
         Raises:
-            NonFiniteError: loss or gradient is NaN or infinite; no update of this step was applied (clipping on), or
-                none after the named unit's (off).
+            NonFiniteError: loss or gradient is NaN or infinite, once more in a row than may be left out; no update of
+                this step was applied (deferred), or none after the named unit's (immediate).
         """
         self._learn(groups[0])
         if not self.model.training:  # walks over every module
@@ -138,9 +150,9 @@ class Engine:
             self._stage.gradients.begin_group(index)
             with self._arithmetic():
                 loss = self._loss(batch, counted if len(groups) > 1 else None)
-                if self._optimizer.hyper.clip is None and not math.isfinite(loss.item()):
+                if not self._optimizer.hyper.deferred and not math.isfinite(loss.item()):
                     self._stream.cancel()
-                    self._fail(step, "the loss", batch)
+                    raise self._error(step, "loss", None, batch)
                 loss.backward()
             losses.append(loss.detach())
         self._stream.end()
@@ -169,11 +181,21 @@ class Engine:
             raise NonFiniteError(f"step {step}: {error}. {REMEDY}") from error
         norm = self._optimizer.norm()
         if not (math.isfinite(norm) and math.isfinite(loss)):
-            self._fail(step, "the loss" if not math.isfinite(loss) else "the gradient norm", batch)
+            return self._skip(step, loss, norm, batch)
+        self._skips = 0
         coefficient = self._optimizer.clip(norm)
-        if self._optimizer.hyper.clip is not None:
+        if self._optimizer.hyper.deferred:
             self._stream.defer_updates(clipped=coefficient != 1.0)
         return StepResult(loss, norm, coefficient)
+
+    def _skip(self, step: int, loss: float, norm: float, batch: Batch) -> StepResult:
+        """Leave a step out; the scalars of the last one that was not have no reader left."""
+        self._stream.drop_updates()
+        self._skips += 1
+        parameter = self._optimizer.first_non_finite()
+        if self._skips > self.options.max_skips:
+            raise self._error(step, "gradient norm" if math.isfinite(loss) else "loss", parameter, batch)
+        return StepResult(loss, norm, 0.0, parameter or "loss")
 
     def _arithmetic(self) -> AbstractContextManager[object]:
         return Fp32Products() if self.options.fp32_products else nullcontext()
@@ -211,17 +233,17 @@ class Engine:
                 self._stream.end()
         self._is_learnt = True
 
-    def _fail(self, step: int, what: str, batch: Batch) -> None:
-        """Find the first unit with a value that is not finite, and stop."""
-        unit = self._optimizer.first_non_finite()
-        where = f"; the first gradient that is not finite is that of unit {unit}" if unit is not None else ""
+    def _error(self, step: int, what: str, parameter: str | None, batch: Batch) -> NonFiniteError:
+        """What ends the run: names the parameter, and the first unit with a value that is not finite."""
+        where = f"; first in the gradient of {parameter}" if parameter is not None else ""
         self._stage.checks_finite = True
         try:
             self.evaluate([batch])
         except NonFiniteError as error:
-            where = f"; {error}"
-        raise NonFiniteError(
-            f"{what} of step {step} is not finite{where}. No update of this step was written. {REMEDY}"
+            where = f"{where}; {error}"
+        row = f", and {self._skips - 1} steps before it were left out" if self._skips > 1 else ""
+        return NonFiniteError(
+            f"the {what} of step {step} is not finite{row}{where}. No update of this step was written. {REMEDY}"
         )
 
 

@@ -337,7 +337,7 @@ def _fill_ram(
         slots.append(SlotPlan(Tier.RAM, Kind.GRAD, max(grad_bytes(unit, policy) for unit in waiting), SLOTS_MIN))
     used = _ram_fixed(units, waiting, policy) + sum(round_up(plan.slot_bytes) * plan.num_slots for plan in slots)
     if used > budgets.ram:
-        other = ", or set train.clip to null." if policy.deferred else "."
+        other = ", or set train.clip to null and numerics.guard to off." if policy.deferred else "."
         if not waiting:  # no gradient counts
             other = ", set train.activations to recompute, or train on fewer tokens a step."
         remedy = f"Raise tiers.ram to at least {at_least(used)}{other}"

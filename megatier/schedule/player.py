@@ -185,6 +185,10 @@ class Player:
         self.updates.speculation.decide(clipped=clipped)
         self._updates_due = True
 
+    def drop_updates(self) -> None:
+        """The gradients are not to be applied: no update is due, and speculative ones are void, as if clipped."""
+        self.updates.speculation.decide(clipped=True)
+
     def drain(self) -> None:
         """Finish every update that is due and every write-back: the step is complete.
 

@@ -29,7 +29,7 @@ from megatier.store.transfer import Queue, Transfer
 CHUNK_DEPTH = UPDATE_DEPTH - 1
 """Update chunks that arrive or are worked on; one more leaves."""
 HISTORY = 8
-"""Steps that are looked back on: where more than half of them were clipped, nobody speculates."""
+"""Steps that are looked back on: where more than half of them were clipped, or left out, nobody speculates."""
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ class Speculation:
         self._transfers[unit] = self._lane.submit(unit, 0, partial(self._update, attempt, unit, len(chunks)), after)
 
     def decide(self, *, clipped: bool) -> None:
-        """The norm is known: what was updated holds, or is void because it should have been clipped."""
+        """The norm is known: what was updated holds, or is void: it should have been clipped, or left out."""
         self._clipped.append(clipped)
         if (attempt := self._attempt) is None:
             self.outcome = None

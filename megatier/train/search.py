@@ -117,7 +117,7 @@ def _trials(
     units = find_units(model)
     for computed in _computed(config, compiles, fixed):
         trial = Trial.of(model, units, changed(config, computed), rates, budgets, compiles=compiles)
-        for placed in _placed(config, budgets, fixed):
+        for placed in _placed(config, budgets, fixed, defers=trial.work.policy.deferred):
             names = {name.partition(".")[2]: value for name, value in placed.items()}
             work = replace(trial.work, policy=replace(trial.work.policy, **names))
             yield computed | placed, replace(trial, work=work)
@@ -136,9 +136,9 @@ def _computed(config: RunConfig, compiles: bool, fixed: frozenset[str]) -> Itera
         yield settings
 
 
-def _placed(config: RunConfig, budgets: Budgets, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
+def _placed(config: RunConfig, budgets: Budgets, fixed: frozenset[str], *, defers: bool) -> Iterator[dict[str, Any]]:
     """Settings that change where state lies and moves."""
-    defers, state = config.train.clip is not None, config.tiers.state
+    state = config.tiers.state
     streams = defers and "ram" in state and "gpu" not in state
     spills = defers and "nvme" in state and budgets.nvme > 0
     kinds = {

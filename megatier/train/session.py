@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatier.config import ModelConfig, TiersConfig, TrainConfig
+from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.compilation import Compilation
 from megatier.engine.optimizer import AdamW, Hyperparameters, join_master, split_master
 from megatier.engine.step import Engine, EngineOptions
@@ -67,6 +67,7 @@ class Session:
         model_config: ModelConfig,
         tiers: TiersConfig,
         train: TrainConfig,
+        numerics: NumericsConfig,
         tokens: int,
         run_id: str | None = None,
     ) -> None:
@@ -77,13 +78,14 @@ class Session:
             model_config: compute dtype and loss.
             tiers: budgets and mounts.
             train: optimizer, groups, slices, activations.
+            numerics: the guard.
             tokens: tokens per sequence.
             run_id: names the block files; random where not given.
 
         Raises:
             PlanError, CapacityError, ConfigError, RunLockedError, UnsupportedModelError: before training starts.
         """
-        work = Workload.of(model, find_units(model), model_config, tiers, train, tokens)
+        work = Workload.of(model, find_units(model), model_config, tiers, train, numerics, tokens)
         self.model, self.units = model, work.units
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         device = choose_device(tiers)
@@ -99,7 +101,8 @@ class Session:
             self.store = stack.enter_context(store)
             budgets = Budgets(gpu, ram, store.usage(Tier.NVME)["budget"])
             self.placement: Placement = place(work.specs, budgets, work.policy)
-            hyper = Hyperparameters(train.beta1, train.beta2, train.eps, train.weight_decay, train.clip)
+            decay, deferred = train.weight_decay, work.policy.deferred
+            hyper = Hyperparameters(train.beta1, train.beta2, train.eps, decay, train.clip, deferred)
             threads = tiers.update_threads or cores_usable()
             self.optimizer = AdamW(layouts, decays(model), hyper, dtype=dtype, groups=train.groups, num_threads=threads)
             stack.callback(self.optimizer.close)
@@ -115,6 +118,7 @@ class Session:
                 model_config.loss_chunk,
                 Compilation(model_config.saved_share) if compiles(model_config, device) else None,
                 _takes_fp32_products(model_config, device),
+                numerics.max_skips if numerics.guard else 0,
             )
             self.engine = Engine(model, self.units, self.player, self.optimizer, engine_options)
             self._opened = stack.pop_all()

@@ -110,7 +110,7 @@ def train(
         model = build_skeleton(read_model_config(config.model, source_folder), config.model.attention)
         tokens = config.data.sequence_length
         session = stack.enter_context(
-            Session(model, config.model, config.tiers, config.train, tokens, run_directory.run_id)
+            Session(model, config.model, config.tiers, config.train, config.numerics, tokens, run_directory.run_id)
         )
         tokenizer = load_tokenizer(config)
         _check_vocabulary(model, len(tokenizer))
@@ -227,6 +227,9 @@ class _Run:
         progress.update(
             StepReport(step, result.loss, rate, result.grad_norm, count, seconds, stalls, tiers, attainment, bound_by)
         )
+        if result.skipped is not None:
+            what = "the loss" if result.skipped == "loss" else f"the gradient of {result.skipped}"
+            progress.note(f"step {step} is left out, so that no weight changes: {what} is not finite")
         self._log.write(
             {
                 "step": step,
@@ -234,6 +237,7 @@ class _Run:
                 "learning_rate": rate,
                 "grad_norm": result.grad_norm,
                 "clip_coefficient": result.clip_coefficient,
+                "skipped": result.skipped,
                 "tokens": count,
                 "seconds": seconds,
                 "tokens_per_s": count / seconds,
@@ -350,7 +354,7 @@ def _describe(console: Console, config: RunConfig, session: Session, text: Packe
         soft_wrap=True,
     )
     placement = session.placement
-    if config.tiers.streamed_share:  # given up where clipping is off, RAM spills, or the GPU has no room
+    if config.tiers.streamed_share:  # given up where no update waits for the norm, RAM spills, or the GPU has no room
         count = len(placement.streamed)
         console.print(f"{count} units stream their state through the GPU to be updated there", highlight=False)
     if config.tiers.generations == 2:  # a unit that does not spill needs one
@@ -386,7 +390,7 @@ def _describe_hidden(console: Console, choice: Choice, tokens: int) -> None:
 def _describe_speculation(console: Console, speculation: Speculation) -> None:
     kept, void = speculation.outcomes["kept"], speculation.outcomes["void"]
     console.print(
-        f"updates in the backward: kept in {kept} steps, void in {void} that clipped, which moved "
+        f"updates in the backward: kept in {kept} steps, void in {void} that clipped or were left out, which moved "
         f"{mib(speculation.void_bytes)} in vain",
         highlight=False,
         soft_wrap=True,

@@ -73,7 +73,8 @@ class Trial:
             compiles: whether layers are compiled.
         """
         head = _head(model, units)
-        work = Workload.of(model, units, config.model, config.tiers, config.train, config.data.sequence_length)
+        tokens = config.data.sequence_length
+        work = Workload.of(model, units, config.model, config.tiers, config.train, config.numerics, tokens)
         return cls(
             work,
             _accesses(head, config, work),

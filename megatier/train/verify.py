@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from megatier.config import ModelConfig, TiersConfig, TrainConfig
+from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import build_skeleton
 from megatier.models.weights import Initialiser
 from megatier.store.tier import Kind, Tier
@@ -86,7 +86,8 @@ def _run(device: str, directory: Path, placement: str, activations: str, clip: f
     )
     train = TrainConfig(steps=STEPS, batch=SEQUENCES, activations=activations, clip=clip, weight_decay=0.1)  # type: ignore[arg-type]
     digest = hashlib.sha256()
-    with Session(model, ModelConfig(config=MODEL), tiers, train, SEQUENCE_LENGTH) as session:
+    numerics = NumericsConfig(guard=clip is not None)  # without both, updates run inside the backward
+    with Session(model, ModelConfig(config=MODEL), tiers, train, numerics, SEQUENCE_LENGTH) as session:
         session.load(Initialiser(model, seed=0))
         torch.manual_seed(0)
         for step in range(1, STEPS + 1):

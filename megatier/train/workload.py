@@ -12,7 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
-from megatier.config import ModelConfig, TiersConfig, TrainConfig
+from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.activation import Activations
 from megatier.errors import UnsupportedModelError
 from megatier.models.decoder import Unit
@@ -52,6 +52,7 @@ class Workload:
         model_config: ModelConfig,
         tiers: TiersConfig,
         train: TrainConfig,
+        numerics: NumericsConfig,
         tokens: int,
     ) -> Self:
         """Read it off a skeleton.
@@ -62,6 +63,7 @@ class Workload:
             model_config: compute dtype.
             tiers: chunk, streaming, I/O.
             train: groups, slices, activations, clipping.
+            numerics: the guard, for which updates wait as for clipping.
             tokens: tokens per sequence.
         """
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
@@ -78,7 +80,8 @@ class Workload:
         specs = tuple(
             UnitSpec(u.name, u.layout.num_elements, hidden_bytes if u.name in offloaded else 0) for u in units
         )
-        return cls(units, specs, activations, _policy(dtype, tiers, train, options), options, rows)
+        policy = _policy(dtype, tiers, train, options, guard=numerics.guard)
+        return cls(units, specs, activations, policy, options, rows)
 
 
 def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedConfig:
@@ -103,11 +106,11 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
     return found
 
 
-def _policy(dtype: torch.dtype, tiers: TiersConfig, train: TrainConfig, options: IoOptions) -> Policy:
+def _policy(dtype: torch.dtype, tiers: TiersConfig, train: TrainConfig, options: IoOptions, *, guard: bool) -> Policy:
     return Policy(
         state=tuple(Tier(name) for name in tiers.state),
         split=dtype is torch.bfloat16,
-        deferred=train.clip is not None,
+        deferred=guard or train.clip is not None,
         groups=train.groups,
         slices=train.slices,
         chunk_elements=tiers.chunk // STATE_BYTES_PER_ELEMENT if tiers.chunk is not None else None,

@@ -31,7 +31,7 @@ FAULTS = {
 }
 MODES: dict[str, dict[str, Any]] = {
     "deferred": {"train.clip": "1.0"},
-    "immediate": {"train.clip": "null"},
+    "immediate": {"train.clip": "null", "numerics.guard": "false"},
     "speculative": {"train.clip": "1e9", "tiers.generations": 2},
 }
 

@@ -1,0 +1,127 @@
+"""Steps that are not finite: left out wherever the state lies, named, and too many in a row end the run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from tiny_runs import PLACES, Outcome, Run, exactness_config, one_thread, opened, outcome, random_groups
+from torch import Tensor
+
+from megatier.config import NumericsConfig
+from megatier.engine.step import Batch, Engine, StepResult
+from megatier.errors import NonFiniteError
+from megatier.train.session import Session
+
+POISON = {
+    1: "model.layers.0.self_attn.k_proj.weight",
+    4: "loss",
+    5: "lm_head.weight",
+    7: "model.layers.1.mlp.down_proj.weight",
+}
+"""Step -> what is not finite in it, or in one of its groups."""
+STEPS = 8
+ACTIVATIONS = itertools.cycle(("keep", "recompute", "offload"))
+GUARDED = [
+    pytest.param(place, activations, clip, groups, id=f"{place}-{activations}-{'clip' if clip else 'off'}-{groups}")
+    for clip, groups, place in itertools.product((0.5, None), (1, 3), PLACES)
+    for activations in (next(ACTIVATIONS),)
+    if groups == 1 or not PLACES[place].spills_grads
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@contextlib.contextmanager
+def poisoned(engine: Engine, what: str | None) -> Iterator[None]:
+    """The loss of the next group is NaN, or an element of its gradient of a parameter is infinite."""
+    gradients, once = engine._stage.gradients, iter([True])
+    add, loss = gradients.add, engine._loss
+
+    def spoilt_add(unit: str, parts: Sequence[tuple[str, Tensor | None]]) -> None:
+        spoilt = [
+            (name, grad.clone().index_fill(0, torch.tensor([2]), float("inf")))
+            if grad is not None and name == what and next(once, False)
+            else (name, grad)
+            for name, grad in parts
+        ]
+        add(unit, spoilt)
+
+    def spoilt_loss(batch: Batch, counted: int | None) -> Tensor:
+        return loss(batch, counted) * (float("nan") if what == "loss" and next(once, False) else 1)
+
+    with patch.object(gradients, "add", spoilt_add), patch.object(engine, "_loss", spoilt_loss):
+        yield
+
+
+def take_steps(session: Session, run: Run, numbers: Sequence[int]) -> list[StepResult]:
+    """Each with the tokens, the dropout and the poison of its number."""
+    results = []
+    for step in numbers:
+        torch.manual_seed(step)
+        with poisoned(session.engine, POISON.get(step)):
+            results.append(session.engine.train_step(step, 1e-2, random_groups(run.train, 2112, step)))
+    return results
+
+
+@functools.cache
+def unpoisoned(clip: float | None, groups: int) -> Outcome:
+    """Of the same run on the GPU without the poisoned steps; where nothing is clipped, updated in the backward."""
+    run = Run(model="untied", place="gpu", clip=clip, groups=groups)
+    with opened(exactness_config("untied"), Path(), PLACES["gpu"], run.train) as session:
+        good = [step for step in range(1, STEPS + 1) if step not in POISON]
+        return outcome(session, take_steps(session, run, good))
+
+
+@pytest.mark.parametrize(("place", "activations", "clip", "groups"), GUARDED)
+def test_guard_a_poisoned_step_changes_no_bit(
+    place: str, activations: str, clip: float | None, groups: int, tmp_path: Path
+) -> None:
+    run = Run(model="untied", place=place, activations=activations, clip=clip, groups=groups, guard=True)
+    with opened(exactness_config("untied"), tmp_path, PLACES[place], run.train, numerics=run.numerics) as session:
+        assert bool(session.placement.streamed) is bool(PLACES[place].streamed)
+        before = session.store.moved_bytes.copy()
+        results = take_steps(session, run, range(1, STEPS + 1))
+        session.player.drain()
+        assert session.store.moved_bytes - before == session.player.demanded
+        found = outcome(session, [result for result in results if result.skipped is None])
+        assert bool(session.player.updates.speculation.outcomes["void"]) is (PLACES[place].generations == 2)
+    named = POISON | {4: "lm_head.weight"}  # what a loss that is NaN reaches first
+    assert [result.skipped for result in results] == [named.get(step) for step in range(1, STEPS + 1)]
+    assert found == unpoisoned(clip, groups)
+
+
+def test_guard_more_steps_in_a_row_than_may_be_left_out_end_the_run(tmp_path: Path) -> None:
+    run, numerics = Run(model="untied", clip=None, place="ram"), NumericsConfig(max_skips=1)
+    with opened(exactness_config("untied"), tmp_path, PLACES["ram"], run.train, numerics=numerics) as session:
+        take_steps(session, run, range(1, 5))  # no two of them in a row
+        with pytest.raises(NonFiniteError) as caught:
+            take_steps(session, run, [5])
+        found = outcome(session, [])
+    assert str(caught.value) == (
+        "the gradient norm of step 5 is not finite, and 1 steps before it were left out; first in the gradient of "
+        "lm_head.weight. No update of this step was written. Lower train.learning_rate, set train.clip, or look at "
+        "the data of this step."
+    )
+    with opened(exactness_config("untied"), tmp_path, PLACES["ram"], run.train) as session:
+        take_steps(session, run, [2, 3])
+        assert outcome(session, []) == found
+
+
+def test_guard_a_loss_that_is_not_finite_alone_is_called_the_loss(tmp_path: Path) -> None:
+    run = Run(model="untied", guard=True)
+    with opened(exactness_config("untied"), tmp_path, PLACES["ram"], run.train, numerics=run.numerics) as session:
+        loss = session.engine._loss
+        with patch.object(session.engine, "_loss", lambda *arguments: loss(*arguments) + float("inf")):
+            [result] = take_steps(session, run, [2])
+    assert (result.skipped, result.loss, result.clip_coefficient) == ("loss", float("inf"), 0.0)
