@@ -30,6 +30,7 @@ FREE = (
     "train.evaluate_every",
     "train.evaluate_batches",
     "train.stall_timeout",
+    "numerics.max_skips",
 )
 CHOICES = ("tiers.device",)
 """Of the free sections, what changes numbers."""

@@ -23,7 +23,7 @@ from megatier.config import RunConfig, TrainConfig
 from megatier.data.packing import PackedText
 from megatier.data.tokenizer import load_tokenizer
 from megatier.engine.optimizer import learning_rate
-from megatier.errors import ConfigError, PlanError, mib
+from megatier.errors import ConfigError, NonFiniteError, PlanError, mib
 from megatier.models.decoder import build_skeleton
 from megatier.models.weights import Checkpoint, Initialiser, export, resolve
 from megatier.schedule.forecast import Forecast
@@ -153,6 +153,7 @@ class _Run:
     ) -> None:
         self._config, self._console, self._session, self._text, self._log = config, console, session, text, log
         self._expected, self._watchdog = expected, watchdog
+        self._has_learnt = False
         self._device = session.engine.options.device
         self._fingerprint = text.fingerprint()
         self._moved_before = session.store.moved_bytes.copy()
@@ -165,10 +166,16 @@ class _Run:
             seed(train.seed)
         else:
             state.set_random(self._device)
+        self._has_learnt = state is not None
         first = 1 if state is None else state.step + 1
         with Progress(self._console, train.steps) as progress, StopRequest(progress.note) as stop:
             for step in range(first, train.steps + 1):
-                self._step(step, progress)
+                try:
+                    self._step(step, progress)
+                except NonFiniteError:
+                    if self._has_learnt and self._session.optimizer.hyper.deferred:  # then no weight has changed
+                        self._save(step, progress)
+                    raise
                 is_last = step == train.steps
                 if is_last or (train.evaluate_every and step % train.evaluate_every == 0):
                     self._evaluate(step, progress)
@@ -227,6 +234,7 @@ class _Run:
         progress.update(
             StepReport(step, result.loss, rate, result.grad_norm, count, seconds, stalls, tiers, attainment, bound_by)
         )
+        self._has_learnt |= result.skipped is None
         if result.skipped is not None:
             what = "the loss" if result.skipped == "loss" else f"the gradient of {result.skipped}"
             progress.note(f"step {step} is left out, so that no weight changes: {what} is not finite")
