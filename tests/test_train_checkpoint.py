@@ -60,7 +60,10 @@ ORDER = list(PLACES)
 def go_on_elsewhere(run: Run, before: str, after: str, folder: Path) -> None:
     """Save in some tiers, restore to others, and compare with the run that nobody stopped."""
     whole, device = run(folder), torch.device(run.device)
-    config, options = exactness_config(run.model), cast("dict[str, Any]", {"compute_dtype": run.dtype, "compile": run.compile})
+    config, options = (
+        exactness_config(run.model),
+        cast("dict[str, Any]", {"compute_dtype": run.dtype, "compile": run.compile}),
+    )
     with opened(config, folder, PLACES[before], run.train, device=run.device, **options) as session:
         torch.manual_seed(run.seed)
         results = steps(session, run.train, 1, SAVED_AFTER)
