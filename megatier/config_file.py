@@ -33,7 +33,19 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: the file cannot be read, or a key or value is wrong; names the key, the value and what is allowed.
     """
-    tree = {} if path is None else _read_yaml(path)
+    return _parsed({} if path is None else _read_yaml(path), overrides)
+
+
+def from_dict(tree: Mapping[str, Any]) -> RunConfig:
+    """What `to_dict` gave.
+
+    Raises:
+        ConfigError: it did not.
+    """
+    return _parsed(_sections(tree, "the stored config"), ())
+
+
+def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunConfig:
     words = _take_model_keys(overrides, tree)
     _check_known(key for name, keys in tree.items() for key in _dotted(name, keys))
     _check_known(word[2:].partition("=")[0] for word in words if word.startswith("--"))
@@ -143,10 +155,14 @@ def _read_yaml(path: Path) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold sections such as `train:` with `steps: 100` below; found {tree!r}.")
+    return _sections(tree, str(path))
+
+
+def _sections(tree: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
     _check_known(str(name) for name in tree if str(name) not in SECTIONS)
     for name, keys in tree.items():
         if not isinstance(keys, dict | None):
-            raise ConfigError(f"{path}: {name} is a section, so `key: value` lines belong below it; found {keys!r}.")
+            raise ConfigError(f"{where}: {name} is a section, so `key: value` lines belong below it; found {keys!r}.")
     return {name: keys or {} for name, keys in tree.items()}
 
 

@@ -100,6 +100,14 @@ class CheckpointError(MegatierError):
     """A checkpoint is missing, incomplete, damaged, or of another run."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A file of a checkpoint is missing, or not what was written."""
+
+    def __init__(self, path: str, what: str) -> None:
+        """Name the file and say what is wrong with it."""
+        super().__init__(f"{path} {what}. Move this checkpoint away, and the one before it is used.")
+
+
 class RunLockedError(MegatierError):
     """Another process uses this directory."""
 

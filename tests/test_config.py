@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import yaml
 
 from megatier.config import SECTIONS, MountBudget, RunConfig, parse_bytes, parse_mount
-from megatier.config_file import field_docs, load, to_dict
+from megatier.config_file import field_docs, from_dict, load, to_dict
 from megatier.errors import ConfigError
 
 LEAST = ["--data.files=python-stdlib", "--data.tokenizer", "bytes", "--model.config.model_type", "llama"]
@@ -67,6 +68,7 @@ def test_to_dict_written_and_loaded_is_equal(file: Path, tmp_path: Path) -> None
     again = tmp_path / "again.yaml"
     again.write_text(yaml.safe_dump(to_dict(config)))
     assert load(again) == config
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
 
 
 @pytest.mark.parametrize(

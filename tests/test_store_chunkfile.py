@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatier.errors import CheckpointError, TransferError
 from megatier.store import chunkfile
-from megatier.store.chunkfile import STAGED, ArrayWriter, ChunkFiles, Grid
+from megatier.store.chunkfile import STAGED, ArrayReader, ArrayWriter, ChunkFiles, Grid, Staged
 
 SHAPES = [(), (1,), (7,), (4096,), (5, 3), (33, 128), (3, 5, 7), (2, 3, 4, 5), (1, 1000), (1000, 1)]
 
@@ -77,6 +77,35 @@ def test_arrays_read_one_after_the_other_come_in_order(tmp_path: Path) -> None:
         found = [(index, start, values.clone()) for index, start, values in files.read(arrays)]
     assert [index for index, _, _ in found] == [0] * 10 + [1] * 3
     assert all(torch.equal(values, numbers(grids[i].shape)[start : start + len(values)]) for i, start, values in found)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("piece", [1, 17, 5000])
+def test_array_read_in_pieces_from_back_to_front_is_whole(shape: tuple[int, ...], piece: int, tmp_path: Path) -> None:
+    grid, values = Grid.of(shape, 6), numbers(shape)
+    write(tmp_path / "a", grid, values, piece=999)
+    found = torch.full_like(values, math.nan)
+    with ChunkFiles(grid.chunk_elements, 2) as files:
+        reader = ArrayReader(files, (tmp_path / "a").resolve(), grid)
+        for start in reversed(range(0, values.numel(), piece)):
+            reader.copy(start, found[start : start + piece])
+    assert torch.equal(found, values)
+
+
+def test_fetch_keeps_the_chunks_that_were_used_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, reads, begin = Grid.of((STAGED + 1, 10), 10), list[str](), ChunkFiles._begin_read
+    write(tmp_path / "a", grid, numbers(grid.shape), piece=999)
+
+    def noted(self: ChunkFiles, path: Path, chunk_elements: int) -> Staged:
+        reads.append(path.parent.name)
+        return begin(self, path, chunk_elements)
+
+    monkeypatch.setattr(ChunkFiles, "_begin_read", noted)
+    folder = (tmp_path / "a").resolve()
+    with ChunkFiles(10, 2) as files:
+        for index in (*range(STAGED), 0, STAGED, 0, 2, 1):
+            assert files.fetch(folder / "c" / str(index) / "0", 10)[3] == 10 * index + 3.5
+    assert reads == [str(index) for index in (*range(STAGED), STAGED, 1)]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from megatier.errors import MegatierError
 COMMANDS = {
     "train": "train a model as a YAML file says",
     "resume": "go on with a run from its last checkpoint",
+    "export": "write the model of a checkpoint as a Hugging Face folder",
     "plan": "say what a run needs, how fast it will be, and what would help",
     "verify": "show on this machine that tiers change no bit",
     "bench": "measure what the drives, links and processors of this machine do",

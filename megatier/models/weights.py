@@ -240,7 +240,8 @@ def export(
         folder: new or empty.
         model: the skeleton; its persistent buffers are written in their own dtype.
         units: all of `find_units(model)`.
-        read: gives elements [start, stop) of a unit's layout as a flat fp32 CPU tensor.
+        read: gives elements [start, stop) of a unit's layout as a flat fp32 CPU tensor; asked from front to back where
+            the written tensors are in that order.
         dtype: of the written weights; rounding is torch's, to nearest even.
         shard_bytes: files are cut before they exceed this, between tensors.
         tokenizer: saved along.
@@ -290,9 +291,11 @@ class _Outgoing:
         self._places = {tensor.name: (unit, tensor.start) for unit in units for tensor in unit.layout.tensors}
         state = model.state_dict(keep_vars=True)
         self._buffers = {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
+        self._ranks = {name: rank for rank, name in enumerate((*self._buffers, *self._places))}
         layout = hub_layout(model, {name: state[name] for name in (*self._places, *self._buffers)})
-        # Wider dtypes first: then every tensor of a file is aligned to its own element size.
-        self._layout = dict(sorted(layout.items(), key=lambda item: -self._dtype_of(item[1]).itemsize))
+        # Wider dtypes first: then every tensor of a file is aligned to its own element size. Among them units from
+        # front to back, also where the hub splits their tensors: whoever reads in chunks reads each once.
+        self._layout = dict(sorted(layout.items(), key=lambda item: self._order(item[1])))
         self.num_bytes = {
             name: math.prod(assembly.shape) * self._dtype_of(assembly).itemsize
             for name, assembly in self._layout.items()
@@ -309,6 +312,10 @@ class _Outgoing:
                         file.write(piece.contiguous().view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())
+
+    def _order(self, assembly: Assembly) -> tuple[int, int, int]:
+        first = assembly.runs[0]
+        return -self._dtype_of(assembly).itemsize, self._ranks[first.name], first.start
 
     def _dtype_of(self, assembly: Assembly) -> torch.dtype:
         source = assembly.runs[0].name

@@ -1,8 +1,9 @@
 """Chunk files: fp32 arrays on disk as Zarr v3 lays them out, one file a chunk, with its CRC32C in the last four bytes.
 
 A chunk is a run of consecutive elements of its array, so that arrays are written and read from front to back through a
-few staging buffers, whatever their size. Bytes go through native threads, several files in flight, and with O_DIRECT
-where the file system takes it. Metadata is not written here, and nothing is synchronised.
+few staging buffers, whatever their size. Where another order is asked for, each buffer keeps the chunk it read last.
+Bytes go through native threads, several files in flight, and with O_DIRECT where the file system takes it. Metadata is
+not written here, and nothing is synchronised.
 
 Source: Zarr v3 core, codecs `bytes` (little endian) and `crc32c`.
 """
@@ -14,6 +15,7 @@ import errno
 import math
 import os
 import stat
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatier import _native
-from megatier.errors import CheckpointError, TransferError
+from megatier.errors import DamagedCheckpointError, TransferError
 from megatier.store.arena import Arena
 from megatier.store.blockfile import REQUEST_BYTES
 from megatier.store.tier import round_up
@@ -97,7 +99,7 @@ class Grid:
                 yield Chunk(key, (number * size + first) * row, min(self.rows, size - first) * row)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Staged:
     """A staging buffer, and the file that it goes to or comes from."""
 
@@ -190,7 +192,7 @@ class ChunkFiles:
             arrays: folder and grid of each. Folders are resolved already: no link may lead out of them.
 
         Raises:
-            CheckpointError: a file is missing, of another size, no plain file in this folder, or damaged.
+            DamagedCheckpointError: a file is missing, of another size, no plain file in this folder, or damaged.
             TransferError: the drive failed.
         """
         chunks = [(index, chunk) for index, (_, grid) in enumerate(arrays) for chunk in grid.chunks()]
@@ -204,19 +206,35 @@ class ChunkFiles:
             yield index, chunk.start, staged.values(chunk.num_elements)
             self._free.append(staged)
 
+    def fetch(self, path: Path, chunk_elements: int) -> Tensor:
+        """One chunk, fp32 [chunk_elements] with its padding; not read again before STAGED others were fetched.
+
+        Raises:
+            DamagedCheckpointError, TransferError: as in `read`.
+        """
+        staged = next((staged for staged in self._free if staged.path == path), None)
+        if staged is None:
+            staged = self._begin_read(path, chunk_elements)  # into the buffer that was not used for longest
+            self._finish_read(staged)
+        else:
+            self._free.remove(staged)
+        self._free.append(staged)
+        return staged.values(chunk_elements)
+
     def _begin_read(self, path: Path, chunk_elements: int) -> Staged:
         staged = self._free.popleft()
         staged.path, staged.num_bytes = path, 4 * chunk_elements + CRC_BYTES
         try:
             if os.path.realpath(path) != str(path):
-                raise CheckpointError(f"{path} leads out of its checkpoint by a link; it was not read.")
+                raise DamagedCheckpointError(str(path), "leads out of its checkpoint by a link; it was not read")
             staged.file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {os.strerror(error.errno or 0)}.") from error
+            raise DamagedCheckpointError(str(path), f"cannot be read: {os.strerror(error.errno or 0)}") from error
         self._flying.append(staged)
         found = os.fstat(staged.file)
         if not stat.S_ISREG(found.st_mode) or found.st_size != staged.num_bytes:
-            raise CheckpointError(f"{path} has {found.st_size} bytes instead of {staged.num_bytes}; it is damaged.")
+            what = f"has {found.st_size} bytes instead of {staged.num_bytes}; it is damaged"
+            raise DamagedCheckpointError(str(path), what)
         self._submit(staged, staged.num_bytes, write=False)
         return staged
 
@@ -227,7 +245,7 @@ class ChunkFiles:
         os.close(staged.file)
         _check(staged, "reading")
         if not torch.equal(staged.crc(), staged.computed_crc()):
-            raise CheckpointError(f"{staged.path} is damaged: its checksum is not that of its bytes.")
+            raise DamagedCheckpointError(str(staged.path), "is damaged: its checksum is not that of its bytes")
 
     def _finish_write(self) -> None:
         staged = self._flying.popleft()
@@ -277,6 +295,29 @@ class ArrayWriter:
                 path, whole = self._folder / self._chunk.key, self._grid.chunk_elements
                 self._files.write(self._staged, path, self._filled, whole)
                 self._staged = None
+
+
+class ArrayReader:
+    """One array, read in any order, each chunk once if that is from its first element to its last."""
+
+    def __init__(self, files: ChunkFiles, folder: Path, grid: Grid) -> None:
+        """Nothing is read. The folder is resolved already, as for `ChunkFiles.read`."""
+        self._files, self._folder, self._grid = files, folder, grid
+        self._chunks = list(grid.chunks())
+
+    def copy(self, first: int, target: Tensor) -> None:
+        """Copy elements from `first` on into fp32 [n].
+
+        Raises:
+            DamagedCheckpointError, TransferError: as in `ChunkFiles.read`.
+        """
+        stop = first + target.numel()
+        index = bisect_right(self._chunks, first, key=lambda chunk: chunk.start) - 1
+        while index < len(self._chunks) and (chunk := self._chunks[index]).start < stop:
+            values = self._files.fetch(self._folder / chunk.key, self._grid.chunk_elements)
+            lower, upper = max(first, chunk.start), min(stop, chunk.start + chunk.num_elements)
+            target[lower - first : upper - first] = values[lower - chunk.start : upper - chunk.start]
+            index += 1
 
 
 def _create(path: Path) -> int:

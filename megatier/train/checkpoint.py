@@ -18,16 +18,20 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatier.errors import CapacityError, CheckpointError, TransferError
+import torch
+from torch import Tensor
+
+from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, TransferError
 from megatier.models.decoder import Unit
-from megatier.store.chunkfile import ArrayWriter, ChunkFiles, Grid
+from megatier.store.chunkfile import ArrayReader, ArrayWriter, ChunkFiles, Grid
 from megatier.store.tier import Kind
+from megatier.train.run_directory import CHECKPOINT_FOLDER
 from megatier.train.session import Session
 
 ARRAYS = {"params": Kind.WEIGHT, "exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
@@ -72,6 +76,23 @@ def last_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint of a run."""
     found = checkpoints(folder)
     return found[-1] if found else None
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint itself, or the last whole one of a run directory.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if NAME.fullmatch(path.resolve().name) and path.is_dir():
+        return path
+    found = last_checkpoint(path / CHECKPOINT_FOLDER)
+    if found is None:
+        raise CheckpointError(
+            f"{path} is no checkpoint and holds none. Name a run directory or one of its {CHECKPOINT_FOLDER}/step-... "
+            "folders; a run writes them with output.checkpoint_every."
+        )
+    return found
 
 
 def save(session: Session, folder: Path, step: int, state: Mapping[str, Any], *, num_kept: int) -> Path:
@@ -157,6 +178,32 @@ def restore(session: Session, path: Path) -> None:
     session.player.drain()
 
 
+@contextmanager
+def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, int, int], Tensor]]:
+    """Gives elements [start, stop) of a unit's master weights, fp32 on the CPU; padding is 0.
+
+    Through STAGED chunks: asked in the order of a unit's elements, each chunk is read once.
+
+    Raises:
+        CheckpointError: the arrays are not those of this model, or damaged.
+        TransferError: the drive failed.
+    """
+    root = path.resolve() / "params"
+    grids = {tensor.name: _grid(root / tensor.name, tensor.shape) for unit in units for tensor in unit.layout.tensors}
+    with _files([*grids.values()]) as files:
+        readers = {name: ArrayReader(files, root / name, grid) for name, grid in grids.items()}
+
+        def read(unit: Unit, start: int, stop: int) -> Tensor:
+            values = torch.zeros(stop - start)
+            for tensor in unit.layout.tensors:
+                lower, upper = max(start, tensor.start), min(stop, tensor.stop)
+                if lower < upper:
+                    readers[tensor.name].copy(lower - tensor.start, values[lower - start : upper - start])
+            return values
+
+        yield read
+
+
 def _write_metadata(partial: Path, units: Sequence[Unit], state: Mapping[str, Any]) -> None:
     import zarr  # slow to import, and most of a run does without
     from zarr.codecs import BytesCodec, Crc32cCodec
@@ -234,13 +281,13 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
         with os.fdopen(file, "rb") as stream:
             text = stream.read(METADATA_BYTES_MAX + 1)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {os.strerror(error.errno or 0)}.") from error
+        raise DamagedCheckpointError(str(path), f"cannot be read: {os.strerror(error.errno or 0)}") from error
     try:
         found = json.loads(text[:METADATA_BYTES_MAX])
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: it is no JSON.") from error
+        raise DamagedCheckpointError(str(path), "is damaged: it is no JSON") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is damaged: it holds no JSON object.")
+        raise DamagedCheckpointError(str(path), "is damaged: it holds no JSON object")
     return found
 
 

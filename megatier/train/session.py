@@ -12,19 +12,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.config import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.engine.compilation import Compilation
 from megatier.engine.optimizer import AdamW, Hyperparameters, join_master, split_master
 from megatier.engine.step import Engine, EngineOptions
 from megatier.errors import ConfigError, mib
 from megatier.hardware import cores_usable, cpu_has_bf16, default_budgets, set_cuda_defaults
-from megatier.models.decoder import Unit, decays, find_units
+from megatier.models.decoder import Unit, build_skeleton, decays, find_units
+from megatier.models.weights import Checkpoint, Initialiser, resolve
 from megatier.schedule.placement import CHUNK_ELEMENTS_MAX, Budgets, Placement, place
 from megatier.schedule.player import Player
 from megatier.store.store import TieredStore
 from megatier.store.tier import Kind, Tier
 from megatier.train.probe import cached_rates
-from megatier.train.workload import COMPUTE_DTYPES, Workload
+from megatier.train.workload import COMPUTE_DTYPES, Workload, read_model_config
 
 
 class WeightReader(Protocol):
@@ -202,6 +203,17 @@ class Session:
                 plane = state.planes[kind].view(dtype)
                 result[lower - start : upper - start].copy_(plane[lower - first : upper - first])
         return result
+
+
+def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
+    """The skeleton of a run's model, with its buffers and generation settings, and its first weights.
+
+    Raises:
+        ConfigError, UnsupportedModelError: there is no such model, or it cannot be streamed.
+    """
+    folder = resolve(config.model.path) if config.model.path is not None else None
+    model = build_skeleton(read_model_config(config.model, folder), config.model.attention)
+    return model, Checkpoint(folder, model) if folder is not None else Initialiser(model, config.train.seed)
 
 
 def choose_device(tiers: TiersConfig) -> torch.device:

@@ -17,15 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from megatier.config import RunConfig, TrainConfig
 from megatier.data.packing import PackedText
 from megatier.data.tokenizer import load_tokenizer
 from megatier.engine.optimizer import learning_rate
 from megatier.errors import ConfigError, NonFiniteError, PlanError, mib
-from megatier.models.decoder import build_skeleton
-from megatier.models.weights import Checkpoint, Initialiser, export, resolve
 from megatier.schedule.forecast import Forecast
 from megatier.schedule.placement import Budgets
 from megatier.schedule.speculation import Speculation
@@ -42,6 +40,7 @@ from megatier.train.checkpoint import (
     restore,
     save,
 )
+from megatier.train.export import write_model
 from megatier.train.metrics import MetricsLog, format_count, format_seconds
 from megatier.train.plan import hidden_at
 from megatier.train.probe import cached_rates
@@ -57,13 +56,11 @@ from megatier.train.run_directory import (
 )
 from megatier.train.run_state import RunState
 from megatier.train.search import Choice, changed, search
-from megatier.train.session import Session, WeightReader, budgets_of, choose_device, compiles
+from megatier.train.session import Session, WeightReader, budgets_of, choose_device, compiles, open_model
 from megatier.train.stop import StopRequest
 from megatier.train.trial import skeleton_of
 from megatier.train.watchdog import Watchdog
-from megatier.train.workload import COMPUTE_DTYPES, read_model_config
 
-SHARD_BYTES = 4 << 30
 SWITCH_SECONDS = 0.0005
 """Of the interpreter; Python's own 5 ms are longer than a piece of state takes to copy."""
 TRACED_STEPS = 3
@@ -106,8 +103,7 @@ def train(
         state = _state_of(checkpoint, config, accepts_changes) if checkpoint is not None else None
         if resumes:
             run_directory.write_config(config)
-        source_folder = resolve(config.model.path) if config.model.path is not None else None
-        model = build_skeleton(read_model_config(config.model, source_folder), config.model.attention)
+        model, reader = open_model(config)
         tokens = config.data.sequence_length
         session = stack.enter_context(
             Session(model, config.model, config.tiers, config.train, config.numerics, tokens, run_directory.run_id)
@@ -121,9 +117,6 @@ def train(
         if config.output.checkpoint_every:
             check_room(directory / CHECKPOINT_FOLDER, session.units, config.output.keep_checkpoints)
         _describe(console, config, session, text)
-        reader: WeightReader = (
-            Checkpoint(source_folder, model) if source_folder is not None else Initialiser(model, config.train.seed)
-        )
         _fill(console, session, reader, checkpoint)
         log = stack.enter_context(MetricsLog(directory / METRICS_FILE))
         log.cut_after(state.step if state is not None else 0)
@@ -133,7 +126,9 @@ def train(
         if not is_whole:
             console.print(f"stopped; `megatier resume {directory}` goes on", highlight=False, soft_wrap=True)
         elif config.output.export:
-            _export(console, config, session, tokenizer, model, directory / MODEL_FOLDER)
+            session.player.drain()
+            dtype, units, read = config.output.export_dtype, session.units, session.read_master
+            write_model(console, directory / MODEL_FOLDER, model, units, read, tokenizer, dtype)
         if config.output.trace:
             write_trace(directory / TRACE_FILE, run.traced)
 
@@ -434,20 +429,3 @@ def _tier_uses(session: Session) -> Iterator[tuple[str, int, int]]:
         budget = usage.pop("budget")
         if budget:
             yield str(tier), sum(usage.values()), budget
-
-
-def _export(
-    console: Console,
-    config: RunConfig,
-    session: Session,
-    tokenizer: PreTrainedTokenizerBase,
-    model: PreTrainedModel,
-    folder: Path,
-) -> None:
-    session.player.drain()
-    dtype = COMPUTE_DTYPES[config.output.export_dtype]
-    export(folder, model, session.units, session.read_master, dtype, SHARD_BYTES, tokenizer)
-    size = sum(file.stat().st_size for file in folder.iterdir())
-    console.print(
-        f"model written to {folder} ({mib(size)}, {config.output.export_dtype})", highlight=False, soft_wrap=True
-    )

@@ -1,0 +1,64 @@
+"""Trained weights as a Hugging Face folder: at the end of a run, or later from one of its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from megatier.config_file import from_dict
+from megatier.data.tokenizer import load_tokenizer
+from megatier.errors import mib
+from megatier.models.decoder import Unit, find_units
+from megatier.models.weights import export
+from megatier.train.checkpoint import find_checkpoint, open_masters, read_state
+from megatier.train.run_state import RunState
+from megatier.train.session import open_model
+from megatier.train.workload import COMPUTE_DTYPES
+
+SHARD_BYTES = 4 << 30
+
+
+def export_checkpoint(
+    console: Console, path: Path, folder: Path, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write the model of a checkpoint. Needs no GPU and no tiers, and never has the model whole in RAM.
+
+    Args:
+        console: what a person sees.
+        path: a checkpoint, or a run directory, whose last whole one is taken.
+        folder: new or empty.
+        dtype: `bf16`, or `fp32` for the masters; None: as the run's `output.export_dtype`.
+        shard_bytes: as in `models.weights.export`.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+        ConfigError, CapacityError, TransferError, UnsupportedModelError: as in `export`, or the model that the run
+            began with, whose buffers are written along, is not there any more.
+    """
+    checkpoint = find_checkpoint(path)
+    console.print(f"from {checkpoint}", markup=False, highlight=False, soft_wrap=True)
+    config = from_dict(RunState.read(read_state(checkpoint)).config)
+    model, _ = open_model(config)
+    units, tokenizer = find_units(model), load_tokenizer(config)
+    with open_masters(checkpoint, units) as read:
+        write_model(console, folder, model, units, read, tokenizer, dtype or config.output.export_dtype, shard_bytes)
+
+
+def write_model(
+    console: Console,
+    folder: Path,
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    read: Callable[[Unit, int, int], Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: str,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write master weights that somebody reads (`models.weights.export`), and say where they are."""
+    export(folder, model, units, read, COMPUTE_DTYPES[dtype], shard_bytes, tokenizer)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    console.print(f"model written to {folder} ({mib(size)}, {dtype})", markup=False, highlight=False, soft_wrap=True)
