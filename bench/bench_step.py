@@ -38,8 +38,8 @@ from megatier.schedule.trace import TraceEvent, stall_seconds, write_trace
 from megatier.store.tier import Kind, Tier
 from megatier.train.picture import draw, lane_uses
 from megatier.train.plan import make_plan
+from megatier.train.process import make_repeatable, share_interpreter
 from megatier.train.session import Session
-from megatier.train.trainer import make_repeatable, share_interpreter
 
 GIB = 1 << 30
 RATE = 1e-5

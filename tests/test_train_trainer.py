@@ -29,7 +29,7 @@ from megatier.data.tokenizer import byte_tokenizer
 from megatier.engine.step import Batch, Engine
 from megatier.errors import mib
 from megatier.schedule.rates import DriveRates, Rates
-from megatier.train import trainer
+from megatier.train import choices
 from megatier.train.trainer import rate_of
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -107,7 +107,7 @@ RATES = Rates((DriveRates("a", 1e9, 1e9, 1e9),), 1e10, 1e10, 1e9, 1e11, 1e10, 1e
 def test_train_on_a_measured_machine_takes_what_the_planner_chooses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trainer, "cached_rates", lambda directories, device: RATES)
+    monkeypatch.setattr(choices, "cached_rates", lambda directories, device: RATES)
     given = {"tiers.nvme": f"{tmp_path}:16MiB", "train.slices": 2}
     assert main(command(tmp_path, given)) == 0
     recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text(encoding="utf-8"))
@@ -143,7 +143,7 @@ def test_train_on_a_measured_machine_says_how_many_tokens_hide_what_spills(
     said: str | None,
 ) -> None:
     drive = DriveRates("a", bytes_per_s, bytes_per_s, bytes_per_s)
-    monkeypatch.setattr(trainer, "cached_rates", lambda *_: replace(RATES, drives=(drive,), flops_per_s=1e9))
+    monkeypatch.setattr(choices, "cached_rates", lambda *_: replace(RATES, drives=(drive,), flops_per_s=1e9))
     settings = {"tiers.nvme": f"{tmp_path}:16MiB", "tiers.state": state, "tiers.gpu": "512KiB", "train.steps": 1}
     assert main(command(tmp_path, settings)) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("all but compute")]
@@ -155,7 +155,7 @@ def test_train_that_fits_no_plan_is_tried_as_given_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny = replace(RATES, gpu_bytes=1.0)
-    monkeypatch.setattr(trainer, "cached_rates", lambda directories, device: tiny)
+    monkeypatch.setattr(choices, "cached_rates", lambda directories, device: tiny)
     assert main(command(tmp_path, {})) == 0
     assert "no plan fits by estimate" in capsys.readouterr().out
 

@@ -5,17 +5,11 @@ directory -> skeleton -> plan -> data -> reserve -> weights in -> steps -> weigh
 
 from __future__ import annotations
 
-import os
-import random
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
@@ -23,12 +17,10 @@ from megatier.config import RunConfig, TrainConfig
 from megatier.data.packing import PackedText
 from megatier.data.tokenizer import load_tokenizer
 from megatier.engine.optimizer import learning_rate
-from megatier.errors import ConfigError, NonFiniteError, PlanError, mib
+from megatier.errors import ConfigError, NonFiniteError, mib
 from megatier.schedule.forecast import Forecast
-from megatier.schedule.placement import Budgets
 from megatier.schedule.speculation import Speculation
 from megatier.schedule.trace import TraceEvent, stall_seconds, write_trace
-from megatier.store.blockfile import budget_bytes
 from megatier.store.store import TieredStore
 from megatier.store.tier import Tier
 from megatier.store.transfer import QUEUES
@@ -40,10 +32,10 @@ from megatier.train.checkpoint import (
     restore,
     save,
 )
+from megatier.train.choices import fix_choices, plan_choices
 from megatier.train.export import write_model
 from megatier.train.metrics import MetricsLog, format_count, format_seconds
-from megatier.train.plan import hidden_at
-from megatier.train.probe import cached_rates
+from megatier.train.process import make_repeatable, seed, share_interpreter
 from megatier.train.report import Progress, QueueBytes, StepReport, TierState, TierUse, print_moves, print_placement
 from megatier.train.run_directory import (
     CHECKPOINT_FOLDER,
@@ -55,14 +47,10 @@ from megatier.train.run_directory import (
     RunDirectory,
 )
 from megatier.train.run_state import RunState
-from megatier.train.search import Choice, changed, search
-from megatier.train.session import Session, WeightReader, budgets_of, choose_device, compiles, open_model
+from megatier.train.session import Session, WeightReader, choose_device, open_model
 from megatier.train.stop import StopRequest
-from megatier.train.trial import skeleton_of
 from megatier.train.watchdog import Watchdog
 
-SWITCH_SECONDS = 0.0005
-"""Of the interpreter; Python's own 5 ms are longer than a piece of state takes to copy."""
 TRACED_STEPS = 3
 """The trace keeps the last steps only: one step of a large model has thousands of spans."""
 
@@ -266,60 +254,6 @@ class _Run:
         self._log.write({"step": step, "heldout_loss": loss})
 
 
-def fix_choices(config: RunConfig) -> RunConfig:
-    """The config with numeric choices that the machine decides: the run directory records what was chosen."""
-    chosen = compiles(config.model, choose_device(config.tiers))
-    return replace(config, model=replace(config.model, compile=chosen))
-
-
-def plan_choices(config: RunConfig, given: frozenset[str], console: Console) -> tuple[RunConfig, Forecast | None]:
-    """The config with the settings that make the simulated step shortest, where `megatier bench` measured the machine.
-
-    And the step that they should make. Where nothing fits by estimate the config stays as it is: the run itself says
-    what is short.
-    """
-    device = choose_device(config.tiers)
-    rates = cached_rates([mount.directory for mount in config.tiers.mounts], device.type)
-    if rates is None:
-        if device.type == "cuda":
-            console.print("`megatier bench` would measure this machine and let the planner choose what is not given")
-        return config, None
-    gpu, ram = budgets_of(config.tiers, device)
-    budgets = Budgets(gpu, ram, sum(budget_bytes(mount) for mount in config.tiers.mounts))
-    compiled = compiles(config.model, device)
-    try:
-        choice = search(skeleton_of(config.model), config, rates, budgets, compiles=compiled, fixed=given)
-    except PlanError as error:
-        console.print(f"no plan fits by estimate, so the settings stay as they are: {error}", highlight=False)
-        return config, None
-    words = " ".join(f"--{name} {value}" for name, value in choice.settings.items())
-    console.print(f"planned, {choice.seconds:.3g} s a step: {words}", markup=False, highlight=False, soft_wrap=True)
-    _describe_hidden(console, choice, config.train.batch * config.data.sequence_length)
-    return changed(config, choice.settings), choice.forecast
-
-
-def seed(number: int) -> None:
-    """Start every source of random numbers."""
-    torch.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number % (1 << 32))
-
-
-def share_interpreter() -> None:
-    """Let threads that wait for the interpreter have it soon: lanes and compute hand over thousands of times a step."""
-    sys.setswitchinterval(SWITCH_SECONDS)
-
-
-def make_repeatable(config: RunConfig) -> None:
-    """Choose only operations whose result repeats bit by bit in a fresh process, where the config asks for it."""
-    if not config.numerics.deterministic:
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
-    torch.use_deterministic_algorithms(True)
-    # A debugging aid that costs a pass over memory; torch sets it through a module's class, which mypy cannot see.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
 def rate_of(step: int, train: TrainConfig) -> float:
     """Learning rate of step 1, 2, ... of a run."""
     return learning_rate(
@@ -375,19 +309,6 @@ def _describe(console: Console, config: RunConfig, session: Session, text: Packe
         for tier in Tier
     ]
     print_placement(console, states)
-
-
-def _describe_hidden(console: Console, choice: Choice, tokens: int) -> None:
-    """N*, where state spills: more tokens a step cost the drives nothing."""
-    if not choice.forecast.moved_bytes.get("ram_to_nvme"):
-        return
-    least = hidden_at(choice.trial, choice.placement, tokens)
-    if least is None:
-        return
-    text = f"from N* = {least:,} tokens a step on; this run has {tokens:,}"
-    if least == tokens:
-        text = f"at this run's {tokens:,} tokens a step"
-    console.print(f"all but compute is hidden {text}", highlight=False, soft_wrap=True)
 
 
 def _describe_speculation(console: Console, speculation: Speculation) -> None:
