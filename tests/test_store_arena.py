@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +54,18 @@ def test_arena_that_the_system_lacks_is_a_capacity_error() -> None:
     with pytest.raises(CapacityError, match="refused") as caught:
         Arena(1 << 60, CPU)
     assert (caught.value.tier, caught.value.needed_bytes) == ("ram", 1 << 60)
+
+
+def test_arena_that_cuda_does_not_page_lock_is_a_capacity_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = SimpleNamespace(
+        cudaError=SimpleNamespace(success=0),
+        cudaHostRegister=lambda *_: 2,
+        cudaGetErrorString=lambda code: f"error {code}: out of memory",
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    with pytest.raises(CapacityError, match=r"error 2: out of memory.*lower tiers\.ram") as caught:
+        Arena(PAGE_BYTES, CPU, pin=True)
+    assert (caught.value.tier, caught.value.needed_bytes) == ("ram", PAGE_BYTES)
 
 
 def test_slots_are_equal_disjoint_page_aligned_and_last_in_last_out() -> None:

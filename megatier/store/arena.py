@@ -55,9 +55,15 @@ class Arena:
             raise CapacityError(tier, self.num_bytes, 0, f"The system refused the memory ({error}).") from error
         self.address = self.bytes.data_ptr()
         if pin:
-            cudart = torch.cuda.cudart()
-            torch.cuda.check_error(cudart.cudaHostRegister(self.address, self.num_bytes, 0))
-            self.pinned = True
+            self._pin()
+
+    def _pin(self) -> None:
+        cudart = torch.cuda.cudart()
+        code = cudart.cudaHostRegister(self.address, self.num_bytes, 0)
+        if code != cudart.cudaError.success:
+            remedy = f"CUDA refused to page-lock it ({cudart.cudaGetErrorString(code)}); lower tiers.ram."
+            raise CapacityError("ram", self.num_bytes, 0, remedy)
+        self.pinned = True
 
     def _device_bytes(self, device: torch.device) -> torch.Tensor:
         return torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
