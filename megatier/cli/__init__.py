@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 import threading
@@ -24,6 +25,8 @@ COMMANDS = {
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_UNREAD = 1
+"""Nobody reads the output any more; rich ends a process so, too. `train` and `resume` go on: see `train.outlet`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,20 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words after the program's name; None: those of this process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        print(usage())
-        return 0
-    command, *rest = words
-    if command not in COMMANDS:
-        print(f"megatier: error: no command {command!r}; there are {', '.join(COMMANDS)}.", file=sys.stderr)
-        return EXIT_ERROR
-    debug = "--debug" in rest
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is ended cleans up, as on Ctrl-C
+    debug = "--debug" in words
     try:
-        # Imported here, so that --help is fast and doctor runs where something else is broken.
-        module = importlib.import_module(f"megatier.cli.{command}")
-        return int(module.run([word for word in rest if word != "--debug"]))
+        code = _run([word for word in words if word != "--debug"])
+        print(end="", flush=True)  # that the reader is gone shows here, not while Python exits
     except MegatierError as error:
         if debug:
             raise
@@ -57,6 +50,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print("megatier: interrupted.", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_UNREAD
+    return code
+
+
+def _run(words: Sequence[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    command, *rest = words
+    if command not in COMMANDS:
+        print(f"megatier: error: no command {command!r}; there are {', '.join(COMMANDS)}.", file=sys.stderr)
+        return EXIT_ERROR
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is ended cleans up, as on Ctrl-C
+    # Imported here, so that --help is fast and doctor runs where something else is broken.
+    return int(importlib.import_module(f"megatier.cli.{command}").run(rest))
 
 
 def usage() -> str:

@@ -6,10 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from megatier import config_file
 from megatier.errors import ConfigError
+from megatier.train.outlet import run_console
 from megatier.train.run_directory import CONFIG_FILE
 
 
@@ -37,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
 
     train(
         loaded,
-        Console(),
+        run_console(),
         config_file.given(path, words),
         resumes=True,
         accepts_changes=options.accept_changes,

@@ -7,9 +7,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from megatier import config, config_file
+from megatier.train.outlet import run_console
 
 HELP = """\
 usage: megatier train [CONFIG.yaml] [--debug] [--section.key VALUE ...]
@@ -37,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
     loaded = config_file.load(path, words)
     from megatier.train.trainer import train  # loads torch: only once the config is known to be right
 
-    train(loaded, Console(), config_file.given(path, words))
+    train(loaded, run_console(), config_file.given(path, words))
     return 0
 
 
