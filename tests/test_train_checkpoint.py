@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -134,7 +135,7 @@ def test_checkpoint_is_read_by_plain_zarr(made: tuple[Path, dict[Kind, dict[str,
             array = root[f"{name}/{tensor}"]
             assert array.dtype == "float32"
             assert torch.equal(torch.from_numpy(array[:]), values), tensor
-    assert root.attrs["megatier"] == {"format": 1, "step": 1}
+    assert root.attrs["megatier"]["state"] == {"step": 1}
     assert not any("lm_head" in name for name in root["params"]), "a tied weight comes once"
 
 
@@ -221,13 +222,25 @@ def test_restore_of_another_models_checkpoint_is_refused(whole: Path, tmp_path: 
         restore(session, whole)
 
 
-@pytest.mark.parametrize("text", ["{}", '{"attributes": {"megatier": {"format": 2}}}', '{"attributes": 3}', "nonsense"])
+@pytest.mark.parametrize("text", ["{}", '{"attributes": {"megatier": {"format": 1}}}', '{"attributes": 3}', "nonsense"])
 def test_read_state_of_no_checkpoint_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "zarr.json").write_text(text)
     with pytest.raises(CheckpointError):
         read_state(tmp_path)
     with pytest.raises(CheckpointError, match="No such file"):
         read_state(tmp_path / "nothing")
+
+
+def test_read_state_with_any_bit_flipped_is_refused_or_the_same(copied: Path) -> None:
+    path, state = copied / "zarr.json", read_state(copied)
+    raw = path.read_bytes()
+    assert state == {"step": 1}
+    for bit in range(8 * len(raw)):
+        harmed = bytearray(raw)
+        harmed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(harmed)
+        with contextlib.suppress(CheckpointError):
+            assert read_state(copied) == state, f"bit {bit % 8} of byte {bit // 8}"
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ made of the model's own names alone.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import re
@@ -35,7 +36,7 @@ from megatier.train.run_directory import CHECKPOINT_FOLDER
 from megatier.train.session import Session
 
 ARRAYS = {"params": Kind.WEIGHT, "exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
-FORMAT = 1
+FORMAT = 2
 NUM_THREADS = 4
 METADATA_FILE = "zarr.json"
 METADATA_BYTES_MAX = 16 << 20
@@ -115,7 +116,7 @@ def save(session: Session, folder: Path, step: int, state: Mapping[str, Any], *,
         folder.mkdir(mode=0o700, exist_ok=True)
         remove_leftovers(folder)
         check_room(folder, session.units, 0)
-        _write_metadata(partial, session.units, {"format": FORMAT, **state})
+        _write_metadata(partial, session.units, {"format": FORMAT, "state": state, "digest": _digest(state)})
         _write_arrays(session, partial)
         _sync(partial)
         if target.exists():  # of a run that went back to an earlier one
@@ -146,10 +147,13 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is no checkpoint of ours, or damaged.
     """
-    state = _read_metadata(path).get("attributes", {})
-    state = state.get("megatier") if isinstance(state, dict) else None
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    found = _read_metadata(path).get("attributes", {})
+    found = found.get("megatier") if isinstance(found, dict) else None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no checkpoint that this version of megatier reads (format {FORMAT}).")
+    state = found.get("state")
+    if not isinstance(state, dict) or found.get("digest") != _digest(state):
+        raise CheckpointError(f"{path / METADATA_FILE} is damaged: its digest is not that of its state.")
     return state
 
 
@@ -289,6 +293,11 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DamagedCheckpointError(str(path), "is damaged: it holds no JSON object")
     return found
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    """Of plain JSON, the same before and after it was stored. Chunks have their own checksums."""
+    return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _remove(path: Path) -> None:
