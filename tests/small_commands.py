@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,6 +37,7 @@ SETTINGS: dict[str, Any] = {
     "train.learning_rate": 1e-2,
     "train.evaluate_batches": 2,
 }
+EVERY_TWO: dict[str, Any] = {"train.steps": 6, "output.checkpoint_every": 2}
 
 
 def command(folder: Path, settings: Mapping[str, Any] | None = None) -> list[str]:
@@ -71,6 +73,14 @@ def write_text(folder: Path) -> Path:
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """Records of the run in `folder/run`."""
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """Losses and a digest of the weights of a whole run."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    weights = (run / "model" / "model.safetensors").read_bytes()
+    losses = [record["loss"] for record in records if "loss" in record]
+    return {"losses": losses, "weights": hashlib.blake2b(weights).hexdigest()}
 
 
 def leftovers(folder: Path) -> Iterator[Path]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -209,6 +210,16 @@ def test_load_shares_include_their_bounds(share: str) -> None:
 def test_load_quickstart_is_valid() -> None:
     example = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
     assert load(example).data.files == ("python-stdlib",)
+
+
+def test_load_of_a_file_with_a_bit_flipped_is_read_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    for bit in range(0, 8 * len(YAML), 11):
+        harmed = bytearray(YAML.encode())
+        harmed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(harmed)
+        with contextlib.suppress(ConfigError):
+            load(path, [])
 
 
 def test_import_config_loads_no_torch() -> None:

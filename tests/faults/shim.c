@@ -1,10 +1,12 @@
-/* Preloaded in front of pread, pwrite and unlink: a drive that misbehaves on one file.
+/* Preloaded in front of pread, pwrite, unlink and clock_gettime: a drive that misbehaves on one file, or a wall clock.
  *
  *   FAULT_PATH    only files whose path ends so
- *   FAULT_OP      some of read, write, unlink
+ *   FAULT_OP      some of read, write, unlink; or clock, which concerns no file
  *   FAULT_KIND    short: every transfer is said to have moved at most SHORT_BYTES, and did not more than it had to
  *                 eintr: every other call is interrupted
+ *                 late:  every third transfer takes longer, so that transfers end in another order than they began
  *                 hang:  transfers never end
+ *                 jump:  every other look at the wall clock is a day earlier
  *                 flip:  one bit of the byte at FAULT_OFFSET is wrong
  *                 else an errno as a number: transfers end at FAULT_OFFSET, then fail; unlink fails
  *   FAULT_OFFSET  byte in the file; where it is not set, every transfer fails
@@ -18,9 +20,12 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/types.h>
+#include <time.h>
 #include <unistd.h>
 
 #define SHORT_BYTES 5000
+#define LATE_US 3000
+#define DAY_S 86400
 
 typedef ssize_t transfer(int, void *, size_t, off_t);
 
@@ -59,6 +64,11 @@ static ssize_t fault(transfer *real, int fd, void *address, size_t num_bytes, of
             return real(fd, address, num_bytes, offset);
         errno = EINTR;
         return -1;
+    }
+    if (!strcmp(kind, "late")) {
+        if (atomic_fetch_add(&calls, 1) % 3 == 0)
+            usleep(LATE_US);
+        return real(fd, address, num_bytes, offset);
     }
     if (!strcmp(kind, "hang"))
         for (;;)
@@ -104,4 +114,14 @@ int unlink(const char *path)
         return real(path);
     errno = atoi(getenv("FAULT_KIND"));
     return -1;
+}
+
+int clock_gettime(clockid_t clock, struct timespec *now)
+{
+    const char *wanted = getenv("FAULT_OP");
+    int (*real)(clockid_t, struct timespec *) = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
+    int code = real(clock, now);
+    if (clock == CLOCK_REALTIME && wanted && strstr(wanted, "clock") && atomic_fetch_add(&calls, 1) % 2)
+        now->tv_sec -= DAY_S;
+    return code;
 }

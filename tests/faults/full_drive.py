@@ -1,0 +1,59 @@
+"""A run whose drive fills up while it writes its second checkpoint, and that goes on once there is room.
+
+Usage: full_drive.py FOLDER DRIVE. The drive is a small file system, for the run directory alone. Writes JSON: the exit
+code, message and checkpoints of the run before and after, and its outcome.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import torch
+from small_commands import EVERY_TWO, command, outcome
+
+from megatier.cli import main
+from megatier.train import checkpoint
+from megatier.train.session import Session
+
+BLOCK_BYTES = 4096
+
+
+def fill(path: Path) -> None:
+    """Somebody else's file, until nothing is left."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(BLOCK_BYTES)):
+            pass
+
+
+def run(words: list[str], checkpoints: Path) -> dict[str, Any]:
+    with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.redirect_stdout(io.StringIO()):
+        code = main(words)
+    return {"code": code, "errors": errors.getvalue(), "checkpoints": sorted(p.name for p in checkpoints.iterdir())}
+
+
+def both(folder: Path, drive: Path) -> dict[str, Any]:
+    real, saved = checkpoint._write_arrays, list[Path]()
+
+    def write(session: Session, partial: Path) -> None:
+        saved.append(partial)
+        if len(saved) == 2:  # that there is room was seen already
+            fill(drive / "others")
+        real(session, partial)
+
+    checkpoint._write_arrays = write
+    words = command(folder, {**EVERY_TWO, "output.directory": str(drive / "run")})
+    before = run(words, drive / "run" / "checkpoints")
+    (drive / "others").unlink()
+    after = run(["resume", str(drive / "run")], drive / "run" / "checkpoints")
+    return {"before": before, "after": after, "outcome": outcome(drive / "run")}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    json.dump(both(Path(sys.argv[1]), Path(sys.argv[2])), sys.stdout)

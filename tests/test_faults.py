@@ -1,0 +1,159 @@
+"""Whole runs in which something goes wrong on the way; docs/reliability.md lists every fault and its test."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import FAULTS
+from small_commands import EVERY_TWO, command, leftovers, outcome
+
+from megatier.cli import main
+from megatier.train.metrics import MetricsLog
+
+CHECKPOINTS = ["step-00000002", "step-00000004", "step-00000006"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _settings() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.set_num_threads(before[1])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Losses and weights of the run that meets no fault."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert main(command(folder, EVERY_TWO)) == 0
+    return outcome(folder / "run")
+
+
+def on_drive(folder: Path) -> dict[str, Any]:
+    """Settings with the state on a drive."""
+    return {**EVERY_TWO, "tiers.state": "nvme", "tiers.nvme": f"{folder}:32MiB"}
+
+
+@contextlib.contextmanager
+def after_step(step: int, harm: Callable[[], None]) -> Iterator[None]:
+    """When the step is recorded, before its checkpoint."""
+    real = MetricsLog.write
+
+    def write(self: MetricsLog, record: Mapping[str, object]) -> None:
+        real(self, record)
+        if record["step"] == step and "loss" in record:
+            harm()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MetricsLog, "write", write)
+        yield
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+
+
+# ---------------------------------------------------------------------- checkpoints that do not fit
+
+
+def refusal(run: Path, code: int, remedy: str) -> str:
+    """Pattern of the message that ends a run whose checkpoint is refused."""
+    where = rf"tier disk, {run}/checkpoints\S* at byte \d+"
+    return rf"megatier: error: \w+ a checkpoint failed on {where}: {os.strerror(code)}\. {remedy}.*\n"
+
+
+def test_train_checkpoint_on_a_drive_that_fills_up_ends_the_run_which_goes_on_once_there_is_room(
+    tmp_path: Path, whole: dict[str, Any]
+) -> None:
+    if shutil.which("unshare") is None:
+        pytest.skip("no mount namespaces here")
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    inside = 'mount -t tmpfs -o size=8m none "$0" || exit 77; exec "$@"'
+    script = [sys.executable, str(FAULTS / "full_drive.py"), str(tmp_path), str(drive)]
+    line = ["unshare", "--map-root-user", "--mount", "sh", "-c", inside, str(drive), *script]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode == 77 or done.stderr.startswith("unshare:"):
+        pytest.skip("no mount namespaces for this user")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    before, after = found["before"], found["after"]
+    assert (before["code"], before["checkpoints"]) == (2, CHECKPOINTS[:1])
+    assert re.fullmatch(refusal(drive / "run", errno.ENOSPC, "Free space"), before["errors"]), before["errors"]
+    assert (after["code"], after["errors"], after["checkpoints"]) == (0, "", CHECKPOINTS[1:])
+    assert found["outcome"] == whole
+
+
+def test_train_checkpoint_over_the_file_size_limit_ends_the_run_which_goes_on_without_it(
+    tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with after_step(4, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, hard))):
+            assert main(command(tmp_path, EVERY_TWO)) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    errors = capsys.readouterr().err
+    assert re.fullmatch(refusal(tmp_path / "run", errno.EFBIG, "Raise the file size limit"), errors), errors
+    assert checkpoints(tmp_path) == CHECKPOINTS[:1]
+    assert main(["resume", str(tmp_path / "run")]) == 0
+    assert checkpoints(tmp_path) == CHECKPOINTS[1:]
+    assert outcome(tmp_path / "run") == whole
+
+
+# ---------------------------------------------------------------------- directories that are removed
+
+
+def test_train_run_directory_removed_mid_run_ends_it_in_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with after_step(3, lambda: shutil.rmtree(tmp_path / "run")):
+        assert main(command(tmp_path, on_drive(tmp_path))) == 2
+    errors = capsys.readouterr().err
+    assert re.fullmatch(rf"megatier: error: cannot read tokens from {tmp_path}/run/data/\S+: .*\n", errors), errors
+    assert list(leftovers(tmp_path)) == []
+
+
+def test_train_block_files_removed_mid_run_are_not_missed(tmp_path: Path, whole: dict[str, Any]) -> None:
+    def remove() -> None:
+        (directory,) = tmp_path.glob("megatier-*")
+        shutil.rmtree(directory)
+
+    with after_step(3, remove):
+        assert main(command(tmp_path, on_drive(tmp_path))) == 0
+    assert outcome(tmp_path / "run") == whole
+    assert list(leftovers(tmp_path)) == []
+
+
+# ---------------------------------------------------------------------- drives and clocks that are odd
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory, faulty: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """How each run of faults/odd.py ended, in one process."""
+    script = [sys.executable, str(FAULTS / "odd.py"), str(tmp_path_factory.mktemp("odd"))]
+    done = subprocess.run(script, env=faulty, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["short", "late", "jump"])
+def test_train_transfers_that_are_short_or_out_of_order_and_clocks_that_jump_change_no_bit(
+    kind: str, whole: dict[str, Any], odd: dict[str, dict[str, Any]]
+) -> None:
+    assert odd[kind] == {"code": 0, "errors": "", "outcome": whole}
