@@ -6,11 +6,15 @@ is built, so that a `RunConfig` that exists is a valid one. Pure: no torch, noth
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
+
+import yaml
 
 from megatier.errors import ConfigError
 
@@ -23,6 +27,9 @@ PYTHON_STDLIB = "python-stdlib"
 BYTE_TOKENIZER = "bytes"
 """Value of `data.tokenizer` that stands for the byte-level tokenizer, which needs no download."""
 
+YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What yaml raises for text that is no YAML, for values such as 2026-13-45, and for tags that do not fit theirs."""
+YAML_VALUES_MAX, YAML_DEPTH_MAX = 100_000, 50
 BYTE_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     BYTE_UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
@@ -236,7 +243,7 @@ class TrainConfig:
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
         for name in ("warmup_steps", "kept_layers", "seed", "evaluate_every", "learning_rate", "weight_decay"):
             value = getattr(self, name)
-            _require(value >= 0 and math.isfinite(value), f"train.{name}", value, "at least 0")
+            _require(0 <= value < math.inf, f"train.{name}", value, "at least 0")
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "from 0 to below 1")
         _require(0 <= self.stall_timeout < math.inf, "train.stall_timeout", self.stall_timeout, "at least 0")
@@ -330,11 +337,37 @@ def parse_bytes(text: str) -> int:
     Raises:
         ConfigError: not a size.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in BYTE_UNITS:
         raise ConfigError(f"{text!r} is no byte size; write 96GiB, 500MB or a plain number of bytes")
     number, unit = match[1], BYTE_UNITS[match[2]]
     return int(number) * unit if number.isdigit() else int(float(number) * unit)
+
+
+def parse_yaml(text: str, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401  YAML holds anything
+    """What YAML text says, by a parser of it.
+
+    Raises:
+        ConfigError: no valid YAML, or it unfolds, with its aliases, to more values or deeper ones than anybody writes.
+    """
+    try:
+        _check_unfolded(yaml.compose(text, yaml.SafeLoader))
+        return parse(text)
+    except YAML_ERRORS as error:
+        raise ConfigError(f"no valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _check_unfolded(root: yaml.Node | None) -> None:
+    """Before anything is made of the nodes: ten lines of aliases and merges can stand for more than RAM holds."""
+    waiting, count = [(root, 0)], 0
+    while waiting:
+        node, depth = waiting.pop()
+        if isinstance(node, yaml.CollectionNode):
+            inner = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+            waiting.extend((item, depth + 1) for item in inner)
+        count += 1
+        if count > YAML_VALUES_MAX or depth > YAML_DEPTH_MAX:
+            raise ConfigError(f"more than {YAML_VALUES_MAX} values, or more than {YAML_DEPTH_MAX} in one another")
 
 
 def parse_mount(text: str, setting: str = "tiers.nvme") -> MountBudget:

@@ -13,13 +13,13 @@ import textwrap
 from argparse import ArgumentError
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-import yaml
 from jsonargparse import ArgumentParser, get_loader
 from jsonargparse.typing import register_type
 
-from megatier.config import SECTIONS, ByteCount, RunConfig, parse_bytes
+from megatier.config import SECTIONS, ByteCount, RunConfig, parse_bytes, parse_yaml
 from megatier.errors import ConfigError
 
 
@@ -51,8 +51,9 @@ def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunCon
     _check_known(word[2:].partition("=")[0] for word in words if word.startswith("--"))
     try:
         values = _parser().parse_args(words, namespace=_parser().parse_object(tree)).as_dict()
-    except ArgumentError as error:
+    except (ArgumentError, AttributeError, OverflowError) as error:  # a word "!!timestamp x", an int for a float
         raise ConfigError(_one_line(str(error))) from error
+    _check_given(values)
     return RunConfig(
         **{
             name: section(**{key: _builtin(value) for key, value in values[name].items()})
@@ -148,11 +149,13 @@ def _argument_type(hint: Any) -> Any:  # noqa: ANN401  type hints have no common
 def _read_yaml(path: Path) -> dict[str, dict[str, Any]]:
     """Sections of a YAML file; an empty section is an empty dict."""
     try:
-        tree = get_loader("yaml")(path.read_text(encoding="utf-8"))
+        tree = parse_yaml(path.read_text(encoding="utf-8"), get_loader("yaml"))
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no valid YAML: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path} is {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold sections such as `train:` with `steps: 100` below; found {tree!r}.")
     return _sections(tree, str(path))
@@ -184,7 +187,10 @@ def _take_model_keys(overrides: Sequence[str], tree: dict[str, dict[str, Any]]) 
             if not isinstance(target.get(parent), dict):
                 target[parent] = {}
             target = target[parent]
-        target[leaf] = get_loader("yaml")(text if equals else words.pop(0))
+        try:
+            target[leaf] = parse_yaml(text if equals else words.pop(0), get_loader("yaml"))
+        except ConfigError as error:
+            raise ConfigError(f"model.config.{key} is {error}") from error
     return rest
 
 
@@ -207,6 +213,14 @@ def _check_known(keys: Iterable[str]) -> None:
         raise ConfigError(f"unknown setting {key}; {hint}")
 
 
+def _check_given(values: Mapping[str, Any]) -> None:
+    """Refuse null where a setting must have a value: the parser lets it pass."""
+    for name, section in SECTIONS.items():
+        for key, hint in _hints(section).items():
+            if values[name][key] is None and NoneType not in get_args(hint):
+                raise ConfigError(_refusal(name, key, "is null"))
+
+
 def _section_keys(name: str) -> list[str]:
     """Dotted keys of a section; the sections themselves where there is none of this name."""
     return list(_dotted(name, _hints(SECTIONS[name]))) if name in SECTIONS else list(SECTIONS)
@@ -218,7 +232,12 @@ def _one_line(message: str) -> str:
     value = re.search(r"(?:Given value|Got value): (.*)|type _CommaList: (.*) is no", message)
     if key is None:
         return f"{' '.join(message.split())}; settings are written --section.key VALUE, after the config file."
-    section, name = key[1] or key[3], key[2] or key[4]
+    found = f"is {value[1] or value[2]!r}" if value else "has no value"
+    return _refusal(key[1] or key[3], key[2] or key[4], found)
+
+
+def _refusal(section: str, name: str, found: str) -> str:
+    """What a setting is, and what it may be."""
     hint = str(_hints(SECTIONS[section])[name]).replace("typing.", "")
     for pattern, words in (
         ("Optional\\[(.*)\\]$", r"\1 | None"),
@@ -226,5 +245,4 @@ def _one_line(message: str) -> str:
         ("<class '(\\w+)'>", r"\1"),
     ):
         hint = re.sub(pattern, words, hint)
-    found = f"is {value[1] or value[2]!r}" if value else "has no value"
     return f"{section}.{name} {found}; expected {hint}. {field_docs(SECTIONS[section])[name]}"

@@ -75,6 +75,8 @@ def test_to_dict_written_and_loaded_is_equal(file: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["--model.config.a=["], r"model\.config\.a is no valid YAML"),
+        (["--train.steps=!!timestamp x"], r"NoneType.*settings are written --section\.key VALUE"),
         (["--train.stesp", "3"], r"unknown setting train\.stesp; did you mean train\.steps\?"),
         (["--learning_rate", "3"], r"unknown setting learning_rate; did you mean train\.learning_rate\?"),
         (["--model.batch=3"], r"unknown setting model\.batch; did you mean train\.batch\?"),
@@ -127,6 +129,10 @@ def test_load_bad_override_says_key_value_and_bound(overrides: list[str], messag
     assert "\n" not in str(raised.value)
 
 
+UNFOLDING = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 30))
+"""Thirty lines that stand for 10^29 values."""
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -135,10 +141,19 @@ def test_load_bad_override_says_key_value_and_bound(overrides: list[str], messag
         ("train: 3", r"train is a section, so `key: value` lines belong below it; found 3"),
         ("[1, 2]", r"must hold sections"),
         ("", r"must hold sections"),
-        ("train: {steps: [", r"is no valid YAML: .*line 2, column 1"),
+        ("train: {steps: [", r"is no valid YAML: .*line 1, column 17"),
         ("train: {steps: true}", r"train\.steps is 'True'; expected int"),
         ("tiers: {ram: 1.5}", r"tiers\.ram is '1\.5'; expected size"),
         ("data: {files: [1]}", r"data\.files is '\[1\]'"),
+        ("train: {steps: null}", r"train\.steps is null; expected int"),
+        ("tiers: {nvme: null}", r"tiers\.nvme is null"),
+        ("train: {steps: !!timestamp x}", r"is no valid YAML"),
+        (f"train: {{learning_rate: {'9' * 400}}}", r"int too large to convert to float"),
+        (f"train: {{steps: {'9' * 5000}}}", r"is no valid YAML: Exceeds the limit"),
+        ("[" * 5000, r"is no valid YAML: maximum recursion depth"),
+        ("train: &a [*a]", r"is no valid YAML: more than 100000 values, or more than 50"),
+        (UNFOLDING, r"is no valid YAML: more than 100000 values"),
+        (UNFOLDING.replace("[*", "{<<: [*").replace("]\n", "]}\n"), r"is no valid YAML: more than 100000 values"),
     ],
 )
 def test_load_bad_file_says_why(tmp_path: Path, text: str, message: str) -> None:
@@ -169,7 +184,7 @@ def test_parse_bytes_units_are_read(text: str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "5 bananas", "1,000"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "5 bananas", "1,000", "9" * 5000, "9" * 400 + ".5"])
 def test_parse_bytes_other_text_raises(text: str) -> None:
     with pytest.raises(ConfigError, match="no byte size"):
         parse_bytes(text)

@@ -32,6 +32,15 @@ def test_open_after_torn_line_starts_a_new_one(tmp_path: Path) -> None:
     assert path.read_text() == '{"step": 1}\n{"st\n{"step": 2}\n'
 
 
+@pytest.mark.parametrize("step", ["[" * 100_000, "9" * 4000, "[3]", "null", "NaN", '"x"'])
+def test_cut_after_drops_what_has_no_step(step: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{{"step": {step}}}\n{{"step": 2}}\n{{"step": 3}}\n')
+    with MetricsLog(path) as log:
+        log.cut_after(2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
 def test_open_again_appends(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step in (1, 2):

@@ -386,6 +386,8 @@ def entry(**changes: object) -> dict[str, object]:
         (header({"a": entry(data_offsets=[0.0, 16])}), "tensor a lies outside the file"),
         (header({"a": entry(shape=[-4])}), "tensor a lies outside the file"),
         (header({"a": entry(shape=[True])}), "tensor a lies outside the file"),
+        (header({"a": entry(shape=[1 << 63])}), "tensor a lies outside the file"),
+        (header({"a": entry(shape=[1 << 62] * 99)}), "tensor a lies outside the file"),
         (header({"a": entry(shape=[5])}), r"tensor a has 16 bytes, which is not F32 of shape \(5,\)"),
         (header({"a": entry(dtype="BF16")}), "tensor a has 16 bytes"),
         (header({"a": entry(), "b": entry(data_offsets=[12, 28])}), "tensors a and b overlap"),

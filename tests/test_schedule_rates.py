@@ -48,7 +48,7 @@ def test_rates_without_drives_have_none(tmp_path: Path) -> None:
     assert read_rates(written(tmp_path, json.dumps(figures))).drives == ()
 
 
-@pytest.mark.parametrize("value", [0, -1.0, "fast", True, None, float("inf"), float("nan"), [1]])
+@pytest.mark.parametrize("value", [0, -1.0, "fast", True, None, float("inf"), float("nan"), [1], 10**400])
 def test_rates_figure_that_is_no_positive_number_is_named(tmp_path: Path, value: object) -> None:
     with pytest.raises(ConfigError, match=r"flops_per_s is .* a positive number is expected"):
         read_rates(changed(tmp_path, flops_per_s=value))
@@ -61,13 +61,24 @@ def test_rates_names_missing_and_unknown_are_all_told(tmp_path: Path) -> None:
         read_rates(written(tmp_path, json.dumps(figures)))
 
 
+def test_rates_names_that_are_no_text_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="1 is not known; None is not known; to_cpu is not known"):
+        read_rates(written(tmp_path, json.dumps(as_dict(RATES))[:-1] + ', 1: 2, null: 3, "to_cpu": 1}'))
+
+
+def test_rates_directory_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    drive = as_dict(RATES)["drives"][0] | {"directory": [1]}
+    with pytest.raises(ConfigError, match=r"directory is \[1\]; text is expected"):
+        read_rates(changed(tmp_path, drives=[drive]))
+
+
 @pytest.mark.parametrize("drives", ["/mnt/a", ["/mnt/a"], {"/mnt/a": 1}])
 def test_rates_drives_of_another_shape_are_refused(tmp_path: Path, drives: object) -> None:
     with pytest.raises(ConfigError, match="drives is a list of drives, each with directory"):
         read_rates(changed(tmp_path, drives=drives))
 
 
-@pytest.mark.parametrize("text", ["", "- 1\n", "a: [", "word"])
+@pytest.mark.parametrize("text", ["", "- 1\n", "a: [", "word", "a: 2026-13-45", "[" * 5000, "a: &a [*a]"])
 def test_rates_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"machine\.yaml"):
         read_rates(written(tmp_path, text))

@@ -100,6 +100,7 @@ HARMS: list[tuple[tuple[str, ...], object]] = [
     (("step",), True),
     (("step",), None),
     (("config",), []),
+    (("config",), {"train": 3}),
     (("environment",), 1),
     (("random",), None),
     (("text",), []),
@@ -110,7 +111,7 @@ HARMS: list[tuple[tuple[str, ...], object]] = [
 def test_read_of_a_damaged_state_is_refused(path: tuple[str, ...], value: object) -> None:
     state = stored()
     state[path[0]] = value
-    with pytest.raises(CheckpointError, match=f"damaged: {path[0]}"):
+    with pytest.raises(CheckpointError, match=f"damaged: (its )?{path[0]}"):
         RunState.read(state)
     del state[path[0]]
     with pytest.raises(CheckpointError, match=f"damaged: {path[0]}"):
@@ -128,7 +129,10 @@ def test_read_of_a_damaged_state_is_refused(path: tuple[str, ...], value: object
         {"python": [3, ["a"] * 625, None]},
         {"numpy": ["MT19937", [1], 0, 0, 0.0]},
         {"numpy": ["MT19937", [-1] * 624, 0, 0, 0.0]},
+        {"numpy": ["MT19937", [1] * 624, 1 << 20, 0, 0.0]},
+        {"numpy": ["MT19937", [1] * 624, -5, 0, 0.0]},
         {"numpy": None},
+        {"python": [3, [*range(1, 625), 624], "x"]},
     ],
     ids=str,
 )

@@ -34,6 +34,8 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000
 """The same limit as in the safetensors library."""
+MAX_DIMENSIONS = 64
+"""Torch takes no more; a product of many more large numbers takes hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,8 @@ def _checked(path: Path, name: str, entry: object, start: int, file_bytes: int) 
     """One header entry; `type(x) is int` because True is an int too."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
-            whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+            numbers = (*shape, begin, end)
+            whole = len(shape) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
             if whole and begin <= end <= file_bytes - start:
                 stored = StoredTensor(path, name, dtype, tuple(shape), start + begin, end - begin)
                 if dtype not in DTYPES or stored.num_bytes == math.prod(shape) * DTYPES[dtype].itemsize:

@@ -7,6 +7,7 @@ fields below.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from megatier.config import parse_bytes
+from megatier.config import parse_bytes, parse_yaml
 from megatier.errors import ConfigError
 
 
@@ -63,8 +64,8 @@ def read_rates(path: Path) -> Rates:
         ConfigError: unreadable, or a name is missing, unknown, or its figure no positive number.
     """
     try:
-        parsed = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        parsed = parse_yaml(path.read_text(encoding="utf-8"), yaml.safe_load)
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
     if not isinstance(parsed, dict):
         raise ConfigError(f"{path}: names and figures are expected: {', '.join(sorted(FIELDS))}.")
@@ -88,10 +89,12 @@ def _figures(path: Path, given: Mapping[str, Any], names: set[str]) -> dict[str,
     missing = names - given.keys() - OPTIONAL
     if missing or given.keys() - names:
         odd = [f"{name} is missing" for name in sorted(missing)]
-        odd += [f"{name} is not known" for name in sorted(given.keys() - names)]
+        odd += [f"{name} is not known" for name in sorted(given.keys() - names, key=str)]
         raise ConfigError(f"{path}: {'; '.join(odd)}.")
     figures: dict[str, Any] = {}
     for name, value in given.items():
+        if name == "directory" and not isinstance(value, str):
+            raise ConfigError(f"{path}: directory is {value!r}; text is expected.")
         figure: Any = value if name == "directory" else _figure(value)
         if figure is None and not (name in OPTIONAL and value is None):
             raise ConfigError(f'{path}: {name} is {value!r}; a positive number is expected, such as 5.0e9 or "14GB".')
@@ -101,11 +104,10 @@ def _figures(path: Path, given: Mapping[str, Any], names: set[str]) -> dict[str,
 
 def _figure(value: object) -> float | None:
     """A positive number; None if it is none."""
-    if isinstance(value, str):
-        try:
-            value = parse_bytes(value)
-        except ConfigError:
-            return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
-    return float(value)
+    try:
+        figure = float(parse_bytes(value) if isinstance(value, str) else value)
+    except (ConfigError, OverflowError):
+        return None
+    return figure if 0 < figure < math.inf else None

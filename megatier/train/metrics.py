@@ -108,10 +108,10 @@ def _ends_whole(path: Path) -> bool:
 
 
 def _step_of(line: bytes) -> float:
-    """Of a record; infinite where a killed process left half of one."""
+    """Of a record; infinite where it is none, as where a killed process left half of one."""
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return math.inf
 
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 
@@ -66,6 +67,8 @@ class RunState:
         for name, kind in FIELDS.items():
             if type(stored.get(name)) is not kind:
                 raise CheckpointError(f"the checkpoint is damaged: {name} is {str(stored.get(name))[:100]!r}.")
+        if not all(isinstance(settings, dict) for settings in stored["config"].values()):
+            raise CheckpointError("the checkpoint is damaged: its config has a section that is none.")
         if stored["step"] < 0:
             raise CheckpointError(f"the checkpoint is damaged: step is {stored['step']}.")
         return cls(**{name: stored[name] for name in FIELDS})
@@ -113,9 +116,8 @@ class RunState:
             if device.type == "cuda" and self.random["cuda"] is not None:
                 torch.cuda.set_rng_state(_decoded(self.random["cuda"]), device)
             kind, words, gauss = self.random["python"]
-            random.setstate((kind, tuple(words), gauss))
-            name, keys, position, has_gauss, cached = self.random["numpy"]
-            np.random.set_state((name, np.array(keys, np.uint32), position, has_gauss, cached))
+            random.setstate((kind, tuple(words), None if gauss is None else float(gauss)))
+            np.random.set_state(_numpy_state(*self.random["numpy"]))
         except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise CheckpointError(f"the checkpoint is damaged: its random states cannot be set ({error}).") from error
 
@@ -144,6 +146,14 @@ def random_states(device: torch.device) -> dict[str, Any]:
         "python": [kind, list(words), gauss],
         "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
     }
+
+
+def _numpy_state(
+    name: str, keys: list[int], position: int, has_gauss: int, cached: float
+) -> tuple[str, npt.NDArray[np.uint32], int, int, float]:
+    if not 0 <= position <= len(keys):
+        raise ValueError(f"word {position} of {len(keys)} is next")  # numpy would read it without a look
+    return name, np.array(keys, np.uint32), position, has_gauss, cached
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
