@@ -1,0 +1,207 @@
+"""Whatever is in a file, its reader takes it or refuses it by an error of ours: no other error, hang, or memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import yaml
+from mutations import harmed_bytes, harmed_tree
+from test_schedule_rates import RATES
+from test_store_chunkfile import numbers, read, write
+from test_train_run_state import CONFIG, CPU, TEXT
+
+from megatier.config import TiersConfig
+from megatier.config_file import load, to_dict
+from megatier.errors import MegatierError
+from megatier.models.shards import read_header, write_header
+from megatier.schedule.rates import as_dict, read_rates
+from megatier.store.chunkfile import Grid
+from megatier.train import checkpoint
+from megatier.train.metrics import MetricsLog
+from megatier.train.run_state import RunState, random_states
+
+SEED = 20261121
+SECONDS = 10
+"""No reader may take that long for one small file."""
+ROOM = 1 << 30
+"""Bytes of address space that readers may add."""
+
+SHAPE = (30, 40)
+GRID = Grid.of(SHAPE, 400)
+TENSORS = [
+    ("a", torch.float32, (2, 3)),
+    ("b", torch.bfloat16, (0, 4)),
+    ("c", torch.uint8, ()),
+    ("d", torch.int64, (1,)),
+]
+RECORDS = [{"step": step, "loss": 1.5, "moved_bytes": {"ram_to_gpu": step}} for step in range(1, 7)]
+
+Draw = random.Random
+
+
+class TooSlow(BaseException):
+    """A reader did not come back in SECONDS. No Exception, so that no reader catches it."""
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """Limited memory; random states as before."""
+    before, states = resource.getrlimit(resource.RLIMIT_AS), random_states(CPU)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TooSlow
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + ROOM, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        signal.signal(signal.SIGALRM, handler)
+        replace(RunState.of(0, CONFIG, CPU, TEXT), random=states).set_random(CPU)
+
+
+def as_text(draw: Draw, tree: dict[str, Any], dumps: Callable[[Any], str] = json.dumps) -> bytes:
+    """A harmed file that was the text of a tree."""
+    if draw.random() < 0.4:
+        return harmed_bytes(draw, dumps(tree).encode())
+    return json.dumps(harmed_tree(draw, tree)).encode()
+
+
+def fuzz_config(draw: Draw, folder: Path) -> None:
+    path = folder / "config.yaml"
+    config = replace(CONFIG, tiers=TiersConfig(ram=1 << 30, nvme=("/mnt/a:5GiB", "/mnt/b"), chunk=1 << 20))
+    path.write_bytes(as_text(draw, to_dict(config), yaml.safe_dump))
+    load(path)
+
+
+def fuzz_override(draw: Draw, folder: Path) -> None:
+    words = ["--model.config.model_type=llama", "--data.files=a,b", "--data.tokenizer=bytes", "--tiers.ram", "1.5GiB"]
+    words += ["--train.steps=7", "--train.clip=null", "--tiers.nvme=/mnt/a:5GiB,/mnt/b", "--model.config.a.b=[1, 2]"]
+    for _ in range(draw.randint(1, 2)):
+        index = draw.randrange(len(words))
+        words[index] = os.fsdecode(harmed_bytes(draw, os.fsencode(words[index])))
+    load(None, words)
+
+
+def fuzz_state(draw: Draw, folder: Path) -> None:
+    state = {"format": checkpoint.FORMAT, **RunState.of(3, CONFIG, CPU, TEXT).to_dict()}
+    tree = {"zarr_format": 3, "node_type": "group", "attributes": {"megatier": state}}
+    (folder / checkpoint.METADATA_FILE).write_bytes(as_text(draw, tree))
+    found = RunState.read(checkpoint.read_state(folder))
+    found.set_random(CPU)
+    assert len((torch.randn(3), random.gauss(), random.random(), np.random.randn(), np.random.rand(700))) == 5
+    found.check_text(TEXT)
+    found.check(CONFIG, CPU)
+
+
+def fuzz_array(draw: Draw, folder: Path) -> None:
+    chunks = {"name": "regular", "configuration": {"chunk_shape": list(Grid.of(SHAPE).chunk_shape)}}
+    keys = {"name": "default", "configuration": {"separator": "/"}}
+    tree = {"zarr_format": 3, "node_type": "array", "shape": list(SHAPE), "data_type": "float32", "attributes": {}}
+    tree |= {"codecs": checkpoint.CODECS, "chunk_grid": chunks, "chunk_key_encoding": keys, "fill_value": 0.0}
+    (folder / checkpoint.METADATA_FILE).write_bytes(as_text(draw, tree))
+    checkpoint._grid(folder, SHAPE)
+
+
+def fuzz_chunks(draw: Draw, folder: Path) -> None:
+    write(folder / "a", GRID, numbers(SHAPE), piece=1200)
+    try:
+        files = sorted(path for path in (folder / "a").rglob("*") if path.is_file())
+        for path in draw.sample(files, draw.randint(0, 2)):
+            path.write_bytes(harmed_bytes(draw, path.read_bytes()))
+        assert torch.equal(read(folder / "a", GRID), numbers(SHAPE)), "what was harmed is refused"
+    finally:
+        shutil.rmtree(folder / "a")
+
+
+def fuzz_metrics(draw: Draw, folder: Path) -> None:
+    path, lines = folder / "metrics.jsonl", [json.dumps(record).encode() + b"\n" for record in RECORDS]
+    harmed = b"".join(as_text(draw, record) + b"\n" for record in draw.sample(RECORDS, 3))
+    path.write_bytes(b"".join(lines) + harmed)
+    with MetricsLog(path) as log:
+        log.cut_after(4)
+        log.write({"step": 5})
+    assert path.read_bytes().startswith(b"".join(lines[:4]))
+    assert path.read_bytes().endswith(b'{"step": 5}\n')
+
+
+def fuzz_rates(draw: Draw, folder: Path) -> None:
+    path = folder / "machine.yaml"
+    path.write_bytes(as_text(draw, as_dict(RATES), yaml.safe_dump))
+    found = read_rates(path)
+    assert all(Path(drive.directory) and 0 < drive.read_bytes_per_s < math.inf for drive in found.drives)
+
+
+def fuzz_header(draw: Draw, folder: Path) -> None:
+    raw = write_header(TENSORS)
+    if draw.random() < 0.3:
+        raw = harmed_bytes(draw, raw)
+    else:
+        header = as_text(draw, json.loads(raw[8:]))
+        raw = len(header).to_bytes(8, "little") + header
+    path = folder / "model.safetensors"
+    path.write_bytes(raw + bytes(33))
+    for tensor in read_header(path).values():
+        assert 0 <= tensor.offset <= tensor.offset + tensor.num_bytes <= path.stat().st_size
+
+
+READERS = (
+    (fuzz_config, 150),
+    (fuzz_override, 100),
+    (fuzz_state, 400),
+    (fuzz_array, 1000),
+    (fuzz_chunks, 150),
+    (fuzz_metrics, 400),
+    (fuzz_rates, 300),
+    (fuzz_header, 2000),
+)
+"""Each with as many inputs as run in about a second."""
+
+
+def fuzz(reader: Callable[[Draw, Path], None], first: int, count: int, folder: Path) -> tuple[int, int]:
+    """Try inputs first, first + 1, ...; returns how many were read and how many refused."""
+    num_read = 0
+    with bounded():
+        for number in range(first, first + count):
+            signal.alarm(SECONDS)
+            try:
+                reader(Draw(SEED + number), folder)
+                num_read += 1
+            except MegatierError:
+                pass
+            except BaseException as error:
+                error.add_note(f"input {number} of {reader.__name__}")
+                raise
+            finally:
+                signal.alarm(0)
+    return num_read, count - num_read
+
+
+@pytest.mark.parametrize(("reader", "count"), READERS, ids=lambda value: getattr(value, "__name__", ""))
+def test_harmed_input_is_read_or_refused(reader: Callable[[Draw, Path], None], count: int, tmp_path: Path) -> None:
+    num_read, num_refused = fuzz(reader, 0, count, tmp_path)
+    assert num_read, "some harm does not matter"
+    assert num_refused or reader is fuzz_metrics, "most harm does"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("reader", "count"), READERS, ids=lambda value: getattr(value, "__name__", ""))
+def test_much_harmed_input_is_read_or_refused(reader: Callable[[Draw, Path], None], count: int, tmp_path: Path) -> None:
+    fuzz(reader, count, 50 * count, tmp_path)
