@@ -101,9 +101,13 @@ def fuzz_override(draw: Draw, folder: Path) -> None:
 
 
 def fuzz_state(draw: Draw, folder: Path) -> None:
-    state = {"format": checkpoint.FORMAT, **RunState.of(3, CONFIG, CPU, TEXT).to_dict()}
-    tree = {"zarr_format": 3, "node_type": "group", "attributes": {"megatier": state}}
-    (folder / checkpoint.METADATA_FILE).write_bytes(as_text(draw, tree))
+    state = RunState.of(3, CONFIG, CPU, TEXT).to_dict()
+    if draw.random() < 0.6:  # by somebody who knows how to make the digest fit
+        state = json.loads(json.dumps(harmed_tree(draw, state)))
+    held = {"format": checkpoint.FORMAT, "state": state, "digest": checkpoint._digest(state)}
+    tree = {"zarr_format": 3, "node_type": "group", "attributes": {"megatier": held}}
+    raw = json.dumps(tree).encode() if draw.random() < 0.5 else as_text(draw, tree)
+    (folder / checkpoint.METADATA_FILE).write_bytes(raw)
     found = RunState.read(checkpoint.read_state(folder))
     found.set_random(CPU)
     assert len((torch.randn(3), random.gauss(), random.random(), np.random.randn(), np.random.rand(700))) == 5
