@@ -74,7 +74,7 @@ def timed_round(session: Session, folder: Path, home: str, number: int) -> dict[
     """Seconds and rates of one checkpoint, beside the drive's own."""
     figures = probe_drive(MountBudget(folder, 2 * GIB), seconds=2)
     began = time.perf_counter()
-    path = save(session, folder / "checkpoints", number, {}, num_kept=1)
+    path = save(session, folder / "checkpoints", number, {})
     saved = time.perf_counter()
     restore(session, path)
     restored = time.perf_counter()

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from small_commands import command, metrics
+from tiny_runs import one_thread
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from megatier.cli import main
+from megatier.engine.step import Engine
+from megatier.train.checkpoint import checkpoints, last_checkpoint
 
 KILLED_RUNS = Path(__file__).parent / "killed_runs.py"
+TIERS_OF_BAD_STEPS: list[dict[str, Any]] = [
+    {"tiers.state": "gpu"},
+    {"tiers.state": "ram", "tiers.gpu": "512KiB"},
+    {"tiers.state": "ram", "tiers.gpu": "16MiB", "tiers.streamed_share": 0.7},
+]
 
 
 def check_killed_runs(folder: Path, seed: int, count: int) -> None:
@@ -38,3 +54,98 @@ def test_run_killed_at_twenty_places_goes_on_to_the_same_bits(tmp_path: Path) ->
 @pytest.mark.slow
 def test_run_killed_at_two_hundred_places_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     check_killed_runs(tmp_path, seed=7, count=200)
+
+
+# ---------------------------------------------------------------------- in this process
+
+
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    with one_thread():
+        yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def stopped(_one_thread: None, tmp_path: Path) -> Path:
+    """A run directory whose last step and export are missing, as after a kill."""
+    settings = {"train.schedule": "constant", "output.checkpoint_every": 1, "output.keep_checkpoints": 9}
+    assert main(command(tmp_path, settings)) == 0
+    run = tmp_path / "run"
+    shutil.rmtree(run / "model")
+    shutil.rmtree(run / "checkpoints" / "step-00000003")
+    return run
+
+
+def test_resume_that_is_refused_leaves_the_config_as_it_was(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (stopped / "config.yaml").read_text()
+    assert main(["resume", str(stopped), "--tiers.gpu=10KiB"]) == 2
+    assert main(["resume", str(stopped), "--train.steps=9"]) == 2
+    assert "train.steps was 3 and is 9" in capsys.readouterr().err
+    assert (stopped / "config.yaml").read_text() == before
+    assert main(["resume", str(stopped), "--train.steps=4", "--accept-changes"]) == 0
+    assert "steps: 4" in (stopped / "config.yaml").read_text()
+
+
+def test_resume_on_other_text_is_refused_and_where_that_is_accepted_reads_it(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "a.txt").write_text("abc " * 2000)
+    words = ["resume", str(stopped), f"--data.files={other}", "--data.holdout_fraction=0"]
+    assert main(words) == 2
+    assert "data.files was" in capsys.readouterr().err
+    assert main([*words, "--accept-changes"]) == 0
+    assert (stopped / "data" / "train.tokens").stat().st_size == 2 * (8000 + 1)
+
+
+def test_resume_removes_half_a_checkpoint_before_it_asks_for_room(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = stopped / "checkpoints" / ".step-00000003.partial"
+    half.mkdir()
+    monkeypatch.setattr(
+        "megatier.train.trainer.check_room", lambda folder, *_: None if not half.exists() else pytest.fail("no room")
+    )
+    assert main(["resume", str(stopped)]) == 0
+    assert not half.exists()
+
+
+@pytest.mark.parametrize("tiers", TIERS_OF_BAD_STEPS, ids=str)
+def test_run_that_ends_on_bad_steps_goes_on_behind_them(
+    tiers: dict[str, Any], _one_thread: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"train.schedule": "constant", "output.checkpoint_every": 1, "output.keep_checkpoints": 1}
+    words = command(tmp_path, {**settings, **tiers, "train.steps": 6, "numerics.max_skips": 0})
+    folder = tmp_path / "run" / "checkpoints"
+    with pytest.MonkeyPatch.context() as patch:
+        spoil_outputs(patch, {3})
+        assert main(words) == 2
+        assert "of step 3 is not finite" in capsys.readouterr().err
+        assert [path.name for path in checkpoints(folder)] == ["step-00000003"], "with the weights of step 2"
+    with pytest.MonkeyPatch.context() as patch:
+        spoil_outputs(patch, {1})
+        assert main(["resume", str(tmp_path / "run")]) == 2
+        assert "of step 4 is not finite" in capsys.readouterr().err
+        assert last_checkpoint(folder) == folder / "step-00000004"
+    assert main(["resume", str(tmp_path / "run")]) == 0
+    assert [record["step"] for record in metrics(tmp_path) if "loss" in record] == [1, 2, 5, 6]
+
+
+def spoil_outputs(patch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    """In these training steps, and until the run ends, the first norm makes NaN."""
+    real, begun = Engine.train_step, itertools.count(1)
+    norm, is_bad = LlamaRMSNorm.forward, [False]
+
+    def train_step(self: Engine, *args: Any) -> Any:
+        is_bad[0] = next(begun) in steps
+        return real(self, *args)
+
+    def forward(self: LlamaRMSNorm, hidden: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = norm(self, hidden)
+        return found * float("nan") if is_bad[0] else found
+
+    patch.setattr(Engine, "train_step", train_step)
+    patch.setattr(LlamaRMSNorm, "forward", forward)

@@ -27,6 +27,7 @@ from megatier.train.checkpoint import (
     checkpoint_bytes,
     checkpoints,
     last_checkpoint,
+    prune,
     read_state,
     remove_leftovers,
     restore,
@@ -50,9 +51,9 @@ def steps(session: Session, train: TrainConfig, first: int, last: int) -> list[A
     return [session.engine.train_step(n, 1e-2, random_groups(train, vocab, n)) for n in range(first, last + 1)]
 
 
-def saved(session: Session, folder: Path, step: int, num_kept: int = 9) -> Path:
+def saved(session: Session, folder: Path, step: int) -> Path:
     session.player.drain()
-    return save(session, folder, step, {"step": step}, num_kept=num_kept)
+    return save(session, folder, step, {"step": step})
 
 
 ORDER = list(PLACES)
@@ -256,12 +257,39 @@ def test_save_keeps_the_last_ones_and_leaves_strangers_alone(session: Session, t
     (folder / "notes.txt").write_text("mine")
     (folder / "step-x").mkdir()
     for step in (1, 2, 10, 3):
-        saved(session, folder, step, num_kept=2)
+        saved(session, folder, step)
+        prune(folder, 2)
     assert [path.name for path in checkpoints(folder)] == ["step-00000003", "step-00000010"]
     assert last_checkpoint(folder) == folder / "step-00000010"
     assert {path.name for path in folder.iterdir()} >= {"notes.txt", "step-x"}
-    saved(session, folder, 10, num_kept=2)
-    assert read_state(folder / "step-00000010")["step"] == 10
+
+
+def test_prune_of_a_checkpoint_that_was_moved_away_removes_the_link_alone(session: Session, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    first = saved(session, folder, 1).rename(tmp_path / "elsewhere")
+    (folder / "step-00000001").symlink_to(first)
+    saved(session, folder, 2)
+    prune(folder, 1)
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+    assert read_state(first)["step"] == 1
+
+
+def test_prune_that_a_drive_refuses_says_so_and_leaves_the_last(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2):
+        saved(session, folder, step)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch, pytest.raises(TransferError, match="removing a checkpoint"):
+        patch.setattr(shutil, "rmtree", refuse)
+        prune(folder, 1)
+    assert checkpoints(folder) == [folder / "step-00000002"]
+    remove_leftovers(folder)
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
 
 
 def test_save_that_fails_leaves_the_checkpoints_before_it(

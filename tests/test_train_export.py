@@ -191,14 +191,33 @@ def test_export_of_a_damaged_checkpoint_says_what_and_leaves_nothing(
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
 
 
+def test_export_whose_checkpoint_is_removed_meanwhile_says_so(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last, fetch = run / "checkpoints" / "step-00000002", ChunkFiles.fetch
+
+    def removed(self: ChunkFiles, *args: Any) -> torch.Tensor:
+        shutil.rmtree(last, ignore_errors=True)
+        return fetch(self, *args)
+
+    monkeypatch.setattr(ChunkFiles, "fetch", removed)
+    assert "was removed meanwhile" in refused(run, tmp_path / "out", capsys)
+
+
 def test_export_of_a_state_that_no_run_wrote_is_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = run / "checkpoints" / "step-00000002" / "zarr.json"
     stored = path.read_text()
-    for config, words in (({"train": 3}, "train is a section"), ({"trainn": {}}, "did you mean train"), (3, "damaged")):
+    for config, words in (
+        ({"train": 3}, "a section that is none"),
+        ({"trainn": {}}, "did you mean train"),
+        (3, "damaged"),
+    ):
         tree = json.loads(stored)
-        tree["attributes"]["megatier"]["config"] = config
+        held = tree["attributes"]["megatier"]
+        held["state"]["config"] = config
+        held["digest"] = checkpoint._digest(held["state"])
         path.write_text(json.dumps(tree))
         assert words in refused(run, tmp_path / "out", capsys)
 

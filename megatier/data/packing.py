@@ -8,7 +8,9 @@ step.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -29,6 +31,7 @@ PIECE_CHARACTERS = 1 << 17
 """Tokenisers take about 200 bytes a token, so a longer document is tokenised in pieces that end at a line's end."""
 
 FINGERPRINT_BYTES = 16 << 20
+SETTINGS_FILE = "tokens.json"
 
 SHUFFLE_ROUNDS = 6
 """Feistel rounds; four already look random."""
@@ -77,7 +80,9 @@ class PackedText:
 
     @staticmethod
     def build(config: DataConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PackedText:
-        """Tokenise the dataset into `train.tokens` and `holdout.tokens` in a directory; what is there already is taken.
+        """Tokenise the dataset into `train.tokens` and `holdout.tokens` in a directory.
+
+        What is there already is taken, where `tokens.json` beside it says that it was made by the same settings.
 
         Raises:
             DataError: missing path, malformed line, no text, less than one sequence, or no room for the files.
@@ -86,8 +91,11 @@ class PackedText:
         dtype: np.dtype[np.unsignedinteger] = np.dtype(np.uint16 if vocabulary_size <= 1 << 16 else np.uint32)
         paths = directory / "train.tokens", directory / "holdout.tokens"
         try:
-            if not all(path.exists() for path in paths):
+            made, settings = directory / SETTINGS_FILE, _settings(config, tokenizer)
+            if not all(path.exists() for path in (*paths, made)) or made.read_text("utf-8") != settings:
+                made.unlink(missing_ok=True)
                 _write_tokens(config, tokenizer, dtype, *paths)
+                made.write_text(settings, "utf-8")
         except OSError as error:
             raise DataError(f"cannot write tokens to {directory}: {error.strerror}.") from error
         sizes = [path.stat().st_size // dtype.itemsize for path in paths]
@@ -142,6 +150,12 @@ class PackedText:
         count = self.held_out.num_tokens // self.sequence_length
         for start in range(0, count, batch):
             yield self.held_out.read(range(start, min(start + batch, count)), self.sequence_length)
+
+
+def _settings(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the tokens follow from, but for the files' contents."""
+    made_by = [type(tokenizer).__name__, tokenizer.name_or_path, len(tokenizer), tokenizer.eos_token_id]
+    return json.dumps({**dataclasses.asdict(config), "sequence_length": None, "made_by": made_by}, sort_keys=True)
 
 
 def _write_tokens(

@@ -279,8 +279,10 @@ class _Call:
         """Without gradients, uncut: evaluation, and learning what is batched."""
         stage = self.node.stage
         use = stage.source.enter(self.node.unit, Phase.FORWARD, stage.gradients.group)
-        results = self.run(self.node.leaves(use.bytes), self.flat)
-        use.leave()
+        try:
+            results = self.run(self.node.leaves(use.bytes), self.flat)
+        finally:
+            use.leave()
         return self.unpack(results)
 
     def unpack(self, results: list[Tensor | None]) -> Any:  # noqa: ANN401

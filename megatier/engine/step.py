@@ -240,6 +240,7 @@ class Engine:
         try:
             self.evaluate([batch])
         except NonFiniteError as error:
+            self._stream.cancel()
             where = f"{where}; {error}"
         row = f", and {self._skips - 1} steps before it were left out" if self._skips > 1 else ""
         return NonFiniteError(

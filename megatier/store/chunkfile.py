@@ -2,8 +2,8 @@
 
 A chunk is a run of consecutive elements of its array, so that arrays are written and read from front to back through a
 few staging buffers, whatever their size. Where another order is asked for, each buffer keeps the chunk it read last.
-Bytes go through native threads, several files in flight, and with O_DIRECT where the file system takes it. Metadata is
-not written here, and nothing is synchronised.
+Bytes go through native threads, several files in flight; they are written with O_DIRECT where the file system takes it,
+and read through the page cache. Metadata is not written here, and nothing is synchronised.
 
 Source: Zarr v3 core, codecs `bytes` (little endian) and `crc32c`.
 """
@@ -248,11 +248,11 @@ class ChunkFiles:
             raise DamagedCheckpointError(str(staged.path), "is damaged: its checksum is not that of its bytes")
 
     def _finish_write(self) -> None:
-        staged = self._flying.popleft()
+        staged = self._flying[0]
         assert staged.batch is not None
         assert staged.path is not None
         staged.batch.wait()
-        self._free.append(staged)
+        self._free.append(self._flying.popleft())
         try:
             _check(staged, "writing")
             os.ftruncate(staged.file, staged.num_bytes)

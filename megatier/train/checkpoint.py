@@ -19,7 +19,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, TransferError
+from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, MegatierError, TransferError
 from megatier.models.decoder import Unit
 from megatier.store.chunkfile import ArrayReader, ArrayWriter, ChunkFiles, Grid
 from megatier.store.tier import Kind
@@ -96,15 +96,14 @@ def find_checkpoint(path: Path) -> Path:
     return found
 
 
-def save(session: Session, folder: Path, step: int, state: Mapping[str, Any], *, num_kept: int) -> Path:
-    """Write the checkpoint of a step whose updates are done, then remove the oldest ones.
+def save(session: Session, folder: Path, step: int, state: Mapping[str, Any]) -> Path:
+    """Write the checkpoint of a step whose updates are done.
 
     Args:
         session: after `player.drain`.
         folder: of all checkpoints of the run.
-        step: its last step.
+        step: its last step, of which there is none yet.
         state: what is no array; plain JSON.
-        num_kept: whole checkpoints to keep, at least 1.
 
     Raises:
         CapacityError: there is no room. Nothing is written.
@@ -119,26 +118,42 @@ def save(session: Session, folder: Path, step: int, state: Mapping[str, Any], *,
         _write_metadata(partial, session.units, {"format": FORMAT, "state": state, "digest": _digest(state)})
         _write_arrays(session, partial)
         _sync(partial)
-        if target.exists():  # of a run that went back to an earlier one
-            _remove(target)
         partial.rename(target)
         _sync(folder)
-        for old in checkpoints(folder)[:-num_kept]:
-            _remove(old)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, TransferError):
+        if isinstance(error, MegatierError) or not isinstance(error, OSError):
             raise
         path = str(error.filename or folder)
         raise TransferError("writing a checkpoint", "disk", path, 0, error.errno or 0) from error
     return target
 
 
+def prune(folder: Path, num_kept: int) -> None:
+    """Remove all whole checkpoints but the last num_kept, at least 1; see `remove`."""
+    for path in checkpoints(folder)[:-num_kept]:
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint.
+
+    Raises:
+        TransferError: it cannot be removed; it is not among the whole ones any more, or whole.
+    """
+    hidden = path.with_name(f".{path.name}{REMOVING}")
+    try:
+        path.rename(hidden)
+        _remove(hidden)
+    except OSError as error:
+        raise TransferError("removing a checkpoint", "disk", str(path), 0, error.errno or 0) from error
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove what was begun and not finished: our hidden names, nothing else."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if HIDDEN.fullmatch(path.name):
-            shutil.rmtree(path)
+            _remove(path)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -171,7 +186,7 @@ def restore(session: Session, path: Path) -> None:
         for tensor in unit.layout.tensors
         for name in ARRAYS
     }
-    with _files([*grids.values()]) as files:
+    with _files(grids.values()) as files:
         for unit in session.units:
             for name, kind in ARRAYS.items():
                 planes = session.master_kinds if kind is Kind.WEIGHT else (kind,)
@@ -194,7 +209,7 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
     """
     root = path.resolve() / "params"
     grids = {tensor.name: _grid(root / tensor.name, tensor.shape) for unit in units for tensor in unit.layout.tensors}
-    with _files([*grids.values()]) as files:
+    with _files(grids.values()) as files:
         readers = {name: ArrayReader(files, root / name, grid) for name, grid in grids.items()}
 
         def read(unit: Unit, start: int, stop: int) -> Tensor:
@@ -248,10 +263,8 @@ def _write_arrays(session: Session, partial: Path) -> None:
         files.flush()
 
 
-@contextmanager
-def _files(grids: Sequence[Grid]) -> Iterator[ChunkFiles]:
-    with ChunkFiles(max(grid.chunk_elements for grid in grids), NUM_THREADS) as files:
-        yield files
+def _files(grids: Iterable[Grid]) -> ChunkFiles:
+    return ChunkFiles(max(grid.chunk_elements for grid in grids), NUM_THREADS)
 
 
 def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:
@@ -260,6 +273,8 @@ def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:
     Raises:
         CheckpointError: it is missing, or something else.
     """
+    if os.path.realpath(folder) != str(folder):
+        raise DamagedCheckpointError(str(folder), "leads out of its checkpoint by a link; it was not read")
     found, grid = _read_metadata(folder), Grid.of(shape)
     expected = {
         "node_type": "array",
@@ -301,10 +316,11 @@ def _digest(state: Mapping[str, Any]) -> str:
 
 
 def _remove(path: Path) -> None:
-    """First out of the list of whole ones, then for good."""
-    hidden = path.with_name(f".{path.name}{REMOVING}")
-    path.rename(hidden)
-    shutil.rmtree(hidden)
+    """A checkpoint that somebody moved elsewhere stays there: only the link to it goes."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _sync(path: Path) -> None:

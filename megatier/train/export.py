@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from megatier.config_file import from_dict
 from megatier.data.tokenizer import load_tokenizer
-from megatier.errors import mib
+from megatier.errors import CheckpointError, DamagedCheckpointError, mib
 from megatier.models.decoder import Unit, find_units
 from megatier.models.weights import export
 from megatier.train.checkpoint import find_checkpoint, open_masters, read_state
@@ -44,8 +44,15 @@ def export_checkpoint(
     config = from_dict(RunState.read(read_state(checkpoint)).config)
     model, _ = open_model(config)
     units, tokenizer = find_units(model), load_tokenizer(config)
-    with open_masters(checkpoint, units) as read:
-        write_model(console, folder, model, units, read, tokenizer, dtype or config.output.export_dtype, shard_bytes)
+    try:
+        with open_masters(checkpoint, units) as read:
+            write_model(
+                console, folder, model, units, read, tokenizer, dtype or config.output.export_dtype, shard_bytes
+            )
+    except DamagedCheckpointError as error:
+        if checkpoint.exists():
+            raise
+        raise CheckpointError(f"{checkpoint} was removed meanwhile, by its run or by hand. Export again.") from error
 
 
 def write_model(

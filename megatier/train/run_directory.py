@@ -79,7 +79,10 @@ class RunDirectory:
         text = yaml.safe_dump(to_dict(config), sort_keys=False)
         partial = self.path / f".{CONFIG_FILE}.partial"
         try:
-            partial.write_text(text, encoding="utf-8")
+            with partial.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
             partial.rename(self.path / CONFIG_FILE)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -105,7 +108,7 @@ class RunDirectory:
 
     def _remove_traces(self) -> None:
         """Remove what this run wrote: it refused to begin in a directory that had any of it."""
-        for path in (self.path / CONFIG_FILE, *(self.path / DATA_FOLDER).glob("*.tokens*")):
+        for path in (self.path / CONFIG_FILE, *(self.path / DATA_FOLDER).glob("*tokens*")):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # missing, or somebody put a file of theirs inside: it stays
             (self.path / DATA_FOLDER).rmdir()

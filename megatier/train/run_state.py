@@ -33,8 +33,6 @@ FREE = (
     "train.stall_timeout",
     "numerics.max_skips",
 )
-CHOICES = ("tiers.device",)
-"""Of the free sections, what changes numbers."""
 FIELDS = {"step": int, "config": dict, "environment": dict, "random": dict, "text": dict}
 
 
@@ -167,7 +165,7 @@ def _numeric(config: Mapping[str, Any]) -> dict[str, Any]:
         f"{section}.{name}": value
         for section, settings in config.items()
         for name, value in settings.items()
-        if f"{section}.{name}" in CHOICES or (section not in FREE_SECTIONS and f"{section}.{name}" not in FREE)
+        if section not in FREE_SECTIONS and f"{section}.{name}" not in FREE
     }
 
 

@@ -28,7 +28,10 @@ from megatier.train.checkpoint import (
     check_room,
     checkpoint_bytes,
     last_checkpoint,
+    prune,
     read_state,
+    remove,
+    remove_leftovers,
     restore,
     save,
 )
@@ -89,8 +92,6 @@ def train(
         directory = run_directory.path
         checkpoint = last_checkpoint(directory / CHECKPOINT_FOLDER)
         state = _state_of(checkpoint, config, accepts_changes) if checkpoint is not None else None
-        if resumes:
-            run_directory.write_config(config)
         model, reader = open_model(config)
         tokens = config.data.sequence_length
         session = stack.enter_context(
@@ -99,16 +100,20 @@ def train(
         tokenizer = load_tokenizer(config)
         _check_vocabulary(model, len(tokenizer))
         text = PackedText.build(config.data, tokenizer, directory / DATA_FOLDER)
+        fingerprint = text.fingerprint()
         if state is not None and not accepts_changes:
-            state.check_text(text.fingerprint())
+            state.check_text(fingerprint)
         session.store.seal()
+        remove_leftovers(directory / CHECKPOINT_FOLDER)
         if config.output.checkpoint_every:
             check_room(directory / CHECKPOINT_FOLDER, session.units, config.output.keep_checkpoints)
         _describe(console, config, session, text)
         _fill(console, session, reader, checkpoint)
+        if resumes:  # nothing refuses these settings any more
+            run_directory.write_config(config)
         log = stack.enter_context(MetricsLog(directory / METRICS_FILE))
         log.cut_after(state.step if state is not None else 0)
-        run = _Run(config, console, session, text, log, expected, watchdog)
+        run = _Run(config, console, session, text, fingerprint, log, expected, watchdog)
         is_whole = run.steps(state)
         run.report()
         if not is_whole:
@@ -130,6 +135,7 @@ class _Run:
         console: Console,
         session: Session,
         text: PackedText,
+        fingerprint: dict[str, int],
         log: MetricsLog,
         expected: Forecast | None,
         watchdog: Watchdog,
@@ -137,8 +143,10 @@ class _Run:
         self._config, self._console, self._session, self._text, self._log = config, console, session, text, log
         self._expected, self._watchdog = expected, watchdog
         self._has_learnt = False
+        """A weight has changed since the last checkpoint."""
         self._device = session.engine.options.device
-        self._fingerprint = text.fingerprint()
+        self._folder = Path(config.output.directory) / CHECKPOINT_FOLDER
+        self._fingerprint = fingerprint
         self._moved_before = session.store.moved_bytes.copy()
         self.traced: list[tuple[int, list[TraceEvent]]] = []
 
@@ -149,34 +157,44 @@ class _Run:
             seed(train.seed)
         else:
             state.set_random(self._device)
-        self._has_learnt = state is not None
         first = 1 if state is None else state.step + 1
         with Progress(self._console, train.steps) as progress, StopRequest(progress.note) as stop:
             for step in range(first, train.steps + 1):
                 try:
                     self._step(step, progress)
                 except NonFiniteError:
-                    if self._has_learnt and self._session.optimizer.hyper.deferred:  # then no weight has changed
-                        self._save(step, progress)
+                    if self._session.optimizer.hyper.deferred:  # then no weight has changed
+                        self._save_behind(step, progress)
                     raise
                 is_last = step == train.steps
                 if is_last or (train.evaluate_every and step % train.evaluate_every == 0):
                     self._evaluate(step, progress)
                 is_due = output.checkpoint_every and (is_last or step % output.checkpoint_every == 0)
-                if is_due or (stop.is_asked and not is_last):
+                stops = stop.is_asked and not is_last  # asked once: a signal may come between two looks
+                if is_due or stops:
                     self._save(step, progress)
-                if stop.is_asked and not is_last:
+                if stops:
                     return False
         return True
 
-    def _save(self, step: int, progress: Progress) -> None:
+    def _save_behind(self, step: int, progress: Progress) -> None:
+        """The run ends on bad steps: it may go on behind them. Of equal weights one checkpoint stays, of others all."""
+        twin = None if self._has_learnt else last_checkpoint(self._folder)
+        if self._has_learnt or twin is not None:
+            self._save(step, progress, prunes=False)
+        if twin is not None:
+            remove(twin)
+
+    def _save(self, step: int, progress: Progress, *, prunes: bool = True) -> None:
         began = time.perf_counter()
         with self._watchdog.watch(self._session.player):
             self._session.player.drain()
         moved_before = self._session.store.moved_bytes.copy()
         state = RunState.of(step, self._config, self._device, self._fingerprint)
-        folder = Path(self._config.output.directory) / CHECKPOINT_FOLDER
-        save(self._session, folder, step, state.to_dict(), num_kept=self._config.output.keep_checkpoints)
+        save(self._session, self._folder, step, state.to_dict())
+        self._has_learnt = False
+        if prunes:
+            prune(self._folder, self._config.output.keep_checkpoints)
         seconds = time.perf_counter() - began
         self._moved_before += self._session.store.moved_bytes - moved_before  # what steps move is compared
         self._session.player.take_events()
