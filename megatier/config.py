@@ -159,8 +159,8 @@ class TiersConfig:
     it changes nothing."""
     update_threads: int | None = None
     """Native threads that run AdamW on the CPU, 1 to 1024. None: the cores this process may use."""
-    direct_io: Literal["auto", "off"] = "auto"
-    """O_DIRECT where the file system takes it, or never."""
+    direct_io: Literal["auto", "never"] = "auto"
+    """auto: O_DIRECT where the file system takes it; or never."""
     checksums: bool = True
     """Verify what is read from NVMe."""
     gpu_direct: bool = False
@@ -287,7 +287,8 @@ class OutputConfig:
     export_dtype: Literal["bf16", "fp32"] = "bf16"
     """Type of the exported weights; fp32 writes the masters."""
     checkpoint_every: int = 0
-    """Steps between checkpoints, at least 0, and one at the end. 0: only when the run is told to stop (Ctrl-C)."""
+    """Steps between checkpoints, at least 0, and one at the end. 0: only when the run is stopped
+    by Ctrl-C or SIGTERM, or ended by steps that are not finite."""
     keep_checkpoints: int = 2
     """Checkpoints to keep, at least 1: the last ones."""
     trace: bool = False

@@ -100,6 +100,8 @@ def go_on(folder: Path, tiers: dict[str, Any]) -> int:
     """Resume on other tiers; where the kill came before there was a run, start it."""
     if not (folder / "run" / "config.yaml").exists():
         return run(folder, tiers, -1)
+    if (folder / "run" / "model").exists():  # the kill came when all was done
+        return 0
     words = [f"--{name}={value}" for name, value in tiers.items()]
     return forked(lambda: main(["resume", str(folder / "run"), *words]))
 

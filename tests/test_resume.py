@@ -88,6 +88,26 @@ def test_resume_that_is_refused_leaves_the_config_as_it_was(stopped: Path, capsy
     assert "steps: 4" in (stopped / "config.yaml").read_text()
 
 
+def test_resume_of_a_whole_run_is_refused_and_leaves_its_records(
+    _one_thread: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(tmp_path)) == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert main(["resume", str(tmp_path / "run")]) == 2
+    assert main(["resume", str(tmp_path / "run"), "--train.steps=9", "--accept-changes"]) == 2
+    assert "run holds a whole run: model is there" in capsys.readouterr().err
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_resume_without_a_checkpoint_begins_again_and_says_so(
+    stopped: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shutil.rmtree(stopped / "checkpoints")
+    assert main(["resume", str(stopped)]) == 0
+    assert "no checkpoint yet: the run begins again" in capsys.readouterr().out
+    assert [record["step"] for record in metrics(tmp_path) if "loss" in record] == [1, 2, 3]
+
+
 def test_resume_on_other_text_is_refused_and_where_that_is_accepted_reads_it(
     stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -85,6 +85,6 @@ def usage() -> str:
             "`megatier COMMAND --help` tells more; --debug shows the traceback of an error.",
             "",
             "example:",
-            "  megatier train examples/quickstart.yaml --tiers.ram 16GiB --train.steps 200",
+            "  megatier train examples/quickstart.yaml --train.steps 20 --output.directory runs/another",
         ]
     )

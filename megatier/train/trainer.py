@@ -92,6 +92,8 @@ def train(
         directory = run_directory.path
         checkpoint = last_checkpoint(directory / CHECKPOINT_FOLDER)
         state = _state_of(checkpoint, config, accepts_changes) if checkpoint is not None else None
+        if resumes:
+            _check_resumes(directory, config, checkpoint, console)
         model, reader = open_model(config)
         tokens = config.data.sequence_length
         session = stack.enter_context(
@@ -343,13 +345,23 @@ def _state_of(checkpoint: Path, config: RunConfig, accepts_changes: bool) -> Run
     state = RunState.read(read_state(checkpoint))
     if not accepts_changes:
         state.check(config, choose_device(config.tiers))
-    is_exported = (checkpoint.parents[1] / MODEL_FOLDER).exists() or not config.output.export
-    if state.step > config.train.steps or (state.step == config.train.steps and is_exported):
+    if state.step > config.train.steps or (state.step == config.train.steps and not config.output.export):
         raise ConfigError(
             f"{checkpoint} is of step {state.step}, and train.steps is {config.train.steps}: nothing is left to do. "
             "Raise train.steps to train on, with --accept-changes, since the learning rate depends on it."
         )
     return state
+
+
+def _check_resumes(directory: Path, config: RunConfig, checkpoint: Path | None, console: Console) -> None:
+    """Refuse what could not be exported in the end; say where a run without a checkpoint begins."""
+    if config.output.export and (directory / MODEL_FOLDER).exists():
+        raise ConfigError(
+            f"{directory} holds a whole run: {MODEL_FOLDER} is there. To train on, move that folder away, raise "
+            "train.steps, and add --accept-changes, since the learning rate depends on it."
+        )
+    if checkpoint is None:
+        console.print("no checkpoint yet: the run begins again")
 
 
 def _fill(console: Console, session: Session, reader: WeightReader, checkpoint: Path | None) -> None:
