@@ -42,6 +42,7 @@ def test_train_help_shows_each_setting_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--tiers.ram  (null)" in done.stdout
     assert "--train.steps  (1000)\n      Optimizer steps, at least 1." in done.stdout
+    assert "--train.activations  keep | recompute | offload  (keep)\n" in done.stdout
 
 
 def test_train_bad_setting_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from megatier import config, config_file
 from megatier.train.outlet import run_console
@@ -14,7 +15,7 @@ HELP = """\
 usage: megatier train [CONFIG.yaml] [--debug] [--section.key VALUE ...]
 
 Train a model as CONFIG.yaml says. Every setting below can stand in the file, as a key of its section, or on the command
-line, which wins. Defaults stand in brackets. Sizes are written 96GiB, 500MB or as plain bytes.
+line, which wins. Defaults stand in parentheses; null means not set. Sizes are written 96GiB, 500MB or as plain bytes.
 
   --help   show this text
   --debug  show the traceback of an error
@@ -44,9 +45,11 @@ def settings() -> Iterator[str]:
     """The help's lines about every setting: what it is, its unit, range and default."""
     for name, section in config.SECTIONS.items():
         yield f"{name}: {section.__doc__}"
-        docs = config_file.field_docs(section)
+        docs, hints = config_file.field_docs(section), get_type_hints(section)
         for field in dataclasses.fields(section):
-            default = (" ".join(field.default) or "none") if isinstance(field.default, tuple) else field.default
-            yield f"  --{name}.{field.name}  ({'null' if default is None else str(default).lower()})"
+            default = (",".join(field.default) or "none") if isinstance(field.default, tuple) else field.default
+            hint = hints[field.name]
+            choices = f"  {' | '.join(get_args(hint))}" if get_origin(hint) is Literal else ""
+            yield f"  --{name}.{field.name}{choices}  ({'null' if default is None else str(default).lower()})"
             yield textwrap.fill(docs[field.name], 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
         yield ""
