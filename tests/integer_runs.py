@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -150,6 +151,16 @@ class Run:
             found += [(name, Phase.FORWARD, group) for name in names]
             found += [(name, Phase.BACKWARD, group) for name in reversed(names)]
         return found
+
+    def moved_in_a_step(self) -> Counter[str]:
+        """Bytes per queue of a third step, with its updates."""
+        for _ in range(2):
+            self.train_step()
+        self.player.drain()
+        before = self.store.moved_bytes.copy()
+        self.train_step()
+        self.player.drain()
+        return self.store.moved_bytes - before
 
     def train_step(self, *, clipped: bool = False, skipped: bool = False) -> None:
         self.player.begin("train")

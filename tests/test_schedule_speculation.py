@@ -80,13 +80,7 @@ def test_speculation_that_is_kept_updates_in_the_backward_alone(start: Callable[
 
 def test_speculation_moves_state_once_and_weights_twice(start: Callable[..., Run]) -> None:
     run = start("nvme")
-    for _ in range(2):
-        run.train_step()
-    run.player.drain()
-    before = run.store.moved_bytes.copy()
-    run.train_step()
-    run.player.drain()
-    moved = run.store.moved_bytes - before
+    moved = run.moved_in_a_step()
     assert run.player.timeline is not None
     weights = sum(4 * run.player.units[load.unit].num_elements for load in run.player.timeline.loads)
     state = sum(12 * unit.num_elements for unit in UNITS)

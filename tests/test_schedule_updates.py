@@ -144,13 +144,7 @@ def test_gradients_that_ram_does_not_take_wait_on_nvme(
 
 def test_gradients_on_nvme_move_once_each_way(start: Callable[..., Run]) -> None:
     run = start("nvme", ram=120 << 10)
-    for _ in range(2):
-        run.train_step()
-    run.player.drain()
-    before = run.store.moved_bytes.copy()
-    run.train_step()
-    run.player.drain()
-    moved = run.store.moved_bytes - before
+    moved = run.moved_in_a_step()
     state = sum(12 * unit.num_elements for unit in UNITS)
     grads = sum(4 * unit.num_elements for unit in UNITS if run.placement.grad_homes[unit.name] is Tier.NVME)
     assert grads

@@ -288,6 +288,9 @@ def test_prune_that_a_drive_refuses_says_so_and_leaves_the_last(
         patch.setattr(shutil, "rmtree", refuse)
         prune(folder, 1)
     assert checkpoints(folder) == [folder / "step-00000002"]
+    with monkeypatch.context() as patch, pytest.raises(TransferError, match="removing a checkpoint"):
+        patch.setattr(shutil, "rmtree", refuse)
+        remove_leftovers(folder)
     remove_leftovers(folder)
     assert [path.name for path in folder.iterdir()] == ["step-00000002"]
 

@@ -142,18 +142,21 @@ def remove(path: Path) -> None:
         TransferError: it cannot be removed; it is not among the whole ones any more, or whole.
     """
     hidden = path.with_name(f".{path.name}{REMOVING}")
-    try:
+    with _removing(path):
         path.rename(hidden)
         _remove(hidden)
-    except OSError as error:
-        raise TransferError("removing a checkpoint", "disk", str(path), 0, error.errno or 0) from error
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what was begun and not finished: our hidden names, nothing else."""
+    """Remove what was begun and not finished: our hidden names, nothing else.
+
+    Raises:
+        TransferError: one cannot be removed.
+    """
     for path in folder.iterdir() if folder.is_dir() else ():
         if HIDDEN.fullmatch(path.name):
-            _remove(path)
+            with _removing(path):
+                _remove(path)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -313,6 +316,14 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
 def _digest(state: Mapping[str, Any]) -> str:
     """Of plain JSON, the same before and after it was stored. Chunks have their own checksums."""
     return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+@contextmanager
+def _removing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TransferError("removing a checkpoint", "disk", str(path), 0, error.errno or 0) from error
 
 
 def _remove(path: Path) -> None:
