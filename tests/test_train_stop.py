@@ -12,7 +12,7 @@ from megatier.train.stop import StopRequest
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stop_request_signal_is_noted_and_the_second_one_interrupts(number: signal.Signals) -> None:
     said: list[str] = []
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(number, signal.default_int_handler)  # a shell may have started this process with SIGINT ignored
     with StopRequest(said.append) as stop:
         os.kill(os.getpid(), number)
         assert stop.is_asked
