@@ -64,12 +64,12 @@ class Run:
 FREE: dict[str, Any] = {"state": ("gpu", "ram"), "ram": 116 * GIB}
 RAM_ONLY: dict[str, Any] = {"state": ("ram",), "ram": 116 * GIB}
 SPILLED: dict[str, Any] = {
-    "tiers": {"state": ("gpu", "ram", "nvme"), "gpu": 70 * GIB, "ram": 28 * GIB},
+    "tiers": {"state": ("gpu", "ram", "nvme"), "gpu": 31 * GIB // 2, "ram": 163 * GIB // 2},
     "nvme": 32 * GIB,
-    "model": {"saved_share": 0.0},
+    "model": {"saved_share": 0.2},
     "train": {"clip": 1e9, "slices": 8},
 }
-TWICE: dict[str, Any] = {"tiers": SPILLED["tiers"] | {"generations": 2, "ram": 61 * GIB // 2}}
+TWICE: dict[str, Any] = {"tiers": SPILLED["tiers"] | {"generations": 2, "ram": 84 * GIB}}
 CLIPPED: dict[str, Any] = {"train": SPILLED["train"] | {"clip": 1e-3}}
 ROWS = {
     1: Run(shape="8b", batch=16, what="free", tiers=FREE | {"gpu": 83 * GIB}),
@@ -99,9 +99,9 @@ ROWS = {
         shape="3b",
         batch=16,
         what="GPU 24 GiB",
-        tiers=FREE | {"gpu": 39 * GIB // 2, "gpu_limit": 24 * GIB},
+        tiers=FREE | {"gpu": 79 * GIB // 4, "gpu_limit": 24 * GIB},
         model={"saved_share": 0.0, "loss_chunk": 1024},
-        train={"slices": 2, "activations": "offload", "kept_layers": 8},
+        train={"slices": 2, "activations": "offload", "kept_layers": 4},
     ),
     8: Run(
         shape="8b",

@@ -12,9 +12,10 @@ Fitted to nine runs of two Llama shapes on a GPU, with which tests/test_train_me
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from megatier.config import RunConfig
@@ -26,7 +27,7 @@ CONTEXT_BYTES = 1_000_000_000
 """What the driver and libraries hold."""
 BESIDE_PRODUCTS = 1.4
 """Hidden sizes a token that a layer saves beside the outputs of its products."""
-SAVED = ((0.0, 0.0), (0.3, 0.48), (0.6, 0.83), (0.8, 1.0), (1.0, 1.43))
+SAVED = ((0.0, 0.0), (0.1, 0.21), (0.15, 0.27), (0.2, 0.3), (0.3, 0.48), (0.6, 0.83), (0.8, 1.0), (1.0, 1.43))
 """Saved share, and what is then saved over what is saved at 0.8, measured; but always the input."""
 REPEATED = 2.3
 """What one layer's backward holds while it repeats its forward, over what the layer saves at 0.8."""
@@ -82,14 +83,13 @@ def _saved(unit: Unit, hidden: int, config: RunConfig, work: Workload, compiles:
     share = config.model.saved_share if compiles else 1.0
     if policy is Activations.RECOMPUTE or not share:
         return 1.0
-    return max(1.0, _interpolated(share) * _products(unit, hidden))
+    return max(1.0, interpolated(SAVED, share) * _products(unit, hidden))
 
 
-def _interpolated(share: float) -> float:
-    for (low, less), (high, more) in pairwise(SAVED):
-        if share <= high:
-            return less + (more - less) * (share - low) / (high - low)
-    return SAVED[-1][1]
+def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
+    """The value of a broken line through points, the first and last of which hold beyond them."""
+    xs, ys = zip(*points, strict=True)
+    return float(np.interp(at, xs, ys))
 
 
 def _products(unit: Unit, hidden: int) -> float:

@@ -27,9 +27,8 @@ from megatier.train.trial import Trial
 GROUPS = (1, 2, 4, 8)
 SLICES = (1, 2, 4, 8)
 POLICIES = ("keep", "recompute", "offload")
-SHARES = (0.8, 0.0)
-"""Saved share, with `keep` and with the others, where a compiled layer saves its inputs alone. On a GPU torch 2.11 did
-not compile 0.1 and 0.3."""
+SHARES = (0.8, 0.5, 0.2, 0.0)
+"""Saved shares; 0 goes with the policies that save a layer's input alone, the others with `keep`."""
 STREAMED = (0.0, 0.3, 0.5, 0.6)
 GENERATIONS = (1, 2)
 MARGIN = 0.06
@@ -131,7 +130,7 @@ def _computed(config: RunConfig, compiles: bool, fixed: frozenset[str]) -> Itera
         groups, slices, policy, share = settings.values()
         if config.train.batch % (groups * slices):
             continue
-        if is_free and ((policy == "keep") != (share > 0) or (share and (slices > 1 or not compiles))):
+        if is_free and ((policy == "keep") != (share > 0) or (share != SHARES[0] and share and not compiles)):
             continue
         yield settings
 

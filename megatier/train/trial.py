@@ -19,14 +19,12 @@ from megatier.schedule.placement import Budgets, Placement, place
 from megatier.schedule.rates import Rates
 from megatier.schedule.timeline import Access
 from megatier.store.tier import Phase, Tier
-from megatier.train.memory import ActivationBytes, activation_bytes
+from megatier.train.memory import ActivationBytes, activation_bytes, interpolated
 from megatier.train.workload import Workload, read_model_config
 
-REPEATED = 0.7
-"""Share of a layer's forward that its backward repeats under recompute: the last product is not needed again, and
-compiled layers repeat cheap things alone."""
-CHEAP = 0.15
-"""Share of a layer's forward that is norms and products of elements, which a compiled layer repeats first."""
+REPEATED = ((0.0, 0.7), (0.1, 0.6), (0.15, 0.55), (0.3, 0.39), (0.5, 0.16), (0.8, 0.03), (1.0, 0.0))
+"""Saved share, and what part of a compiled layer's forward its backward repeats, measured on layers of 8B shape. At 0,
+as under recompute, that is all but the last product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +171,8 @@ def _compute_seconds(
 
 def _repeated(config: RunConfig, work: Workload, unit: Unit, compiles: bool) -> float:
     """Share of the forward that the backward does again."""
-    share = config.model.saved_share
-    if work.activations[unit.name] is not Activations.KEEP or (compiles and not share):
-        return REPEATED
-    return CHEAP * (1 - share) if compiles else 0.0
+    kept = config.model.saved_share if compiles else 1.0
+    return interpolated(REPEATED, kept if work.activations[unit.name] is Activations.KEEP else 0.0)
 
 
 def _experts(text: Any) -> tuple[int, float]:  # noqa: ANN401 - a config of any family
