@@ -66,7 +66,12 @@ class ThreadPool:
 
 def copy(target: int, source: int, num_bytes: int) -> None: ...
 def fill(target: int, byte: int, num_bytes: int) -> None: ...
-def checksum(address: int, num_bytes: int) -> int: ...
+def checksum(address: int, num_bytes: int) -> int:
+    """Of a chunk of a block file; native/checksum.h holds the definition."""
+
+def crc32c(address: int, num_bytes: int) -> int:
+    """Plain CRC32C, as other formats store it."""
+
 def split(master: int, weight: int, remainder: int, num_elements: int) -> None:
     """fp32 -> (bf16 rounded half away from zero, int16 remainder). Every NaN becomes (0x7fc0, 0)."""
 

@@ -40,6 +40,16 @@ static void lanes_portable(uint32_t lanes[LANES], const unsigned char *bytes, si
     }
 }
 
+static uint32_t words_portable(uint32_t crc, const unsigned char *bytes, size_t num_words)
+{
+    for (size_t i = 0; i < num_words; i++) {
+        uint64_t word;
+        memcpy(&word, bytes + 8 * i, sizeof word);
+        crc = word_portable(crc, word);
+    }
+    return crc;
+}
+
 #if defined(__x86_64__)
 /* Every level above portable implies SSE4.2. */
 static __attribute__((target("sse4.2"))) void lanes_sse42(uint32_t lanes[LANES], const unsigned char *bytes,
@@ -56,9 +66,28 @@ static __attribute__((target("sse4.2"))) void lanes_sse42(uint32_t lanes[LANES],
     }
     lanes[0] = (uint32_t)a, lanes[1] = (uint32_t)b, lanes[2] = (uint32_t)c, lanes[3] = (uint32_t)d;
 }
+
+static __attribute__((target("sse4.2"))) uint32_t words_sse42(uint32_t crc, const unsigned char *bytes, size_t num_words)
+{
+    uint64_t found = crc, word;
+    for (size_t i = 0; i < num_words; i++) {
+        __builtin_prefetch(bytes + 8 * i + PREFETCH_BYTES);
+        memcpy(&word, bytes + 8 * i, sizeof word);
+        found = _mm_crc32_u64(found, word);
+    }
+    return (uint32_t)found;
+}
 #else
 #define lanes_sse42 lanes_portable
+#define words_sse42 words_portable
 #endif
+
+static uint32_t bytes_portable(uint32_t crc, const unsigned char *bytes, size_t num_bytes)
+{
+    for (size_t i = 0; i < num_bytes; i++)
+        crc = crc >> 8 ^ table[0][(crc ^ bytes[i]) & 255];
+    return crc;
+}
 
 uint32_t checksum(const void *address, size_t num_bytes)
 {
@@ -74,8 +103,13 @@ uint32_t checksum(const void *address, size_t num_bytes)
     if (tail_bytes)
         memcpy(end + sizeof lanes, bytes + 8 * num_words, tail_bytes);
     memcpy(end + sizeof lanes + tail_bytes, &length, sizeof length);
-    uint32_t crc = ~0u;
-    for (size_t i = 0; i < end_bytes; i++)
-        crc = crc >> 8 ^ table[0][(crc ^ end[i]) & 255];
-    return ~crc;
+    return ~bytes_portable(~0u, end, end_bytes);
+}
+
+uint32_t crc32c(const void *address, size_t num_bytes)
+{
+    const unsigned char *bytes = address;
+    size_t num_words = num_bytes / 8;
+    uint32_t crc = ISA_CHOOSE(words_portable, words_sse42, words_sse42)(~0u, bytes, num_words);
+    return ~bytes_portable(crc, bytes + 8 * num_words, num_bytes % 8);
 }

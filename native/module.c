@@ -369,18 +369,31 @@ static PyObject *module_fill(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_RETURN_NONE;
 }
 
-static PyObject *module_checksum(PyObject *module, PyObject *args, PyObject *kwargs)
+/* A checksum of bytes, by the name that its error messages say. */
+static PyObject *checksum_of(PyObject *args, PyObject *kwargs, const char *format,
+                             uint32_t (*of)(const void *bytes, size_t num_bytes))
 {
-    (void)module;
     size_t address, num_bytes;
     static char *names[] = {"address", "num_bytes", NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&:checksum", names, to_size, &address, to_size, &num_bytes))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, names, to_size, &address, to_size, &num_bytes))
         return NULL;
     uint32_t found;
     Py_BEGIN_ALLOW_THREADS
-    found = checksum((const void *)address, num_bytes);
+    found = of((const void *)address, num_bytes);
     Py_END_ALLOW_THREADS
     return PyLong_FromUnsignedLong(found);
+}
+
+static PyObject *module_checksum(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    (void)module;
+    return checksum_of(args, kwargs, "O&O&:checksum", checksum);
+}
+
+static PyObject *module_crc32c(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    (void)module;
+    return checksum_of(args, kwargs, "O&O&:crc32c", crc32c);
 }
 
 static PyObject *module_split(PyObject *module, PyObject *args, PyObject *kwargs)
@@ -546,6 +559,7 @@ static PyMethodDef module_methods[] = {
     FUNCTION(copy, "target, source, num_bytes", "Copy bytes that do not overlap."),
     FUNCTION(fill, "target, byte, num_bytes", "Set every byte."),
     FUNCTION(checksum, "address, num_bytes", "CRC32C in four lanes."),
+    FUNCTION(crc32c, "address, num_bytes", "Plain CRC32C."),
     FUNCTION(split, "master, weight, remainder, num_elements", "fp32 -> bf16 and the int16 that is missing."),
     FUNCTION(join, "weight, remainder, master, num_elements", "The exact fp32 of split."),
     FUNCTION(round_bf16, "source, target, num_elements", "fp32 -> bf16, nearest even; target may be source."),

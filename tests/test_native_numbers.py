@@ -6,6 +6,7 @@ import mmap
 from collections.abc import Iterator
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -172,6 +173,14 @@ def test_checksum_keeps_its_definition() -> None:
     end = b"".join(crc32c(lane).to_bytes(4, "little") for lane in lanes) + content[96:] + (109).to_bytes(8, "little")
     memory = np.frombuffer(content, np.uint8)
     assert _native.checksum(address_of(memory), len(content)) == crc32c(end) ^ 0xFFFFFFFF
+
+
+@every_level
+@pytest.mark.parametrize("num_bytes", [0, 1, 7, 8, 9, 4096, 100_003])
+def test_crc32c_is_that_of_other_libraries(isa: str, num_bytes: int) -> None:
+    _native.set_isa(isa)
+    content = np.random.default_rng(num_bytes).integers(0, 256, num_bytes + 1, dtype=np.uint8)[1:]
+    assert _native.crc32c(address_of(content), num_bytes) == google_crc32c.value(content.tobytes())
 
 
 @pytest.mark.parametrize("num_bytes", [1, 40, 4096])
