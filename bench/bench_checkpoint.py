@@ -26,7 +26,8 @@ from torch import Tensor
 
 from megatier.config import ModelConfig, MountBudget, NumericsConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import Unit, build_skeleton
-from megatier.train.checkpoint import checkpoint_bytes, restore, save
+from megatier.train.checkpoint import checkpoint_bytes, restore
+from megatier.train.checkpoint_writer import CheckpointWriter
 from megatier.train.drive_probe import probe_drive
 from megatier.train.session import Session
 
@@ -74,7 +75,7 @@ def timed_round(session: Session, folder: Path, home: str, number: int) -> dict[
     """Seconds and rates of one checkpoint, beside the drive's own."""
     figures = probe_drive(MountBudget(folder, 2 * GIB), seconds=2)
     began = time.perf_counter()
-    path = save(session, folder / "checkpoints", number, {})
+    path = CheckpointWriter(session, folder / "checkpoints", number, {}).wait()
     saved = time.perf_counter()
     restore(session, path)
     restored = time.perf_counter()

@@ -122,7 +122,7 @@ def test_train_run_directory_removed_mid_run_ends_it_in_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with after_step(3, lambda: shutil.rmtree(tmp_path / "run")):
-        assert main(command(tmp_path, on_drive(tmp_path))) == 2
+        assert main(command(tmp_path, {**on_drive(tmp_path), "output.checkpoint_every": 0})) == 2
     errors = capsys.readouterr().err
     assert re.fullmatch(rf"megatier: error: cannot read tokens from {tmp_path}/run/data/\S+: .*\n", errors), errors
     assert list(leftovers(tmp_path)) == []

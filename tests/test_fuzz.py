@@ -104,7 +104,7 @@ def fuzz_state(draw: Draw, folder: Path) -> None:
     state = RunState.of(3, CONFIG, CPU, TEXT).to_dict()
     if draw.random() < 0.6:  # by somebody who knows how to make the digest fit
         state = json.loads(json.dumps(harmed_tree(draw, state)))
-    held = {"format": checkpoint.FORMAT, "state": state, "digest": checkpoint._digest(state)}
+    held = {"format": checkpoint.FORMAT, "state": state, "digest": checkpoint.digest_of(state)}
     tree = {"zarr_format": 3, "node_type": "group", "attributes": {"megatier": held}}
     raw = json.dumps(tree).encode() if draw.random() < 0.5 else as_text(draw, tree)
     (folder / checkpoint.METADATA_FILE).write_bytes(raw)

@@ -21,7 +21,7 @@ from megatier.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megatier.errors import CapacityError, CheckpointError, TransferError
 from megatier.store import chunkfile
 from megatier.store.tier import Kind
-from megatier.train import checkpoint
+from megatier.train import checkpoint, checkpoint_writer
 from megatier.train.checkpoint import (
     check_room,
     checkpoint_bytes,
@@ -31,8 +31,8 @@ from megatier.train.checkpoint import (
     read_state,
     remove_leftovers,
     restore,
-    save,
 )
+from megatier.train.checkpoint_writer import CheckpointWriter
 from megatier.train.run_state import RunState
 from megatier.train.session import Session
 
@@ -53,7 +53,7 @@ def steps(session: Session, train: TrainConfig, first: int, last: int) -> list[A
 
 def saved(session: Session, folder: Path, step: int) -> Path:
     session.player.drain()
-    return save(session, folder, step, {"step": step})
+    return CheckpointWriter(session, folder, step, {"step": step}).wait()
 
 
 ORDER = list(PLACES)
@@ -91,7 +91,8 @@ def test_run_saved_from_some_tiers_goes_on_in_others_to_the_same_bits(before: st
 def test_run_with_arrays_of_many_chunks_goes_on_to_the_same_bits(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "Grid", SmallGrid)
+    for module in (checkpoint, checkpoint_writer):
+        monkeypatch.setattr(module, "Grid", SmallGrid)
     go_on_elsewhere(run, "ram_nvme", "gpu_ram", tmp_path)
 
 
@@ -316,7 +317,7 @@ def test_save_that_a_drive_refuses_says_so(
     monkeypatch.setattr(
         *{
             "rename": (Path, "rename", refuse),
-            "syncfs": (checkpoint, "_sync", refuse),
+            "syncfs": (checkpoint_writer, "sync", refuse),
             "metadata": (zarr, "create_group", refuse),
         }[what]
     )

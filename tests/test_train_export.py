@@ -217,7 +217,7 @@ def test_export_of_a_state_that_no_run_wrote_is_refused(
         tree = json.loads(stored)
         held = tree["attributes"]["megatier"]
         held["state"]["config"] = config
-        held["digest"] = checkpoint._digest(held["state"])
+        held["digest"] = checkpoint.digest_of(held["state"])
         path.write_text(json.dumps(tree))
         assert words in refused(run, tmp_path / "out", capsys)
 

@@ -171,10 +171,15 @@ def _sentences(plan: Plan) -> Iterator[str]:
         yield f"Gradients of {count} units wait on NVMe, because RAM is too short for them: 4 bytes a parameter more."
     if plan.hidden_at is not None:
         yield f"From {format_count(plan.hidden_at)} tokens a step on all but compute is hidden, if activations fit."
-    pause = (
-        "" if plan.checkpoint_seconds is None else f" and pauses the run for {format_seconds(plan.checkpoint_seconds)}"
-    )
-    yield f"A checkpoint has {mib(plan.checkpoint_bytes)}{pause}."
+    yield f"A checkpoint has {mib(plan.checkpoint_bytes)}{_writing(plan)}."
     if plan.written_bytes_per_step:
         day = mib(round(plan.written_bytes_per_day))
         yield f"NVMe takes {mib(round(plan.written_bytes_per_step))} of writes a step, {day} a day."
+
+
+def _writing(plan: Plan) -> str:
+    """How long a checkpoint takes, where a drive is known."""
+    if plan.checkpoint_seconds is None or plan.checkpoint_pause_seconds is None:
+        return ""
+    seconds, pause = format_seconds(plan.checkpoint_seconds), format_seconds(plan.checkpoint_pause_seconds)
+    return f" and is written in {seconds}, of which training waits {pause}"

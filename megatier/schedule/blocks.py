@@ -19,6 +19,7 @@ from megatier.schedule.placement import Placement, Policy, UnitSpec, bytes_per_e
 from megatier.schedule.timeline import Load
 from megatier.store.store import TieredStore
 from megatier.store.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
+from megatier.store.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class UnitBlocks:
         self.store, self.units, self.placement, self.policy = store, units, placement, policy
         self.kinds = state_kinds(split=policy.split)
         self.valid = dict.fromkeys(units, 0)
+        self._readers: dict[tuple[str, int], Transfer] = {}
         self._register()
 
     def key(self, unit: str, kind: Kind, generation: int | None = None) -> str:
@@ -73,6 +75,15 @@ class UnitBlocks:
     def advance(self, unit: str) -> None:
         """The unit's other generation holds from now on. None of its weights may lie in a GPU slot."""
         self.valid[unit] ^= 1
+
+    def hold(self, unit: str, reader: Transfer) -> None:
+        """Somebody reads the generation of a unit's state that holds: until then, updates leave it as it is."""
+        self._readers[unit, self.valid[unit]] = reader
+
+    def readers(self, unit: str, generation: int) -> list[Transfer]:
+        """What overwrites a generation of a unit's state comes behind these."""
+        reader = self._readers.get((unit, generation))
+        return [reader] if reader is not None and not reader.done() else []
 
     def chunks(self, name: str) -> list[Elements]:
         """The runs of elements in which a unit's state is worked on."""

@@ -15,7 +15,7 @@ Threads: `enter`, `leave` and the gradient calls come from the thread that compu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -94,11 +94,14 @@ class Player:
         self.blocks = UnitBlocks(store, self.units, placement, policy)
         self.updates = Updates(self.blocks, optimizer, self.gate, self.recorder, self.busy)
         self._lane = Queue("load")  # it only decides and waits: no stream
+        self._checkpoints = Queue("checkpoint")
+        self.is_closed = False
+        """It is closing: what has not begun, or may stop half-way, shall not go on."""
 
     @property
     def queues(self) -> tuple[Queue, ...]:
         """Every lane that works for the run: the store's, and those of the player and its updates."""
-        return (*self.store.queues, self._lane, *self.updates.queues)
+        return (*self.store.queues, self._lane, *self.updates.queues, self._checkpoints)
 
     # ------------------------------------------------------------------ passes
 
@@ -206,9 +209,28 @@ class Player:
         """Everything that ended since the last call; does not wait for moves in flight, which may outlast a step."""
         return self.recorder.take(self.store.take_log())
 
+    def read_state(
+        self, name: str, work: Callable[[], None], before: Transfer | None = None, unit: str | None = None
+    ) -> Transfer:
+        """Work on the lane `checkpoint`, beside the passes. Call `drain` first.
+
+        Args:
+            name: of the work, for the trace.
+            work: reads state where it is home, and gives up soon when `is_closed`.
+            before: work of this lane; if it failed, this one fails with the same error, undone.
+            unit: whose state it reads; no update changes that before the work is over.
+        """
+        transfer = self._checkpoints.submit(name, 0, work, [before] if before is not None else [])
+        self.recorder.watch(transfer)
+        if unit is not None:
+            self.blocks.hold(unit, transfer)
+        return transfer
+
     def close(self) -> None:
         """Abandon what waits for compute, or has not begun, and stop the lanes. `drain` first to finish a step."""
+        self.is_closed = True
         self.gate.abandon()
+        self._checkpoints.close()  # first: updates wait for it
         self.updates.close()
         self._lane.close()
 

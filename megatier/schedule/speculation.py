@@ -115,7 +115,9 @@ class Speculation:
         attempt.units.append(unit)
         generation, chunks = self._blocks.valid[unit], self._blocks.chunks(unit)
         self._planned.extend(Chunk(attempt, unit, generation, elements) for elements in chunks)
-        self._transfers[unit] = self._lane.submit(unit, 0, partial(self._update, attempt, unit, len(chunks)), after)
+        behind = self._blocks.readers(unit, generation ^ 1)
+        work = partial(self._update, attempt, unit, len(chunks))
+        self._transfers[unit] = self._lane.submit(unit, 0, work, after, behind)
 
     def decide(self, *, clipped: bool) -> None:
         """The norm is known: what was updated holds, or is void: it should have been clipped, or left out."""

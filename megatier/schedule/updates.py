@@ -115,7 +115,8 @@ class Updates:
         """
         unit = update.unit
         after = [gradient] if gradient is not None else []
-        behind = [load] if load is not None else []
+        behind = self._blocks.readers(unit, self._blocks.valid[unit])
+        behind += [load] if load is not None else []
         self.speculation.drop(unit)
         if self._placement.updater(unit) is Tier.GPU:
             transfer = self._on_gpu.submit(unit, 0, partial(self._update_on_gpu, unit), after, behind)

@@ -36,7 +36,7 @@ CHUNK_ELEMENTS = 8 << 20
 """32 MiB: large enough for the drive, small enough for several to wait in RAM."""
 CRC_BYTES = 4
 STAGED = 8
-"""Staging buffers: three arrays are filled side by side, the others are on their way."""
+"""Staging buffers: one that is filled or looked at, the others on their way."""
 QUEUE_DEPTH_MAX = 1024
 
 
@@ -125,17 +125,17 @@ class Staged:
 
 
 class ChunkFiles:
-    """Staging buffers and native threads for chunk files. Use as a context, from one thread."""
+    """Staging buffers and native threads for chunk files. Use as a context, from one thread at a time."""
 
-    def __init__(self, chunk_elements: int, num_threads: int) -> None:
-        """Allocate STAGED buffers for chunks of at most so many elements.
+    def __init__(self, chunk_elements: int, num_threads: int, num_staged: int = STAGED) -> None:
+        """Allocate buffers for chunks of at most so many elements.
 
         Raises:
             CapacityError: the system refused the memory.
         """
         size = round_up(4 * chunk_elements + CRC_BYTES)
-        arena = Arena(STAGED * size, torch.device("cpu"))
-        self._free = deque(Staged(arena.view(index * size, size)) for index in range(STAGED))
+        arena = Arena(num_staged * size, torch.device("cpu"))
+        self._free = deque(Staged(arena.view(index * size, size)) for index in range(num_staged))
         self._flying: deque[Staged] = deque()
         self._pool = _native.ThreadPool(num_threads, QUEUE_DEPTH_MAX)
 
@@ -206,7 +206,7 @@ class ChunkFiles:
             self._free.append(staged)
 
     def fetch(self, path: Path, chunk_elements: int) -> Tensor:
-        """One chunk, fp32 [chunk_elements] with its padding; not read again before STAGED others were fetched.
+        """One chunk, fp32 [chunk_elements] with its padding; not read again before as many others as there are buffers.
 
         Raises:
             DamagedCheckpointError, TransferError: as in `read`.

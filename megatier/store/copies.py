@@ -283,6 +283,20 @@ class Copies:
         assign(home.fills, span, transfer)
         return transfer
 
+    # ------------------------------------------------------------------ out
+
+    def copy_out(self, block: Block, span: Span, target: torch.Tensor) -> Transfer:
+        """Home on the GPU or on NVMe -> RAM outside of the store. No placement asks for it, so it is not counted."""
+        key, extent, files = block.spec.key, block.extent, self._files
+        if extent is not None and files is not None:
+            address, stop = target.data_ptr(), extent.padded(span[1])
+            return self._lanes.submit("nvme_to_ram", key, 0, lambda: files.read(key, extent, span[0], stop, address))
+        home, queue = block.find(Tier.GPU, span), "state_to_ram"  # where it yields to what compute waits for
+        inside, outside = self.view(home, span), target[: span[1] - span[0]]
+        transfer = self._lanes.submit(queue, key, 0, lambda: self._lanes.copy(queue, outside, inside))
+        home.use(transfer)
+        return transfer
+
     # ------------------------------------------------------------------ away
 
     def occupants(self, copy: Copy) -> list[Transfer]:

@@ -330,9 +330,23 @@ class TieredStore:
             copy.use(transfer)
             return transfer
 
+    def copy_out(self, key: str, span: Span, target: torch.Tensor) -> Transfer:
+        """Start copying bytes from their home on the gpu or on NVMe into RAM outside of the store, past all slots.
+
+        It takes no lease, and `moved_bytes` leaves it out.
+
+        Args:
+            key: a block whose bytes are home (`settle`) and stay as they are until the transfer is over.
+            span: byte range.
+            target: uint8 on the CPU, page aligned, as long as the span in whole pages; to be kept as long.
+        """
+        with self._lock:
+            block, span = self._span(key, span)
+            return self._copies.copy_out(block, span, target)
+
     @property
     def moved_bytes(self) -> Counter[str]:
-        """Bytes submitted per queue since the start."""
+        """Bytes submitted per queue since the start, but for those of `copy_out`."""
         return self._lanes.moved_bytes
 
     def take_log(self) -> list[Transfer]:

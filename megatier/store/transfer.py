@@ -344,7 +344,7 @@ class Lanes:
         queue: str = "ram_to_gpu",
     ) -> Transfer:
         """Copy uint8 [n] in RAM to uint8 [n] on the GPU."""
-        return self.submit(queue, key, source.numel(), lambda: self._copy(queue, target, source), after, behind)
+        return self.submit(queue, key, source.numel(), lambda: self.copy(queue, target, source), after, behind)
 
     # HOP 4/6: gradient in a GPU slot -> RAM slot
     def to_ram(
@@ -358,7 +358,7 @@ class Lanes:
         queue: str = "gpu_to_ram",
     ) -> Transfer:
         """Copy uint8 [n] on the GPU to uint8 [n] in RAM."""
-        return self.submit(queue, key, source.numel(), lambda: self._copy(queue, target, source), after, behind)
+        return self.submit(queue, key, source.numel(), lambda: self.copy(queue, target, source), after, behind)
 
     def take_log(self) -> list[Transfer]:
         """Transfers submitted since the last call."""
@@ -370,7 +370,8 @@ class Lanes:
         for lane in self.queues.values():
             lane.close()
 
-    def _copy(self, queue: str, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, queue: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy on the lane whose worker calls it."""
         if self.clock is None:
             _native.copy(target.data_ptr(), source.data_ptr(), source.numel())
             return

@@ -5,15 +5,14 @@
         exp_avg/<name>, exp_avg_sq/<name>
 
 Names are those of the model's parameters; a tied one comes once. `zarr.open_group(path)["params/lm_head.weight"][:]`
-reads a tensor. zarr writes the metadata and `chunkfile` the bytes.
+reads a tensor.
 
-A checkpoint is written under a hidden name and renamed when all of it is on the drive. Nothing is unpickled; a path is
-made of the model's own names alone.
+A checkpoint is written (`checkpoint_writer`) under a hidden name and renamed when all of it is on the drive. Nothing is
+unpickled; a path is made of the model's own names alone.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
@@ -21,16 +20,15 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, MegatierError, TransferError
+from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, TransferError
 from megatier.models.decoder import Unit
-from megatier.store.chunkfile import ArrayReader, ArrayWriter, ChunkFiles, Grid
+from megatier.store.chunkfile import ArrayReader, ChunkFiles, Grid
 from megatier.store.tier import Kind
 from megatier.train.run_directory import CHECKPOINT_FOLDER
 from megatier.train.session import Session
@@ -96,39 +94,6 @@ def find_checkpoint(path: Path) -> Path:
     return found
 
 
-def save(session: Session, folder: Path, step: int, state: Mapping[str, Any]) -> Path:
-    """Write the checkpoint of a step whose updates are done.
-
-    Args:
-        session: after `player.drain`.
-        folder: of all checkpoints of the run.
-        step: its last step, of which there is none yet.
-        state: what is no array; plain JSON.
-
-    Raises:
-        CapacityError: there is no room. Nothing is written.
-        TransferError: writing failed. What was written is removed; the checkpoints before it are whole.
-    """
-    target = folder / f"step-{step:08d}"
-    partial = folder / f".{target.name}{WRITING}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        remove_leftovers(folder)
-        check_room(folder, session.units, 0)
-        _write_metadata(partial, session.units, {"format": FORMAT, "state": state, "digest": _digest(state)})
-        _write_arrays(session, partial)
-        _sync(partial)
-        partial.rename(target)
-        _sync(folder)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, MegatierError) or not isinstance(error, OSError):
-            raise
-        path = str(error.filename or folder)
-        raise TransferError("writing a checkpoint", "disk", path, 0, error.errno or 0) from error
-    return target
-
-
 def prune(folder: Path, num_kept: int) -> None:
     """Remove all whole checkpoints but the last num_kept, at least 1; see `remove`."""
     for path in checkpoints(folder)[:-num_kept]:
@@ -170,9 +135,14 @@ def read_state(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no checkpoint that this version of megatier reads (format {FORMAT}).")
     state = found.get("state")
-    if not isinstance(state, dict) or found.get("digest") != _digest(state):
+    if not isinstance(state, dict) or found.get("digest") != digest_of(state):
         raise CheckpointError(f"{path / METADATA_FILE} is damaged: its digest is not that of its state.")
     return state
+
+
+def digest_of(state: Mapping[str, Any]) -> str:
+    """Of plain JSON, the same before and after it was stored. Chunks have their own checksums."""
+    return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def restore(session: Session, path: Path) -> None:
@@ -226,46 +196,6 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
         yield read
 
 
-def _write_metadata(partial: Path, units: Sequence[Unit], state: Mapping[str, Any]) -> None:
-    import zarr  # slow to import, and most of a run does without
-    from zarr.codecs import BytesCodec, Crc32cCodec
-
-    root = zarr.create_group(store=str(partial), zarr_format=3, attributes={"megatier": dict(state)})
-    for name in ARRAYS:
-        group = root.create_group(name)
-        for tensor in chain.from_iterable(unit.layout.tensors for unit in units):
-            grid = Grid.of(tensor.shape)
-            group.create_array(
-                tensor.name,
-                shape=grid.shape,
-                chunks=grid.chunk_shape,
-                dtype="float32",
-                filters=None,
-                serializer=BytesCodec(endian="little"),
-                compressors=[Crc32cCodec()],
-                fill_value=0.0,
-            )
-
-
-def _write_arrays(session: Session, partial: Path) -> None:
-    grids = [Grid.of(tensor.shape) for unit in session.units for tensor in unit.layout.tensors]
-    with _files(grids) as files:
-        for unit in session.units:
-            writers = {
-                (tensor.name, name): ArrayWriter(files, partial / name / tensor.name, Grid.of(tensor.shape))
-                for tensor in unit.layout.tensors
-                for name in ARRAYS
-            }
-            for start, stop in session.runs(unit):
-                with session.open_fp32(unit, (start, stop)) as state:
-                    for tensor in unit.layout.tensors:
-                        lower, upper = max(start, tensor.start), min(stop, tensor.stop)
-                        for name, kind in ARRAYS.items() if lower < upper else ():
-                            for first, target in writers[tensor.name, name].rooms(upper - lower):
-                                state.copy(kind, lower - start + first, target)
-        files.flush()
-
-
 def _files(grids: Iterable[Grid]) -> ChunkFiles:
     return ChunkFiles(max(grid.chunk_elements for grid in grids), NUM_THREADS)
 
@@ -313,11 +243,6 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _digest(state: Mapping[str, Any]) -> str:
-    """Of plain JSON, the same before and after it was stored. Chunks have their own checksums."""
-    return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
 @contextmanager
 def _removing(path: Path) -> Iterator[None]:
     try:
@@ -332,13 +257,3 @@ def _remove(path: Path) -> None:
         path.unlink()
     else:
         shutil.rmtree(path)
-
-
-def _sync(path: Path) -> None:
-    """All of the file system on the drive: one call, where a large checkpoint has thousands of files and folders."""
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        if ctypes.CDLL(None, use_errno=True).syncfs(directory):
-            raise OSError(ctypes.get_errno(), "syncfs", str(path))
-    finally:
-        os.close(directory)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from megatier.config import RunConfig
 from megatier.errors import PlanError
 from megatier.models.decoder import find_units
-from megatier.schedule.forecast import HOST_SECONDS, Forecast
+from megatier.schedule.forecast import HOST_SECONDS, QUEUES_OF_DISK, Forecast
 from megatier.schedule.placement import Budgets, Placement, bytes_per_element
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.schedule.timeline import Access
@@ -61,7 +61,8 @@ class Plan:
         forecast: of a step.
         compute_seconds: of a step, if nothing else took time.
         checkpoint_bytes: of one checkpoint.
-        checkpoint_seconds: that it pauses the run, on a drive such as the first; None where none is known.
+        checkpoint_seconds: of writing it, on a drive such as the first; None where none is known.
+        checkpoint_pause_seconds: of these, that training waits.
         hidden_at: N*, the tokens of a step from which all but compute is hidden; None: none that was tried.
         changes: what would help, the best first.
     """
@@ -77,6 +78,7 @@ class Plan:
     compute_seconds: float
     checkpoint_bytes: int
     checkpoint_seconds: float | None
+    checkpoint_pause_seconds: float | None
     hidden_at: int | None
     changes: tuple[Change, ...]
 
@@ -123,6 +125,7 @@ class Plan:
             "written_bytes_per_day": self.written_bytes_per_day,
             "checkpoint_bytes": self.checkpoint_bytes,
             "checkpoint_seconds": self.checkpoint_seconds,
+            "checkpoint_pause_seconds": self.checkpoint_pause_seconds,
             "changes": [dataclasses.asdict(change) for change in self.changes],
         }
 
@@ -157,6 +160,8 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
     for (name, kind), home in placement.homes.items():
         state[home, kind] += sizes[name] * bytes_per_element(kind, split=work.policy.split)
     tokens = config.train.batch * config.data.sequence_length
+    num_bytes = checkpoint_bytes(work.units)
+    written_s = checkpoint_seconds(num_bytes, placement.state_bytes.get(Tier.NVME, 0), rates.drives)
     return Plan(
         sum(tensor.num_elements for unit in work.units for tensor in unit.layout.tensors),
         tokens,
@@ -167,19 +172,29 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         trial.activations,
         made,
         trial.compute_seconds,
-        checkpoint_bytes(work.units),
-        checkpoint_seconds(checkpoint_bytes(work.units), placement.state_bytes.get(Tier.NVME, 0), rates.drives),
+        num_bytes,
+        written_s,
+        pause_seconds(written_s, made) if written_s is not None else None,
         hidden_at(trial, placement, tokens),
         _changes(trial, tokens, tokens / made.seconds, spills=Tier.NVME in placement.homes.values()),
     )
 
 
 def checkpoint_seconds(num_bytes: int, spilled_bytes: int, drives: Sequence[DriveRates]) -> float | None:
-    """How long a checkpoint takes on the first drive: it is written, and what spilled is read, on the same drive."""
+    """How long a checkpoint is written on the first drive, from which what spilled is read as well."""
     if not drives:
         return None
     rate = drives[0].mixed_bytes_per_s if spilled_bytes else drives[0].write_bytes_per_s
     return (num_bytes + spilled_bytes) / rate
+
+
+def pause_seconds(written_s: float, step: Forecast) -> float:
+    """What is left of the writing of a checkpoint after a step: for so long no state changes.
+
+    The drives' own work in that step comes first, as if the checkpoint went to the drives of the state.
+    """
+    drives_s = sum(step.alone_seconds.get(queue, 0.0) for queue in QUEUES_OF_DISK)
+    return max(0.0, written_s - max(0.0, step.seconds - drives_s))
 
 
 # ---------------------------------------------------------------------- what if

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -33,23 +33,6 @@ class WeightReader(Protocol):
 
     def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
         """(first element, flat fp32 tensor) pieces of a unit's layout, in increasing order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fp32State:
-    """A leased run of a unit's state, read in fp32."""
-
-    planes: Mapping[Kind, Tensor]
-    """uint8, where the store has them."""
-
-    def copy(self, kind: Kind, first: int, target: Tensor) -> None:
-        """Copy elements from `first` on into fp32 [n] on the CPU: the master for Kind.WEIGHT, else a moment."""
-        stop = first + target.numel()
-        if kind is Kind.WEIGHT and Kind.REMAINDER in self.planes:
-            weight = self.planes[kind].view(torch.bfloat16)[first:stop]
-            join_master(weight, self.planes[Kind.REMAINDER].view(torch.int16)[first:stop], target)
-        else:
-            target.copy_(self.planes[kind].view(torch.float32)[first:stop])
 
 
 class Session:
@@ -158,8 +141,8 @@ class Session:
             pieces: (first element, flat fp32) of the unit's layout, in increasing order; what they leave out is 0.
         """
         ahead: tuple[int, Tensor] | None = None
-        buffer = torch.empty(max(stop - start for start, stop in self.runs(unit)))
-        for elements in self.runs(unit):
+        buffer = torch.empty(max(stop - start for start, stop in self._runs(unit)))
+        for elements in self._runs(unit):
             values = buffer[: elements[1] - elements[0]].zero_()
             ahead = _assemble(values, elements, pieces, ahead)
             with self.player.blocks.open_state(unit.name, elements, kinds, fresh=True) as state:
@@ -170,17 +153,11 @@ class Session:
                     state.planes[kinds[0]].view(torch.float32).copy_(values)
                 state.write_back()
 
-    def runs(self, unit: Unit) -> Iterator[tuple[int, int]]:
+    def _runs(self, unit: Unit) -> Iterator[tuple[int, int]]:
         """A unit's elements in runs of bounded size; one at home on the GPU, which is updated whole, is cut as well."""
         for start, stop in self.player.blocks.chunks(unit.name):
             for first in range(start, stop, CHUNK_ELEMENTS_MAX):
                 yield first, min(first + CHUNK_ELEMENTS_MAX, stop)
-
-    @contextmanager
-    def open_fp32(self, unit: Unit, elements: tuple[int, int]) -> Iterator[Fp32State]:
-        """Lease the whole state of one of `runs(unit)`, to be read in fp32. Call `player.drain` first."""
-        with self.player.blocks.open_state(unit.name, elements, self.player.blocks.kinds) as state:
-            yield Fp32State(state.planes)
 
     def read_master(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a unit's fp32 master weights, flat, on the CPU. Call `player.drain` first."""

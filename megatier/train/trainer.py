@@ -26,15 +26,13 @@ from megatier.store.tier import Tier
 from megatier.store.transfer import QUEUES
 from megatier.train.checkpoint import (
     check_room,
-    checkpoint_bytes,
     last_checkpoint,
-    prune,
     read_state,
     remove,
     remove_leftovers,
     restore,
-    save,
 )
+from megatier.train.checkpoint_writer import CheckpointWriter
 from megatier.train.choices import fix_choices, plan_choices
 from megatier.train.export import write_model
 from megatier.train.metrics import MetricsLog, format_count, format_seconds
@@ -150,6 +148,10 @@ class _Run:
         self._folder = Path(config.output.directory) / CHECKPOINT_FOLDER
         self._fingerprint = fingerprint
         self._moved_before = session.store.moved_bytes.copy()
+        self._checkpoint: CheckpointWriter | None = None
+        """It is on its way."""
+        self._paused = 0.0
+        """Seconds that it held up this thread so far."""
         self.traced: list[tuple[int, list[TraceEvent]]] = []
 
     def steps(self, state: RunState | None) -> bool:
@@ -159,7 +161,7 @@ class _Run:
             seed(train.seed)
         else:
             state.set_random(self._device)
-        first = 1 if state is None else state.step + 1
+        first, stops = 1 if state is None else state.step + 1, False
         with Progress(self._console, train.steps) as progress, StopRequest(progress.note) as stop:
             for step in range(first, train.steps + 1):
                 try:
@@ -171,38 +173,58 @@ class _Run:
                 is_last = step == train.steps
                 if is_last or (train.evaluate_every and step % train.evaluate_every == 0):
                     self._evaluate(step, progress)
+                self._end_checkpoint(progress, waits=False)
                 is_due = output.checkpoint_every and (is_last or step % output.checkpoint_every == 0)
                 stops = stop.is_asked and not is_last  # asked once: a signal may come between two looks
                 if is_due or stops:
                     self._save(step, progress)
                 if stops:
-                    return False
-        return True
+                    break
+            self._end_checkpoint(progress)
+        return not stops
 
     def _save_behind(self, step: int, progress: Progress) -> None:
         """The run ends on bad steps: it may go on behind them. Of equal weights one checkpoint stays, of others all."""
+        self._end_checkpoint(progress)
         twin = None if self._has_learnt else last_checkpoint(self._folder)
         if self._has_learnt or twin is not None:
             self._save(step, progress, prunes=False)
+            self._end_checkpoint(progress)
         if twin is not None:
             remove(twin)
 
     def _save(self, step: int, progress: Progress, *, prunes: bool = True) -> None:
+        """Begin a checkpoint; the steps after it go on while it is written."""
+        self._end_checkpoint(progress)
         began = time.perf_counter()
         with self._watchdog.watch(self._session.player):
             self._session.player.drain()
-        moved_before = self._session.store.moved_bytes.copy()
         state = RunState.of(step, self._config, self._device, self._fingerprint)
-        save(self._session, self._folder, step, state.to_dict())
+        num_kept = self._config.output.keep_checkpoints if prunes else None
+        self._checkpoint = CheckpointWriter(self._session, self._folder, step, state.to_dict(), num_kept)
         self._has_learnt = False
-        if prunes:
-            prune(self._folder, self._config.output.keep_checkpoints)
-        seconds = time.perf_counter() - began
-        self._moved_before += self._session.store.moved_bytes - moved_before  # what steps move is compared
         self._session.player.take_events()
-        num_bytes = checkpoint_bytes(self._session.units)
-        progress.note(f"step {step}: checkpoint written ({mib(num_bytes)}, {format_seconds(seconds)})")
-        self._log.write({"step": step, "checkpoint_bytes": num_bytes, "checkpoint_seconds": seconds})
+        self._paused = time.perf_counter() - began
+
+    def _end_checkpoint(self, progress: Progress, *, waits: bool = True) -> None:
+        """Tell of the checkpoint that was begun, if it is whole; wait for that if it `waits`."""
+        writer = self._checkpoint
+        if writer is None or not (waits or writer.is_over()):
+            return
+        began, self._checkpoint = time.perf_counter(), None
+        with self._watchdog.watch(self._session.player):
+            writer.wait()
+        self._paused += time.perf_counter() - began
+        size, seconds, paused = mib(writer.num_bytes), format_seconds(writer.seconds), format_seconds(self._paused)
+        progress.note(f"step {writer.step}: checkpoint written ({size}, {seconds}, of which training waited {paused})")
+        self._log.write(
+            {
+                "step": writer.step,
+                "checkpoint_bytes": writer.num_bytes,
+                "checkpoint_seconds": writer.seconds,
+                "checkpoint_pause_seconds": self._paused,
+            }
+        )
 
     def report(self) -> None:
         """What moved, against what the placement demands."""
@@ -230,6 +252,7 @@ class _Run:
         events = session.player.take_events()
         self.traced = [*self.traced[1 - TRACED_STEPS :], (step, events)]
         stalls = stall_seconds(events)
+        self._paused += stalls.get("checkpoint", 0.0)
         count = batch["input_ids"].numel()
         tiers = tuple(TierUse(tier, used, budget) for tier, used, budget in _tier_uses(session))
         attainment = None if self._expected is None else self._expected.seconds / seconds

@@ -1,4 +1,4 @@
-"""A run whose drive fills up while it writes its second checkpoint, and that goes on once there is room.
+"""A run whose drive is full while it writes its second checkpoint, and that goes on once there is room.
 
 Usage: full_drive.py FOLDER DRIVE. The drive is a small file system, for the run directory alone. Writes JSON: the exit
 code, message and checkpoints of the run before and after, and its outcome.
@@ -18,8 +18,8 @@ import torch
 from small_commands import EVERY_TWO, command, outcome
 
 from megatier.cli import main
-from megatier.train import checkpoint
-from megatier.train.session import Session
+from megatier.store.transfer import Transfer
+from megatier.train.checkpoint_writer import CheckpointWriter
 
 BLOCK_BYTES = 4096
 
@@ -38,18 +38,24 @@ def run(words: list[str], checkpoints: Path) -> dict[str, Any]:
 
 
 def both(folder: Path, drive: Path) -> dict[str, Any]:
-    real, saved = checkpoint._write_arrays, list[Path]()
+    begin, finish, begun = CheckpointWriter._begin, CheckpointWriter._finish, list[int]()
 
-    def write(session: Session, partial: Path) -> None:
-        saved.append(partial)
-        if len(saved) == 2:  # that there is room was seen already
+    def begin_and_fill(self: CheckpointWriter) -> None:
+        begin(self)
+        begun.append(self.step)
+        if len(begun) == 2:  # that there is room was seen already
             fill(drive / "others")
-        real(session, partial)
 
-    checkpoint._write_arrays = write
+    def finish_and_free(self: CheckpointWriter, last: Transfer) -> None:
+        try:
+            finish(self, last)
+        finally:
+            (drive / "others").unlink(missing_ok=True)
+
+    CheckpointWriter._begin = begin_and_fill  # type: ignore[method-assign]
+    CheckpointWriter._finish = finish_and_free  # type: ignore[method-assign]
     words = command(folder, {**EVERY_TWO, "output.directory": str(drive / "run")})
     before = run(words, drive / "run" / "checkpoints")
-    (drive / "others").unlink()
     after = run(["resume", str(drive / "run")], drive / "run" / "checkpoints")
     return {"before": before, "after": after, "outcome": outcome(drive / "run")}
 

@@ -35,14 +35,14 @@ def drive(player: Player) -> None:
 
 def lane(player: Player) -> None:
     """Copies of weights to the GPU do not end."""
-    real = Lanes._copy
+    real = Lanes.copy
 
     def copy(self: Lanes, queue: str, target: Tensor, source: Tensor) -> None:
         if queue == "ram_to_gpu":
             never.wait()
         real(self, queue, target, source)
 
-    Lanes._copy = copy  # type: ignore[method-assign]
+    Lanes.copy = copy  # type: ignore[method-assign]
 
 
 def slot(player: Player) -> None:

@@ -1,0 +1,288 @@
+"""Writes a checkpoint while training goes on.
+
+After `player.drain` the state of a step is home. It stays as it is until the updates of the next step, and the update
+of a unit comes behind the lane `checkpoint`, which goes through the units in the order of their updates. So nothing is
+copied first: planes at home in RAM are read where they lie, others pass through a few buffers. A thread for each of the
+arrays (masters and both moments) fills chunks, and native threads write them; a unit is free when it lies in chunks.
+
+No deadlock: this lane takes no slots and waits for drives and copies alone, never for an update or for compute.
+
+zarr writes the metadata and `chunkfile` the bytes. The folder has a hidden name until all of it is on the drive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain, product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatier import _native
+from megatier.engine.optimizer import join_master
+from megatier.errors import MegatierError, StepAbandonedError, TransferError
+from megatier.models.decoder import Unit
+from megatier.schedule.placement import bytes_per_element
+from megatier.store.arena import Arena
+from megatier.store.chunkfile import ArrayWriter, ChunkFiles, Grid
+from megatier.store.tier import Kind, Tier, round_up
+from megatier.store.transfer import Transfer
+from megatier.train.checkpoint import (
+    ARRAYS,
+    FORMAT,
+    METADATA_FILE,
+    WRITING,
+    check_room,
+    checkpoint_bytes,
+    digest_of,
+    prune,
+    remove_leftovers,
+)
+from megatier.train.session import Session
+
+RUN_ELEMENTS = 2 << 20
+"""Elements of a plane that are brought to RAM at once: 4 or 8 MiB."""
+NUM_THREADS = 2
+"""Native threads that write each array."""
+NUM_STAGED = 3
+"""Chunks of each array in RAM: one that is filled, the others on their way."""
+
+
+class CheckpointWriter:
+    """One checkpoint on its way. `wait` for it before the next one, and before the end.
+
+    Attributes:
+        step: its last step.
+        num_bytes: of its arrays.
+        seconds: that it took, once it is over.
+    """
+
+    def __init__(
+        self, session: Session, folder: Path, step: int, state: Mapping[str, Any], num_kept: int | None = None
+    ) -> None:
+        """Begin; the caller goes on.
+
+        Args:
+            session: after `player.drain`, and no checkpoint of it is on its way.
+            folder: of all checkpoints of the run.
+            step: its last step, of which there is none yet.
+            state: what is no array; plain JSON.
+            num_kept: of the whole checkpoints, this one included, at least 1; None: all.
+        """
+        self.step, self.num_bytes, self.seconds = step, checkpoint_bytes(session.units), 0.0
+        self._session, self._folder, self._num_kept = session, folder, num_kept
+        self._target = folder / f"step-{step:08d}"
+        self._partial = folder / f".{self._target.name}{WRITING}"
+        self._attributes = {"format": FORMAT, "state": dict(state), "digest": digest_of(state)}
+        self._opened = ExitStack()
+        self._writers: list[_PlaneWriter] = []
+        self._began = time.perf_counter()
+        player = session.player
+        last = player.read_state("begin", self._begin)
+        # The immediate mode updates in the backward.
+        for unit in session.units if session.optimizer.hyper.deferred else reversed(session.units):
+            work = partial(self._write_unit, unit, player.blocks.valid[unit.name])
+            last = player.read_state(unit.name, work, last, unit.name)
+        self._end = player.read_state("end", partial(self._finish, last))
+
+    def is_over(self) -> bool:
+        """True when `wait` would not block."""
+        return self._end.done()
+
+    def wait(self) -> Path:
+        """Block until it is whole.
+
+        Raises:
+            CapacityError: there was no room. Nothing was written.
+            TransferError, IntegrityError: reading or writing failed. What was written is removed; the checkpoints
+                before it are whole.
+            StepAbandonedError: the session was closed meanwhile. The same.
+        """
+        self._end.wait()
+        return self._target
+
+    # ------------------------------------------------------------------ the lane's side
+
+    def _begin(self) -> None:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        remove_leftovers(self._folder)
+        check_room(self._folder, self._session.units, 0)
+        self._partial.mkdir(mode=0o700)
+        layouts = [unit.layout for unit in self._session.units]
+        chunk_elements = max(Grid.of(tensor.shape).chunk_elements for layout in layouts for tensor in layout.tensors)
+        self._opened.callback(self._writers.clear)  # the lane remembers its last work
+        run_elements = min(RUN_ELEMENTS, max(layout.num_elements for layout in layouts))
+        buffers = _Buffers(self._session, run_elements)
+        self._opened.callback(buffers.close)
+        kinds = {**{name: (kind,) for name, kind in ARRAYS.items()}, "params": self._session.master_kinds}
+        for name in ARRAYS:
+            files = self._opened.enter_context(ChunkFiles(chunk_elements, NUM_THREADS, NUM_STAGED))
+            self._writers.append(_PlaneWriter(self._session, files, self._partial / name, kinds[name], buffers))
+        self._threads = ThreadPoolExecutor(len(ARRAYS), "megatier-checkpoint")
+        self._opened.callback(self._threads.shutdown)  # first: what they fill goes
+
+    def _write_unit(self, unit: Unit, generation: int) -> None:
+        list(self._threads.map(lambda writer: writer.write(unit, generation), self._writers))
+
+    def _finish(self, last: Transfer) -> None:
+        """Make it whole, or leave nothing of it."""
+        try:
+            try:
+                last.wait()
+                for writer in self._writers:
+                    writer.files.flush()
+            finally:
+                self._opened.close()
+            write_metadata(self._partial, self._session.units, self._attributes)
+            sync(self._partial)
+            self._partial.rename(self._target)
+            sync(self._folder)
+            if self._num_kept is not None:
+                prune(self._folder, self._num_kept)
+        except BaseException as error:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            if isinstance(error, MegatierError) or not isinstance(error, OSError):
+                raise
+            path = str(error.filename or self._folder)
+            raise TransferError("writing a checkpoint", "disk", path, 0, error.errno or 0) from error
+        self.seconds = time.perf_counter() - self._began
+
+
+class _Buffers:
+    """RAM for planes that are not at home there: two runs of each kind, one of them on its way."""
+
+    def __init__(self, session: Session, run_elements: int) -> None:
+        """Allocate, unless all state is in RAM."""
+        self.run_elements = run_elements
+        self._places: dict[Kind, tuple[int, int]] = {}
+        kinds, num_bytes = session.player.blocks.kinds, 0
+        for kind in kinds:
+            size = round_up(run_elements * bytes_per_element(kind, split=Kind.REMAINDER in kinds))
+            self._places[kind] = num_bytes, size
+            num_bytes += 2 * size
+        passes = any(home is not Tier.RAM for home in session.placement.homes.values())
+        is_cuda = session.store.device.type == "cuda"
+        self._arena = Arena(num_bytes, torch.device("cpu"), pin=is_cuda) if passes else None
+
+    def of(self, kind: Kind, number: int) -> Tensor:
+        """uint8, for a kind's run of this number; the one after the next has the same place."""
+        assert self._arena is not None, "all state is in RAM"
+        start, size = self._places[kind]
+        return self._arena.view(start + number % 2 * size, size)
+
+    def close(self) -> None:
+        """Unlock the pages."""
+        if self._arena is not None:
+            self._arena.close()
+
+
+class _PlaneWriter:
+    """Writes the masters, or one of the moments, to files of its own; from one thread at a time."""
+
+    def __init__(
+        self, session: Session, files: ChunkFiles, folder: Path, kinds: Sequence[Kind], buffers: _Buffers
+    ) -> None:
+        self._player, self._store, self._blocks = session.player, session.store, session.player.blocks
+        self.files, self._folder, self._kinds, self._buffers = files, folder, kinds, buffers
+
+    def write(self, unit: Unit, generation: int) -> None:
+        """All of a unit's elements into chunks, the last of which may still be on their way to the drive."""
+        tensors = unit.layout.tensors
+        writers = [ArrayWriter(self.files, self._folder / t.name, Grid.of(t.shape)) for t in tensors]
+        for (start, stop), planes in self._runs(unit, generation):
+            for tensor, writer in zip(tensors, writers, strict=True):
+                lower, upper = max(start, tensor.start), min(stop, tensor.stop)
+                for first, target in writer.rooms(upper - lower) if lower < upper else ():
+                    _copy_fp32(planes, lower - start + first, target)
+
+    def _runs(self, unit: Unit, generation: int) -> Iterator[tuple[tuple[int, int], list[Tensor]]]:
+        """Runs of a unit's elements and their planes, uint8, valid until the next; that is on its way meanwhile."""
+        size, step = unit.layout.num_elements, self._buffers.run_elements
+        runs = [(start, min(start + step, size)) for start in range(0, size, step)]
+        with ExitStack() as stack:
+            ahead = self._ask(stack, unit, generation, runs[0], 0)
+            for number, run in enumerate(runs):
+                if self._player.is_closed:
+                    raise StepAbandonedError("the run was closed before its checkpoint was whole")
+                planes = ahead
+                if number + 1 < len(runs):
+                    ahead = self._ask(stack, unit, generation, runs[number + 1], number + 1)
+                for _, transfer in planes:
+                    if transfer is not None:
+                        transfer.wait()
+                yield run, [plane for plane, _ in planes]
+
+    def _ask(
+        self, stack: ExitStack, unit: Unit, generation: int, run: tuple[int, int], number: int
+    ) -> list[tuple[Tensor, Transfer | None]]:
+        """Each plane of a run, and what brings it."""
+        found: list[tuple[Tensor, Transfer | None]] = []
+        for kind in self._kinds:
+            key, span = self._blocks.key(unit.name, kind, generation), self._blocks.span(unit.name, kind, run)
+            if self._blocks.placement.homes[unit.name, kind] is Tier.RAM:
+                lease = self._store.lease(key, Tier.RAM, span)
+                found.append((stack.enter_context(lease).bytes, None))
+                continue
+            target = self._buffers.of(kind, number)
+            transfer = self._store.copy_out(key, span, target)
+            stack.callback(transfer.over)  # whatever happens, nothing fills a buffer that has gone to others
+            found.append((target, transfer))
+        return found
+
+
+def _copy_fp32(planes: Sequence[Tensor], first: int, target: Tensor) -> None:
+    """Elements from `first` on into fp32 [n]: of a master in two planes, or of one that is fp32 already."""
+    stop = first + target.numel()
+    if len(planes) == 2:
+        weight, remainder = planes[0].view(torch.bfloat16), planes[1].view(torch.int16)
+        join_master(weight[first:stop], remainder[first:stop], target)
+    else:
+        source = planes[0].view(torch.float32)[first:stop]
+        _native.copy(target.data_ptr(), source.data_ptr(), 4 * target.numel())
+
+
+def write_metadata(folder: Path, units: Sequence[Unit], attributes: Mapping[str, Any]) -> None:
+    """All of a checkpoint but its chunks, in a folder that may hold these already."""
+    import zarr  # slow to import, and most of a run does without
+    from zarr.codecs import BytesCodec, Crc32cCodec
+
+    root = zarr.create_group(store=str(folder), zarr_format=3, attributes={"megatier": dict(attributes)})
+    groups = {name: root.create_group(name) for name in ARRAYS}
+    like: dict[tuple[int, ...], Path] = {}
+    """Metadata of each shape: arrays of one shape have the same, and zarr needs milliseconds for it."""
+    for name, tensor in product(ARRAYS, chain.from_iterable(unit.layout.tensors for unit in units)):
+        path = folder / name / tensor.name / METADATA_FILE
+        if tensor.shape in like:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            shutil.copyfile(like[tensor.shape], path)
+            continue
+        grid, like[tensor.shape] = Grid.of(tensor.shape), path
+        groups[name].create_array(
+            tensor.name,
+            shape=grid.shape,
+            chunks=grid.chunk_shape,
+            dtype="float32",
+            filters=None,
+            serializer=BytesCodec(endian="little"),
+            compressors=[Crc32cCodec()],
+            fill_value=0.0,
+        )
+
+
+def sync(path: Path) -> None:
+    """All of the file system on the drive: one call, where a large checkpoint has thousands of files and folders."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(directory):
+            raise OSError(ctypes.get_errno(), "syncfs", str(path))
+    finally:
+        os.close(directory)
