@@ -17,6 +17,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -61,21 +62,32 @@ def forked(work: Callable[[], int]) -> int:
 
 
 def kill_at(call: int, count: Path | None = None) -> Callable[[], None]:
-    """Count calls of our functions from now on, and end the process at the given one; the sum goes to a file."""
+    """Count calls of our functions from now on, in this thread and in those that write checkpoints.
+
+    Args:
+        call: ends the process.
+        count: a file that the sum goes to.
+    """
     calls = 0
 
     def look(frame: FrameType, event: str, _: object) -> None:
         nonlocal calls
-        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+        if event == "call" and frame.f_code.co_filename.startswith(OURS) and is_counted():
             calls += 1
             if calls == call:
                 os.kill(os.getpid(), signal.SIGKILL)
 
+    def is_counted() -> bool:
+        thread = threading.current_thread()
+        return thread is threading.main_thread() or thread.name.startswith("megatier-checkpoint")
+
     def stop() -> None:
+        threading.setprofile(None)
         sys.setprofile(None)
         if count is not None:
             count.write_text(str(calls))
 
+    threading.setprofile(look)
     sys.setprofile(look)
     return stop
 

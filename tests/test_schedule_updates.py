@@ -102,6 +102,53 @@ def test_updates_on_the_gpu_are_in_the_trace(start: Callable[..., Run]) -> None:
     assert names == set(run.placement.streamed)
 
 
+@pytest.mark.parametrize("name", PLACES)
+def test_update_waits_until_its_units_state_was_read_and_the_stall_says_so(
+    name: str, start: Callable[..., Run]
+) -> None:
+    run, free = start(name), threading.Event()
+    run.train_step()
+    run.player.drain()
+
+    def read() -> None:
+        free.wait(HANG_S)
+
+    for unit in run.player.units:
+        run.player.read_state(unit, read, unit=unit)
+    run.train_step()
+    run.player.take_events()
+    updated = list(run.adder.updated)
+
+    def release() -> None:
+        time.sleep(0.1)
+        assert run.adder.updated == updated
+        free.set()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    within(run.train_step)
+    thread.join()
+    assert "checkpoint" in stall_seconds(run.player.take_events())
+    assert len(run.adder.updated) == len(updated) + len(run.player.units)
+    run.check_state()
+
+
+def test_work_that_reads_state_is_undone_behind_one_that_failed(start: Callable[..., Run]) -> None:
+    run, done = start("ram"), list[str]()
+
+    def fail() -> None:
+        raise BROKEN
+
+    failed = run.player.read_state("first", fail, unit="u0")
+    behind = run.player.read_state("second", lambda: done.append("second"), failed, "u1")
+    with pytest.raises(TransferError):
+        behind.wait()
+    assert not done
+    for _ in range(2):
+        within(run.train_step)
+    run.check_state()
+
+
 def test_drain_completes_every_write_back(start: Callable[..., Run]) -> None:
     run = start("nvme")
     run.train_step()

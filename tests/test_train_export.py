@@ -23,7 +23,7 @@ from megatier.data.tokenizer import byte_tokenizer
 from megatier.models import weights
 from megatier.models.decoder import build_skeleton, find_units
 from megatier.store.chunkfile import ChunkFiles
-from megatier.train import checkpoint
+from megatier.train import checkpoint, checkpoint_writer
 
 MOE = {**FAMILIES["qwen3_moe"], "model_type": "qwen3_moe", "head_dim": 16}
 """transformers holds the experts of a layer in two tensors; the hub has three for each."""
@@ -33,7 +33,8 @@ MODELS: dict[str, dict[str, Any]] = {"untied": {}, "tied": {"tie_word_embeddings
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the arrays of tiny models have many chunks, and tensors come in pieces that are no whole ones."""
-    monkeypatch.setattr(checkpoint, "Grid", SmallGrid)
+    for module in (checkpoint, checkpoint_writer):
+        monkeypatch.setattr(module, "Grid", SmallGrid)
     monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 700)
 
 

@@ -14,10 +14,11 @@ from tiny_runs import BATCH, PLACES, TOKENS, exactness_config, one_thread, opene
 from megatier.config import DataConfig, ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.errors import PlanError
 from megatier.models.decoder import build_skeleton
+from megatier.schedule.forecast import Forecast
 from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.store.tier import Kind, Tier
-from megatier.train.plan import Plan, checkpoint_seconds, make_plan
+from megatier.train.plan import Plan, checkpoint_seconds, make_plan, pause_seconds
 from megatier.train.trial import skeleton_of
 
 RATES = Rates((DriveRates("a", 3e9, 2e9, 2.5e9),), 50e9, 50e9, 5e9, 150e9, 150e9, 1e12)
@@ -115,6 +116,14 @@ def test_checkpoint_seconds_are_those_of_the_bytes_that_the_first_drive_moves() 
     assert checkpoint_seconds(12_000_000_000, 0, drives) == 6
     assert checkpoint_seconds(12_000_000_000, 8_000_000_000, drives) == 8
     assert checkpoint_seconds(12_000_000_000, 0, []) is None
+
+
+def test_pause_seconds_are_those_that_a_step_leaves_of_the_writing() -> None:
+    step = Forecast(10.0, {}, {"compute": 9.0, "nvme_to_ram": 3.0, "ram_to_nvme": 4.0}, {}, ())
+    assert pause_seconds(2.0, step) == 0
+    assert pause_seconds(8.0, step) == 5
+    busy = Forecast(10.0, {}, {"nvme_to_ram": 6.0, "ram_to_nvme": 6.0}, {}, ())
+    assert pause_seconds(8.0, busy) == 8
 
 
 def test_plan_as_dict_is_json_and_its_events_cover_compute() -> None:

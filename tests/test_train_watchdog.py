@@ -214,7 +214,7 @@ class Ended:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, faulty: dict[str, str]) -> dict[str, Ended]:
     """Every scenario, in a process each, all at once."""
-    names = ("drive", "lane", "slot", "compute", "slow")
+    names = ("drive", "lane", "slot", "compute", "checkpoint", "slow")
     folders = {name: tmp_path_factory.mktemp(name) for name in names}
     processes = {
         name: subprocess.Popen(
@@ -233,7 +233,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, faulty: dict[str, str]) -> di
     return found
 
 
-@pytest.mark.parametrize("name", ["drive", "lane", "slot", "compute"])
+@pytest.mark.parametrize("name", ["drive", "lane", "slot", "compute", "checkpoint"])
 def test_run_that_hangs_ends_with_an_error_and_the_state_of_every_queue(name: str, runs: dict[str, Ended]) -> None:
     ended = runs[name]
     assert ended.code == 2, ended.errors
@@ -241,7 +241,8 @@ def test_run_that_hangs_ends_with_an_error_and_the_state_of_every_queue(name: st
     assert "megatier: error: no transfer, update or use of weights moved on for" in ended.errors
     assert f"{ended.folder}/run/stall.txt says what each queue waits for" in ended.errors
     assert "thread MainThread:" in ended.report
-    assert [record["step"] for record in metrics(ended.folder)] == [1, 2]
+    steps = [1, 2, 3] if name == "checkpoint" else [1, 2]  # a checkpoint holds up the step after the next
+    assert [record["step"] for record in metrics(ended.folder)] == steps
 
 
 @pytest.mark.parametrize(
@@ -251,13 +252,16 @@ def test_run_that_hangs_ends_with_an_error_and_the_state_of_every_queue(name: st
         ("lane", r"  ram_to_gpu: at model.embed_tokens/weight for"),
         ("slot", r"in _wait_for_slot"),
         ("compute", r"in _finish"),
+        ("checkpoint", "  checkpoint: at model.embed_tokens for"),
+        ("checkpoint", "    behind checkpoint model.embed_tokens, not started"),
+        ("checkpoint", "thread megatier-checkpoint_0:"),
     ],
 )
 def test_run_that_hangs_says_where(name: str, found: str, runs: dict[str, Ended]) -> None:
     assert found in runs[name].report
 
 
-@pytest.mark.parametrize("name", ["drive", "lane", "slot"])
+@pytest.mark.parametrize("name", ["drive", "lane", "slot", "checkpoint"])
 def test_run_whose_lane_hangs_leaves_its_block_files_and_says_so(name: str, runs: dict[str, Ended]) -> None:
     assert "block files (megatier-<run id> on each mount of tiers.nvme) stay" in runs[name].errors
     assert len(list(runs[name].folder.glob("megatier-*/blocks"))) == 1

@@ -286,7 +286,13 @@ class Copies:
     # ------------------------------------------------------------------ out
 
     def copy_out(self, block: Block, span: Span, target: torch.Tensor) -> Transfer:
-        """Home on the GPU or on NVMe -> RAM outside of the store. No placement asks for it, so it is not counted."""
+        """Home on the GPU or on NVMe -> RAM outside of the store, past slots and leases; `moved_bytes` leaves it out.
+
+        Args:
+            block: it is settled, and nobody changes the span before the transfer is over.
+            span: bytes of it.
+            target: uint8 on the CPU, page aligned, as long as the span in whole pages; kept until the transfer is over.
+        """
         key, extent, files = block.spec.key, block.extent, self._files
         if extent is not None and files is not None:
             address, stop = target.data_ptr(), extent.padded(span[1])

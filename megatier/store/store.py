@@ -331,18 +331,9 @@ class TieredStore:
             return transfer
 
     def copy_out(self, key: str, span: Span, target: torch.Tensor) -> Transfer:
-        """Start copying bytes from their home on the gpu or on NVMe into RAM outside of the store, past all slots.
-
-        It takes no lease, and `moved_bytes` leaves it out.
-
-        Args:
-            key: a block whose bytes are home (`settle`) and stay as they are until the transfer is over.
-            span: byte range.
-            target: uint8 on the CPU, page aligned, as long as the span in whole pages; to be kept as long.
-        """
+        """Start copying bytes that are home, on the gpu or NVMe, into RAM outside of the store; see `Copies.copy_out`."""
         with self._lock:
-            block, span = self._span(key, span)
-            return self._copies.copy_out(block, span, target)
+            return self._copies.copy_out(*self._span(key, span), target)
 
     @property
     def moved_bytes(self) -> Counter[str]:

@@ -268,9 +268,8 @@ class Queue:
         began = time.perf_counter_ns()
         started = self._record()
         completion = start()
-        if completion is None and self._clock is not None and started is not None:
-            ended = self._record()
-            assert ended is not None
+        ended = self._record() if completion is None else None
+        if self._clock is not None and started is not None and ended is not None:
             completion = StreamSpan(self._clock, started, ended)
         while self._in_flight and self._in_flight[0].done():
             self._in_flight.popleft()

@@ -21,6 +21,7 @@ from megatier.cli import main
 from megatier.engine.optimizer import AdamW
 from megatier.schedule.player import Player
 from megatier.store.arena import SlotPool
+from megatier.store.chunkfile import ChunkFiles
 from megatier.store.transfer import Lanes
 from megatier.train import watchdog
 from megatier.train.metrics import MetricsLog
@@ -55,12 +56,19 @@ def compute(player: Player) -> None:
     AdamW.norm = lambda optimizer: never.wait()  # type: ignore[assignment, method-assign]
 
 
+def checkpoint(player: Player) -> None:
+    """No chunk of a checkpoint is written."""
+    ChunkFiles.stage = lambda files: never.wait()  # type: ignore[assignment, method-assign, return-value]
+
+
 def slow(player: Player) -> None:
     """Nothing hangs; every read takes a second."""
     slow_reads(pytest.MonkeyPatch(), 1.0)
 
 
-SCENARIOS: dict[str, Callable[[Player], None]] = {fault.__name__: fault for fault in (drive, lane, slot, compute, slow)}
+SCENARIOS: dict[str, Callable[[Player], None]] = {
+    fault.__name__: fault for fault in (drive, lane, slot, compute, checkpoint, slow)
+}
 
 
 def run(name: str, folder: Path, timeout: str) -> int:
@@ -79,7 +87,8 @@ def run(name: str, folder: Path, timeout: str) -> int:
     Player.__init__, MetricsLog.write = init, write  # type: ignore[assignment, method-assign]
     watchdog.GRACE_S = 10.0
     settings = {"tiers.state": "nvme", "tiers.nvme": f"{folder}:32MiB", "tiers.gpu": "512KiB", "train.steps": 6}
-    return main(command(folder, {**settings, "train.stall_timeout": timeout}))
+    every = 2 if name == "checkpoint" else 0
+    return main(command(folder, {**settings, "train.stall_timeout": timeout, "output.checkpoint_every": every}))
 
 
 if __name__ == "__main__":
