@@ -22,6 +22,7 @@ from megatier.errors import (
     RunLockedError,
 )
 from megatier.store import blockfile
+from megatier.store.arena import Arena
 from megatier.store.blockfile import IoOptions
 from megatier.store.copies import POISON
 from megatier.store.store import TieredStore
@@ -470,15 +471,31 @@ class StoreContract:
                             store.evict(key, step, copy.span)
 
 
+class OutsideRam:
+    """Of a home on the GPU or NVMe."""
+
+    def test_copy_out_takes_no_slot_and_is_not_counted(self, store: TieredStore) -> None:
+        write(store, "a", Tier.RAM, pattern(9, NUM_BYTES))
+        send_home(store, "a")
+        leases = [store.lease(key, Tier.RAM, fresh=True, wait=True) for key in KEYS[1:]]
+        moved, arena = store.moved_bytes.copy(), Arena(round_up(NUM_BYTES), torch.device("cpu"))
+        for span in ((0, NUM_BYTES), SPAN, (SPAN[1], NUM_BYTES)):
+            store.copy_out("a", span, arena.bytes).wait()
+            assert torch.equal(arena.bytes[: span[1] - span[0]], pattern(9, NUM_BYTES)[slice(*span)])
+        assert store.moved_bytes == moved
+        for lease in leases:
+            lease.release()
+
+
 class TestRam(StoreContract):
     home = Tier.RAM
 
 
-class TestGpuStandIn(StoreContract):
+class TestGpuStandIn(OutsideRam, StoreContract):
     home = Tier.GPU
 
 
-class TestNvmeDirect(StoreContract):
+class TestNvmeDirect(OutsideRam, StoreContract):
     home = Tier.NVME
 
     def test_access_is_reported(self, store: TieredStore) -> None:
@@ -486,7 +503,7 @@ class TestNvmeDirect(StoreContract):
         assert store.is_direct is not None
 
 
-class TestNvmeBuffered(StoreContract):
+class TestNvmeBuffered(OutsideRam, StoreContract):
     home = Tier.NVME
     direct = False
 
@@ -502,13 +519,13 @@ class TestRamCuda(StoreContract):
 
 
 @pytest.mark.gpu
-class TestGpuCuda(StoreContract):
+class TestGpuCuda(OutsideRam, StoreContract):
     home = Tier.GPU
     device = "cuda"
 
 
 @pytest.mark.gpu
-class TestNvmeCuda(StoreContract):
+class TestNvmeCuda(OutsideRam, StoreContract):
     home = Tier.NVME
     device = "cuda"
 

@@ -331,7 +331,7 @@ class TieredStore:
             return transfer
 
     def copy_out(self, key: str, span: Span, target: torch.Tensor) -> Transfer:
-        """Start copying bytes that are home, on the gpu or NVMe, into RAM outside of the store; see `Copies.copy_out`."""
+        """Start copying bytes from home, on the gpu or NVMe, into RAM outside of the store; see `Copies.copy_out`."""
         with self._lock:
             return self._copies.copy_out(*self._span(key, span), target)
 

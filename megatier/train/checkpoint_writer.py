@@ -16,9 +16,9 @@ import ctypes
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -198,13 +198,14 @@ class _PlaneWriter:
         """All of a unit's elements into chunks, the last of which may still be on their way to the drive."""
         tensors = unit.layout.tensors
         writers = [ArrayWriter(self.files, self._folder / t.name, Grid.of(t.shape)) for t in tensors]
-        for (start, stop), planes in self._runs(unit, generation):
-            for tensor, writer in zip(tensors, writers, strict=True):
-                lower, upper = max(start, tensor.start), min(stop, tensor.stop)
-                for first, target in writer.rooms(upper - lower) if lower < upper else ():
-                    _copy_fp32(planes, lower - start + first, target)
+        with closing(self._runs(unit, generation)) as runs:
+            for (start, stop), planes in runs:
+                for tensor, writer in zip(tensors, writers, strict=True):
+                    lower, upper = max(start, tensor.start), min(stop, tensor.stop)
+                    for first, target in writer.rooms(upper - lower) if lower < upper else ():
+                        _copy_fp32(planes, lower - start + first, target)
 
-    def _runs(self, unit: Unit, generation: int) -> Iterator[tuple[tuple[int, int], list[Tensor]]]:
+    def _runs(self, unit: Unit, generation: int) -> Generator[tuple[tuple[int, int], list[Tensor]]]:
         """Runs of a unit's elements and their planes, uint8, valid until the next; that is on its way meanwhile."""
         size, step = unit.layout.num_elements, self._buffers.run_elements
         runs = [(start, min(start + step, size)) for start in range(0, size, step)]

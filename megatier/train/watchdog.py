@@ -1,9 +1,9 @@
 """The watchdog: a run in which nothing moves on any more says why, and stops with an error instead of hanging.
 
 It looks, from a thread of its own, at what every queue and the gate are at while a pass is on, or while training waits
-for a checkpoint. When all of that was the same for too long, it writes the state of every queue and thread to stderr and
-to a file, and raises StallError in the training thread. A thread that hangs inside the kernel or CUDA cannot be woken and
-keeps the run from closing: then the process ends without it.
+for a checkpoint. When all of that was the same for too long, it writes the state of every queue and thread to stderr
+and to a file, and raises StallError in the training thread. A thread that hangs inside the kernel or CUDA cannot be
+woken and keeps the run from closing: then the process ends without it.
 
 Better late than wrong: loading, export and what else lies between passes may take as long as it likes, and so may a
 process that was stopped. What it cannot see: a thread that never lets go of the interpreter.
@@ -65,7 +65,7 @@ class Patience:
 
 
 class Watchdog:
-    """Watches passes, and checkpoints that somebody waits for. Use as a context around all that has to close after a stall, in the thread that trains."""
+    """Watches passes. Use as a context around all that has to close after a stall, in the thread that trains."""
 
     def __init__(self, path: Path, least_s: float, expected_s: float) -> None:
         """Idle until it is entered.
