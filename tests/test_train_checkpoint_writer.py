@@ -28,6 +28,7 @@ from megatier.errors import MegatierError, StepAbandonedError, TransferError
 from megatier.schedule.player import Player
 from megatier.store import chunkfile
 from megatier.store.chunkfile import ChunkFiles, Staged
+from megatier.train import checkpoint_writer
 from megatier.train.checkpoint import checkpoints, restore
 from megatier.train.checkpoint_writer import CheckpointWriter
 from megatier.train.session import Session
@@ -42,6 +43,12 @@ def _one_thread() -> Iterator[None]:
     with one_thread():
         yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True)
+def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest units have three; of fewer elements, none of a bf16 plane would be a whole checksum chunk."""
+    monkeypatch.setattr(checkpoint_writer, "RUN_ELEMENTS", 32768)
 
 
 @pytest.fixture
