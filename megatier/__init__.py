@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from megatier.config import RunConfig
     from megatier.config_file import load
     from megatier.errors import MegatierError
+    from megatier.integrations.torch_optimizer import TieredAdamW
     from megatier.store.store import Lease, TieredStore
     from megatier.store.tier import BlockSpec, Kind, Tier
 
-__all__ = ["BlockSpec", "Kind", "Lease", "MegatierError", "RunConfig", "Tier", "TieredStore", "load"]
+__all__ = ["BlockSpec", "Kind", "Lease", "MegatierError", "RunConfig", "Tier", "TieredAdamW", "TieredStore", "load"]
 
 _HOMES = {
     "BlockSpec": "megatier.store.tier",
@@ -24,6 +25,7 @@ _HOMES = {
     "MegatierError": "megatier.errors",
     "RunConfig": "megatier.config",
     "Tier": "megatier.store.tier",
+    "TieredAdamW": "megatier.integrations.torch_optimizer",
     "TieredStore": "megatier.store.store",
     "load": "megatier.config_file",
 }

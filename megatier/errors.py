@@ -112,6 +112,10 @@ class RunLockedError(MegatierError):
     """Another process uses this directory."""
 
 
+class OptimizerError(MegatierError, RuntimeError):
+    """A parameter, gradient or call that an optimizer cannot take."""
+
+
 class UnsupportedModelError(MegatierError):
     """The architecture or checkpoint cannot be streamed."""
 

@@ -102,16 +102,7 @@ class AdamW:
         Deferred updates still read those of the last step until `clip`: they run in this one.
         """
         hyper = self.hyper
-        scalars = (
-            hyper.beta1,
-            1 - hyper.beta1,
-            hyper.beta2,
-            1 - hyper.beta2,
-            hyper.eps,
-            learning_rate / (1 - hyper.beta1**step),
-            math.sqrt(1 - hyper.beta2**step),
-        )
-        self._begun = (learning_rate, scalars)
+        self._begun = (learning_rate, step_scalars(step, learning_rate, (hyper.beta1, hyper.beta2), hyper.eps))
         self._sums.clear()
         self._refused = None
         if not hyper.deferred:
@@ -241,19 +232,7 @@ class AdamW:
     ) -> _native.Batch | None:
         start, stop = elements
         segments = self._segments(self._layouts[unit], start, stop, scalars.learning_rate)
-        remainder = planes.get(Kind.REMAINDER)
-        weight, exp_avg, exp_avg_sq = planes[Kind.WEIGHT], planes[Kind.EXP_AVG], planes[Kind.EXP_AVG_SQ]
-        if weight.is_cuda:
-            self._kernels.adamw((weight, remainder, exp_avg, exp_avg_sq, grad), segments, scalars.of_kernels)
-            return None
-        addresses = (
-            weight.data_ptr(),
-            remainder.data_ptr() if remainder is not None else 0,
-            exp_avg.data_ptr(),
-            exp_avg_sq.data_ptr(),
-            grad.data_ptr(),
-        )
-        return self._pool.submit_adamw(addresses, self._split, segments, scalars.of_kernels)
+        return begin_adamw(self._pool, planes, grad, segments, scalars.of_kernels)
 
     def close(self) -> None:
         """Stop the threads."""
@@ -273,6 +252,51 @@ class AdamW:
             else:
                 segments.append((first - start, last - start, decay))
         return segments
+
+
+def step_scalars(
+    step: int, learning_rate: float, betas: tuple[float, float], eps: float
+) -> tuple[float, float, float, float, float, float, float]:
+    """What the kernels take of step 1, 2, ...: all of `Scalars.of_kernels` but the clip coefficient."""
+    beta1, beta2 = betas
+    step_size, bias2_root = learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step)
+    return (beta1, 1 - beta1, beta2, 1 - beta2, eps, step_size, bias2_root)
+
+
+def begin_adamw(
+    pool: _native.ThreadPool,
+    planes: Mapping[Kind, Tensor],
+    grad: Tensor,
+    segments: Sequence[tuple[int, int, float]],
+    scalars: tuple[float, float, float, float, float, float, float, float],
+) -> _native.Batch | None:
+    """Begin AdamW in place on flat planes of one device.
+
+    Args:
+        pool: does it on the CPU.
+        planes: of each kind of state; with a remainder, weight and gradient are bf16, else fp32.
+        grad: the gradient of the same elements.
+        segments: (start, stop, decay) in elements.
+        scalars: `Scalars.of_kernels`.
+
+    Returns:
+        What to wait on; None where it lies on the GPU's current stream.
+    """
+    remainder = planes.get(Kind.REMAINDER)
+    weight, exp_avg, exp_avg_sq = planes[Kind.WEIGHT], planes[Kind.EXP_AVG], planes[Kind.EXP_AVG_SQ]
+    if weight.is_cuda:
+        from megatier.engine import kernels  # Triton comes with torch's CUDA builds alone
+
+        kernels.adamw((weight, remainder, exp_avg, exp_avg_sq, grad), segments, scalars)
+        return None
+    addresses = (
+        weight.data_ptr(),
+        remainder.data_ptr() if remainder is not None else 0,
+        exp_avg.data_ptr(),
+        exp_avg_sq.data_ptr(),
+        grad.data_ptr(),
+    )
+    return pool.submit_adamw(addresses, remainder is not None, segments, scalars)
 
 
 def _num_spans(tensor: TensorSlice) -> int:

@@ -380,6 +380,6 @@ class Copies:
 
 def _queue(direction: str, block: Block) -> str:
     """The lane between RAM and the GPU: compute waits for weights, gradients and activations, not for other state."""
-    if block.spec.kind in (Kind.REMAINDER, Kind.EXP_AVG, Kind.EXP_AVG_SQ):
+    if block.spec.kind in (Kind.REMAINDER, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTS):
         return f"state_{direction}"
     return "ram_to_gpu" if direction == "to_gpu" else "gpu_to_ram"

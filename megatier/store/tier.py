@@ -18,7 +18,7 @@ class Tier(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a block holds. The first four are the state."""
+    """What a block holds. The first four are the state of a unit."""
 
     WEIGHT = "weight"
     REMAINDER = "remainder"
@@ -26,6 +26,8 @@ class Kind(StrEnum):
     EXP_AVG_SQ = "exp_avg_sq"
     GRAD = "grad"
     ACTIVATION = "activation"
+    MOMENTS = "moments"
+    """Moments, and remainders, of so many elements side by side (`integrations`)."""
 
 
 class Phase(StrEnum):

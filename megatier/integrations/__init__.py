@@ -1,0 +1,1 @@
+"""megatier inside other programs' training loops."""

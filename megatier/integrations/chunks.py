@@ -1,0 +1,161 @@
+"""Chunks: how the state of an optimizer's parameters is cut, and where each piece lies. Pure arithmetic.
+
+A chunk is one block of the store: both moments of so many elements, of one parameter or of several, and beside a bf16
+parameter the remainder of its fp32 master. Chunks at home in RAM and on NVMe alternate as evenly as the budget allows,
+so that the drive works while those in RAM are updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatier.errors import PlanError, at_least
+from megatier.schedule.placement import bytes_per_element, state_kinds
+from megatier.store.layout import ALIGN_ELEMENTS
+from megatier.store.tier import Kind, Tier, round_up
+
+CHUNK_ELEMENTS_MAX = 4 << 20
+"""32 to 40 MiB: drives and links are at full speed well below it."""
+CHUNK_ELEMENTS_MIN = 2048
+AHEAD = 2
+"""Chunks on their way while one is updated."""
+SLOTS = 5
+"""Chunks in slots at once: AHEAD, the one that is updated, the one whose update begins, and one that leaves."""
+SLOTS_SHARE = 4
+"""Chunks are so small that slots take at most one part in so many of the RAM budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSize:
+    """What cutting needs to know of a parameter."""
+
+    index: int
+    """Among all parameters of the optimizer."""
+    num_elements: int
+    is_split: bool
+    """bf16, with a remainder; else fp32, its own master."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements [start, stop) of a parameter inside a chunk."""
+
+    parameter: int
+    start: int
+    stop: int
+    is_split: bool
+    offset: int
+    """First byte in the chunk."""
+
+    @property
+    def planes(self) -> dict[Kind, tuple[int, int]]:
+        """Bytes [start, stop) of the chunk by kind; each plane starts at a multiple of 256 bytes."""
+        found, offset, padded = {}, self.offset, round_up(self.stop - self.start, ALIGN_ELEMENTS)
+        for kind, width in _widths(self.is_split).items():
+            found[kind] = (offset, offset + width * (self.stop - self.start))
+            offset += width * padded
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """With the padding behind each plane."""
+        return sum(_widths(self.is_split).values()) * round_up(self.stop - self.start, ALIGN_ELEMENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What moves at once."""
+
+    key: str
+    runs: tuple[Run, ...]
+    num_bytes: int
+    home: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """All chunks of an optimizer, in the order of its parameters."""
+
+    chunks: tuple[Chunk, ...]
+    slot_bytes: int
+    """Of the largest chunk."""
+    num_ram_slots: int
+    """0 where all are at home in RAM."""
+
+    def num_bytes(self, home: Tier) -> int:
+        """Bytes of the chunks at home in a tier, in whole pages."""
+        return sum(round_up(chunk.num_bytes) for chunk in self.chunks if chunk.home is home)
+
+
+def plan_chunks(sizes: Sequence[ParameterSize], ram: int, nvme: int) -> ChunkPlan:
+    """Cut the state and give each chunk its home.
+
+    Args:
+        sizes: of the parameters.
+        ram: budget in bytes, slots included.
+        nvme: budget in bytes.
+
+    Raises:
+        PlanError: the state does not fit the budgets.
+    """
+    whole = _cut(sizes, CHUNK_ELEMENTS_MAX)
+    needed = sum(round_up(size) for _, size in whole)
+    if needed <= ram:
+        return _plan(whole, [Tier.RAM] * len(whole), 0)
+    if not nvme:
+        raise PlanError(
+            "optimizer state in RAM", needed, ram, f"Raise ram to at least {at_least(needed)}, or name a drive in nvme."
+        )
+    per_element = sum(_widths(any(size.is_split for size in sizes)).values())
+    fits = ram // (SLOTS_SHARE * SLOTS * per_element) // CHUNK_ELEMENTS_MIN * CHUNK_ELEMENTS_MIN
+    pieces = _cut(sizes, min(max(fits, CHUNK_ELEMENTS_MIN), CHUNK_ELEMENTS_MAX))
+    slots = SLOTS * round_up(max(size for _, size in pieces))
+    if slots > ram:
+        raise PlanError("RAM slots for state on NVMe", slots, ram, f"Raise ram to at least {at_least(slots)}.")
+    plan = _plan(pieces, _spread([round_up(size) for _, size in pieces], ram - slots), SLOTS)
+    if (spilled := plan.num_bytes(Tier.NVME)) > nvme:
+        raise PlanError("optimizer state on NVMe", spilled, nvme, "Give nvme more space, or raise ram.")
+    return plan
+
+
+def _plan(pieces: Sequence[tuple[tuple[Run, ...], int]], homes: Sequence[Tier], num_ram_slots: int) -> ChunkPlan:
+    chunks = [
+        Chunk(f"chunk{number}", runs, size, home)
+        for number, ((runs, size), home) in enumerate(zip(pieces, homes, strict=True))
+    ]
+    return ChunkPlan(tuple(chunks), max((chunk.num_bytes for chunk in chunks), default=0), num_ram_slots)
+
+
+def _cut(sizes: Iterable[ParameterSize], chunk_elements: int) -> list[tuple[tuple[Run, ...], int]]:
+    """Runs and bytes of each chunk. Large parameters are cut, small ones share a chunk."""
+    pieces: list[tuple[tuple[Run, ...], int]] = []
+    runs: list[Run] = []
+    room, offset = chunk_elements, 0
+    for size in sizes:
+        start = 0
+        while start < size.num_elements:
+            run = Run(size.index, start, min(size.num_elements, start + room), size.is_split, offset)
+            runs.append(run)
+            start, offset = run.stop, offset + run.num_bytes
+            room -= round_up(run.stop - run.start, ALIGN_ELEMENTS)
+            if not room:
+                pieces.append((tuple(runs), offset))
+                runs, room, offset = [], chunk_elements, 0
+    return [*pieces, (tuple(runs), offset)] if runs else pieces
+
+
+def _spread(sizes: Sequence[int], room: int) -> list[Tier]:
+    """Homes of chunks of these bytes: RAM for as many as fit, evenly among the others."""
+    homes, total, credit = [], sum(sizes), 0
+    for size in sizes:
+        credit += size * room
+        homes.append(Tier.RAM if credit >= size * total else Tier.NVME)
+        credit -= size * total if homes[-1] is Tier.RAM else 0
+    return homes
+
+
+def _widths(is_split: bool) -> dict[Kind, int]:
+    """Bytes an element by kind, of the state that lies beside the parameter."""
+    kinds = (kind for kind in state_kinds(split=is_split) if kind is not Kind.WEIGHT)
+    return {kind: bytes_per_element(kind, split=is_split) for kind in kinds}
