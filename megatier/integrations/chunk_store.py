@@ -25,16 +25,21 @@ class ChunkStore:
         tier: where they are updated.
     """
 
-    def __init__(self, plan: ChunkPlan, nvme: Sequence[str], device: torch.device) -> None:
+    def __init__(self, plan: ChunkPlan, nvme: Sequence[str], device: torch.device, tier: Tier) -> None:
         """Allocate all memory and files of a plan.
+
+        Args:
+            plan: cuts and homes.
+            nvme: mounts, used if something lies there.
+            device: of the gpu tier.
+            tier: where chunks are updated; ram or gpu.
 
         Raises:
             CapacityError: the system has less memory or disk than the budgets say.
             TransferError: a drive failed while its file was filled.
         """
-        self.chunks = plan.chunks
-        self.tier = Tier.GPU if device.type == "cuda" else Tier.RAM
-        gpu_slots, ram_slots = SLOTS if self.tier is Tier.GPU else 0, plan.num_ram_slots
+        self.chunks, self.tier = plan.chunks, tier
+        gpu_slots, ram_slots = SLOTS if tier is Tier.GPU else 0, plan.num_ram_slots
         slot_bytes = max(PAGE_BYTES, round_up(plan.slot_bytes))
         ram = plan.num_bytes(Tier.RAM) + ram_slots * slot_bytes
         drives = nvme if plan.num_bytes(Tier.NVME) else ()

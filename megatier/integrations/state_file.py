@@ -40,8 +40,7 @@ def write_state_file(
         partial.touch(0o600)  # torch would not say what is wrong with it
         with FakeTensorMode():
             described = describe()
-        with skip_data(materialize_fake_tensors=True):
-            torch.save(described, partial)
+        _lay_out(described, partial)
         with partial.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)  # where a page had no room, writing would kill
             with set_default_mmap_options(mmap.MAP_SHARED):
@@ -51,6 +50,19 @@ def write_state_file(
     except OSError as error:
         if isinstance(error, MegatierError):
             raise
-        raise TransferError("writing optimizer state", "disk", str(target), 0, error.errno or 0) from error
+        raise _failed(target, error.errno or 0) from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _lay_out(described: StateDict, path: Path) -> None:
+    """A file with everything but the tensors' numbers."""
+    try:
+        with skip_data(materialize_fake_tensors=True):
+            torch.save(described, path)
+    except RuntimeError as error:  # torch does not pass the system's error on
+        raise _failed(path, 0) from error
+
+
+def _failed(path: Path, code: int) -> TransferError:
+    return TransferError("writing optimizer state", "disk", str(path), 0, code)

@@ -34,7 +34,7 @@ from megatier.integrations.chunks import AHEAD, Chunk, ChunkPlan, ParameterSize,
 from megatier.integrations.state_file import write_state_file
 from megatier.store.blockfile import budget_bytes
 from megatier.store.store import Lease
-from megatier.store.tier import Kind
+from megatier.store.tier import Kind, Tier
 
 STATE = {Kind.EXP_AVG: torch.float32, Kind.EXP_AVG_SQ: torch.float32, Kind.REMAINDER: torch.int16}
 """Names in `state_dict`, and types."""
@@ -321,7 +321,6 @@ class TieredAdamW(Optimizer):
         for group in state_dict["param_groups"]:
             if variant := next((name for name in ("amsgrad", "maximize") if group.get(name)), None):
                 raise OptimizerError(f"this state belongs to AdamW with {variant}, which TieredAdamW has not.")
-            _check_settings(group)
         for index, entry in state_dict["state"].items():
             form = self._forms.get(index)
             shapes = [tuple(entry[kind].shape) for kind in STATE if kind in entry]
@@ -357,7 +356,7 @@ class TieredAdamW(Optimizer):
             return self._chunks
         plan, trained = self._plan(), self._trained()
         device = next((parameter.device for parameter in trained.values()), torch.device("cpu"))
-        self._chunks = ChunkStore(plan, self._nvme, device)
+        self._chunks = ChunkStore(plan, self._nvme, device, _update_tier(device))
         self._parameters: list[Tensor] = [parameter for group in self.param_groups for parameter in group["params"]]
         self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         self._forms = {index: _form(parameter) for index, parameter in trained.items()}
@@ -405,6 +404,11 @@ def _check_settings(group: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} is {group[name]!r}; it must be at least 0.")
     if not all(0 <= beta < 1 for beta in group["betas"]):
         raise ConfigError(f"betas is {group['betas']!r}; both must be from 0 to below 1.")
+
+
+def _update_tier(device: torch.device) -> Tier:
+    """Where the parameters are."""
+    return Tier.GPU if device.type == "cuda" else Tier.RAM
 
 
 def _form(parameter: Tensor) -> Form:
