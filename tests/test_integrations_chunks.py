@@ -61,7 +61,7 @@ def test_state_that_fits_ram_takes_no_slots() -> None:
 
 
 def test_homes_alternate_as_the_budget_allows() -> None:
-    plan = plan_chunks(sizes_of(40 * MIB), 250 * MIB, 400 * MIB)
+    plan = plan_chunks(sizes_of(40 * MIB), 300 * MIB, 400 * MIB)
     homes = [chunk.home for chunk in plan.chunks]
     share = homes.count(Tier.RAM) / len(homes)
     assert 0.3 < share < 0.7

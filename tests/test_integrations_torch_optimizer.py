@@ -463,8 +463,12 @@ def test_close_removes_files_and_threads_and_refuses_what_comes_after(make: Make
     assert not list(tmp_path.iterdir())
     assert {thread.name for thread in threading.enumerate()} == names
     optimizer.close()
+    give_gradients(parameters, 1)
     with pytest.raises(OptimizerError, match="closed"):
         optimizer.step()
+    with pytest.raises(OptimizerError, match="closed"):
+        optimizer.save_state(tmp_path / "state.pt")
+    assert not list(tmp_path.iterdir())
 
 
 def test_optimizer_that_nobody_closed_removes_its_files_when_it_goes(tmp_path: Path) -> None:

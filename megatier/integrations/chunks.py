@@ -22,7 +22,7 @@ AHEAD = 2
 """Chunks on their way while one is updated."""
 SLOTS = 5
 """Chunks in slots at once: AHEAD, the one that is updated, the one whose update begins, and one that leaves."""
-SLOTS_SHARE = 4
+SLOTS_SHARE = 2
 """Chunks are so small that slots take at most one part in so many of the RAM budget."""
 
 

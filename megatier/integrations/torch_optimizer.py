@@ -15,10 +15,9 @@ import math
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
-from typing import Any, NamedTuple, Self, overload
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from megatier.errors import CapacityError, ConfigError, NonFiniteError, Optimize
 from megatier.hardware import cores_usable, ram_available_bytes
 from megatier.integrations.chunk_store import ChunkStore
 from megatier.integrations.chunks import AHEAD, Chunk, ChunkPlan, ParameterSize, Run, plan_chunks
+from megatier.integrations.parameters import Form, check_parameters, form_of, in_order
 from megatier.integrations.state_file import write_state_file
 from megatier.store.blockfile import budget_bytes
 from megatier.store.store import Lease
@@ -40,15 +40,6 @@ STATE = {Kind.EXP_AVG: torch.float32, Kind.EXP_AVG_SQ: torch.float32, Kind.REMAI
 """Names in `state_dict`, and types."""
 Due = tuple[Chunk, tuple[Run, ...]]
 """A chunk, and those of its runs that have a gradient."""
-
-
-class Form(NamedTuple):
-    """What of a parameter the state depends on."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
 
 
 class TieredAdamW(Optimizer):
@@ -155,8 +146,8 @@ class TieredAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        store = self._start()
         self._check_whole()
+        store = self._start()
         gradients = self._gradients()
         runs = ((chunk, tuple(run for run in chunk.runs if run.parameter in gradients)) for chunk in store.chunks)
         self._is_torn = True
@@ -188,7 +179,7 @@ class TieredAdamW(Optimizer):
         learning_rate = float(group["lr"])
         scalars = step_scalars(self._steps.get(index, 0) + 1, learning_rate, group["betas"], group["eps"])
         planes = {kind: chunk[start:stop] for kind, (start, stop) in run.planes.items()}
-        planes[Kind.WEIGHT] = _in_order(self._parameters[index], self._parameters[index])[run.start : run.stop]
+        planes[Kind.WEIGHT] = in_order(self._parameters[index], self._parameters[index])[run.start : run.stop]
         segment = (0, run.stop - run.start, 1 - learning_rate * group["weight_decay"])
         return begin_adamw(self._pool, planes, gradients[index][run.start : run.stop], [segment], (*scalars, 1.0))
 
@@ -202,26 +193,22 @@ class TieredAdamW(Optimizer):
         for index, parameter in enumerate(self._parameters):
             if (grad := parameter.grad) is None:
                 continue
-            if self._forms.get(index) != _form(parameter):
+            if self._forms.get(index) != form_of(parameter):
                 raise OptimizerError(
                     f"{self._name(index)} was changed after its state was placed: its type, shape, strides or device; "
                     "or it needed no gradient then. Make a new TieredAdamW; load_state_dict gives it the state."
                 )
             if grad.layout is not torch.strided:
-                raise OptimizerError(
-                    f"the gradient of {self._name(index)} is sparse. Make it dense: sparse=False in the embedding."
-                )
-            found[index] = _in_order(parameter, grad.to(parameter.dtype))
+                raise OptimizerError(f"the gradient of {self._name(index)} is sparse; make it dense (sparse=False).")
+            found[index] = in_order(parameter, grad.to(parameter.dtype))
         self._check_finite(found)
         return found
 
     def _check_finite(self, gradients: Mapping[int, Tensor]) -> None:
         """By sums of squares, which finite numbers of bf16 and fp32 cannot overflow in fp64."""
-        if all(grad.is_cuda for grad in gradients.values()):
-            sums = [_sum_squares(grad) for grad in gradients.values()]  # read at once
-        else:
-            pieces = chain.from_iterable(grad.split(PIECE_ELEMENTS) for grad in gradients.values())
-            sums = list(self._threads.map(_sum_squares, pieces))
+        pieces = [piece for grad in gradients.values() if grad.numel() for piece in grad.split(PIECE_ELEMENTS)]
+        sums = [_sum_squares(piece) for piece in pieces if piece.is_cuda]
+        sums += self._threads.map(_sum_squares, (piece for piece in pieces if not piece.is_cuda))
         if sums and not torch.cat(sums).isfinite().all():
             index = next(index for index, grad in gradients.items() if not grad.isfinite().all())
             raise NonFiniteError(
@@ -285,7 +272,7 @@ class TieredAdamW(Optimizer):
         """Planes of a run from a parameter's state; what is missing (a remainder, all of it) is 0."""
         for kind, plane in _planes(run, chunk):
             if kind in entry:
-                plane.copy_(_in_order(self._parameters[run.parameter], entry[kind])[run.start : run.stop])
+                plane.copy_(in_order(self._parameters[run.parameter], entry[kind])[run.start : run.stop])
             else:
                 plane.zero_()
 
@@ -315,7 +302,7 @@ class TieredAdamW(Optimizer):
                 entry = state.get(run.parameter, {})
                 for kind, plane in _planes(run, block):
                     if kind in entry:
-                        _in_order(entry[kind], entry[kind])[run.start : run.stop] = plane
+                        in_order(entry[kind], entry[kind])[run.start : run.stop] = plane
 
     def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
         for group in state_dict["param_groups"]:
@@ -339,7 +326,7 @@ class TieredAdamW(Optimizer):
     def _plan(self) -> ChunkPlan:
         """Where everything would lie, with the parameters as they are now."""
         trained = self._trained()
-        _check_parameters(trained.values())
+        check_parameters(trained.values())
         sizes = [ParameterSize(i, p.numel(), p.dtype is torch.bfloat16) for i, p in trained.items()]
         return plan_chunks(sizes, self._ram, self._nvme_bytes)
 
@@ -350,8 +337,7 @@ class TieredAdamW(Optimizer):
 
     def _start(self) -> ChunkStore:
         """Allocate everything, once."""
-        if self._is_closed:
-            raise OptimizerError("this TieredAdamW is closed; make a new one.")
+        self._check_open()
         if self._chunks is not None:
             return self._chunks
         plan, trained = self._plan(), self._trained()
@@ -359,13 +345,18 @@ class TieredAdamW(Optimizer):
         self._chunks = ChunkStore(plan, self._nvme, device, _update_tier(device))
         self._parameters: list[Tensor] = [parameter for group in self.param_groups for parameter in group["params"]]
         self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
-        self._forms = {index: _form(parameter) for index, parameter in trained.items()}
+        self._forms = {index: form_of(parameter) for index, parameter in trained.items()}
         self._pool = _native.ThreadPool(cores_usable(), UPDATE_QUEUE_DEPTH)
         self._threads = ThreadPoolExecutor(cores_usable(), "megatier-gradient")
         self._finalizer = weakref.finalize(self, _release, os.getpid(), self._pool, self._threads, self._chunks)
         return self._chunks
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise OptimizerError("this TieredAdamW is closed; make a new one.")
+
     def _check_whole(self) -> None:
+        self._check_open()
         if self._is_torn:
             raise OptimizerError(
                 "a step or a load failed half way, so parameters and state do not belong together. Load both from a "
@@ -375,26 +366,6 @@ class TieredAdamW(Optimizer):
     def _name(self, index: int) -> str:
         names = [name for group in self.param_groups for name in group.get("param_names", ())]
         return str(names[index]) if names else f"parameter {index}"
-
-
-def _check_parameters(parameters: Collection[Tensor]) -> None:
-    for parameter in parameters:
-        if parameter.dtype not in (torch.bfloat16, torch.float32):
-            what, remedy = f"is {parameter.dtype}", "Convert it to bfloat16 or float32"
-        elif type(parameter.detach()) is not Tensor or parameter.layout is not torch.strided:
-            what, remedy = f"is a {type(parameter.detach()).__name__}", "Use plain dense tensors"
-        elif torch.empty_like(parameter, device="meta").stride() != parameter.stride():
-            what, remedy = f"has strides {parameter.stride()}, with gaps or overlaps", "Make it contiguous"
-        else:
-            continue
-        raise OptimizerError(f"a parameter of shape {tuple(parameter.shape)} {what}. {remedy}, or leave it out.")
-    devices = {parameter.device for parameter in parameters}
-    here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-    if len(devices) > 1 or devices - {torch.device("cpu"), here}:
-        names = ", ".join(sorted(map(str, devices)))
-        raise OptimizerError(
-            f"parameters lie on {names}. Use one TieredAdamW a device, and torch.cuda.set_device before a GPU's."
-        )
 
 
 def _check_settings(group: Mapping[str, Any]) -> None:
@@ -409,18 +380,6 @@ def _check_settings(group: Mapping[str, Any]) -> None:
 def _update_tier(device: torch.device) -> Tier:
     """Where the parameters are."""
     return Tier.GPU if device.type == "cuda" else Tier.RAM
-
-
-def _form(parameter: Tensor) -> Form:
-    return Form(parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
-
-
-def _in_order(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Flat [n], in the order in which the parameter's elements lie in memory; a view where the tensor's lie so too."""
-    if tensor.stride() != parameter.stride():
-        size, stride = parameter.size(), parameter.stride()
-        tensor = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _planes(run: Run, chunk: Tensor) -> Iterator[tuple[Kind, Tensor]]:
