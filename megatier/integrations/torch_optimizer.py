@@ -176,7 +176,7 @@ class TieredAdamW(Optimizer):
     def _apply(self, run: Run, chunk: Tensor, gradients: Mapping[int, Tensor]) -> _native.Batch | None:
         index = run.parameter
         group = self.param_groups[self._group_of[index]]
-        learning_rate = float(group["lr"])
+        learning_rate = group["lr"]
         scalars = step_scalars(self._steps.get(index, 0) + 1, learning_rate, group["betas"], group["eps"])
         planes = {kind: chunk[start:stop] for kind, (start, stop) in run.planes.items()}
         planes[Kind.WEIGHT] = in_order(self._parameters[index], self._parameters[index])[run.start : run.stop]
@@ -259,6 +259,8 @@ class TieredAdamW(Optimizer):
         store = self._start()
         self._check_loaded(state_dict)
         super().load_state_dict({**state_dict, "state": {}})
+        for group in self.param_groups:
+            group["lr"] = float(group["lr"])  # torch's may be a tensor
         self._is_torn = True
         for chunk in store.chunks:
             with store.overwrite(chunk) as block:
@@ -371,7 +373,9 @@ class TieredAdamW(Optimizer):
 def _check_settings(group: Mapping[str, Any]) -> None:
     """Refuse what torch.optim.AdamW refuses."""
     for name in ("lr", "eps", "weight_decay"):
-        if not 0 <= float(group[name]) < math.inf:
+        if isinstance(group[name], Tensor):
+            raise ConfigError(f"{name} is a tensor; give a plain number. Schedulers may set another at any step.")
+        if not 0 <= group[name] < math.inf:
             raise ConfigError(f"{name} is {group[name]!r}; it must be at least 0.")
     if not all(0 <= beta < 1 for beta in group["betas"]):
         raise ConfigError(f"betas is {group['betas']!r}; both must be from 0 to below 1.")
