@@ -6,10 +6,11 @@ import errno
 import hashlib
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,9 @@ def session_of(run: Run, folder: Path) -> AbstractContextManager[Session]:
         PLACES[run.place],
         run.train,
         numerics=run.numerics,
+        device=run.device,
         compute_dtype=run.dtype,
+        compile=run.compile,
     )
 
 
@@ -145,6 +148,10 @@ def waited_for(run: Run, folder: Path) -> tuple[Outcome, str]:
     return run(folder), digest(path)
 
 
+def name_of(run: Run) -> str:
+    return f"{run.model}-{run.place}-{run.clip}-{run.groups}"
+
+
 UNTIED, KEPT, IMMEDIATE = Run(model="untied"), Run(model="untied", clip=1e9), Run(model="untied", clip=None)
 RUNS = [
     *(replace(UNTIED, place=place) for place in PLACES),
@@ -155,7 +162,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.model}-{run.place}-{run.clip}-{run.groups}")
+@pytest.mark.parametrize("run", RUNS, ids=name_of)
 def test_checkpoint_written_beside_training_changes_no_bit_of_either(
     run: Run, tmp_path: Path, held: threading.Event, expected: dict[Run, tuple[Outcome, str]]
 ) -> None:
@@ -165,6 +172,14 @@ def test_checkpoint_written_beside_training_changes_no_bit_of_either(
         expected[alone] = waited_for(alone, tmp_path / "alone")
         held.clear()
     assert gone_on(run, tmp_path / "beside", held) == expected[alone]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", [replace(run, device="cuda", compile=False) for run in RUNS], ids=name_of)
+def test_checkpoint_written_beside_training_on_a_gpu_changes_no_bit_of_either(
+    run: Run, tmp_path: Path, held: threading.Event, expected: dict[Run, tuple[Outcome, str]]
+) -> None:
+    test_checkpoint_written_beside_training_changes_no_bit_of_either(run, tmp_path, held, expected)
 
 
 def test_run_restored_from_a_checkpoint_written_beside_training_goes_on_to_the_same_bits(
@@ -239,7 +254,12 @@ def test_checkpoint_that_a_drive_fails_leaves_the_one_before_and_holds_up_nobody
 # ---------------------------------------------------------------------- whole runs
 
 
-EVERY: dict[str, Any] = {"train.steps": 5, "output.checkpoint_every": 1, "output.keep_checkpoints": 5}
+EVERY: dict[str, Any] = {
+    "train.steps": 5,
+    "train.evaluate_every": 2,
+    "output.checkpoint_every": 1,
+    "output.keep_checkpoints": 5,
+}
 TIERS: list[dict[str, Any]] = [
     {"tiers.state": "gpu,ram,nvme", "tiers.gpu": "640KiB"},
     {"tiers.state": "nvme", "tiers.gpu": "512KiB", "tiers.generations": 2, "train.clip": 1e9},
@@ -305,23 +325,63 @@ def test_train_whose_checkpoint_fails_ends_at_the_next_step_with_the_one_before(
     assert [record["step"] for record in metrics(tmp_path) if "loss" in record] == list(range(1, 10))
 
 
+@pytest.fixture
+def held_until_closed(held: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are filled again once the run closes."""
+    close = Player.close
+
+    def free_and_close(self: Player) -> None:
+        threading.Timer(0.05, held.set).start()
+        close(self)
+
+    monkeypatch.setattr(Player, "close", free_and_close)
+
+
+@pytest.mark.usefixtures("held_until_closed")
 def test_train_that_fails_while_a_checkpoint_is_written_leaves_nothing_of_it(
-    tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real, closed = Engine.train_step, Player.close
+    real = Engine.train_step
 
     def train_step(self: Engine, number: int, *words: Any) -> StepResult:
         if number == 3:
             raise MegatierError("something else")
         return real(self, number, *words)
 
-    def close(self: Player) -> None:
-        threading.Timer(0.05, held.set).start()
-        closed(self)
-
     monkeypatch.setattr(Engine, "train_step", train_step)
-    monkeypatch.setattr(Player, "close", close)
     assert main(command(tmp_path, {**EVERY, "output.checkpoint_every": 2})) == 2
     assert capsys.readouterr().err == "megatier: error: something else\n"
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
     assert list(leftovers(tmp_path)) == []
+
+
+@pytest.mark.usefixtures("held_until_closed")
+def test_train_told_twice_to_stop_while_a_checkpoint_is_written_leaves_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = CheckpointWriter.wait
+
+    def wait(self: CheckpointWriter) -> Path:
+        os.kill(os.getpid(), signal.SIGINT)  # the first one lets the step end and begins the checkpoint
+        return real(self)
+
+    def train_step(self: Engine, number: int, *words: Any) -> StepResult:
+        os.kill(os.getpid(), signal.SIGINT)
+        return step_of(self, number, *words)
+
+    step_of = Engine.train_step
+    monkeypatch.setattr(Engine, "train_step", train_step)
+    monkeypatch.setattr(CheckpointWriter, "wait", wait)
+    with caught_interrupts():
+        assert main(command(tmp_path, {**EVERY, "output.checkpoint_every": 0})) == 130
+    assert [record["step"] for record in metrics(tmp_path) if "loss" in record] == [1]
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    assert list(leftovers(tmp_path)) == []
+
+
+@contextmanager
+def caught_interrupts() -> Iterator[None]:
+    """SIGINT is Python's own, also where whoever started the tests ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
