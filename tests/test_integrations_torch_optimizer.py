@@ -21,6 +21,7 @@ import megatier
 from megatier.engine.optimizer import join_master
 from megatier.errors import CapacityError, ConfigError, NonFiniteError, OptimizerError, PlanError, TransferError
 from megatier.integrations import torch_optimizer
+from megatier.integrations.chunks import CHUNK_ELEMENTS_MIN
 from megatier.integrations.torch_optimizer import TieredAdamW
 from megatier.store.tier import Tier
 
@@ -138,6 +139,18 @@ def test_bf16_parameters_have_an_exact_fp32_master(make: Make) -> None:
         joined = torch.empty(rounded[index].numel())
         join_master(rounded[index].detach().reshape(-1), entry["remainder"].reshape(-1), joined)
         assert torch.equal(joined, masters[index].detach().reshape(-1))
+
+
+@pytest.mark.usefixtures("tier")
+@pytest.mark.parametrize("num_due", range(1, 8))
+def test_few_chunks_that_are_due_have_the_bits_of_ram(make: Make, num_due: int) -> None:
+    found = []
+    for ram in (TINY, ALL):
+        weights = [nn.Parameter(torch.full((CHUNK_ELEMENTS_MIN,), float(number))) for number in range(8)]
+        optimizer = make(weights, ram=ram)
+        take_steps(optimizer, weights[:num_due], range(STEPS))
+        found.append((weights, optimizer.state_dict()))
+    assert same(*found)
 
 
 def test_parameter_in_another_memory_order_is_updated_alike(make: Make) -> None:
@@ -272,6 +285,41 @@ def test_saved_state_goes_on_bit_by_bit_on_other_tiers(
     take_steps(second, parameters, range(STEPS, 2 * STEPS))
     assert same(parameters, expected)
     assert same(second.state_dict(), whole.state_dict())
+
+
+STREAMED = """
+import re, resource, sys, torch
+from megatier import TieredAdamW
+
+
+def limit_memory(more):
+    used = int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+    resource.setrlimit(resource.RLIMIT_DATA, (used + (more << 20), resource.RLIM_INFINITY))
+
+
+path = sys.argv[1] + "/state.pt"
+weight = torch.nn.Parameter(torch.zeros(10_000_000))
+weight.grad = torch.ones(10_000_000)
+with TieredAdamW([weight], ram="2MiB", nvme=[sys.argv[1] + ":128MiB"]) as optimizer:
+    optimizer.step()
+    limit_memory(30)
+    optimizer.save_state(path)
+    limit_memory(200)  # a mapping counts
+    saved = torch.load(path, mmap=True)
+    limit_memory(30)
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    try:
+        optimizer.state_dict()
+    except RuntimeError as error:
+        print("can't allocate memory" in str(error))
+"""
+
+
+def test_saving_and_loading_need_far_less_memory_than_the_state(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STREAMED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
 @placements
