@@ -54,7 +54,7 @@ def test_planning_runs_without_torch(module: str) -> None:
 
 
 def test_store_and_schedule_packages_import_nothing() -> None:
-    for name in ("store", "schedule", "engine", "models", "data"):
+    for name in ("store", "schedule", "engine", "models", "data", "integrations"):
         assert "import" not in (PACKAGE / name / "__init__.py").read_text().split('"""')[2]
 
 

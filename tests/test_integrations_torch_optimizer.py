@@ -254,6 +254,7 @@ def test_backward_through_a_changed_parameter_is_refused_by_autograd(make: Make)
 def test_model_converted_after_the_optimizer_was_made_is_trained(make: Make) -> None:
     model = nn.Linear(40, 30)
     optimizer = make(model.parameters(), ram=TINY)
+    optimizer.load_state_dict(optimizer.state_dict())  # as accelerate does; nothing is placed by it
     model.bfloat16()
     model(torch.ones(1, 40, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
@@ -333,6 +334,19 @@ def test_file_is_what_torch_would_save(make: Make, tmp_path: Path, ram: str) -> 
     for mmap in (True, False):
         assert same(torch.load(tmp_path / "ours.pt", mmap=mmap), torch.load(tmp_path / "theirs.pt"))
     assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+def test_empty_state_forgets_what_was_there(make: Make) -> None:
+    parameters, expected = parameters_of(), parameters_of()
+    optimizer, fresh = make(parameters, ram=TINY), make(expected, ram=TINY)
+    empty = optimizer.state_dict()
+    take_steps(optimizer, parameters, range(1))
+    optimizer.load_state_dict(empty)
+    for parameter, other in zip(parameters, expected, strict=True):
+        parameter.data.copy_(other.detach())
+    take_steps(optimizer, parameters, range(STEPS))
+    take_steps(fresh, expected, range(STEPS))
+    assert same(parameters, expected)
 
 
 def test_state_passes_to_and_from_torchs_adamw(make: Make) -> None:

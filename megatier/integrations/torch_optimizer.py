@@ -256,16 +256,19 @@ class TieredAdamW(Optimizer):
             ValueError: other groups (torch's).
         """
         state: dict[int, dict[str, Tensor]] = state_dict["state"]
-        store = self._start()
+        self._check_open()
+        if state:  # else some trainers load an empty one before they move the model
+            self._start()
         self._check_loaded(state_dict)
         super().load_state_dict({**state_dict, "state": {}})
         for group in self.param_groups:
             group["lr"] = float(group["lr"])  # torch's may be a tensor
         self._is_torn = True
-        for chunk in store.chunks:
-            with store.overwrite(chunk) as block:
-                for run in chunk.runs:
-                    self._fill(run, block, state.get(run.parameter, {}))
+        if self._chunks is not None:
+            for chunk in self._chunks.chunks:
+                with self._chunks.overwrite(chunk) as block:
+                    for run in chunk.runs:
+                        self._fill(run, block, state.get(run.parameter, {}))
         self._steps = {index: int(entry["step"]) for index, entry in state.items()}
         self._is_torn = False
 
