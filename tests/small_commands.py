@@ -71,7 +71,12 @@ def write_text(folder: Path) -> Path:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """Records of the run in `folder/run`."""
+    """Records of steps, evaluations and checkpoints of the run in `folder/run`."""
+    return [record for record in all_records(folder) if "run" not in record]
+
+
+def all_records(folder: Path) -> list[dict[str, Any]]:
+    """All records of the run in `folder/run`: also how its processes began and ended."""
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -252,8 +252,11 @@ def test_train_metrics_have_every_figure_of_every_step(tmp_path: Path) -> None:
         "tokens_per_s",
         "attainment",
         "stall_seconds",
+        "busy_seconds",
         "speculation",
         "moved_bytes",
+        "demanded_bytes",
+        "resident_bytes",
         "nvme_path",
     }
     assert first["loss"] == pytest.approx(math.log(MODEL["vocab_size"]), rel=0.05)
@@ -261,7 +264,10 @@ def test_train_metrics_have_every_figure_of_every_step(tmp_path: Path) -> None:
     assert first["tokens_per_s"] == pytest.approx(first["tokens"] / first["seconds"])
     assert first["clip_coefficient"] == min(1.0, 1.0 / (first["grad_norm"] + 1e-6))
     assert set(first["moved_bytes"]) == {"ram_to_gpu", "gpu_to_ram"}
+    assert first["demanded_bytes"].keys() == first["moved_bytes"].keys()
     assert first["nvme_path"] == "no NVMe tier"
+    assert 0 < first["busy_seconds"]["compute"] <= first["seconds"]
+    assert first["resident_bytes"] > 8 << 20
 
 
 def test_train_past_ram_reports_what_kvikio_did(

@@ -115,6 +115,19 @@ def stall_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
     return dict(total)
 
 
+def busy_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
+    """Seconds with at least one span, by lane; stalls are no lane: compute waits."""
+    total: dict[str, int] = {}
+    until: dict[str, int] = {}
+    for event in sorted(events, key=lambda event: event.start_ns):
+        lane = event.lane
+        if lane != "stall":
+            start_ns = max(event.start_ns, until.get(lane, event.start_ns))
+            total[lane] = total.get(lane, 0) + max(0, event.end_ns - start_ns)
+            until[lane] = max(event.end_ns, start_ns)
+    return {lane: busy_ns / 1e9 for lane, busy_ns in total.items()}
+
+
 def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -> None:
     """Write steps in the Chrome trace format, which Perfetto opens: one track per lane.
 

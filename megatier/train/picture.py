@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatier.errors import ConfigError
-from megatier.schedule.trace import TraceEvent, stall_seconds
+from megatier.schedule.trace import TraceEvent, busy_seconds, stall_seconds
 from megatier.train.metrics import format_seconds, format_share
 from megatier.train.svg import LETTER, WIDTH, bar, grid_line, page, text, ticks
 
@@ -113,12 +113,18 @@ def step_seconds(events: Iterable[TraceEvent]) -> float:
 
 def lane_uses(events: Sequence[TraceEvent]) -> list[LaneUse]:
     """How each lane spent a step, in the order of the rows. Stalls are no lane of their own: compute waits."""
-    uses = []
-    for lane in _ordered({_row_lane(event) for event in events}):
-        spans = [(event.start_ns, event.end_ns) for event in events if event.lane == lane]
-        busy_ns = sum(end - start for start, end in _merged(spans, 0))
-        uses.append(LaneUse(lane, busy_ns / 1e9, sum(end - start for start, end in spans) / 1e9))
-    return uses
+    busy = busy_seconds(events)
+    span_seconds = dict.fromkeys(busy, 0.0)
+    for event in events:
+        if event.lane in busy:
+            span_seconds[event.lane] += event.seconds
+    lanes = in_row_order({_row_lane(event) for event in events})
+    return [LaneUse(lane, busy.get(lane, 0.0), span_seconds.get(lane, 0.0)) for lane in lanes]
+
+
+def in_row_order(lanes: Iterable[str]) -> list[str]:
+    """Lanes as their rows stand."""
+    return sorted(lanes, key=lambda lane: (LANES.index(lane) if lane in LANES else len(LANES), lane))
 
 
 def draw(events: Sequence[TraceEvent], title: str) -> str:
@@ -193,7 +199,7 @@ def _colours(events: Iterable[TraceEvent]) -> dict[str, str]:
     """Colour by label, of the labels there are; stalls last."""
     events = list(events)
     labels = {_label(event) for event in events}
-    causes = _ordered({event.cause for event in events if event.lane == "stall"})
+    causes = in_row_order({event.cause for event in events if event.lane == "stall"})
     tones = {STALL + cause: STALL_COLOURS.get(cause, STALL_COLOUR_OTHER) for cause in causes}
     return {label: colour for label, colour in COLOURS.items() if label in labels} | tones
 
@@ -222,11 +228,6 @@ def _event(lane: str, row: Mapping[str, Any]) -> TraceEvent:
 def _row_lane(event: TraceEvent) -> str:
     """The lane in whose row an event is drawn."""
     return "compute" if event.lane == "stall" else event.lane
-
-
-def _ordered(lanes: Iterable[str]) -> list[str]:
-    """Lanes as their rows stand."""
-    return sorted(lanes, key=lambda lane: (LANES.index(lane) if lane in LANES else len(LANES), lane))
 
 
 def _window(events: Iterable[TraceEvent]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What a run sets for its whole process: random numbers, repeatable operations, how threads share the interpreter."""
+"""A run's process: its random numbers, repeatable operations, how threads share the interpreter, and its memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import sys
 
 import numpy as np
+import psutil
 import torch
 
 from megatier.config import RunConfig
@@ -35,3 +36,9 @@ def make_repeatable(config: RunConfig) -> None:
     torch.use_deterministic_algorithms(True)
     # A debugging aid that costs a pass over memory; torch sets it through a module's class, which mypy cannot see.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def memory_bytes(device: torch.device) -> dict[str, int]:
+    """What the process holds now: resident in RAM, and of the GPU what torch has reserved (libraries' own aside)."""
+    gpu_bytes = {"gpu_bytes": torch.cuda.memory_reserved(device)} if device.type == "cuda" else {}
+    return {"resident_bytes": psutil.Process().memory_info().rss, **gpu_bytes}

@@ -20,7 +20,7 @@ from megatier.engine.optimizer import learning_rate
 from megatier.errors import ConfigError, NonFiniteError, mib
 from megatier.schedule.forecast import Forecast
 from megatier.schedule.speculation import Speculation
-from megatier.schedule.trace import TraceEvent, stall_seconds, write_trace
+from megatier.schedule.trace import TraceEvent, busy_seconds, stall_seconds, write_trace
 from megatier.store.store import TieredStore
 from megatier.store.tier import Tier
 from megatier.store.transfer import QUEUES
@@ -35,8 +35,9 @@ from megatier.train.checkpoint import (
 from megatier.train.checkpoint_writer import CheckpointWriter
 from megatier.train.choices import fix_choices, plan_choices
 from megatier.train.export import write_model
+from megatier.train.history import opening
 from megatier.train.metrics import MetricsLog, format_count, format_seconds
-from megatier.train.process import make_repeatable, seed, share_interpreter
+from megatier.train.process import make_repeatable, memory_bytes, seed, share_interpreter
 from megatier.train.report import Progress, QueueBytes, StepReport, TierState, TierUse, print_moves, print_placement
 from megatier.train.run_directory import (
     CHECKPOINT_FOLDER,
@@ -113,9 +114,10 @@ def train(
             run_directory.write_config(config)
         log = stack.enter_context(MetricsLog(directory / METRICS_FILE))
         log.cut_after(state.step if state is not None else 0)
+        log.write({"step": 0 if state is None else state.step, **opening(session, _tier_states(session), expected)})
         run = _Run(config, console, session, text, fingerprint, log, expected, watchdog)
         is_whole = run.steps(state)
-        run.report()
+        run.report("whole" if is_whole else "stopped")
         if not is_whole:
             console.print(f"stopped; `megatier resume {directory}` goes on", highlight=False, soft_wrap=True)
         elif config.output.export:
@@ -144,6 +146,7 @@ class _Run:
         self._expected, self._watchdog = expected, watchdog
         self._has_learnt = False
         """A weight has changed since the last checkpoint."""
+        self._last_step = 0
         self._device = session.engine.options.device
         self._folder = Path(config.output.directory) / CHECKPOINT_FOLDER
         self._fingerprint = fingerprint
@@ -226,8 +229,8 @@ class _Run:
             }
         )
 
-    def report(self) -> None:
-        """What moved, against what the placement demands."""
+    def report(self, outcome: str) -> None:
+        """How the run ended, and what moved, against what the placement demands."""
         store, player = self._session.store, self._session.player
         moved = store.moved_bytes - self._moved_before
         rows = [QueueBytes(queue, moved[queue], player.demanded[queue]) for queue in QUEUES]
@@ -238,6 +241,12 @@ class _Run:
         print_moves(self._console, [row for row in shown if is_streamed or not row.queue.startswith("state")])
         if store.gpu_path is not None:
             self._console.print(f"nvme_to_gpu: {store.gpu_path}", highlight=False, soft_wrap=True)
+        self._log.write({"step": self._last_step, "run": outcome, **self._moves()})
+
+    def _moves(self) -> dict[str, dict[str, int]]:
+        """Bytes per queue since this process began to train, those of checkpoints aside."""
+        moved = self._session.store.moved_bytes - self._moved_before
+        return {"moved_bytes": dict(moved), "demanded_bytes": dict(self._session.player.demanded)}
 
     def _step(self, step: int, progress: Progress) -> None:
         train, session = self._config.train, self._session
@@ -251,16 +260,19 @@ class _Run:
         seconds = time.perf_counter() - began
         events = session.player.take_events()
         self.traced = [*self.traced[1 - TRACED_STEPS :], (step, events)]
-        stalls = stall_seconds(events)
+        stalls, busy = stall_seconds(events), busy_seconds(events)
         self._paused += stalls.get("checkpoint", 0.0)
         count = batch["input_ids"].numel()
         tiers = tuple(TierUse(tier, used, budget) for tier, used, budget in _tier_uses(session))
         attainment = None if self._expected is None else self._expected.seconds / seconds
         bound_by = "" if self._expected is None else self._expected.bound_by
         progress.update(
-            StepReport(step, result.loss, rate, result.grad_norm, count, seconds, stalls, tiers, attainment, bound_by)
+            StepReport(
+                step, result.loss, rate, result.grad_norm, count, seconds, stalls, tiers, attainment, bound_by
+            )
         )
         self._has_learnt |= result.skipped is None
+        self._last_step = step
         if result.skipped is not None:
             what = "the loss" if result.skipped == "loss" else f"the gradient of {result.skipped}"
             progress.note(f"step {step} is left out, so that no weight changes: {what} is not finite")
@@ -277,8 +289,10 @@ class _Run:
                 "tokens_per_s": count / seconds,
                 "attainment": attainment,
                 "stall_seconds": stalls,
+                "busy_seconds": busy,
                 "speculation": session.player.updates.speculation.outcome,
-                "moved_bytes": dict(session.store.moved_bytes - self._moved_before),
+                **self._moves(),
+                **memory_bytes(self._device),
                 "nvme_path": nvme_path(session.store),
             }
         )
@@ -342,16 +356,7 @@ def _describe(console: Console, config: RunConfig, session: Session, text: Packe
         console.print(f"{count} units are updated in the backward, before the norm is known", highlight=False)
     if count := sum(home is Tier.NVME for home in placement.grad_homes.values()):
         console.print(f"gradients of {count} units wait on NVMe, because RAM is too short for them", highlight=False)
-    states = [
-        TierState(
-            tier,
-            placement.state_bytes.get(tier, 0),
-            placement.other_bytes.get(tier, 0),
-            session.store.usage(tier)["budget"],
-        )
-        for tier in Tier
-    ]
-    print_placement(console, states)
+    print_placement(console, _tier_states(session))
 
 
 def _describe_speculation(console: Console, speculation: Speculation) -> None:
@@ -395,6 +400,13 @@ def _fill(console: Console, session: Session, reader: WeightReader, checkpoint: 
         restore(session, checkpoint)
     what = "weights" if checkpoint is None else f"{checkpoint.name}: weights and moments"
     console.print(f"{what} in place ({format_seconds(time.perf_counter() - began)})", highlight=False)
+
+
+def _tier_states(session: Session) -> list[TierState]:
+    state, other = session.placement.state_bytes, session.placement.other_bytes
+    return [
+        TierState(tier, state.get(tier, 0), other.get(tier, 0), session.store.usage(tier)["budget"]) for tier in Tier
+    ]
 
 
 def _tier_uses(session: Session) -> Iterator[tuple[str, int, int]]:

@@ -1,0 +1,247 @@
+"""What a run directory tells of its run: `metrics.jsonl` as typed records, process by process.
+
+A run that was stopped or killed and went on has been worked on by several processes. Each begins with an opening record
+(what lies where, what the planner expects) and counts moved bytes from 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatier.errors import ConfigError
+from megatier.schedule.forecast import Forecast
+from megatier.store.tier import STATE_KINDS, Kind
+from megatier.train.report import TierState
+from megatier.train.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A step as the planner forecast it."""
+
+    seconds: float
+    bound_by: str
+    busy_seconds: Mapping[str, float]
+    moved_bytes: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A process begins to train."""
+
+    step: int
+    """The last step before it; 0: the run begins."""
+    time: str
+    """UTC, ISO 8601."""
+    device: str
+    num_parameters: int
+    homes: Mapping[str, Mapping[str, str]]
+    """Tier by unit and kind, in forward order; of a gradient `slot` where it waits nowhere."""
+    streamed: tuple[str, ...]
+    speculative: tuple[str, ...]
+    tiers: tuple[TierState, ...]
+    expected: Expected | None
+    """None where the machine was not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that ended. What older records lack is None, or empty."""
+
+    step: int
+    loss: float
+    tokens: float
+    seconds: float
+    attainment: float | None
+    skipped: str | None
+    """Why the step was left out."""
+    stall_seconds: Mapping[str, float]
+    busy_seconds: Mapping[str, float]
+    moved_bytes: Mapping[str, float]
+    """Per queue, since the step before."""
+    demanded_bytes: Mapping[str, float]
+    resident_bytes: float | None
+    gpu_bytes: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that was written."""
+
+    step: int
+    num_bytes: float
+    seconds: float
+
+
+@dataclass(slots=True)
+class History:
+    """A run, in the order of its file."""
+
+    openings: list[Opening] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    heldout: list[tuple[int, float]] = field(default_factory=list)
+    """Steps and losses of evaluations."""
+    saved: list[Saved] = field(default_factory=list)
+    outcome: str = ""
+    """`whole` or `stopped`; empty where the last process goes on, or was killed or ended by an error."""
+    moved_bytes: Mapping[str, float] = field(default_factory=dict)
+    """Per queue, of the last process, as far as it is on file."""
+    demanded_bytes: Mapping[str, float] = field(default_factory=dict)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take the next record.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError, OverflowError: it is none of ours.
+        """
+        step = record["step"]
+        if type(step) is not int or step < 0:
+            raise ValueError(step)
+        if record.get("run") == "begins":
+            self.openings.append(_opening(step, record))
+            self.outcome, self.moved_bytes, self.demanded_bytes = "", {}, {}
+        elif "run" in record:
+            self.outcome = _text(record["run"])
+            self.moved_bytes, self.demanded_bytes = _amounts(record, "moved_bytes"), _amounts(record, "demanded_bytes")
+        elif "loss" in record:
+            moved, demanded = _amounts(record, "moved_bytes"), _amounts(record, "demanded_bytes")
+            made = _grown(self.moved_bytes, moved), _grown(self.demanded_bytes, demanded)
+            self.steps.append(_step(step, record, *made))
+            self.moved_bytes, self.demanded_bytes = moved, demanded
+        elif "heldout_loss" in record:
+            self.heldout.append((step, float(record["heldout_loss"])))
+        elif "checkpoint_bytes" in record:
+            self.saved.append(Saved(step, float(record["checkpoint_bytes"]), float(record["checkpoint_seconds"])))
+
+
+def read_history(path: Path) -> History:
+    """The run that a `metrics.jsonl` records. Half a line at its end, which a killed process leaves, is left out.
+
+    Raises:
+        ConfigError: it cannot be read, or a line is no record of a run.
+    """
+    history = History()
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    history.add(json.loads(line))
+                except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+                    if not line.endswith(b"\n"):
+                        break
+                    raise ConfigError(f"{path}, line {number}: no record of a run. Take that line out.") from error
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}. Give the directory of a run that has begun."
+        ) from error
+    return history
+
+
+def opening(session: Session, tiers: Sequence[TierState], expected: Forecast | None) -> dict[str, object]:
+    """The opening record of a process, without its step.
+
+    Args:
+        session: open, with its placement.
+        tiers: what the placement puts in each.
+        expected: a step as planned, if it was.
+    """
+    placement, device = session.placement, session.engine.options.device
+    homes = {unit.name: {str(kind): str(tier) for kind, tier in _homes(session, unit.name)} for unit in session.units}
+    forecast = None
+    if expected is not None:
+        names = [field.name for field in dataclasses.fields(Expected)]
+        forecast = {name: getattr(expected, name) for name in names}
+    return {
+        "run": "begins",
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "num_parameters": sum(tensor.num_elements for unit in session.units for tensor in unit.layout.tensors),
+        "homes": homes,
+        "streamed": placement.streamed,
+        "speculative": placement.speculative,
+        "tiers": [dataclasses.asdict(tier) for tier in tiers],
+        "expected": forecast,
+    }
+
+
+def _homes(session: Session, unit: str) -> Iterator[tuple[Kind, str]]:
+    placement = session.placement
+    for kind in STATE_KINDS:
+        if (unit, kind) in placement.homes:
+            yield kind, placement.homes[unit, kind]
+    yield Kind.GRAD, placement.grad_homes[unit] or "slot"
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def _opening(step: int, record: Mapping[str, Any]) -> Opening:
+    expected = record["expected"]
+    return Opening(
+        step,
+        _text(record["time"]),
+        _text(record["device"]),
+        int(record["num_parameters"]),
+        {unit: {kind: _text(tier) for kind, tier in kinds.items()} for unit, kinds in record["homes"].items()},
+        tuple(map(_text, record["streamed"])),
+        tuple(map(_text, record["speculative"])),
+        tuple(_tier(tier) for tier in record["tiers"]),
+        None if expected is None else _expected(expected),
+    )
+
+
+def _tier(found: Mapping[str, Any]) -> TierState:
+    sizes = (int(found[name]) for name in ("state_bytes", "other_bytes", "budget_bytes"))
+    return TierState(_text(found["tier"]), *sizes)
+
+
+def _expected(found: Mapping[str, Any]) -> Expected:
+    lanes, queues = _amounts(found, "busy_seconds"), _amounts(found, "moved_bytes")
+    return Expected(float(found["seconds"]), _text(found["bound_by"]), lanes, queues)
+
+
+def _step(step: int, record: Mapping[str, Any], moved: Mapping[str, float], demanded: Mapping[str, float]) -> Step:
+    skipped = record.get("skipped")
+    return Step(
+        step,
+        float(record["loss"]),
+        float(record["tokens"]),
+        float(record["seconds"]),
+        _number(record.get("attainment")),
+        None if skipped is None else _text(skipped),
+        _amounts(record, "stall_seconds"),
+        _amounts(record, "busy_seconds"),
+        moved,
+        demanded,
+        _number(record.get("resident_bytes")),
+        _number(record.get("gpu_bytes")),
+    )
+
+
+def _amounts(record: Mapping[str, Any], name: str) -> dict[str, float]:
+    """Figures by name; empty where an older version did not write them."""
+    return {key: float(value) for key, value in record.get(name, {}).items()}
+
+
+def _number(value: object) -> float | None:
+    return None if value is None else float(value)  # type: ignore[arg-type]  # whatever it is not, float refuses
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
+
+
+def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """What came to each queue. Less than before: a process began without an opening record, and counted from 0."""
+    began = any(after.get(queue, 0.0) < size for queue, size in before.items())
+    return {queue: size - (0.0 if began else before.get(queue, 0.0)) for queue, size in after.items()}
