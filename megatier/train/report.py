@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
-from rich.text import Text
 
 from megatier.errors import mib
 from megatier.train.metrics import format_seconds, format_share
+from megatier.train.panel import Course, panel
 
 SMOOTHING = 0.9
 """Weight of the past in seconds per step, from which the time left follows."""
@@ -56,6 +55,8 @@ class StepReport:
     """Seconds that the step should take over those that it took; None where the machine was not measured."""
     bound_by: str = ""
     """What should bound it."""
+    busy_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that each lane was busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ class Progress:
         self._console, self._num_steps, self._line_seconds = console, num_steps, line_seconds
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._num_reports, self._seconds_per_step = 0, 0.0
+        self._losses = Course()
         self._shown_at: float | None = None
 
     def __enter__(self) -> Self:
@@ -113,6 +115,7 @@ class Progress:
     def update(self, report: StepReport) -> None:
         """Show a finished step, unless the last one was shown just now."""
         self._num_reports += 1
+        self._losses.add(report.loss)
         # The first step of a process learns the order of units: its time says little about the next.
         past = SMOOTHING if self._num_reports > 2 else 0.0
         self._seconds_per_step = past * self._seconds_per_step + (1 - past) * report.seconds
@@ -125,7 +128,7 @@ class Progress:
         if self._live is None:
             self.note(step_line(report, self._num_steps, left))
         else:
-            self._live.update(_panel(report, self._num_steps, left), refresh=True)
+            self._live.update(panel(report, self._num_steps, left, self._losses), refresh=True)
 
     def note(self, text: str) -> None:
         """A line of its own, above the panel where there is one."""
@@ -186,16 +189,6 @@ def _stalls(seconds: Mapping[str, float]) -> str:
         return "0 ms"
     named = ", ".join(f"{cause} {format_seconds(value)}" for value, cause in causes)
     return f"{format_seconds(sum(seconds.values()))} ({named})"
-
-
-def _panel(report: StepReport, num_steps: int, seconds_left: float) -> RenderableType:
-    """A step as a bar above a grid of figures."""
-    figures, panel = Table.grid(padding=(0, 2)), Table.grid()
-    for name, value in _figures(report, num_steps, seconds_left):
-        figures.add_row(Text(name, style="dim"), Text(value))
-    panel.add_row(ProgressBar(total=num_steps, completed=report.step, width=60))
-    panel.add_row(figures)
-    return panel
 
 
 def _table(title: str, first: str, *others: str) -> Table:

@@ -268,7 +268,7 @@ class _Run:
         bound_by = "" if self._expected is None else self._expected.bound_by
         progress.update(
             StepReport(
-                step, result.loss, rate, result.grad_norm, count, seconds, stalls, tiers, attainment, bound_by
+                step, result.loss, rate, result.grad_norm, count, seconds, stalls, tiers, attainment, bound_by, busy
             )
         )
         self._has_learnt |= result.skipped is None
