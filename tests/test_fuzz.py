@@ -24,6 +24,7 @@ import yaml
 from mutations import harmed_bytes, harmed_tree
 from test_schedule_rates import RATES
 from test_store_chunkfile import numbers, read, write
+from test_train_history import BEGINS, STEP
 from test_train_run_state import CONFIG, CPU, TEXT
 
 from megatier.config import TiersConfig
@@ -34,6 +35,7 @@ from megatier.schedule.rates import as_dict, read_rates
 from megatier.store.chunkfile import Grid
 from megatier.train import checkpoint
 from megatier.train.metrics import MetricsLog
+from megatier.train.report_page import build
 from megatier.train.run_state import RunState, random_states
 
 SEED = 20261121
@@ -146,6 +148,14 @@ def fuzz_metrics(draw: Draw, folder: Path) -> None:
     assert path.read_bytes().endswith(b'{"step": 5}\n')
 
 
+def fuzz_report(draw: Draw, folder: Path) -> None:
+    records = [BEGINS, *({**STEP, **record} for record in RECORDS), {"step": 6, "heldout_loss": 2.5}]
+    lines = [as_text(draw, record) if draw.random() < 0.2 else json.dumps(record).encode() for record in records]
+    (folder / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(CONFIG)))
+    build(folder)
+
+
 def fuzz_rates(draw: Draw, folder: Path) -> None:
     path = folder / "machine.yaml"
     path.write_bytes(as_text(draw, as_dict(RATES), yaml.safe_dump))
@@ -173,6 +183,7 @@ READERS = (
     (fuzz_array, 1000),
     (fuzz_chunks, 150),
     (fuzz_metrics, 400),
+    (fuzz_report, 40),
     (fuzz_rates, 300),
     (fuzz_header, 2000),
 )

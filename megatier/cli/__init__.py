@@ -21,6 +21,7 @@ COMMANDS = {
     "doctor": "say what this machine has and what is missing",
     "clean": "list, and remove, what killed runs left on mounts",
     "trace": "draw one step of a run as a picture: lanes over time, stalls coloured",
+    "report": "write what a run did as one HTML page",
 }
 
 EXIT_ERROR = 2

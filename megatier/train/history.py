@@ -22,6 +22,9 @@ from megatier.store.tier import STATE_KINDS, Kind
 from megatier.train.report import TierState
 from megatier.train.session import Session
 
+FIGURE_MAX = 1e18
+"""Of bytes, seconds and tokens; what is not below it is damage, and sums of what is stay finite."""
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:
@@ -119,7 +122,7 @@ class History:
         elif "heldout_loss" in record:
             self.heldout.append((step, float(record["heldout_loss"])))
         elif "checkpoint_bytes" in record:
-            self.saved.append(Saved(step, float(record["checkpoint_bytes"]), float(record["checkpoint_seconds"])))
+            self.saved.append(Saved(step, _figure(record["checkpoint_bytes"]), _figure(record["checkpoint_seconds"])))
 
 
 def read_history(path: Path) -> History:
@@ -189,7 +192,7 @@ def _opening(step: int, record: Mapping[str, Any]) -> Opening:
         step,
         _text(record["time"]),
         _text(record["device"]),
-        int(record["num_parameters"]),
+        round(_figure(record["num_parameters"])),
         {unit: {kind: _text(tier) for kind, tier in kinds.items()} for unit, kinds in record["homes"].items()},
         tuple(map(_text, record["streamed"])),
         tuple(map(_text, record["speculative"])),
@@ -199,13 +202,13 @@ def _opening(step: int, record: Mapping[str, Any]) -> Opening:
 
 
 def _tier(found: Mapping[str, Any]) -> TierState:
-    sizes = (int(found[name]) for name in ("state_bytes", "other_bytes", "budget_bytes"))
+    sizes = (round(_figure(found[name])) for name in ("state_bytes", "other_bytes", "budget_bytes"))
     return TierState(_text(found["tier"]), *sizes)
 
 
 def _expected(found: Mapping[str, Any]) -> Expected:
     lanes, queues = _amounts(found, "busy_seconds"), _amounts(found, "moved_bytes")
-    return Expected(float(found["seconds"]), _text(found["bound_by"]), lanes, queues)
+    return Expected(_figure(found["seconds"]), _text(found["bound_by"]), lanes, queues)
 
 
 def _step(step: int, record: Mapping[str, Any], moved: Mapping[str, float], demanded: Mapping[str, float]) -> Step:
@@ -213,26 +216,33 @@ def _step(step: int, record: Mapping[str, Any], moved: Mapping[str, float], dema
     return Step(
         step,
         float(record["loss"]),
-        float(record["tokens"]),
-        float(record["seconds"]),
-        _number(record.get("attainment")),
+        _figure(record["tokens"]),
+        _figure(record["seconds"]),
+        _optional(record.get("attainment")),
         None if skipped is None else _text(skipped),
         _amounts(record, "stall_seconds"),
         _amounts(record, "busy_seconds"),
         moved,
         demanded,
-        _number(record.get("resident_bytes")),
-        _number(record.get("gpu_bytes")),
+        _optional(record.get("resident_bytes")),
+        _optional(record.get("gpu_bytes")),
     )
 
 
 def _amounts(record: Mapping[str, Any], name: str) -> dict[str, float]:
     """Figures by name; empty where an older version did not write them."""
-    return {key: float(value) for key, value in record.get(name, {}).items()}
+    return {key: _figure(value) for key, value in record.get(name, {}).items()}
 
 
-def _number(value: object) -> float | None:
-    return None if value is None else float(value)  # type: ignore[arg-type]  # whatever it is not, float refuses
+def _optional(value: object) -> float | None:
+    return None if value is None else _figure(value)
+
+
+def _figure(value: object) -> float:
+    """Of anything but a loss, which may be any number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < FIGURE_MAX:
+        raise ValueError(value)
+    return float(value)
 
 
 def _text(value: object) -> str:
