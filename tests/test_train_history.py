@@ -97,6 +97,7 @@ def test_history_without_records_is_empty(tmp_path: Path) -> None:
         '{"step": "1"}',
         '{"step": -1}',
         '{"step": true}',
+        f'{{"step": {10**400}, "heldout_loss": 1}}',
         '{"step": 1e999}',
         '{"step": 1, "loss": 1}',
         '{"step": 1, "run": 3}',
@@ -114,6 +115,7 @@ def test_history_without_records_is_empty(tmp_path: Path) -> None:
         json.dumps({**BEGINS, "homes": {"a": {"weight": 1}}}),
         json.dumps({**BEGINS, "tiers": {"gpu": 1}}),
         json.dumps({**BEGINS, "expected": 4}),
+        json.dumps({**BEGINS, "expected": {"seconds": 0, "bound_by": "nvme"}}),
         "\udcff",
     ],
 )

@@ -23,7 +23,7 @@ from megatier.train.report import TierState
 from megatier.train.session import Session
 
 FIGURE_MAX = 1e18
-"""Of bytes, seconds and tokens; what is not below it is damage, and sums of what is stay finite."""
+"""Of bytes, seconds, tokens and steps; what is not below it is damage, and sums of what is stay finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class History:
             ValueError, TypeError, KeyError, AttributeError, OverflowError: it is none of ours.
         """
         step = record["step"]
-        if type(step) is not int or step < 0:
+        if type(step) is not int or not 0 <= step < FIGURE_MAX:
             raise ValueError(step)
         if record.get("run") == "begins":
             self.openings.append(_opening(step, record))
@@ -208,7 +208,9 @@ def _tier(found: Mapping[str, Any]) -> TierState:
 
 def _expected(found: Mapping[str, Any]) -> Expected:
     lanes, queues = _amounts(found, "busy_seconds"), _amounts(found, "moved_bytes")
-    return Expected(_figure(found["seconds"]), _text(found["bound_by"]), lanes, queues)
+    if not (seconds := _figure(found["seconds"])):
+        raise ValueError(found)
+    return Expected(seconds, _text(found["bound_by"]), lanes, queues)
 
 
 def _step(step: int, record: Mapping[str, Any], moved: Mapping[str, float], demanded: Mapping[str, float]) -> Step:
