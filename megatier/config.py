@@ -293,6 +293,8 @@ class OutputConfig:
     """Checkpoints to keep, at least 1: the last ones."""
     trace: bool = False
     """Write a Perfetto-readable trace of transfers, compute and stalls."""
+    tensorboard: bool = False
+    """Write the figures of each step for TensorBoard as well; needs the extra megatier[tensorboard]."""
 
     def __post_init__(self) -> None:
         """Check each value."""

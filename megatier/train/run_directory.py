@@ -25,6 +25,7 @@ from megatier.store.leftovers import is_abandoned
 
 CONFIG_FILE, METRICS_FILE, TRACE_FILE, STALL_FILE = "config.yaml", "metrics.jsonl", "trace.json", "stall.txt"
 MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER = "model", "data", "checkpoints"
+TENSORBOARD_FOLDER = "tensorboard"
 
 
 class RunDirectory:
@@ -56,7 +57,7 @@ class RunDirectory:
             raise
 
     def _begin(self, config: RunConfig) -> None:
-        names = (CONFIG_FILE, METRICS_FILE, MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER)
+        names = (CONFIG_FILE, METRICS_FILE, MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER, TENSORBOARD_FOLDER)
         if taken := [name for name in names if (self.path / name).exists()]:
             raise ConfigError(
                 f"{self.path} holds a run already ({taken[0]}). Nothing was changed; name another --output.directory "

@@ -6,7 +6,7 @@ directory -> skeleton -> plan -> data -> reserve -> weights in -> steps -> weigh
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -45,12 +45,14 @@ from megatier.train.run_directory import (
     METRICS_FILE,
     MODEL_FOLDER,
     STALL_FILE,
+    TENSORBOARD_FOLDER,
     TRACE_FILE,
     RunDirectory,
 )
 from megatier.train.run_state import RunState
 from megatier.train.session import Session, WeightReader, choose_device, open_model
 from megatier.train.stop import StopRequest
+from megatier.train.tensorboard import Scalars, load_tensorboard
 from megatier.train.watchdog import Watchdog
 
 TRACED_STEPS = 3
@@ -74,12 +76,15 @@ def train(
         resumes: go on with the run in `output.directory`, from its last checkpoint; from the start if it has none.
         accepts_changes: go on although numeric choices, text or libraries are not those of the checkpoint.
 
-    Writes, in `output.directory`: config.yaml, metrics.jsonl, data/, checkpoints/, model/ (the export), trace.json (by
-    option). SIGINT and SIGTERM let the step end and write a checkpoint; the second one ends the run at once.
+    Writes, in `output.directory`: config.yaml, metrics.jsonl, data/, checkpoints/, model/ (the export); by option
+    trace.json and tensorboard/. SIGINT and SIGTERM let the step end and write a checkpoint; the second one ends the run
+    at once.
 
     Raises:
         MegatierError: before training where possible; the message says what to change.
     """
+    if config.output.tensorboard:
+        load_tensorboard()
     make_repeatable(config)
     share_interpreter()
     config, expected = plan_choices(fix_choices(config), given, console)
@@ -113,9 +118,13 @@ def train(
         if resumes:  # nothing refuses these settings any more
             run_directory.write_config(config)
         log = stack.enter_context(MetricsLog(directory / METRICS_FILE))
-        log.cut_after(state.step if state is not None else 0)
-        log.write({"step": 0 if state is None else state.step, **opening(session, _tier_states(session), expected)})
-        run = _Run(config, console, session, text, fingerprint, log, expected, watchdog)
+        last_step = 0 if state is None else state.step
+        log.cut_after(last_step)
+        scalars = None
+        if config.output.tensorboard:
+            scalars = stack.enter_context(Scalars(directory / TENSORBOARD_FOLDER, last_step + 1))
+        log.write({"step": last_step, **opening(session, _tier_states(session), expected)})
+        run = _Run(config, console, session, text, fingerprint, log, scalars, expected, watchdog)
         is_whole = run.steps(state)
         run.report("whole" if is_whole else "stopped")
         if not is_whole:
@@ -139,11 +148,12 @@ class _Run:
         text: PackedText,
         fingerprint: dict[str, int],
         log: MetricsLog,
+        scalars: Scalars | None,
         expected: Forecast | None,
         watchdog: Watchdog,
     ) -> None:
         self._config, self._console, self._session, self._text, self._log = config, console, session, text, log
-        self._expected, self._watchdog = expected, watchdog
+        self._scalars, self._expected, self._watchdog = scalars, expected, watchdog
         self._has_learnt = False
         """A weight has changed since the last checkpoint."""
         self._last_step = 0
@@ -220,7 +230,7 @@ class _Run:
         self._paused += time.perf_counter() - began
         size, seconds, paused = mib(writer.num_bytes), format_seconds(writer.seconds), format_seconds(self._paused)
         progress.note(f"step {writer.step}: checkpoint written ({size}, {seconds}, of which training waited {paused})")
-        self._log.write(
+        self._record(
             {
                 "step": writer.step,
                 "checkpoint_bytes": writer.num_bytes,
@@ -241,7 +251,12 @@ class _Run:
         print_moves(self._console, [row for row in shown if is_streamed or not row.queue.startswith("state")])
         if store.gpu_path is not None:
             self._console.print(f"nvme_to_gpu: {store.gpu_path}", highlight=False, soft_wrap=True)
-        self._log.write({"step": self._last_step, "run": outcome, **self._moves()})
+        self._record({"step": self._last_step, "run": outcome, **self._moves()})
+
+    def _record(self, record: Mapping[str, object]) -> None:
+        self._log.write(record)
+        if self._scalars is not None:
+            self._scalars.write(record)
 
     def _moves(self) -> dict[str, dict[str, int]]:
         """Bytes per queue since this process began to train, those of checkpoints aside."""
@@ -276,7 +291,7 @@ class _Run:
         if result.skipped is not None:
             what = "the loss" if result.skipped == "loss" else f"the gradient of {result.skipped}"
             progress.note(f"step {step} is left out, so that no weight changes: {what} is not finite")
-        self._log.write(
+        self._record(
             {
                 "step": step,
                 "loss": result.loss,
@@ -308,7 +323,7 @@ class _Run:
             loss = self._session.engine.evaluate(batches)
         self._session.player.take_events()
         progress.note(f"step {step}: held-out loss {loss:.4f} ({format_seconds(time.perf_counter() - began)})")
-        self._log.write({"step": step, "heldout_loss": loss})
+        self._record({"step": step, "heldout_loss": loss})
 
 
 def rate_of(step: int, train: TrainConfig) -> float:

@@ -1,0 +1,90 @@
+"""Figures of a run for TensorBoard: each number of `metrics.jsonl` as a scalar, under the name it has there."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from megatier.errors import REMEDIES, ConfigError
+
+FLUSH_SECONDS = 10
+"""A killed run loses what is younger."""
+
+
+def load_tensorboard() -> Any:  # noqa: ANN401  torch's module, typed or not as tensorboard is there or not
+    """torch.utils.tensorboard.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module("torch.utils.tensorboard")
+    except ImportError as error:
+        raise ConfigError(
+            f"output.tensorboard needs tensorboard ({error}): pip install 'megatier[tensorboard]', or set it to false."
+        ) from error
+
+
+class Scalars:
+    """Writes records as events. Use as a context."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """Open a file of events in a folder.
+
+        Args:
+            folder: may hold events of the run's earlier processes; what they have of `first_step` and later is hidden.
+            first_step: of this process.
+
+        Raises:
+            ConfigError: TensorBoard is not installed, or the folder cannot be written to.
+        """
+        self._folder = folder
+        library = load_tensorboard()
+        with self._refusing():
+            self._writer = library.SummaryWriter(str(folder), purge_step=first_step, flush_secs=FLUSH_SECONDS)
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Add the numbers of a record of a step, an evaluation or a checkpoint; how a process began is left out.
+
+        Raises:
+            ConfigError: the drive is full or gone.
+        """
+        if "run" in record:
+            return
+        with self._refusing():
+            for name, number in _numbers(record):
+                self._writer.add_scalar(name, number, record["step"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            with contextlib.suppress(OSError):  # the error that ends the run tells
+                self._writer.close()
+            return
+        with self._refusing():
+            self._writer.close()
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            remedy = REMEDIES.get(error.errno or 0, "Set output.directory to a directory of yours.")
+            raise ConfigError(f"cannot write to {self._folder}: {error.strerror}. {remedy}") from error
+
+
+def _numbers(record: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Names and numbers, those of inner mappings as "stall_seconds/ram_to_gpu"."""
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and name != "step":
+            yield prefix + name, value
