@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from small_commands import MODEL, command, leftovers, metrics
+from small_commands import MODEL, all_records, command, leftovers, metrics
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -124,6 +124,9 @@ def test_train_on_a_measured_machine_takes_what_the_planner_chooses(
     steps = [record for record in metrics(tmp_path) if "loss" in record]
     assert all(step["attainment"] > 0 for step in steps)
     assert re.search(r"attainment \d+%", line_of_step)
+    assert all_records(tmp_path)[0]["expected"]["seconds"] == pytest.approx(
+        steps[0]["attainment"] * steps[0]["seconds"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -127,9 +127,8 @@ class _Axes:
             y = self.y(tick)
             yield f'<path class="grid" d="M{LEFT} {y:.1f}H{RIGHT}"/>'
             yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:,.10g}</text>'
-        for step in _ticks(self.first, self.last):
-            if step == round(step):
-                yield f'<text x="{self.x(step):.1f}" y="{BOTTOM + 18}" text-anchor="middle">{step:,.0f}</text>'
+        for step in _ticks(self.first, self.last, least=1.0):
+            yield f'<text x="{self.x(step):.1f}" y="{BOTTOM + 18}" text-anchor="middle">{step:,.0f}</text>'
         yield f'<text x="{LEFT - 8}" y="{BOTTOM + 18}" text-anchor="end">step</text>'
 
 
@@ -145,12 +144,12 @@ def _distinct(lines: Sequence[Line]) -> list[Line]:
     return found
 
 
-def _ticks(low: float, high: float) -> Iterator[float]:
-    """Round numbers from low to high, at most TICKS_MAX or one more; low alone where both are equal."""
+def _ticks(low: float, high: float, least: float = 0.0) -> Iterator[float]:
+    """Round numbers from low to high, at most TICKS_MAX or one more, so far apart; low alone where both are equal."""
     if high <= low:
         yield low
         return
-    step = ticks(high - low)[1]
+    step = max(ticks(high - low)[1], least)
     while (high - low) / step > TICKS_MAX:
         step *= 2
     for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1):
