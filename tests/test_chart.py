@@ -34,7 +34,7 @@ def test_draw_line_lies_where_its_figures_are() -> None:
     assert y0 == BOTTOM
     assert y0 - y1 == pytest.approx(y1 - y2, abs=0.11)
     assert TOP < y2 < TOP + 10, "a little room above the largest"
-    assert len(elements(chart, "circle", "fill0")) == 3
+    assert len(elements(chart, "circle", "fill-tone0")) == 3
     assert numbers(chart) == ["0", "20", "40", "60", "80", "100", "1", "2", "3", "step"]
 
 
@@ -44,13 +44,18 @@ def test_draw_what_is_not_finite_leaves_a_gap() -> None:
     assert [len(points(path)) for path in elements(chart, "path", "tone0")] == [2, 1, 2]
 
 
+def test_draw_of_many_steps_with_many_gaps_stays_small() -> None:
+    figures = [(step, 1.0 if step % 2 else math.nan) for step in range(20_000)]
+    assert len(draw("a", [Line("x", figures)])) < 20_000
+
+
 def test_draw_without_a_finite_point_is_empty() -> None:
     assert draw("a", [Line("x", [(1, math.nan)]), Line("y", [])]) == ""
 
 
 def test_draw_of_many_steps_is_means_inside_a_band() -> None:
     chart = draw("a", [Line("x", [(step, 5.0 if step == 700 else 1.0) for step in range(10_000)])])
-    [path], [band] = elements(chart, "path", "tone0"), elements(chart, "path", "band fill0")
+    [path], [band] = elements(chart, "path", "tone0"), elements(chart, "path", "band fill-tone0")
     assert len(points(path)) <= POINTS_MAX
     assert min(y for _, y in points(band)) < TOP + 10, "a single step is not lost"
     assert len(chart) < 40_000

@@ -152,6 +152,13 @@ def test_page_of_a_run_that_went_on_says_where_and_compares_the_last_process(run
     assert "nvme_to_ram|1.0 MiB|1.0 MiB|1000 B|+1,047,576 B" in page.section("What moved")
 
 
+def test_page_of_a_run_that_just_went_on_compares_nothing_yet(run: Path) -> None:
+    page = record(run, BEGINS, step(1), {**BEGINS, "step": 1})
+    assert page.section("What moved") == "No step of the last process is on file yet."
+    page = record(run, BEGINS, {"step": 0, "run": "stopped", "moved_bytes": {"ram_to_gpu": 5}})
+    assert page.section("What moved") == "No step is on file yet."
+
+
 def test_page_of_a_killed_run_leaves_out_half_a_line(run: Path) -> None:
     (run / "metrics.jsonl").write_text(json.dumps(BEGINS) + "\n" + json.dumps(step(1)) + '\n{"step": 2, "lo')
     assert "killed or ended by an error: step 1 of" in Page(build(run)).words[2]

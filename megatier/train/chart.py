@@ -80,10 +80,10 @@ def draw(title: str, lines: Sequence[Line], marks: Sequence[Mark] = (), *, from_
     parts, entries, tone = [*axes.draw()], [], -1
     for line, runs in drawn.items():
         tone += not line.is_dashed
-        style = f"tone{tone % NUM_TONES}" + (" dashed" if line.is_dashed else "")
-        entries.append((style, line.name))
+        name = f"tone{tone % NUM_TONES}"
+        entries.append((name + " dashed" * line.is_dashed, line.name))
         for run in runs:
-            parts += _run(run, axes, style, tone % NUM_TONES)
+            parts += _run(run, axes, name, is_dashed=line.is_dashed)
     for mark in marks:
         entries.append((f"tone{mark.tone} dashed", mark.name))
         places = sorted({round(axes.x(step)) for step in mark.steps if axes.first <= step <= axes.last})
@@ -133,10 +133,10 @@ class _Axes:
 
 
 def _distinct(lines: Sequence[Line]) -> list[Line]:
-    """Lines that would hide one another become one, with all their names."""
+    """Lines that would hide one another become one, with all their names; what should be stays beside what is."""
     found: list[Line] = []
     for line in lines:
-        twin = next((other for other in found if other.points == line.points and not line.is_dashed), None)
+        twin = None if line.is_dashed else next((other for other in found if other.points == line.points), None)
         if twin is None:
             found.append(line)
         else:
@@ -157,14 +157,11 @@ def _ticks(low: float, high: float, least: float = 0.0) -> Iterator[float]:
 
 
 def _buckets(points: Sequence[Point]) -> list[list[_Bucket]]:
-    """Runs of finite points between gaps, of few enough buckets."""
+    """Runs between gaps, in all at most POINTS_MAX buckets; what is not finite is left out of its bucket."""
     size = max(1, math.ceil(len(points) / POINTS_MAX))
-    runs = []
-    for is_shown, run in groupby(points, lambda point: abs(point[1]) < VALUE_MAX):
-        if is_shown:
-            found = list(run)
-            runs.append([_bucket(found[start : start + size]) for start in range(0, len(found), size)])
-    return runs
+    groups = (points[start : start + size] for start in range(0, len(points), size))
+    finite = ([point for point in group if abs(point[1]) < VALUE_MAX] for group in groups)
+    return [[_bucket(group) for group in run] for is_shown, run in groupby(finite, bool) if is_shown]
 
 
 def _bucket(points: Sequence[Point]) -> _Bucket:
@@ -172,14 +169,15 @@ def _bucket(points: Sequence[Point]) -> _Bucket:
     return _Bucket(fmean(step for step, _ in points), min(values), fmean(values), max(values))
 
 
-def _run(run: Sequence[_Bucket], axes: _Axes, style: str, tone: int) -> Iterator[str]:
+def _run(run: Sequence[_Bucket], axes: _Axes, tone: str, *, is_dashed: bool) -> Iterator[str]:
     """A line without a gap, its band where there is one, and dots where there are few points."""
     if any(bucket.low < bucket.high for bucket in run):
         edge = [(bucket.x, bucket.high) for bucket in run] + [(bucket.x, bucket.low) for bucket in reversed(run)]
-        yield f'<path class="band fill{tone}" d="{_path(edge, axes)}Z"/>'
-    yield f'<path class="{style}" d="{_path([(bucket.x, bucket.mean) for bucket in run], axes)}"/>'
-    for bucket in run if len(run) <= DOTS_MAX and "dashed" not in style else ():
-        yield f'<circle class="fill{tone}" cx="{axes.x(bucket.x):.1f}" cy="{axes.y(bucket.mean):.1f}" r="2.5"/>'
+        yield f'<path class="band fill-{tone}" d="{_path(edge, axes)}Z"/>'
+    line = _path([(bucket.x, bucket.mean) for bucket in run], axes)
+    yield f'<path class="{tone}{" dashed" * is_dashed}" d="{line}"/>'
+    for bucket in run if len(run) <= DOTS_MAX and not is_dashed else ():
+        yield f'<circle class="fill-{tone}" cx="{axes.x(bucket.x):.1f}" cy="{axes.y(bucket.mean):.1f}" r="2.5"/>'
 
 
 def _path(points: Sequence[Point], axes: _Axes) -> str:

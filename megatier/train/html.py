@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from megatier.train.svg import plain
+from megatier.train.picture import COLOURS, STALL_COLOURS
+from megatier.train.svg import INK, PAPER, TRACK, plain
 
 NUM_TONES = 8
-"""Colours of lines, `tone0` to `tone7`; told apart by people who see red and green alike, too."""
+"""Colours of lines, by class: `tone0` to `tone7`."""
+TIER_TONES = ("gpu", "ram", "nvme", "slot")
+"""Colours of places, by class."""
 CELL_MAX = 400
 """Characters of a cell."""
+
+IN_THE_DARK = {
+    INK: "var(--ink)",
+    PAPER: "var(--paper)",
+    TRACK: "var(--track)",
+    COLOURS["compute"]: "#8c97a3",
+    STALL_COLOURS["update"]: "#e0607f",
+    STALL_COLOURS["update_gpu"]: "#b061a0",
+}
+"""What those colours of a picture become that would not be seen on a dark ground."""
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1f2933; --dim: #5b6470; --track: #eef1f5; --rule: #d5dae1;
@@ -19,13 +32,6 @@ STYLE = """
   :root { --paper: #14181d; --ink: #e4e8ed; --dim: #a3adb8; --track: #222931; --rule: #39424d;
     --tone0: #6fa9e8; --tone1: #f2a04c; --tone2: #63c384; --tone3: #f27b86; --tone4: #b99bea; --tone5: #56c4cc;
     --tone6: #ec8fc5; --tone7: #a3adb8; --gpu: #3f9e60; --ram: #4a86c8; --nvme: #cf7a26; --slot: #6b7580; }
-  .timeline svg { fill: var(--ink); }
-  .timeline [fill="#ffffff"] { fill: var(--paper); }
-  .timeline [fill="#eef1f5"] { fill: var(--track); }
-  .timeline [stroke="#1f2933"] { stroke: var(--ink); }
-  .timeline [fill="#5b6470"] { fill: #8c97a3; } .timeline [stroke="#5b6470"] { stroke: #8c97a3; }
-  .timeline [fill="#7a0a2a"] { fill: #e0607f; } .timeline [stroke="#7a0a2a"] { stroke: #e0607f; }
-  .timeline [fill="#4a0d3f"] { fill: #b061a0; } .timeline [stroke="#4a0d3f"] { stroke: #b061a0; }
 }
 body { margin: 0 auto; max-width: 1240px; padding: 16px 20px 48px; background: var(--paper); color: var(--ink);
   font: 14px/1.45 system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; }
@@ -49,17 +55,20 @@ ul.legend i.square { height: 12px; } ul.legend i.dashed { height: 0; background:
 .chart .dashed { stroke-dasharray: 6 4; } .map .label { fill: #ffffff; }
 pre { overflow-x: auto; background: var(--track); padding: 10px 14px; border-radius: 6px; font-size: 12px; }
 summary { cursor: pointer; }
-""" + "".join(
-    [
-        f".chart .tone{n} {{ stroke: var(--tone{n}); }} .chart .fill{n} {{ fill: var(--tone{n}); }} "
-        f"i.tone{n} {{ background: var(--tone{n}); color: var(--tone{n}); }}\n"
-        for n in range(NUM_TONES)
-    ]
-    + [
-        f".map .{name} {{ fill: var(--{name}); }} i.{name} {{ background: var(--{name}); }}\n"
-        for name in ("gpu", "ram", "nvme", "slot")
-    ]
-)
+"""
+
+
+def _rules() -> Iterator[str]:
+    """Rules of the style, one for each colour."""
+    for tone in (f"tone{number}" for number in range(NUM_TONES)):
+        yield f".chart .{tone} {{ stroke: var(--{tone}); }} .chart .fill-{tone} {{ fill: var(--{tone}); }}"
+        yield f"i.{tone} {{ background: var(--{tone}); color: var(--{tone}); }}"
+    for tone in TIER_TONES:
+        yield f".map .{tone} {{ fill: var(--{tone}); }} i.{tone} {{ background: var(--{tone}); }}"
+    yield "@media (prefers-color-scheme: dark) {"
+    for colour, dark in IN_THE_DARK.items():
+        yield f'.timeline [fill="{colour}"] {{ fill: {dark}; }} .timeline [stroke="{colour}"] {{ stroke: {dark}; }}'
+    yield "}"
 
 
 def page(title: str, parts: Iterable[str]) -> str:
@@ -69,7 +78,9 @@ def page(title: str, parts: Iterable[str]) -> str:
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{plain(title)}</title>",
-            f"<style>{STYLE}</style></head><body>",
+            f"<style>{STYLE}",
+            *_rules(),
+            "</style></head><body>",
             f"<h1>{plain(title)}</h1>",
             *parts,
             "</body></html>\n",
@@ -105,11 +116,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
     """Names beside their colours, (class, name)."""
-    return (
-        '<ul class="legend">'
-        + "".join(f'<li><i class="{tone}"></i>{plain(name)}</li>' for tone, name in entries)
-        + "</ul>"
-    )
+    items = (f'<li><i class="{tone}"></i>{plain(name)}</li>' for tone, name in entries)
+    return f'<ul class="legend">{"".join(items)}</ul>'
 
 
 def details(summary: str, text: str) -> str:

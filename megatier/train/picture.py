@@ -14,7 +14,7 @@ from typing import Any
 from megatier.errors import ConfigError
 from megatier.schedule.trace import TraceEvent, busy_seconds, stall_seconds
 from megatier.train.metrics import format_seconds, format_share
-from megatier.train.svg import LETTER, WIDTH, bar, grid_line, page, text, ticks
+from megatier.train.svg import LETTER, TRACK, WIDTH, bar, grid_line, page, text, ticks
 
 LANES = (
     "nvme_to_ram",
@@ -162,7 +162,7 @@ def _row(events: Sequence[TraceEvent], use: LaneUse, colours: Mapping[str, str],
             left, right = ((ns - start_ns) * scale for ns in (event.start_ns, event.end_ns))
             spans[_label(event)].append((LEFT + left, LEFT + max(right, left + GAP_MIN)))
     yield text(LEFT - 10, middle + 4, use.lane, "end", NAME_MAX)
-    yield bar(LEFT, middle - BAR / 2, PLOT, BAR, "#eef1f5")
+    yield bar(LEFT, middle - BAR / 2, PLOT, BAR, TRACK)
     for label, found in spans.items():  # stalls come last in `colours`: nothing covers them
         if found:
             path = "".join(f"M{left:.1f} {middle:g}H{right:.1f}" for left, right in _merged(found, GAP_MIN))

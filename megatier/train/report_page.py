@@ -147,42 +147,39 @@ def _course(run: _Run) -> str:
 
 def _memory(run: _Run) -> str:
     """What tiers hold, and what the process took over time."""
-    opening = run.opening
-    if opening is None:
+    if run.opening is None:
         return note(OLDER if run.steps else NO_STEP)
-    columns = ("tier", "state", "slots, gradients", "budget", "used")
-    rows = [
-        (
-            tier.tier,
-            mib(tier.state_bytes),
-            mib(tier.other_bytes),
-            mib(tier.budget_bytes),
-            format_share(tier.state_bytes + tier.other_bytes, tier.budget_bytes),
-        )
-        for tier in opening.tiers
-    ]
     words = "What a tier holds is reserved before the first step and stays: blocks pass through slots that are counted."
-    held = {tier.tier: tier.state_bytes + tier.other_bytes for tier in opening.tiers}
-    on_gpu = any(step.gpu_bytes for step in run.steps)
-    in_ram = held.get(Tier.RAM, 0) + (0 if on_gpu else held.get(Tier.GPU, 0))
+    held = {tier.tier: tier.state_bytes + tier.other_bytes for tier in run.opening.tiers}
+    on_gpu, in_ram = held.get(Tier.GPU, 0), held.get(Tier.RAM, 0)
+    has_gpu = any(step.gpu_bytes for step in run.steps)
     lines = [
         Line("resident in RAM", _points(run, lambda step: step.resident_bytes)),
-        Line("of it reserved for tiers", _points(run, lambda step: in_ram), is_dashed=True),
+        Line("of it tiers", _points(run, lambda step: in_ram if has_gpu else in_ram + on_gpu), is_dashed=True),
     ]
-    if on_gpu:
-        reserved = held.get(Tier.GPU, 0)
+    if has_gpu:
         lines += [
             Line("on the GPU, held by torch", _points(run, lambda step: step.gpu_bytes)),
-            Line("of it reserved for the tier", _points(run, lambda step: reserved), is_dashed=True),
+            Line("of it the tier", _points(run, lambda step: on_gpu), is_dashed=True),
         ]
-    return _row(table(columns, rows) + note(words), _byte_chart("memory of the process", lines))
+    return _row(_tiers(run.opening) + note(words), _byte_chart("memory of the process", lines))
+
+
+def _tiers(opening: Opening) -> str:
+    rows = []
+    for tier in opening.tiers:
+        sizes = map(mib, (tier.state_bytes, tier.other_bytes, tier.budget_bytes))
+        rows.append((tier.tier, *sizes, format_share(tier.state_bytes + tier.other_bytes, tier.budget_bytes)))
+    return table(("tier", "state", "slots, gradients", "budget", "used"), rows)
 
 
 def _moves(run: _Run) -> str:
     """Bytes per queue, moved and demanded."""
     moved, demanded = run.history.moved_bytes, run.history.demanded_bytes
+    if not run.steps or (run.opening is not None and run.steps[-1].step <= run.opening.step):
+        return note(NO_STEP if not run.steps else "No step of the last process is on file yet.")
     if not moved:
-        return note(NO_STEP if not run.steps else "Nothing moved: all state is at home on the GPU.")
+        return note("Nothing moved: all state is at home on the GPU.")
     queues = [queue for queue in QUEUES if moved.get(queue) or demanded.get(queue)]
     columns = ("queue", "a step", "moved in all", "demanded", "difference")
     rows = []
@@ -238,7 +235,7 @@ def _plan(run: _Run) -> str:
     for queue in (queue for queue in QUEUES if expected.moved_bytes.get(queue)):
         moved = median(step.moved_bytes.get(queue, 0.0) for step in run.steady)
         rows.append(_compared(f"{queue} moves", expected.moved_bytes[queue], moved, lambda size: mib(round(size))))
-    words = f"Bound by {expected.bound_by}, as planned. Figures of the run are medians over its steps but the first."
+    words = f"Bound by {expected.bound_by}, as planned. Measured: medians of all steps but each process's first."
     return table(("", "planned", "measured", "measured to planned"), rows) + note(words)
 
 

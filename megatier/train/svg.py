@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable
 from xml.sax.saxutils import escape
 
+INK, PAPER, TRACK = "#1f2933", "#ffffff", "#eef1f5"
+"""Colours of text and lines, of the ground, and of an empty row."""
 WIDTH = 1200
 """Pixels."""
 TEXT_MAX = 110
@@ -24,9 +26,9 @@ def page(height: float, title: str, parts: Iterable[str]) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:g}" '
             f'viewBox="0 0 {WIDTH} {height:g}" font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, '
-            'sans-serif" font-size="12" fill="#1f2933">',
+            f'sans-serif" font-size="12" fill="{INK}">',
             f"<title>{heading}</title>",
-            f'<rect width="{WIDTH}" height="{height:g}" fill="#ffffff"/>',
+            f'<rect width="{WIDTH}" height="{height:g}" fill="{PAPER}"/>',
             f'<text x="16" y="28" font-size="16" font-weight="600">{heading}</text>',
             *parts,
             "</svg>",
@@ -48,7 +50,7 @@ def bar(x: float, y: float, width: float, height: float, colour: str) -> str:
 
 def grid_line(x: float, top: float, bottom: float) -> str:
     """An upright line behind or across rows."""
-    return f'<path d="M{x:.1f} {top:g}V{bottom:g}" stroke="#1f2933" stroke-opacity="0.2"/>'
+    return f'<path d="M{x:.1f} {top:g}V{bottom:g}" stroke="{INK}" stroke-opacity="0.2"/>'
 
 
 def plain(words: str, most: int = TEXT_MAX) -> str:

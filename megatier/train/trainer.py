@@ -174,7 +174,8 @@ class _Run:
             seed(train.seed)
         else:
             state.set_random(self._device)
-        first, stops = 1 if state is None else state.step + 1, False
+        self._last_step = 0 if state is None else state.step
+        first, stops = self._last_step + 1, False
         with Progress(self._console, train.steps) as progress, StopRequest(progress.note) as stop:
             for step in range(first, train.steps + 1):
                 try:
