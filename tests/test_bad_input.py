@@ -352,7 +352,7 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         path, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
-        while not path.exists() or path.read_text().count("\n") < 2:
+        while not path.exists() or path.read_text().count('"loss"') < 2:
             assert process.poll() is None, process.stderr.read() if process.stderr else ""
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -21,6 +21,21 @@ def test_stop_request_signal_is_noted_and_the_second_one_interrupts(number: sign
             os.kill(os.getpid(), number)
 
 
+def test_stop_request_second_signal_while_the_first_is_handled_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    real = StopRequest._restore
+
+    def restore(self: StopRequest) -> None:
+        monkeypatch.undo()
+        os.kill(os.getpid(), signal.SIGTERM)
+        real(self)
+
+    monkeypatch.setattr(StopRequest, "_restore", restore)
+    with StopRequest(lambda _: None) as stop, pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.is_asked
+
+
 def test_stop_request_left_gives_the_handlers_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with StopRequest(lambda _: None):

@@ -32,6 +32,8 @@ class StopRequest:
         self._restore()
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked:  # came while the first was being handled
+            signal.default_int_handler(number, frame)
         self.is_asked = True
         self._restore()
         self._say("stopping after this step, with a checkpoint; once more to stop at once")
