@@ -63,6 +63,12 @@ def test_history_of_a_run_that_went_on_counts_moves_of_each_process_anew(tmp_pat
     assert [step.moved_bytes["ram_to_gpu"] for step in older.steps] == [5, 4, 7]
 
 
+def test_history_checkpoint_of_an_older_run_held_training_up_for_all_its_time(tmp_path: Path) -> None:
+    older = {"step": 1, "checkpoint_bytes": 9, "checkpoint_seconds": 2.0}
+    found = written(tmp_path / "m", older, {**older, "checkpoint_pause_seconds": 0.5}).saved
+    assert [(saved.seconds, saved.paused_seconds) for saved in found] == [(2.0, 2.0), (2.0, 0.5)]
+
+
 def test_history_opening_is_read_as_it_was_written(tmp_path: Path) -> None:
     [opening] = written(tmp_path / "m", BEGINS).openings
     assert opening.homes == BEGINS["homes"]

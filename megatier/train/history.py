@@ -82,6 +82,8 @@ class Saved:
     step: int
     num_bytes: float
     seconds: float
+    paused_seconds: float
+    """That training waited."""
 
 
 @dataclass(slots=True)
@@ -122,7 +124,7 @@ class History:
         elif "heldout_loss" in record:
             self.heldout.append((step, float(record["heldout_loss"])))
         elif "checkpoint_bytes" in record:
-            self.saved.append(Saved(step, _figure(record["checkpoint_bytes"]), _figure(record["checkpoint_seconds"])))
+            self.saved.append(_saved(step, record))
 
 
 def read_history(path: Path) -> History:
@@ -229,6 +231,12 @@ def _step(step: int, record: Mapping[str, Any], moved: Mapping[str, float], dema
         _optional(record.get("resident_bytes")),
         _optional(record.get("gpu_bytes")),
     )
+
+
+def _saved(step: int, record: Mapping[str, Any]) -> Saved:
+    seconds = _figure(record["checkpoint_seconds"])
+    paused = record.get("checkpoint_pause_seconds", seconds)  # training used to wait for all of it
+    return Saved(step, _figure(record["checkpoint_bytes"]), seconds, _figure(paused))
 
 
 def _amounts(record: Mapping[str, Any], name: str) -> dict[str, float]:

@@ -273,11 +273,12 @@ def _checkpoints(run: _Run) -> str:
             f"{made.step:,}",
             mib(round(made.num_bytes)),
             format_seconds(made.seconds),
+            format_seconds(made.paused_seconds),
             "yes" if f"step-{made.step:08d}" in there else "no",
         )
         for made in saved[-CHECKPOINTS_SHOWN:]
     ]
-    shown = table(("step", "size", "the run paused", "still there"), rows)
+    shown = table(("step", "size", "written in", "training waited", "still there"), rows)
     more = f"The last {CHECKPOINTS_SHOWN} of {len(saved)} that were written."
     return shown + (note(more) if len(saved) > len(rows) else "")
 
