@@ -148,10 +148,6 @@ def waited_for(run: Run, folder: Path) -> tuple[Outcome, str]:
     return run(folder), digest(path)
 
 
-def name_of(run: Run) -> str:
-    return f"{run.model}-{run.place}-{run.clip}-{run.groups}"
-
-
 UNTIED, KEPT, IMMEDIATE = Run(model="untied"), Run(model="untied", clip=1e9), Run(model="untied", clip=None)
 RUNS = [
     *(replace(UNTIED, place=place) for place in PLACES),
@@ -160,9 +156,14 @@ RUNS = [
     Run(model="moe", groups=2, place="gpu_ram_nvme"),
     Run(model="tied", dtype="fp32", place="gpu_ram"),
 ]
+ON_A_GPU = [pytest.param(replace(run, device="cuda", compile=False), marks=pytest.mark.gpu) for run in RUNS]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=name_of)
+def name_of(run: Run) -> str:
+    return f"{run.model}-{run.place}-{run.clip}-{run.groups}-{run.device}"
+
+
+@pytest.mark.parametrize("run", [*RUNS, *ON_A_GPU], ids=name_of)
 def test_checkpoint_written_beside_training_changes_no_bit_of_either(
     run: Run, tmp_path: Path, held: threading.Event, expected: dict[Run, tuple[Outcome, str]]
 ) -> None:
@@ -172,14 +173,6 @@ def test_checkpoint_written_beside_training_changes_no_bit_of_either(
         expected[alone] = waited_for(alone, tmp_path / "alone")
         held.clear()
     assert gone_on(run, tmp_path / "beside", held) == expected[alone]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("run", [replace(run, device="cuda", compile=False) for run in RUNS], ids=name_of)
-def test_checkpoint_written_beside_training_on_a_gpu_changes_no_bit_of_either(
-    run: Run, tmp_path: Path, held: threading.Event, expected: dict[Run, tuple[Outcome, str]]
-) -> None:
-    test_checkpoint_written_beside_training_changes_no_bit_of_either(run, tmp_path, held, expected)
 
 
 def test_run_restored_from_a_checkpoint_written_beside_training_goes_on_to_the_same_bits(
