@@ -171,7 +171,7 @@ def fill(session: Session) -> None:
     blocks = {"cpu": block, str(session.engine.options.device.type): block.to(session.engine.options.device)}
     for unit in session.units:
         for elements in session.player.blocks.chunks(unit.name):
-            with session.player.blocks.open_state(unit.name, elements, [Kind.WEIGHT], fresh=True) as state:
+            with session.player.blocks.open_state(unit.name, elements, [Kind.WEIGHT], fresh=[Kind.WEIGHT]) as state:
                 plane = state.planes[Kind.WEIGHT].view(torch.bfloat16)
                 for tensor in unit.layout.tensors:
                     start, stop = max(tensor.start, elements[0]), min(tensor.stop, elements[1])

@@ -154,9 +154,9 @@ class TiersConfig:
     room in tiers.gpu, and relieves the CPU where tiers.state leaves the GPU out. Without clipping and guard, or where
     RAM spills to NVMe, nothing is streamed; the run says how many units are."""
     generations: int = 1
-    """Places for the state of layers that spill to NVMe: 1, or 2, which lets them be updated in the backward, before it
-    is known whether to clip, at twice the space on NVMe and a second weight plane in RAM. Without clipping and guard
-    it changes nothing."""
+    """Places on NVMe for the state of layers that spill: 1, 2 or 3. A second one lets them be updated in the backward,
+    before it is known whether to clip, which also takes a second weight plane in RAM; with output.savepoint_every it
+    holds the savepoint instead. A third one gives both. Without clipping and guard it changes nothing."""
     update_threads: int | None = None
     """Native threads that run AdamW on the CPU, 1 to 1024. None: the cores this process may use."""
     direct_io: Literal["auto", "never"] = "auto"
@@ -183,7 +183,7 @@ class TiersConfig:
         _require(self.chunk is None or self.chunk >= 24576, "tiers.chunk", self.chunk, "at least 24KiB")
         _require(1 <= self.io_threads <= 256, "tiers.io_threads", self.io_threads, "1 to 256")
         _require(0 <= self.streamed_share <= 1, "tiers.streamed_share", self.streamed_share, "from 0 to 1")
-        _require(self.generations in (1, 2), "tiers.generations", self.generations, "1 or 2")
+        _require(self.generations in (1, 2, 3), "tiers.generations", self.generations, "1, 2 or 3")
         threads = self.update_threads
         _require(threads is None or 1 <= threads <= 1024, "tiers.update_threads", threads, "1 to 1024")
 
@@ -289,6 +289,10 @@ class OutputConfig:
     checkpoint_every: int = 0
     """Steps between checkpoints, at least 0, and one at the end. 0: only when the run is stopped
     by Ctrl-C or SIGTERM, or ended by steps that are not finite."""
+    savepoint_every: int = 0
+    """Steps between savepoints, at least 0. A savepoint keeps a generation of what spilled in place on NVMe and writes
+    only the rest, so it takes less time than a checkpoint; `resume` goes on from it on the same tiers and drives. The
+    last one is kept, until a checkpoint is newer. 0: none."""
     keep_checkpoints: int = 2
     """Checkpoints to keep, at least 1: the last ones."""
     trace: bool = False
@@ -300,6 +304,7 @@ class OutputConfig:
         """Check each value."""
         _require(self.directory != "", "output.directory", self.directory, "a path")
         _require(self.checkpoint_every >= 0, "output.checkpoint_every", self.checkpoint_every, "at least 0")
+        _require(self.savepoint_every >= 0, "output.savepoint_every", self.savepoint_every, "at least 0")
         _require(self.keep_checkpoints >= 1, "output.keep_checkpoints", self.keep_checkpoints, "at least 1")
 
 
@@ -322,6 +327,18 @@ class RunConfig:
             None,
             'a tokenizer such as "bytes", because model.config brings none',
         )
+        self._check_generations()
+
+    def _check_generations(self) -> None:
+        """A savepoint keeps one of several on NVMe, checked by the checksums that it notes."""
+        tiers, every = self.tiers, self.output.savepoint_every
+        if not every:
+            _require(tiers.generations < 3, "tiers.generations", 3, "1 or 2 without output.savepoint_every")
+        elif tiers.nvme:
+            needs, waits = "with output.savepoint_every", self.train.clip is not None or self.numerics.guard
+            _require(tiers.generations > 1, "tiers.generations", 1, f"2 or 3 {needs}: one of them is kept")
+            _require(tiers.checksums, "tiers.checksums", False, f"true {needs}")
+            _require(waits, "numerics.guard", False, f"true, or train.clip set, {needs}: updates have to wait")
 
 
 SECTIONS: dict[str, type[Any]] = {

@@ -105,7 +105,20 @@ class DamagedCheckpointError(CheckpointError):
 
     def __init__(self, path: str, what: str) -> None:
         """Name the file and say what is wrong with it."""
-        super().__init__(f"{path} {what}. Move this checkpoint away, and the one before it is used.")
+        self.reason = f"{path} {what}."
+        super().__init__(f"{self.reason} Move this checkpoint away, and the one before it is used.")
+
+
+class SavepointError(CheckpointError):
+    """A run cannot go on from its savepoint."""
+
+    def __init__(self, path: str, reason: str, before: str) -> None:
+        """Name it, say why, and say what the run goes on from without it."""
+        self.path, self.before = path, before
+        super().__init__(
+            f"the run cannot go on from its savepoint {path}: {reason} Move that folder away, and the run goes on from "
+            f"{before}."
+        )
 
 
 class RunLockedError(MegatierError):

@@ -106,10 +106,10 @@ def probe(store: TieredStore, key: str) -> torch.Tensor:
         if view.is_cuda:
             return view.cpu()
         return torch.frombuffer(bytearray(ctypes.string_at(view.data_ptr(), view.numel())), dtype=torch.uint8)
-    assert store._files is not None
+    assert store.files is not None
     found = bytearray()
     for stripe in block.extent.stripes:
-        file = os.open(store._files._directories[stripe.mount] / "blocks", os.O_RDONLY)
+        file = os.open(store.files._directories[stripe.mount] / "blocks", os.O_RDONLY)
         found += os.pread(file, stripe.num_bytes, stripe.file_offset)
         os.close(file)
     return torch.frombuffer(found, dtype=torch.uint8)[: block.spec.num_bytes]

@@ -114,7 +114,7 @@ class Run:
         self.store = store
         for unit in units:
             for elements in self.player.blocks.chunks(unit.name):
-                with self.player.blocks.open_state(unit.name, elements, self.kinds, fresh=True) as state:
+                with self.player.blocks.open_state(unit.name, elements, self.kinds, fresh=self.kinds) as state:
                     for kind in self.kinds:
                         plane = self.model.planes[unit.name, kind][slice(*elements)]
                         state.planes[kind].copy_(plane.view(torch.uint8))

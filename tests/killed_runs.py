@@ -1,9 +1,10 @@
 """Kill real runs at chosen points, let them go on, and say what each came to. A process of its own, not a test.
 
-    python killed_runs.py FOLDER SEED COUNT
+    python killed_runs.py FOLDER SEED COUNT [savepoints]
 
 The process loads torch once, and each run is a fork of it. A run is killed by SIGKILL at its n-th call of a function of
-megatier's: during start-up, a step, a checkpoint, the end. Prints one JSON object.
+megatier's: during start-up, a step, a checkpoint, the end. It goes on with other tiers; with savepoints, on the same.
+Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -43,6 +44,20 @@ TIERS: list[dict[str, Any]] = [
     {"tiers.state": "ram", "tiers.gpu": "512KiB"},
     {"tiers.state": "gpu", "tiers.gpu": "4MiB"},
     {"tiers.state": "gpu,ram,nvme", "tiers.gpu": "640KiB"},
+]
+SAVEPOINTS: dict[str, Any] = {
+    **SETTINGS,
+    "model.config.num_hidden_layers": 6,
+    "output.checkpoint_every": 3,
+    "output.savepoint_every": 1,
+    "train.clip": 1.65,  # some steps clip, most do not
+    "train.learning_rate": 1e-3,
+}
+TIERS_OF_SAVEPOINTS: list[dict[str, Any]] = [
+    {"tiers.state": "nvme", "tiers.gpu": "512KiB", "tiers.generations": 2},
+    {"tiers.state": "nvme", "tiers.gpu": "512KiB", "tiers.generations": 3},
+    {"tiers.state": "gpu,ram,nvme", "tiers.gpu": "360KiB", "tiers.ram": "800KiB", "tiers.generations": 2},
+    {"tiers.state": "gpu,ram,nvme", "tiers.gpu": "360KiB", "tiers.ram": "1040KiB", "tiers.generations": 3},
 ]
 
 
@@ -96,7 +111,7 @@ def run(folder: Path, tiers: dict[str, Any], call: int, count: Path | None = Non
     """Start a run and kill it at a call; -1: never."""
 
     def work() -> int:
-        words = command(folder, {**SETTINGS, **tiers, "tiers.nvme": f"{folder / 'drive'}:64MiB"})
+        words = command(folder, {**tiers, "tiers.nvme": f"{folder / 'drive'}:64MiB"})
         stop = kill_at(call, count)
         try:
             return main(words)
@@ -112,9 +127,7 @@ def go_on(folder: Path, tiers: dict[str, Any]) -> int:
     """Resume on other tiers; where the kill came before there was a run, start it."""
     if not (folder / "run" / "config.yaml").exists():
         return run(folder, tiers, -1)
-    if (folder / "run" / "model").exists():  # the kill came when all was done
-        return 0
-    words = [f"--{name}={value}" for name, value in tiers.items()]
+    words = [f"--{name}={value}" for name, value in tiers.items() if name.startswith("tiers.")]
     return forked(lambda: main(["resume", str(folder / "run"), *words]))
 
 
@@ -144,18 +157,21 @@ def calls_of(folder: Path, tiers: dict[str, Any]) -> int:
     return int(folder.with_suffix(".calls").read_text())
 
 
-def main_program(folder: Path, seed: int, count: int) -> dict[str, Any]:
+def main_program(folder: Path, seed: int, count: int, *, savepoints: bool) -> dict[str, Any]:
     """The uninterrupted run, and each killed one."""
     draw = random.Random(seed)
-    calls = [calls_of(folder / f"whole{index}", tiers) for index, tiers in enumerate(TIERS)]
+    shared, tiers = (SAVEPOINTS, TIERS_OF_SAVEPOINTS) if savepoints else (SETTINGS, TIERS)
+    places = [{**shared, **each} for each in tiers]
+    calls = [calls_of(folder / f"whole{index}", each) for index, each in enumerate(places)]
     found = []
     for number in range(count):
-        start = draw.randrange(len(TIERS))
-        before, after = TIERS[start], draw.choice(TIERS)
+        start = draw.randrange(len(places))
+        before, after = places[start], places[start] if savepoints else draw.choice(places)
         # Spread evenly over the run, at a random place of each part.
         call = 1 + int((number + draw.random()) * calls[start] / count)
         place = folder / str(number)
-        while (killed := run(place, before, call)) == 0:  # it had fewer calls: waiting threads make them vary
+        # It had fewer calls, since waiting threads make them vary, or all was done.
+        while (killed := run(place, before, call)) == 0 or (place / "run" / "model").exists():
             shutil.rmtree(place)
             call = call * 9 // 10
         resumed = go_on(place, after)
@@ -167,4 +183,5 @@ def main_program(folder: Path, seed: int, count: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.stdout.write(json.dumps(main_program(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
+    outcomes = main_program(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), savepoints=len(sys.argv) > 4)
+    sys.stdout.write(json.dumps(outcomes))

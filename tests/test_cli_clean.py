@@ -43,6 +43,14 @@ def test_clean_with_yes_removes_and_says_so(mount: Path, capsys: pytest.CaptureF
     assert [path.name for path in mount.iterdir()] == ["megatier-bench-0123456789ab"]
 
 
+def test_clean_says_that_a_savepoint_is_among_what_it_finds(mount: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (mount / NAME / "savepoint").touch()
+    for words, end in (([], " ago, with a run's savepoint"), (["--yes"], " ago, with a run's savepoint, removed")):
+        assert main(["clean", *words, str(mount)]) == 0
+        assert capsys.readouterr().out.splitlines()[0].endswith(end)
+    assert not (mount / NAME).exists()
+
+
 def test_clean_where_nothing_is_left_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["clean", str(tmp_path), "--yes"]) == 0
     assert capsys.readouterr().out == "No killed run left block files here.\n"

@@ -14,6 +14,7 @@ from megatier.config_file import field_docs, from_dict, load, to_dict
 from megatier.errors import ConfigError
 
 LEAST = ["--data.files=python-stdlib", "--data.tokenizer", "bytes", "--model.config.model_type", "llama"]
+SAVES = ["--output.savepoint_every=9", "--tiers.nvme=/a", "--tiers.generations", "2"]
 
 YAML = """
 model:
@@ -101,7 +102,21 @@ def test_to_dict_written_and_loaded_is_equal(file: Path, tmp_path: Path) -> None
         (["--tiers.gpu_limit", "much"], r"tiers\.gpu_limit is 'much'; expected size such as"),
         (["--tiers.streamed_share", "1.1"], r"tiers\.streamed_share is 1\.1; it must be from 0 to 1"),
         (["--tiers.streamed_share", "-0.1"], r"tiers\.streamed_share is -0\.1; it must be from 0 to 1"),
-        (["--tiers.generations", "3"], r"tiers\.generations is 3; it must be 1 or 2"),
+        (["--tiers.generations", "4"], r"tiers\.generations is 4; it must be 1, 2 or 3"),
+        (["--tiers.generations", "3"], r"tiers\.generations is 3; it must be 1 or 2 without output\.savepoint_every"),
+        (["--output.savepoint_every", "-1"], r"output\.savepoint_every is -1; it must be at least 0"),
+        (
+            [*SAVES, "--tiers.generations", "1"],
+            r"tiers\.generations is 1; it must be 2 or 3 with output\.savepoint_every",
+        ),
+        (
+            [*SAVES, "--tiers.checksums", "false"],
+            r"tiers\.checksums is False; it must be true with output\.savepoint_e",
+        ),
+        (
+            [*SAVES, "--train.clip", "null", "--numerics.guard", "false"],
+            r"numerics\.guard is False; it must be true, or",
+        ),
         (["--model.saved_share", "2"], r"model\.saved_share is 2\.0; it must be from 0 to 1"),
         (["--model.saved_share", ".nan"], r"model\.saved_share is nan; it must be from 0 to 1"),
         (["--model.compile", "maybe"], r"model\.compile is 'maybe'; expected bool \| None"),

@@ -33,9 +33,10 @@ from megatier.errors import MegatierError
 from megatier.models.shards import read_header, write_header
 from megatier.schedule.rates import as_dict, read_rates
 from megatier.store.chunkfile import Grid
-from megatier.train import checkpoint
+from megatier.train import checkpoint, savepoint
 from megatier.train.metrics import MetricsLog
 from megatier.train.report_page import build
+from megatier.train.run_directory import SAVEPOINT_FOLDER
 from megatier.train.run_state import RunState, random_states
 
 SEED = 20261121
@@ -117,6 +118,22 @@ def fuzz_state(draw: Draw, folder: Path) -> None:
     found.check(CONFIG, CPU)
 
 
+def fuzz_savepoint(draw: Draw, folder: Path) -> None:
+    state = RunState.of(3, CONFIG, CPU, TEXT).to_dict()
+    tree: dict[str, Any] = {"state": state, "placement": "0" * 32, "generations": {"model.layers.0": 1, "lm_head": 0}}
+    if draw.random() < 0.6:  # by somebody who knows how to make the digest fit
+        tree = json.loads(json.dumps(harmed_tree(draw, tree)))
+    tree |= {"format": savepoint.FORMAT, "digest": checkpoint.digest_of(tree)}
+    raw = json.dumps(tree).encode() if draw.random() < 0.5 else as_text(draw, tree)
+    path = folder / SAVEPOINT_FOLDER / "step-00000003" / savepoint.MANIFEST_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(raw)
+    found = savepoint.Savepoint.last(folder)
+    assert found is not None
+    found.state.changes_of_tiers(CONFIG)
+    found.state.check(CONFIG, CPU)
+
+
 def fuzz_array(draw: Draw, folder: Path) -> None:
     chunks = {"name": "regular", "configuration": {"chunk_shape": list(Grid.of(SHAPE).chunk_shape)}}
     keys = {"name": "default", "configuration": {"separator": "/"}}
@@ -180,6 +197,7 @@ READERS = (
     (fuzz_config, 150),
     (fuzz_override, 100),
     (fuzz_state, 400),
+    (fuzz_savepoint, 400),
     (fuzz_array, 1000),
     (fuzz_chunks, 150),
     (fuzz_metrics, 400),

@@ -30,30 +30,38 @@ TIERS_OF_BAD_STEPS: list[dict[str, Any]] = [
 ]
 
 
-def check_killed_runs(folder: Path, seed: int, count: int) -> None:
+def check_killed_runs(folder: Path, seed: int, count: int, *words_of_runs: str) -> dict[str, Any]:
     """Kill runs at `count` places; every one goes on to the end of the run that nobody stopped."""
     sys.stdout.write(f"seed {seed}\n")
-    words = [sys.executable, str(KILLED_RUNS), str(folder), str(seed), str(count)]
+    words = [sys.executable, str(KILLED_RUNS), str(folder), str(seed), str(count), *words_of_runs]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60 + 30 * count)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
-    whole = found["whole"]
-    assert whole["checkpoints"] == ["step-00000004", "step-00000006"]
+    whole: dict[str, Any] = found["whole"]
     for run in found["runs"]:
         assert run["killed"] == -signal.SIGKILL, run
         assert run["resumed"] == 0, (run, done.stderr)
         assert not run["left"] or not run["went_on_with_nvme"], "block files of the kill are taken over"
         assert {key: run[key] for key in whole} == whole, run
     assert len(found["runs"]) == count
+    return whole
 
 
 def test_run_killed_at_twenty_places_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    check_killed_runs(tmp_path, seed=20261121, count=20)
+    whole = check_killed_runs(tmp_path, 20261121, 20)
+    assert whole["checkpoints"] == ["step-00000004", "step-00000006"]
+
+
+def test_run_with_savepoints_killed_at_twelve_places_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    whole = check_killed_runs(tmp_path, 20261122, 12, "savepoints")
+    assert whole["checkpoints"] == ["step-00000003", "step-00000006"]
+    assert "savepoints" not in whole["run"]
 
 
 @pytest.mark.slow
-def test_run_killed_at_two_hundred_places_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    check_killed_runs(tmp_path, seed=7, count=200)
+@pytest.mark.parametrize("words", [[], ["savepoints"]], ids=str)
+def test_run_killed_at_two_hundred_places_goes_on_to_the_same_bits(words: list[str], tmp_path: Path) -> None:
+    check_killed_runs(tmp_path, 7, 200, *words)
 
 
 # ---------------------------------------------------------------------- in this process

@@ -12,7 +12,7 @@ from conftest import check_invariants, slow_reads
 from integer_runs import BROKEN, UNITS, Run, check_broken_for_good, fail_moves, starter, within
 
 from megatier.errors import PlanError
-from megatier.schedule.blocks import block_key
+from megatier.schedule.blocks import Generation, block_key
 from megatier.schedule.placement import Budgets, Policy, place
 from megatier.schedule.speculation import HISTORY
 from megatier.store.tier import Kind, Tier
@@ -94,7 +94,7 @@ def test_speculation_that_is_void_updates_again_from_the_old_state(start: Callab
     assert run.player.updates.speculation.outcome == "void"
     assert run.player.updates.speculation.updated == frozenset()
     run.check_state()
-    assert set(run.player.blocks.valid.values()) == {0}
+    assert set(run.player.blocks.valid.values()) == {Generation()}
     assert run.adder.updated[-len(UNITS) :] == [unit.name for unit in UNITS]
 
 
@@ -230,9 +230,9 @@ def test_one_generation_is_enough_without_spilling() -> None:
 
 def test_blocks_of_two_generations_have_names_of_their_own(start: Callable[..., Run]) -> None:
     run = start("nvme")
-    keys = {run.player.blocks.key("u0", kind, generation) for kind in run.kinds for generation in (0, 1)}
+    blocks = run.player.blocks
+    first, spare = Generation(), blocks.spare("u0")
+    keys = {blocks.key("u0", kind, generation) for kind in run.kinds for generation in (first, spare)}
     assert len(keys) == 2 * len(run.kinds)
-    assert run.player.blocks.key("u0", Kind.WEIGHT) == block_key("u0", Kind.WEIGHT)
-    run.player.blocks.advance("u0")
-    assert run.player.blocks.key("u0", Kind.WEIGHT) == block_key("u0", Kind.WEIGHT, 1)
-    run.player.blocks.advance("u0")
+    assert blocks.key("u0", Kind.WEIGHT) == block_key("u0", Kind.WEIGHT)
+    assert blocks.key("u0", Kind.WEIGHT, spare) == block_key("u0", Kind.WEIGHT, 1)

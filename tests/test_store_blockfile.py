@@ -368,3 +368,74 @@ def test_budget_of_a_full_mount_without_a_size_is_refused_by_name(
     monkeypatch.setattr(blockfile, "_free_bytes", lambda _: 0)
     with pytest.raises(ConfigError, match=f"{tmp_path} is full. Free space on it"):
         blockfile.budget_bytes(MountBudget(tmp_path, None))
+
+
+# ---- files that are kept ----
+
+
+def keep_one(directory: Path) -> tuple[Extent, npt.NDArray[np.uint8]]:
+    """A process that keeps one block."""
+    files, source = open_files(directory), memory(NUM_BYTES, seed=1)
+    extent = prepared(files, NUM_BYTES)[0]
+    write(files, extent, source)
+    files.sync()
+    files.keep(True)
+    files.close()
+    return extent, source
+
+
+def test_files_that_are_kept_are_taken_with_what_is_in_them(tmp_path: Path) -> None:
+    extent, source = keep_one(tmp_path)
+    assert {path.name for path in (tmp_path / "megatier-run").iterdir()} == {"blocks", "lock", "savepoint"}
+    files = open_files(tmp_path, reuses=True)
+    again = prepared(files, NUM_BYTES)[0]
+    assert again.stripes == extent.stripes
+    again.checksums[:] = extent.checksums
+    assert (read(files, again, 0, NUM_BYTES) == source).all()
+    files.close()
+    assert (tmp_path / "megatier-run" / "blocks").exists(), "they are kept until somebody says otherwise"
+    files = open_files(tmp_path, reuses=True)
+    files.keep(False)
+    files.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_that_are_kept_are_made_anew_unless_they_are_asked_for(tmp_path: Path) -> None:
+    keep_one(tmp_path)
+    files = open_files(tmp_path)
+    assert {path.name for path in (tmp_path / "megatier-run").iterdir()} == {"lock"}
+    files.close()
+
+
+def test_files_that_are_kept_are_not_made_where_they_are_missing(tmp_path: Path) -> None:
+    files = open_files(tmp_path, reuses=True)
+    files.reserve(NUM_BYTES)
+    with pytest.raises(TransferError, match=r"opening failed on tier nvme, .*/blocks at byte 0: No such file"):
+        files.allocate()
+    files.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_block_file_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    keep_one(tmp_path)
+    path = tmp_path / "megatier-run" / "blocks"
+    path.rename(tmp_path / "elsewhere").chmod(0o600)
+    path.symlink_to(tmp_path / "elsewhere")
+    files = open_files(tmp_path, reuses=True)
+    with pytest.raises(TransferError, match="opening failed"):
+        files.allocate()
+    files.close()
+
+
+@pytest.mark.parametrize("call", ["sync", "keep"])
+def test_files_that_a_drive_does_not_keep_say_so(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    files = open_files(tmp_path)
+    prepared(files, NUM_BYTES)
+    with monkeypatch.context() as patch, pytest.raises(TransferError, match="Check the drive"):
+        patch.setattr(os, "fsync", refuse)
+        patch.setattr(Path, "touch", refuse)
+        files.sync() if call == "sync" else files.keep(True)
+    files.close()

@@ -337,8 +337,8 @@ class PastRam:
             store.evict(key, Tier.RAM)
         extent = store._blocks["b"].extent
         assert extent is not None
-        assert store._files is not None
-        path, offset = store._files.paths[0], extent.stripes[0].file_offset + 2 * CHUNK_BYTES + 5
+        assert store.files is not None
+        path, offset = store.files.paths[0], extent.stripes[0].file_offset + 2 * CHUNK_BYTES + 5
         flip(path, offset)
         with pytest.raises(IntegrityError) as caught:
             store.lease("b", Tier.GPU)
@@ -350,8 +350,8 @@ class PastRam:
     def test_file_cut_short_is_an_error_that_names_it(self, open_store: Callable[..., TieredStore]) -> None:
         store = open_store()
         store.seal()
-        assert store._files is not None
-        (path,) = store._files.paths
+        assert store.files is not None
+        (path,) = store.files.paths
         extent = store._blocks["d"].extent
         assert extent is not None
         os.truncate(path, extent.stripes[0].file_offset)

@@ -86,7 +86,7 @@ def test_leftover_is_locked_while_it_is_removed(left: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "unlink", unlink_late)
     list(find_leftovers(left.parent, remove=True))
-    assert tried == ["blocks", "lock"]
+    assert tried == ["savepoint", "blocks", "lock"]
     assert not left.exists()
 
 

@@ -98,6 +98,22 @@ def test_plan_that_spills_names_the_disk_and_what_would_help() -> None:
     assert wanted <= {change.what for change in plan.changes}
 
 
+def test_plan_that_spills_says_what_each_number_of_generations_takes() -> None:
+    plan = llama(SLOW, gpu=MIB, ram=5 * MIB // 2)
+    one, speculative, saved, both = plan.generation_bytes.values()
+    assert one == plan.placement.state_bytes[Tier.NVME]
+    assert saved == 2 * one
+    assert 2 * both == 3 * speculative
+    assert speculative >= saved  # RAM takes fewer other kinds beside two weight planes
+    resident = plan.placement.state_bytes[Tier.GPU] + plan.placement.state_bytes[Tier.RAM]
+    assert plan.savepoint_bytes == resident < plan.checkpoint_bytes
+    assert plan.savepoint_seconds == checkpoint_seconds(resident, 0, SLOW.drives)
+
+
+def test_plan_that_does_not_spill_has_no_generations() -> None:
+    assert llama().generation_bytes == {}
+
+
 def test_plan_that_does_not_fit_says_what_is_short() -> None:
     with pytest.raises(PlanError, match=r"tiers\.nvme"):
         llama(gpu=MIB, ram=2 * MIB, nvme=MIB)

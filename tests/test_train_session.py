@@ -222,7 +222,7 @@ def test_session_stripes_by_the_rates_that_were_measured(tmp_path: Path, monkeyp
     skeleton = build_skeleton(exactness_config("tied"), "sdpa")
     model = ModelConfig(config={"model_type": "llama"})
     with Session(skeleton, model, tiers, TrainConfig(), NumericsConfig(), 16) as session:
-        files = session.store._files
+        files = session.store.files
         assert files is not None
         assert files.options.shares == (6e9, 2e9)
     assert asked == [([tmp_path / "a", tmp_path / "b"], "cpu")]

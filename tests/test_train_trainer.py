@@ -188,9 +188,33 @@ def test_train_run_with_two_generations_says_what_became_of_its_guesses(
         == 0
     )
     output = capsys.readouterr().out
-    assert re.search(r"[1-9]\d* units are updated in the backward", output)
+    assert re.search(
+        r"[1-9]\d* units spill to NVMe and are updated in the backward, before the norm is known; killed", output
+    )
     assert "kept in 3 steps, void in 0 that clipped or were left out" in output
     assert [record["speculation"] for record in metrics(tmp_path) if "loss" in record] == ["kept"] * 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "updated in place; killed, the run begins again"),
+        ({"output.checkpoint_every": 3}, "updated in place; killed, the run goes on from its last checkpoint (3 steps"),
+        (
+            {"output.savepoint_every": 2, "tiers.generations": 2},
+            "updated when the norm is known, beside the savepoint; killed, the run goes on from its last savepoint",
+        ),
+        (
+            {"output.savepoint_every": 2, "tiers.generations": 3},
+            "updated in the backward, before the norm is known; killed, the run goes on from its last savepoint",
+        ),
+    ],
+)
+def test_train_run_that_spills_says_what_is_safe(
+    settings: dict[str, object], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(tmp_path, {**PLACES["nvme"], "tiers.nvme": f"{tmp_path}:16MiB", **settings})) == 0
+    assert words in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("clip", [1.0, "null"])

@@ -62,6 +62,7 @@ class Place:
     streamed: float = 0.0
     """Share of the parameters in RAM whose state passes through the GPU."""
     generations: int = 1
+    savepoints: bool = False
     spills_grads: bool = False
     """RAM has no room for all gradients."""
 
@@ -159,7 +160,9 @@ def _session(
             gpu_direct=gpu_direct,
         )
         try:
-            session = Session(build_skeleton(config, "sdpa"), model_config, tiers, train, numerics, tokens)
+            sections = model_config, tiers, train, numerics
+            skeleton = build_skeleton(config, "sdpa")
+            session = Session(skeleton, *sections, tokens, savepoints=place.savepoints)
             if not _is_short_of_ram(session, place):
                 return session
             session.close()

@@ -19,8 +19,9 @@ def run(argv: Sequence[str]) -> int:
     """List what is left over, or remove it; 0 when that is done."""
     parser = argparse.ArgumentParser(
         prog="megatier clean",
-        description="List the block files that killed runs left on mounts, and remove them with --yes. Directories "
-        "that a run uses, of other users, or with anything else in them stay; run directories are only mentioned.",
+        description="List the block files that killed runs left on mounts, or kept for a savepoint, and remove them "
+        "with --yes. Directories that a run uses, of other users, or with anything else in them stay; run directories "
+        "are only mentioned.",
         epilog="example: megatier clean /mnt/a /mnt/b --yes",
     )
     parser.add_argument("directory", type=Path, nargs="+", metavar="DIR", help="a mount of tiers.nvme, without size")
@@ -41,7 +42,8 @@ def _line(leftover: Leftover, *, removed: bool) -> str:
     if leftover.stays:
         return f"{leftover.path}: stays, {leftover.stays}"
     age = format_seconds(leftover.age_s)
-    return f"{leftover.path}: {mib(leftover.num_bytes)}, last written {age} ago{', removed' if removed else ''}"
+    size, kept = mib(leftover.num_bytes), ", with a run's savepoint" if leftover.has_savepoint else ""
+    return f"{leftover.path}: {size}, last written {age} ago{kept}{', removed' if removed else ''}"
 
 
 def _summary(directories: Sequence[Path], found: Sequence[Leftover], *, removed: bool) -> str:

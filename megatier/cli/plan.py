@@ -172,6 +172,11 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if plan.hidden_at is not None:
         yield f"From {format_count(plan.hidden_at)} tokens a step on all but compute is hidden, if activations fit."
     yield f"A checkpoint has {mib(plan.checkpoint_bytes)}{_writing(plan)}."
+    if plan.generation_bytes:
+        sizes = [f"{mib(size)} ({use})" for use, size in plan.generation_bytes.items()]
+        yield f"By tiers.generations NVMe holds {', '.join(sizes)}."
+        words = "" if plan.savepoint_seconds is None else f" and takes {format_seconds(plan.savepoint_seconds)}"
+        yield f"A savepoint writes {mib(plan.savepoint_bytes)}{words}: the rest stays where it lies on NVMe."
     if plan.written_bytes_per_step:
         day = mib(round(plan.written_bytes_per_day))
         yield f"NVMe takes {mib(round(plan.written_bytes_per_step))} of writes a step, {day} a day."

@@ -1,4 +1,4 @@
-"""`megatier resume`: a run goes on where its last checkpoint left it."""
+"""`megatier resume`: a run goes on where its last checkpoint or savepoint left it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def run(argv: Sequence[str]) -> int:
     """Go on; 0 when the run is whole, or was told to stop."""
     parser = argparse.ArgumentParser(
         prog="megatier resume",
-        description="Go on with a run from its last checkpoint, bit by bit as if it had never stopped; from its start "
-        "if it has none yet. Budgets and mounts may be others than before.",
+        description="Go on with a run from its last checkpoint or savepoint, bit by bit as if it had never stopped; "
+        "from its start if it has none yet. Budgets and mounts may be others than before, but not with a savepoint.",
         epilog="example: megatier resume runs/megatier --tiers.ram 64GiB",
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="the run's output.directory; overrides may follow")

@@ -1,15 +1,15 @@
 """The blocks of a run: their names in the store, and leases on runs of a unit's state where AdamW works on them.
 
 A unit has one block per kind of state, one for its gradient, one more where gradients of several groups are summed in
-RAM, and one for its activation where that is offloaded. A speculative unit has two blocks per kind of state, its two
-generations: one holds, the other takes an update that may yet be void.
+RAM, and one for its activation where that is offloaded. A unit that spills may have several blocks per kind of state,
+for its generations: one holds, one may be kept as a savepoint, one may take an update that may yet be void.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,6 +20,17 @@ from megatier.schedule.timeline import Load
 from megatier.store.store import TieredStore
 from megatier.store.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 from megatier.store.transfer import Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Where one version of a unit's state lies: which of its places on NVMe, and for kinds at home in RAM which there.
+
+    Two numbers, because what is kept on NVMe takes no place in RAM.
+    """
+
+    nvme: int = 0
+    ram: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +45,13 @@ class StateRun:
     planes: Mapping[Kind, torch.Tensor]
     """uint8 per kind."""
     spans: Mapping[Kind, tuple[int, int]]
+    before: Mapping[Kind, torch.Tensor] = field(default_factory=dict)
+    """The same planes of the generation that held, where that is another."""
+
+    def carry_over(self) -> None:
+        """Copy what the generation before holds; where there is none, the update is in place."""
+        for kind, plane in self.before.items():
+            self.planes[kind].copy_(plane)
 
     def write_back(self) -> None:
         """Say that every plane was changed, and start its way home; of a streamed unit that of the weights alone."""
@@ -54,36 +72,67 @@ class UnitBlocks:
         policy: dtype, groups, clip.
         kinds: the kinds of state there are.
         valid: the generation of each unit's state that holds.
+        kept: the place on NVMe that a savepoint keeps, of each unit that spills; empty without one.
     """
 
     def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec], placement: Placement, policy: Policy) -> None:
         """Register every block and reserve every slot of the placement."""
         self.store, self.units, self.placement, self.policy = store, units, placement, policy
         self.kinds = state_kinds(split=policy.split)
-        self.valid = dict.fromkeys(units, 0)
-        self._readers: dict[tuple[str, int], Transfer] = {}
+        self.valid = dict.fromkeys(units, Generation())
+        self.kept: dict[str, int] = {}
+        self._readers: dict[str, tuple[Generation, Transfer]] = {}
+        """Of each unit the one that came last, and the generation that it reads."""
         self._register()
 
-    def key(self, unit: str, kind: Kind, generation: int | None = None) -> str:
+    def key(self, unit: str, kind: Kind, generation: Generation | None = None) -> str:
         """Name of the block of a unit's state of one kind; of the generation that holds, unless one is named."""
-        return block_key(unit, kind, self.valid[unit] if generation is None else generation)
+        generation = generation or self.valid[unit]
+        is_spilled = self.placement.homes[unit, kind] is Tier.NVME
+        return block_key(unit, kind, generation.nvme if is_spilled else generation.ram)
 
-    def generations(self, unit: str) -> range:
-        """The generations that a unit has."""
+    def places(self, unit: str, kind: Kind) -> range:
+        """The places that there are for a unit's state of one kind."""
+        if self.placement.homes[unit, kind] is Tier.NVME:
+            return range(self.placement.generations)
         return range(2 if unit in self.placement.speculative else 1)
 
-    def advance(self, unit: str) -> None:
-        """The unit's other generation holds from now on. None of its weights may lie in a GPU slot."""
-        self.valid[unit] ^= 1
+    def spare(self, unit: str) -> Generation | None:
+        """A generation that neither holds nor is kept, where there is one: what it has may be overwritten."""
+        valid = self.valid[unit]
+        taken = {valid.nvme, self.kept.get(unit)}
+        free = (place for place in range(self.placement.generations) if place not in taken)
+        ram = 1 - valid.ram if unit in self.placement.speculative else 0
+        return next((Generation(place, ram) for place in free), None)
+
+    def advance(self, unit: str) -> tuple[Generation, Generation]:
+        """The generations from which and into which a unit's next update goes; the latter holds from now on.
+
+        They are one, for an update in place, unless the one that holds is kept. Then none of its weights may lie in a
+        GPU slot.
+        """
+        old = new = self.valid[unit]
+        if self.kept.get(unit) == old.nvme:
+            spare = self.spare(unit)
+            assert spare is not None, "a kept generation is one of several"
+            new = self.valid[unit] = spare
+        return old, new
+
+    def keep(self) -> None:
+        """From now on a savepoint keeps what holds of every unit that spills, and no longer what it kept before."""
+        self.kept = {unit: self.valid[unit].nvme for unit in self.placement.spilled}
 
     def hold(self, unit: str, reader: Transfer) -> None:
         """Somebody reads the generation of a unit's state that holds: until then, updates leave it as it is."""
-        self._readers[unit, self.valid[unit]] = reader
+        self._readers[unit] = self.valid[unit], reader
 
-    def readers(self, unit: str, generation: int) -> list[Transfer]:
-        """What overwrites a generation of a unit's state comes behind these."""
-        reader = self._readers.get((unit, generation))
-        return [reader] if reader is not None and not reader.done() else []
+    def readers(self, unit: str, generation: Generation) -> list[Transfer]:
+        """What overwrites a generation of a unit's state comes behind these: they read from one of its places."""
+        if unit not in self._readers:
+            return []
+        read, reader = self._readers[unit]
+        shares = read.nvme == generation.nvme or read.ram == generation.ram
+        return [reader] if shares and not reader.done() else []
 
     def chunks(self, name: str) -> list[Elements]:
         """The runs of elements in which a unit's state is worked on."""
@@ -111,9 +160,9 @@ class UnitBlocks:
         elements: Elements,
         kinds: Sequence[Kind],
         *,
-        fresh: bool = False,
+        fresh: Container[Kind] = (),
         streamed: bool = False,
-        generation: int | None = None,
+        generation: Generation | None = None,
     ) -> Iterator[StateRun]:
         """Lease a run of a unit's state: on the GPU if at home there, else in RAM.
 
@@ -121,7 +170,7 @@ class UnitBlocks:
             unit: its name.
             elements: one of `chunks(unit)`.
             kinds: planes wanted.
-            fresh: every byte will be overwritten, so nothing is read.
+            fresh: planes of which every byte will be overwritten, so nothing is read.
             streamed: bring it to the GPU in any case, where it stays until `return_state`.
             generation: the one that holds, unless one is named.
         """
@@ -133,12 +182,22 @@ class UnitBlocks:
         with contextlib.ExitStack() as stack:
             planes = {}
             for kind in kinds:
-                lease = self.store.lease(keys[kind], tier, spans[kind], fresh=fresh, wait=True)
+                lease = self.store.lease(keys[kind], tier, spans[kind], fresh=kind in fresh, wait=True)
                 planes[kind] = stack.enter_context(lease).bytes
             yield StateRun(self.store, homes, keys, tier, planes, spans)
         for kind in kinds:
             if homes[kind] is Tier.NVME:
                 self.store.evict(keys[kind], Tier.RAM, spans[kind])
+
+    @contextlib.contextmanager
+    def open_update(self, unit: str, elements: Elements, old: Generation, new: Generation) -> Iterator[StateRun]:
+        """Lease a run of a unit's state to update it from one generation into another; call `carry_over` first."""
+        moved = [kind for kind in self.kinds if self.key(unit, kind, old) != self.key(unit, kind, new)]
+        with (
+            self.open_state(unit, elements, moved, generation=old) as before,
+            self.open_state(unit, elements, self.kinds, fresh=moved, generation=new) as state,
+        ):
+            yield replace(state, before=before.planes)
 
     def make_room(self, load: Load, gate: Gate) -> None:
         """Free a load's GPU slot once the access that it displaces is over.
@@ -209,7 +268,7 @@ class UnitBlocks:
             self.store.write_back(key, Tier.RAM, span)
             self.store.evict(key, Tier.RAM, span)
 
-    def read_ahead(self, name: str, elements: Elements, generation: int) -> int:
+    def read_ahead(self, name: str, elements: Elements, generation: Generation) -> int:
         """Start reading what a chunk's update needs from NVMe into RAM slots; returns its bytes."""
         size = 0
         for key, (start, stop) in self._read(name, elements, generation):
@@ -217,12 +276,12 @@ class UnitBlocks:
             size += round_up(stop) - start  # a block's last page moves whole
         return size
 
-    def drop_read(self, name: str, elements: Elements, generation: int) -> None:
+    def drop_read(self, name: str, elements: Elements, generation: Generation) -> None:
         """Free the slots of what was read ahead."""
         for key, span in self._read(name, elements, generation):
             self.store.evict(key, Tier.RAM, span)
 
-    def _read(self, name: str, elements: Elements, generation: int) -> list[tuple[str, tuple[int, int]]]:
+    def _read(self, name: str, elements: Elements, generation: Generation) -> list[tuple[str, tuple[int, int]]]:
         """Blocks and spans that a chunk's update reads from NVMe."""
         found = [(self.key(name, kind, generation), self.span(name, kind, elements)) for kind in self.spilled(name)]
         if self.placement.grad_homes[name] is Tier.NVME:
@@ -232,11 +291,11 @@ class UnitBlocks:
     def _register(self) -> None:
         split, groups = self.policy.split, self.policy.groups
         for unit in self.units.values():
-            for generation in self.generations(unit.name):
-                for kind in self.kinds:
-                    size = unit.num_elements * bytes_per_element(kind, split=split)
-                    home = self.placement.homes[unit.name, kind]
-                    self.store.register(BlockSpec(block_key(unit.name, kind, generation), size, home, kind))
+            for kind in self.kinds:
+                size = unit.num_elements * bytes_per_element(kind, split=split)
+                home = self.placement.homes[unit.name, kind]
+                for place in self.places(unit.name, kind):
+                    self.store.register(BlockSpec(block_key(unit.name, kind, place), size, home, kind))
             home_of_grad = self.placement.grad_homes[unit.name]
             size = grad_bytes(unit, self.policy)
             if groups > 1 and home_of_grad is Tier.RAM:
@@ -253,9 +312,9 @@ class UnitBlocks:
             self.store.reserve(tier, None, PAGE_BYTES, 0)
 
 
-def block_key(unit: str, kind: Kind, generation: int = 0) -> str:
-    """Name of a unit's block of one kind of state."""
-    return f"{unit}/{kind}" if not generation else f"{unit}/{kind}@{generation}"
+def block_key(unit: str, kind: Kind, place: int = 0) -> str:
+    """Name of a unit's block of one kind of state, in one of its places."""
+    return f"{unit}/{kind}" if not place else f"{unit}/{kind}@{place}"
 
 
 def grad_key(unit: str) -> str:

@@ -5,8 +5,9 @@ in a cycle, which defeats any recently-used rule. Units fill the GPU first, in f
 starts at once. What is left fills RAM by kind, weight planes first (a spilled parameter then moves 20 bytes a step
 instead of 26); some of it may be streamed to the GPU to be updated there. The rest lies on NVMe.
 
-With two generations, units that spill have a second place for each block of state, on the same tier, into which a
-speculative update writes. What is whole in RAM needs none, so RAM then takes the other kinds of a unit together.
+Units that spill may have several generations of state, each with a place of its own on NVMe. One of them may be kept as
+a savepoint. A speculative update writes to one that does not hold, so then what is at home in RAM of such a unit has a
+second place there. What is whole in RAM needs none, so RAM then takes the other kinds of a unit together.
 """
 
 from __future__ import annotations
@@ -67,11 +68,18 @@ class Policy:
     streamed_share: float = 0.0
     """Share of the parameters outside the GPU whose state passes through it to be updated there, 0 to 1 (deferred)."""
     generations: int = 1
-    """Places for the state of a unit that spills; with 2 it may be updated before the norm is known (deferred)."""
+    """Places on NVMe for the state of a unit that spills (deferred)."""
+    savepoints: bool = False
+    """One of the generations may be kept, so that updates do without it."""
     gpu_direct: bool = False
     """Weights on NVMe that no update feeds go to the GPU past RAM."""
     align_elements: int = 32 << 10
     """Update chunks are multiples of this (one checksummed chunk of the narrowest plane)."""
+
+    @property
+    def speculates(self) -> bool:
+        """Whether there is a generation to update into, beside the one that holds and the one that is kept."""
+        return self.deferred and self.generations > 1 + self.savepoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +104,15 @@ class Placement:
     """Where a finished gradient waits for its update; None: only in a slot. On NVMe where RAM is too short for all."""
     streamed: tuple[str, ...] = ()
     """Units at home in RAM whose state passes through GPU slots and is updated there, in forward order."""
+    spilled: tuple[str, ...] = ()
+    """Units with state on NVMe, in forward order."""
+    generations: int = 1
+    """Of the state of each unit that spills."""
     speculative: tuple[str, ...] = ()
-    """Units with two generations of state, in forward order: those that spill, if any unit may have two."""
+    """Units that may be updated before the norm is known: those that spill, if any."""
     state_bytes: Mapping[Tier, int] = field(default_factory=dict)
     other_bytes: Mapping[Tier, int] = field(default_factory=dict)
-    """Gradients, activations, slots and second generations."""
+    """Gradients, activations, slots and further generations."""
 
     def updater(self, unit: str) -> Tier:
         """Where AdamW runs for a unit: gpu or ram."""
@@ -146,13 +158,17 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     if streamed and Tier.NVME in ram_homes.values():  # RAM is what is short
         return place(units, budgets, replace(policy, streamed_share=0.0))
     homes |= ram_homes
-    speculative = [unit for unit in rest if _has_two(policy) and _spills(unit, homes, policy)]
-    state, again = _state_bytes(units, homes, policy), _state_bytes(speculative, homes, policy)
+    spilled = [unit for unit in rest if _spills(unit, homes, policy)]
+    on_nvme = tuple(unit.name for unit in spilled)
+    generations = policy.generations if policy.deferred else 1
+    state, again = _state_bytes(units, homes, policy), _state_bytes(spilled, homes, policy)
+    again[Tier.RAM] *= policy.speculates
+    again[Tier.NVME] *= generations - 1
     again[Tier.NVME] += sum(grad_bytes(unit, policy) for unit in shipped.values() if unit.name not in waiting)
     if state[Tier.NVME] + again[Tier.NVME] > budgets.nvme:
         remedy = "Give tiers.nvme more space, raise tiers.ram, or train a smaller model."
-        if speculative:
-            remedy = f"Set tiers.generations to 1. {remedy}"
+        if generations > 1 + policy.savepoints:
+            remedy = f"Set tiers.generations to {generations - 1}. {remedy}"
         raise PlanError("state on NVMe", state[Tier.NVME] + again[Tier.NVME], budgets.nvme, remedy)
     held = policy.deferred or policy.groups > 1
     on_ram = Tier.RAM if held else None
@@ -164,12 +180,18 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
         other[plan.tier] += round_up(plan.slot_bytes) * plan.num_slots
     other[Tier.GPU] += sum(grad_bytes(unit, policy) for unit in units if unit.name not in shipped)
     other[Tier.RAM] += _ram_fixed(units, tuple(waiting.values()), policy)
-    twice = tuple(unit.name for unit in speculative)
-    return Placement(homes, (*gpu_slots, *ram_slots), chunk, grad_homes, names, twice, dict(state), dict(other))
-
-
-def _has_two(policy: Policy) -> bool:
-    return policy.deferred and policy.generations == 2
+    return Placement(
+        homes,
+        (*gpu_slots, *ram_slots),
+        chunk,
+        grad_homes,
+        names,
+        on_nvme,
+        generations,
+        on_nvme if policy.speculates else (),
+        dict(state),
+        dict(other),
+    )
 
 
 def _spills(unit: UnitSpec, homes: Mapping[tuple[str, Kind], Tier], policy: Policy) -> bool:
@@ -355,7 +377,7 @@ def _fill_ram(
         raise _no_room(units, used + everything, everything, budgets, policy)
     chunk, pools = _chunk_slots(longest, used, budgets.ram, policy, spills_grads)
     used += _pool_bytes(pools)
-    spill = _spill_whole if _has_two(policy) else _spill
+    spill = _spill_whole if policy.speculates else _spill
     homes = spill(rest, budgets.ram - used if Tier.RAM in policy.state else 0, policy)
     return homes, (*slots, *pools), chunk
 
@@ -396,7 +418,7 @@ def _chunk_slots(
 def _pools(longest: int, chunk: int, policy: Policy, *, spills_grads: bool) -> list[SlotPlan]:
     """RAM slots for update chunks; two weight slots more, through which loads pass."""
     kinds = [*state_kinds(split=policy.split), *([Kind.GRAD] if spills_grads else [])]
-    depth = UPDATE_DEPTH + (SLOTS_MIN if _has_two(policy) else 0)
+    depth = UPDATE_DEPTH + (SLOTS_MIN if policy.speculates else 0)
     width = {Kind.GRAD: 2 if policy.split else 4}
     return [
         SlotPlan(

@@ -1,8 +1,8 @@
 """Speculation: updates inside the backward, as if nothing had to be clipped.
 
-With clipping, updates wait for the norm, and drives would be idle through the backward. So units that spill may have
-two generations of state. As soon as such a unit's gradient is final, the lane `update_nvme` reads the generation that
-holds, updates it with a clip coefficient of 1 and writes the other one. When the norm is known and nothing is clipped,
+With clipping, updates wait for the norm, and drives would be idle through the backward. So units that spill may have a
+spare generation of state. As soon as such a unit's gradient is final, the lane `update_nvme` reads the generation that
+holds, updates it with a clip coefficient of 1 and writes the spare one. When the norm is known and nothing is clipped,
 that one holds from then on. Else it is void: the next pass updates the unit as all others, from the old generation,
 with its gradient, which still waits. The bits are the same either way; a wrong guess costs bytes.
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from megatier.schedule.blocks import UnitBlocks
+from megatier.schedule.blocks import Generation, UnitBlocks
 from megatier.schedule.optimizer import Apply, Elements, Optimizer
 from megatier.schedule.placement import UPDATE_DEPTH
 from megatier.schedule.trace import Recorder
@@ -37,7 +37,8 @@ class Attempt:
     """What one pass updates speculatively."""
 
     apply: Apply
-    units: list[str] = field(default_factory=list)
+    units: dict[str, Generation] = field(default_factory=dict)
+    """And into which generation."""
     is_void: bool = False
     moved_bytes: int = 0
 
@@ -48,7 +49,8 @@ class Chunk:
 
     attempt: Attempt
     unit: str
-    generation: int
+    old: Generation
+    new: Generation
     elements: Elements
 
 
@@ -104,7 +106,7 @@ class Speculation:
             self._attempt = Attempt(self._optimizer.unclipped())
 
     def submit(self, unit: str, after: Sequence[Transfer]) -> None:
-        """A unit's gradient is final; update it if this pass speculates and the unit has two generations.
+        """A unit's gradient is final; update it if this pass speculates and the unit has a spare generation.
 
         Args:
             unit: its name.
@@ -112,12 +114,13 @@ class Speculation:
         """
         if (attempt := self._attempt) is None or unit not in self._units:
             return
-        attempt.units.append(unit)
-        generation, chunks = self._blocks.valid[unit], self._blocks.chunks(unit)
-        self._planned.extend(Chunk(attempt, unit, generation, elements) for elements in chunks)
-        behind = self._blocks.readers(unit, generation ^ 1)
+        if (new := self._blocks.spare(unit)) is None:
+            return
+        attempt.units[unit] = new
+        old, chunks = self._blocks.valid[unit], self._blocks.chunks(unit)
+        self._planned.extend(Chunk(attempt, unit, old, new, elements) for elements in chunks)
         work = partial(self._update, attempt, unit, len(chunks))
-        self._transfers[unit] = self._lane.submit(unit, 0, work, after, behind)
+        self._transfers[unit] = self._lane.submit(unit, 0, work, after, self._blocks.readers(unit, new))
 
     def decide(self, *, clipped: bool) -> None:
         """The norm is known: what was updated holds, or is void: it should have been clipped, or left out."""
@@ -132,8 +135,7 @@ class Speculation:
             return
         self._attempt = None
         self.updated = frozenset(attempt.units)
-        for unit in attempt.units:
-            self._blocks.advance(unit)
+        self._blocks.valid.update(attempt.units)
 
     def abandon(self) -> None:
         """What was tried and not decided is void; chunks that have not begun are left out."""
@@ -179,26 +181,23 @@ class Speculation:
         while self._planned and len(self._asked) < CHUNK_DEPTH and not self._planned[0].attempt.is_void:
             chunk = self._planned.popleft()
             self._asked.append(chunk)
-            size = self._blocks.read_ahead(chunk.unit, chunk.elements, chunk.generation)
+            size = self._blocks.read_ahead(chunk.unit, chunk.elements, chunk.old)
             self._demand(chunk.attempt, "nvme_to_ram", size)
 
     def _update_chunk(self, chunk: Chunk) -> None:
-        unit, elements, kinds = chunk.unit, chunk.elements, self._blocks.kinds
-        other = chunk.generation ^ 1
+        unit, elements = chunk.unit, chunk.elements
         with (
             self._blocks.open_grad(unit, elements) as grad,
-            self._blocks.open_state(unit, elements, kinds, generation=chunk.generation) as old,
-            self._blocks.open_state(unit, elements, kinds, generation=other, fresh=True) as new,
+            self._blocks.open_update(unit, elements, chunk.old, chunk.new) as state,
         ):
             self._busy["update_nvme"] = "update"
             start = time.perf_counter_ns()
-            for kind in kinds:
-                new.planes[kind].copy_(old.planes[kind])
-            work = chunk.attempt.apply(unit, elements, new.planes, grad)
+            state.carry_over()
+            work = chunk.attempt.apply(unit, elements, state.planes, grad)
             if work is not None:
                 work.wait()
             self._recorder.work("update_nvme", unit, start, time.perf_counter_ns())
-            new.write_back()
+            state.write_back()
         for kind in self._blocks.spilled(unit):
             start, stop = self._blocks.span(unit, kind, elements)
             self._demand(chunk.attempt, "ram_to_nvme", round_up(stop) - start)
@@ -209,7 +208,7 @@ class Speculation:
             self._planned.popleft()
             return
         chunk = self._asked.popleft()
-        self._blocks.drop_read(chunk.unit, chunk.elements, chunk.generation)
+        self._blocks.drop_read(chunk.unit, chunk.elements, chunk.old)
 
     def _demand(self, attempt: Attempt, queue: str, size: int) -> None:
         self.demanded[queue] += size

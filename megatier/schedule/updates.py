@@ -14,7 +14,8 @@ No deadlock: an update that feeds a load waits only for accesses before that loa
 load, and no load waits for it; the exchange of streamed state waits for the other lanes, never the other way round. RAM
 slots are held only while bytes move or AdamW runs.
 
-Where a unit has two generations of state, its update may run before the norm is known: `speculation` says when.
+Where a unit has a spare generation of state, its update may run before the norm is known: `speculation` says when.
+Where the generation that holds is kept as a savepoint, the update writes a spare one, which holds from then on.
 
 Threads: updates and sums are submitted by the thread that computes (autograd's, in a backward). Any thread may ask for
 one of them (`of`).
@@ -30,7 +31,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from megatier.errors import StepAbandonedError
-from megatier.schedule.blocks import UnitBlocks, grad_key, sum_key
+from megatier.schedule.blocks import Generation, UnitBlocks, block_key, grad_key, sum_key
 from megatier.schedule.gate import Gate
 from megatier.schedule.optimizer import Elements, Optimizer, Work
 from megatier.schedule.speculation import CHUNK_DEPTH, Speculation
@@ -89,7 +90,7 @@ class Updates:
         self._demanded: Counter[str] = Counter()
         self._last: dict[str, Transfer] = {}
         """Each unit's update or sum that was submitted last, but for speculative updates."""
-        self._ahead: deque[tuple[str, Elements]] = deque()
+        self._ahead: deque[tuple[str, Elements, Generation]] = deque()
         """Chunks of spilled state that are due, in the order of their lane."""
         self._is_ahead = False
         """Streamed state is on the GPU, or on its way there, for the next update."""
@@ -115,17 +116,18 @@ class Updates:
         """
         unit = update.unit
         after = [gradient] if gradient is not None else []
-        behind = self._blocks.readers(unit, self._blocks.valid[unit])
+        old, new = self._blocks.advance(unit)
+        behind = self._blocks.readers(unit, new)
         behind += [load] if load is not None else []
         self.speculation.drop(unit)
         if self._placement.updater(unit) is Tier.GPU:
             transfer = self._on_gpu.submit(unit, 0, partial(self._update_on_gpu, unit), after, behind)
             self._recorder.watch(transfer)
         elif self._blocks.is_cut(unit):
-            self._ahead.extend((unit, span) for span in self._blocks.chunks(unit))
+            self._ahead.extend((unit, elements, old) for elements in self._blocks.chunks(unit))
             if self._policy.groups > 1 and (summed := self._last.get(unit)) is not None:
                 after.append(summed)
-            transfer = self._on_nvme.submit(unit, 0, partial(self._update_on_nvme, update), after, behind)
+            transfer = self._on_nvme.submit(unit, 0, partial(self._update_on_nvme, update, old, new), after, behind)
         else:
             transfer = self._in_ram.submit(unit, 0, partial(self._update_in_ram, unit), after, behind)
         self._last[unit] = transfer
@@ -192,9 +194,9 @@ class Updates:
         for transfer in self._all():
             transfer.wait()
         for name in self._blocks.units:
-            for generation in self._blocks.generations(name):
-                for kind in self._blocks.kinds:
-                    self._store.settle(self._blocks.key(name, kind, generation))
+            for kind in self._blocks.kinds:
+                for place in self._blocks.places(name, kind):
+                    self._store.settle(block_key(name, kind, place))
             if self._placement.grad_homes[name] is Tier.NVME:
                 self._store.settle(grad_key(name))
         for name in self._placement.streamed:
@@ -294,7 +296,7 @@ class Updates:
 
     # ------------------------------------------------------------------ lane update_nvme
 
-    def _update_on_nvme(self, update: Update) -> None:
+    def _update_on_nvme(self, update: Update, old: Generation, new: Generation) -> None:
         """Chunk by chunk: read ahead, update, feed the load, write back."""
         unit = update.unit
         try:
@@ -304,26 +306,27 @@ class Updates:
                 self._busy["update_nvme"] = "nvme_to_ram"
                 self._read_ahead()
                 self._ahead.popleft()
-                self._update_chunk(unit, elements, feeds=feeds)
+                self._update_chunk(unit, elements, old, new, feeds=feeds)
         finally:
             while self._ahead and self._ahead[0][0] == unit:
                 self._ahead.popleft()
             self._free_gradient(unit)
 
-    def _update_chunk(self, unit: str, elements: Elements, *, feeds: bool) -> None:
+    def _update_chunk(self, unit: str, elements: Elements, old: Generation, new: Generation, *, feeds: bool) -> None:
         with (
             self._blocks.open_grad(unit, elements) as grad,
-            self._blocks.open_state(unit, elements, self._blocks.kinds) as state,
+            self._blocks.open_update(unit, elements, old, new) as state,
         ):
             self._busy["update_nvme"] = "update"
             start = time.perf_counter_ns()
+            state.carry_over()
             if (work := self._optimizer.apply(unit, elements, state.planes, grad)) is not None:
                 work.wait()
             self._recorder.work("update_nvme", unit, start, time.perf_counter_ns())
             state.write_back()
             if feeds:
                 span = self._blocks.span(unit, Kind.WEIGHT, elements)
-                self._store.prefetch(self._blocks.key(unit, Kind.WEIGHT), Tier.GPU, span, wait=True)
+                self._store.prefetch(self._blocks.key(unit, Kind.WEIGHT, new), Tier.GPU, span, wait=True)
 
     def _may_feed(self, load: Load) -> bool:
         """True once there is room for the weights on the GPU; False when the step that wanted them was given up."""
@@ -335,8 +338,8 @@ class Updates:
         return True
 
     def _read_ahead(self) -> None:
-        for name, elements in list(self._ahead)[:CHUNK_DEPTH]:
-            self._blocks.read_ahead(name, elements, self._blocks.valid[name])
+        for chunk in list(self._ahead)[:CHUNK_DEPTH]:
+            self._blocks.read_ahead(*chunk)
 
     def _free_gradient(self, unit: str) -> None:
         """Where the gradient lies in a slot alone."""

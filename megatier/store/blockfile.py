@@ -7,7 +7,7 @@ RAM, stored when it is written and verified when it is read. Files are filled on
 fresh extent is half as fast as an overwrite, and a full disk shows before training, not during it.
 
 Files live in `<mount>/megatier-<run id>/`, under a lock, with modes 0700 and 0600; only that directory is ever removed.
-What a killed process leaves is for `leftovers`.
+They go with the process, unless a savepoint needs them (`keep`). What a killed process leaves is for `leftovers`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from megatier.store.tier import PAGE_BYTES, round_up
 REQUEST_BYTES = 8 << 20
 STRIPE_BYTES = 32 << 20
 QUEUE_DEPTH_MAX = 1024
-FILES = ("blocks", "lock")
+KEPT_FILE = "savepoint"
+"""Marks block files that outlive their process."""
+FILES = (KEPT_FILE, "blocks", "lock")
 """All that a run's directory on a mount holds; the lock goes last."""
 
 
@@ -53,6 +55,9 @@ class IoOptions:
     """Bytes under one checksum, a power of two from 4,096; spans of a block start on chunk boundaries."""
     shares: tuple[float, ...] = ()
     """What each mount takes beside the others: their measured rates, say. Empty: by their budgets."""
+    reuses: bool = False
+    """Take the files that a process of the same run id kept, with what is in them. Before anything is read, the
+    checksums that belong to it are put back (`TieredStore.extents`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,7 @@ class BlockFiles:
         """
         self.options = options
         self.is_direct = options.direct
+        self._is_kept = options.reuses
         self._mounts = tuple(mounts)
         for mount in mounts:
             check_directory(mount.directory)
@@ -142,8 +148,9 @@ class BlockFiles:
         try:
             for directory in self._directories:
                 self._locks.append(lock_directory(directory))
-                with contextlib.suppress(OSError):  # a killed run of this id left it; now it would only fill the drive
-                    (directory / "blocks").unlink()
+                for name in () if options.reuses else (KEPT_FILE, "blocks"):
+                    with contextlib.suppress(OSError):  # a run of this id left it; now it would only fill the drive
+                        (directory / name).unlink()
             self._budgets = [budget_bytes(mount) for mount in mounts]
         except BaseException:
             self.close()
@@ -187,14 +194,17 @@ class BlockFiles:
         return best, max(0, sizes[best])
 
     def allocate(self) -> None:
-        """Create the files at full size, quickly; `fill` writes them.
+        """Create the files at full size, quickly; `fill` writes them. Or open those that were kept.
 
         Raises:
             CapacityError: a disk has less room than was reserved on it.
-            TransferError: the device or the file system failed.
+            TransferError: the device or the file system failed, or a file that was kept is missing.
         """
         for index, directory in enumerate(self._directories):
             path, size = directory / "blocks", self._used[index]
+            if self.options.reuses:
+                self._files.append(self._open(path))
+                continue
             remedy = f"Give {self._mounts[index].directory} a smaller size in tiers.nvme or free space on it."
             if size > (free := _free_bytes(directory)):  # else the attempt would fill the disk for a moment
                 raise CapacityError("nvme", size, free, remedy)
@@ -210,11 +220,13 @@ class BlockFiles:
                 raise CapacityError("nvme", size, _free_bytes(directory), remedy) from error
 
     def fill(self) -> None:
-        """Write zeros over everything that was reserved: the first write into a fresh extent is half as fast.
+        """Write zeros over everything that is new: the first write into a fresh extent is half as fast.
 
         Raises:
             TransferError: the device failed.
         """
+        if self.options.reuses:
+            return
         zeros = np.zeros(REQUEST_BYTES + PAGE_BYTES, dtype=np.uint8)
         address = zeros.ctypes.data + -zeros.ctypes.data % PAGE_BYTES
         batches = []
@@ -231,15 +243,14 @@ class BlockFiles:
             raise
 
     def _open(self, path: Path) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        if self.is_direct:
-            try:
-                return os.open(path, flags | os.O_DIRECT, 0o600)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise TransferError("opening", "nvme", str(path), 0, error.errno or 0) from error
-                self.is_direct = False
-        return os.open(path, flags, 0o600)
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (0 if self.options.reuses else os.O_CREAT)
+        try:
+            return os.open(path, flags | (os.O_DIRECT if self.is_direct else 0), 0o600)
+        except OSError as error:
+            if not self.is_direct or error.errno != errno.EINVAL:
+                raise TransferError("opening", "nvme", str(path), 0, error.errno or 0) from error
+        self.is_direct = False
+        return self._open(path)
 
     # HOP 1/6: NVMe extent -> RAM slot
     def read(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
@@ -264,8 +275,32 @@ class BlockFiles:
         batch = pool.submit_io(write, segments, table, chunk, REQUEST_BYTES)
         return FileBatch(batch, "write" if write else "read", key, paths)
 
+    def keep(self, keeps: bool) -> None:
+        """Whether the files outlive this process, as they are when it ends; says so beside them.
+
+        Raises:
+            TransferError: a drive refuses the mark.
+        """
+        self._is_kept = keeps
+        for directory in self._directories:
+            mark = directory / KEPT_FILE
+            try:
+                mark.touch(mode=0o600) if keeps else mark.unlink(missing_ok=True)
+            except OSError as error:
+                raise TransferError("marking", "nvme", str(mark), 0, error.errno or 0) from error
+
+    def sync(self) -> None:
+        """Wait until everything written is on the drives, through a loss of power too.
+
+        Raises:
+            TransferError: a drive failed.
+        """
+        for path in self.paths:
+            for inner in (path, path.parent, path.parent.parent):
+                _sync(inner)
+
     def close(self) -> None:
-        """Finish what runs, close and remove the files of this run, and unlock. Safe to call twice.
+        """Finish what runs, close and remove the files of this run unless they are kept, unlock. Safe to call twice.
 
         What a drive that is gone or read-only does not let go stays: whoever closes knows of it by a failed transfer.
         """
@@ -275,7 +310,7 @@ class BlockFiles:
             with contextlib.suppress(OSError):
                 os.close(file)
         for directory, lock in zip(self._directories, self._locks, strict=False):
-            for name in FILES:
+            for name in () if self._is_kept and (directory / "blocks").exists() else FILES:
                 with contextlib.suppress(OSError):
                     (directory / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # somebody put a file of theirs inside: it stays
@@ -283,6 +318,17 @@ class BlockFiles:
             with contextlib.suppress(OSError):
                 os.close(lock)
         self._files, self._locks = [], []
+
+
+def _sync(path: Path) -> None:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise TransferError("synchronising", "nvme", str(path), 0, error.errno or 0) from error
 
 
 @functools.cache

@@ -1,9 +1,10 @@
 """Leftovers: what killed runs left on mounts, found and, when asked for, removed.
 
-A run removes its block files when it ends, by an error or a signal too; a process that the system kills cannot. Its
-lock went with it. Whether a directory is left over is decided under that lock, and it is removed before the lock is let
-go. Files are reached from the open directory, so that nothing put in its place meanwhile is touched. A run that is just
-taking its lock then begins anew or is refused (`RunLockedError`); it has no bytes yet.
+A run removes its block files when it ends, by an error or a signal too; a process that the system kills cannot, and
+what a savepoint needs stays. The lock went with the process. Whether a directory is left over is decided under that
+lock, and it is removed before the lock is let go. Files are reached from the open directory, so that nothing put in its
+place meanwhile is touched. A run that is just taking its lock then begins anew or is refused (`RunLockedError`); it has
+no bytes yet.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatier.errors import ConfigError, TransferError
-from megatier.store.blockfile import FILES
+from megatier.store.blockfile import FILES, KEPT_FILE
 
 NAME = re.compile(r"megatier-(bench-)?[0-9a-f]{12}")
 """Of run ids that nobody chose. Whoever names a store has its directory again by opening it under that name."""
@@ -43,6 +44,8 @@ class Leftover:
     """On the drive."""
     age_s: float = 0.0
     """Since something in it was written."""
+    has_savepoint: bool = False
+    """A run could go on from it."""
     stays: str = ""
     """Why it is not to be removed; empty where nothing speaks for it."""
 
@@ -94,7 +97,8 @@ def _examined_under_lock(path: Path, folder: int, remove: bool) -> Leftover:
     if remove:
         _remove(path, folder)
     age = time.time() - max(status.st_mtime for status in files.values())
-    return Leftover(path, sum(status.st_blocks for status in files.values()) * 512, max(0.0, age))
+    num_bytes = sum(status.st_blocks for status in files.values()) * 512
+    return Leftover(path, num_bytes, max(0.0, age), KEPT_FILE in files)
 
 
 def _is_a_runs(name: str, status: os.stat_result) -> bool:

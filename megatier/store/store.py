@@ -28,7 +28,7 @@ import torch
 
 from megatier.config import parse_bytes, parse_mount
 from megatier.errors import BlockNotFoundError, CapacityError, DirtyBlockError, LastCopyError
-from megatier.store.blockfile import BlockFiles, IoOptions
+from megatier.store.blockfile import BlockFiles, Extent, IoOptions
 from megatier.store.copies import Copies
 from megatier.store.gds import GpuReader, IoPath
 from megatier.store.reservation import Reservation
@@ -63,14 +63,15 @@ class Lease:
 
 
 class TieredStore:
-    """Blocks of bytes over three tiers. See the module's head."""
+    """Blocks of bytes over three tiers, see the module's head; `extents` has the place of each block on NVMe."""
 
     def __init__(self, budgets: dict[Tier, int], files: BlockFiles | None, device: torch.device) -> None:
         """Use `open`; this takes bytes per tier, the NVMe back end, and the device of the gpu tier."""
         self.device = device
-        self._files = files
+        self.files = files
         self._reader = GpuReader(files, device) if files is not None and files.options.gpu_direct else None
         self._blocks: dict[str, Block] = {}
+        self.extents: dict[str, Extent] = {}
         self._reservation = Reservation(budgets)
         self._lanes = Lanes(device)
         self._copies = Copies(self._reservation, self._lanes, files, self._reader)
@@ -133,9 +134,9 @@ class TieredStore:
                 raise ValueError(f"cannot register {spec.key}: it exists, or the store is in use already.")
             block = Block(spec)
             if spec.home is Tier.NVME:
-                if self._files is None:
+                if self.files is None:
                     raise CapacityError("nvme", spec.num_bytes, 0, "Give the store at least one mount.")
-                block.extent = self._files.reserve(spec.num_bytes)
+                block.extent = self.extents[spec.key] = self.files.reserve(spec.num_bytes)
                 self._reservation.home(spec, Tier.NVME)
             elif spec.home is not None:
                 offset = self._reservation.home(spec, spec.home)
@@ -155,8 +156,7 @@ class TieredStore:
     def seal(self) -> None:
         """Allocate everything: block files, arenas, slots. Called by the first use of a block.
 
-        Where no slots were reserved in a tier, its remaining budget becomes slots as large as the largest block that
-        may pass through.
+        Where no slots were reserved in a tier, its remaining budget becomes slots for the largest block that passes.
 
         Raises:
             CapacityError: the system has less memory or disk than the budgets say.
@@ -166,14 +166,14 @@ class TieredStore:
             if self._is_sealed:
                 return
             self._is_sealed = True
-            if self._files is not None:
-                self._files.allocate()  # first, because it is quick and a disk that is too small shows
+            if self.files is not None:
+                self.files.allocate()  # first, because it is quick and a disk that is too small shows
             for tier in (Tier.GPU, Tier.RAM):
                 passing = [block.spec.num_bytes for block in self._blocks.values() if block.spec.home is not tier]
                 self._reservation.default_slots(tier, passing)
             self._reservation.allocate(self.device)
-            if self._files is not None:
-                self._files.fill()
+            if self.files is not None:
+                self.files.fill()
             if self._reader is not None:
                 self._reader.open(self.device)
 
@@ -363,7 +363,7 @@ class TieredStore:
     @property
     def is_direct(self) -> bool | None:
         """Whether NVMe access is O_DIRECT, known once sealed; None without mounts."""
-        return self._files.is_direct if self._files is not None else None
+        return self.files.is_direct if self.files is not None else None
 
     @property
     def gpu_path(self) -> IoPath | None:
@@ -371,12 +371,12 @@ class TieredStore:
         return self._reader.path() if self._reader is not None else None
 
     def close(self) -> None:
-        """Finish all moves, remove this store's files, free the memory. Safe to call twice."""
+        """Finish all moves, remove this store's files unless they are kept, free the memory. Safe to call twice."""
         self._lanes.close()
         if self._reader is not None:
             self._reader.close()
-        if self._files is not None:
-            self._files.close()  # before the memory: its threads may still read and write
+        if self.files is not None:
+            self.files.close()  # before the memory: its threads may still read and write
         self._reservation.close()
 
     # ------------------------------------------------------------------ inside; the lock is held
@@ -390,7 +390,7 @@ class TieredStore:
     def _span(self, key: str, span: Span | None) -> tuple[Block, Span]:
         block = self._block(key)
         start, stop = span = span or block.whole
-        chunk = self._files.options.chunk_bytes if self._files is not None and block.extent is not None else 1
+        chunk = self.files.options.chunk_bytes if self.files is not None and block.extent is not None else 1
         assert 0 <= start < stop <= block.spec.num_bytes, f"{span} lies outside of {key}"
         assert start % chunk == 0, f"{span} of {key} starts inside a chunk"
         assert stop % chunk == 0 or stop == block.spec.num_bytes, f"{span} of {key} ends inside a chunk"

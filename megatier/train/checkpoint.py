@@ -68,7 +68,12 @@ def check_room(folder: Path, units: Sequence[Unit], num_kept: int) -> None:
 def checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
     found = folder.iterdir() if folder.is_dir() else iter(())
-    return sorted((path for path in found if NAME.fullmatch(path.name)), key=lambda path: int(path.name[5:]))
+    return sorted((path for path in found if NAME.fullmatch(path.name)), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The last step of a checkpoint."""
+    return int(path.name.removeprefix("step-"))
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -130,7 +135,7 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is no checkpoint of ours, or damaged.
     """
-    found = _read_metadata(path).get("attributes", {})
+    found = read_json(path / METADATA_FILE).get("attributes", {})
     found = found.get("megatier") if isinstance(found, dict) else None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no checkpoint that this version of megatier reads (format {FORMAT}).")
@@ -208,7 +213,7 @@ def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:
     """
     if os.path.realpath(folder) != str(folder):
         raise DamagedCheckpointError(str(folder), "leads out of its checkpoint by a link; it was not read")
-    found, grid = _read_metadata(folder), Grid.of(shape)
+    found, grid = read_json(folder / METADATA_FILE), Grid.of(shape)
     expected = {
         "node_type": "array",
         "zarr_format": 3,
@@ -226,8 +231,12 @@ def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:
     return grid
 
 
-def _read_metadata(folder: Path) -> dict[str, Any]:
-    path = folder / METADATA_FILE
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a file of a checkpoint holds.
+
+    Raises:
+        DamagedCheckpointError: it cannot be read, or holds none.
+    """
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(file, "rb") as stream:

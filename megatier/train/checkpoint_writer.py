@@ -31,6 +31,7 @@ from megatier import _native
 from megatier.engine.optimizer import join_master
 from megatier.errors import MegatierError, StepAbandonedError, TransferError
 from megatier.models.decoder import Unit
+from megatier.schedule.blocks import Generation
 from megatier.schedule.placement import bytes_per_element
 from megatier.store.arena import Arena
 from megatier.store.chunkfile import ArrayWriter, ChunkFiles, Grid
@@ -130,7 +131,7 @@ class CheckpointWriter:
         self._threads = ThreadPoolExecutor(len(ARRAYS), "megatier-checkpoint")
         self._opened.callback(self._threads.shutdown)  # first: what they fill goes
 
-    def _write_unit(self, unit: Unit, generation: int) -> None:
+    def _write_unit(self, unit: Unit, generation: Generation) -> None:
         list(self._threads.map(lambda writer: writer.write(unit, generation), self._writers))
 
     def _finish(self, last: Transfer) -> None:
@@ -194,7 +195,7 @@ class _PlaneWriter:
         self._player, self._store, self._blocks = session.player, session.store, session.player.blocks
         self.files, self._folder, self._kinds, self._buffers = files, folder, kinds, buffers
 
-    def write(self, unit: Unit, generation: int) -> None:
+    def write(self, unit: Unit, generation: Generation) -> None:
         """All of a unit's elements into chunks, the last of which may still be on their way to the drive."""
         tensors = unit.layout.tensors
         writers = [ArrayWriter(self.files, self._folder / t.name, Grid.of(t.shape)) for t in tensors]
@@ -205,7 +206,7 @@ class _PlaneWriter:
                     for first, target in writer.rooms(upper - lower) if lower < upper else ():
                         _copy_fp32(planes, lower - start + first, target)
 
-    def _runs(self, unit: Unit, generation: int) -> Generator[tuple[tuple[int, int], list[Tensor]]]:
+    def _runs(self, unit: Unit, generation: Generation) -> Generator[tuple[tuple[int, int], list[Tensor]]]:
         """Runs of a unit's elements and their planes, uint8, valid until the next; that is on its way meanwhile."""
         size, step = unit.layout.num_elements, self._buffers.run_elements
         runs = [(start, min(start + step, size)) for start in range(0, size, step)]
@@ -223,7 +224,7 @@ class _PlaneWriter:
                 yield run, [plane for plane, _ in planes]
 
     def _ask(
-        self, stack: ExitStack, unit: Unit, generation: int, run: tuple[int, int], number: int
+        self, stack: ExitStack, unit: Unit, generation: Generation, run: tuple[int, int], number: int
     ) -> list[tuple[Tensor, Transfer | None]]:
         """Each plane of a run, and what brings it."""
         found: list[tuple[Tensor, Transfer | None]] = []

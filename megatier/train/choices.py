@@ -19,9 +19,17 @@ from megatier.train.trial import skeleton_of
 
 
 def fix_choices(config: RunConfig) -> RunConfig:
-    """The config with numeric choices that the machine decides: the run directory records what was chosen."""
-    chosen = compiles(config.model, choose_device(config.tiers))
-    return replace(config, model=replace(config.model, compile=chosen))
+    """The config with numeric choices that the machine decides: the run directory records what was chosen.
+
+    With savepoints also the budgets: from one a run goes on with those that it began with.
+    """
+    tiers = config.tiers
+    chosen = compiles(config.model, choose_device(tiers))
+    if config.output.savepoint_every:
+        gpu, ram = budgets_of(tiers, choose_device(tiers))
+        mounts = tuple(f"{mount.directory}:{budget_bytes(mount)}" for mount in tiers.mounts)
+        tiers = replace(tiers, gpu=gpu, ram=ram, nvme=mounts)
+    return replace(config, model=replace(config.model, compile=chosen), tiers=tiers)
 
 
 def plan_choices(config: RunConfig, given: frozenset[str], console: Console) -> tuple[RunConfig, Forecast | None]:

@@ -5,6 +5,7 @@ Nothing is reserved and no GPU is needed: the model is a skeleton, the machine a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections import Counter
@@ -18,7 +19,7 @@ from megatier.config import RunConfig
 from megatier.errors import PlanError
 from megatier.models.decoder import find_units
 from megatier.schedule.forecast import HOST_SECONDS, QUEUES_OF_DISK, Forecast
-from megatier.schedule.placement import Budgets, Placement, bytes_per_element
+from megatier.schedule.placement import Budgets, Placement, bytes_per_element, place
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.schedule.timeline import Access
 from megatier.schedule.trace import TraceEvent
@@ -34,6 +35,15 @@ TIMES_MAX = 4096
 HALVINGS = 4
 """Of the last doubling, to narrow N* down to 3 %."""
 SECONDS_PER_DAY = 86_400
+GENERATIONS = {
+    "1: updates in place": (1, False),
+    "2: updates in the backward": (2, False),
+    "2: savepoints": (2, True),
+    "3: both": (3, True),
+}
+"""How many generations of what spills there are, and whether one may be kept."""
+UNLIMITED = 1 << 62
+"""Bytes, more than any drive has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,9 @@ class Plan:
         checkpoint_bytes: of one checkpoint.
         checkpoint_seconds: of writing it, on a drive such as the first; None where none is known.
         checkpoint_pause_seconds: of these, that training waits.
+        savepoint_bytes: that one savepoint writes: what does not lie on NVMe.
+        savepoint_seconds: that it pauses the run, on such a drive.
+        generation_bytes: what the run takes on NVMe, by how many generations there are and what for.
         hidden_at: N*, the tokens of a step from which all but compute is hidden; None: none that was tried.
         changes: what would help, the best first.
     """
@@ -79,6 +92,9 @@ class Plan:
     checkpoint_bytes: int
     checkpoint_seconds: float | None
     checkpoint_pause_seconds: float | None
+    savepoint_bytes: int
+    savepoint_seconds: float | None
+    generation_bytes: Mapping[str, int]
     hidden_at: int | None
     changes: tuple[Change, ...]
 
@@ -126,6 +142,9 @@ class Plan:
             "checkpoint_bytes": self.checkpoint_bytes,
             "checkpoint_seconds": self.checkpoint_seconds,
             "checkpoint_pause_seconds": self.checkpoint_pause_seconds,
+            "savepoint_bytes": self.savepoint_bytes,
+            "savepoint_seconds": self.savepoint_seconds,
+            "generation_bytes": dict(self.generation_bytes),
             "changes": [dataclasses.asdict(change) for change in self.changes],
         }
 
@@ -162,6 +181,7 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
     tokens = config.train.batch * config.data.sequence_length
     num_bytes = checkpoint_bytes(work.units)
     written_s = checkpoint_seconds(num_bytes, placement.state_bytes.get(Tier.NVME, 0), rates.drives)
+    resident = placement.state_bytes.get(Tier.GPU, 0) + placement.state_bytes.get(Tier.RAM, 0)
     return Plan(
         sum(tensor.num_elements for unit in work.units for tensor in unit.layout.tensors),
         tokens,
@@ -175,6 +195,9 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         num_bytes,
         written_s,
         pause_seconds(written_s, made) if written_s is not None else None,
+        resident,
+        checkpoint_seconds(resident, 0, rates.drives),
+        generation_bytes(trial, placement),
         hidden_at(trial, placement, tokens),
         _changes(trial, tokens, tokens / made.seconds, spills=Tier.NVME in placement.homes.values()),
     )
@@ -195,6 +218,17 @@ def pause_seconds(written_s: float, step: Forecast) -> float:
     """
     drives_s = sum(step.alone_seconds.get(queue, 0.0) for queue in QUEUES_OF_DISK)
     return max(0.0, written_s - max(0.0, step.seconds - drives_s))
+
+
+def generation_bytes(trial: Trial, placement: Placement) -> dict[str, int]:
+    """What a run takes on NVMe by what generations are for, where RAM takes their slots; empty if nothing spills."""
+    found: dict[str, int] = {}
+    for use, (count, saves) in GENERATIONS.items() if placement.spilled and trial.work.policy.deferred else ():
+        policy = replace(trial.work.policy, generations=count, savepoints=saves)
+        with contextlib.suppress(PlanError):
+            tried = place(trial.work.specs, replace(trial.budgets, nvme=UNLIMITED), policy)
+            found[use] = tried.state_bytes.get(Tier.NVME, 0) + tried.other_bytes.get(Tier.NVME, 0)
+    return found
 
 
 # ---------------------------------------------------------------------- what if
@@ -231,9 +265,10 @@ def _changes(trial: Trial, tokens: int, tokens_per_s: float, *, spills: bool) ->
         ("a quarter more GPU memory for state", replace(trial, budgets=replace(budgets, gpu=budgets.gpu * 5 // 4)), 1),
     ]
     policy = trial.work.policy
-    if spills and policy.deferred and policy.generations == 1:
-        twice = replace(trial.work, policy=replace(policy, generations=2))
-        tried.append(("updates in the backward (tiers.generations 2)", replace(trial, work=twice), 1))
+    if spills and policy.deferred and not policy.speculates:
+        count = 2 + policy.savepoints
+        more = replace(trial.work, policy=replace(policy, generations=count))
+        tried.append((f"updates in the backward (tiers.generations {count})", replace(trial, work=more), 1))
     if trial.rates.drives:
         drives = (*trial.rates.drives, trial.rates.drives[0])
         tried.append(("one more drive", replace(trial, rates=replace(trial.rates, drives=drives)), 1))

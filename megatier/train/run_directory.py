@@ -24,7 +24,7 @@ from megatier.store.blockfile import lock_directory
 from megatier.store.leftovers import is_abandoned
 
 CONFIG_FILE, METRICS_FILE, TRACE_FILE, STALL_FILE = "config.yaml", "metrics.jsonl", "trace.json", "stall.txt"
-MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER = "model", "data", "checkpoints"
+MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER, SAVEPOINT_FOLDER = "model", "data", "checkpoints", "savepoints"
 TENSORBOARD_FOLDER = "tensorboard"
 
 
@@ -57,7 +57,8 @@ class RunDirectory:
             raise
 
     def _begin(self, config: RunConfig) -> None:
-        names = (CONFIG_FILE, METRICS_FILE, MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER, TENSORBOARD_FOLDER)
+        folders = (MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER, SAVEPOINT_FOLDER, TENSORBOARD_FOLDER)
+        names = (CONFIG_FILE, METRICS_FILE, *folders)
         if taken := [name for name in names if (self.path / name).exists()]:
             raise ConfigError(
                 f"{self.path} holds a run already ({taken[0]}). Nothing was changed; name another --output.directory "

@@ -91,6 +91,11 @@ class RunState:
                 "or add --accept-changes."
             )
 
+    def changes_of_tiers(self, config: RunConfig) -> list[str]:
+        """What differs in the section `tiers`."""
+        before, now = self.config.get("tiers", {}), _plain(config)["tiers"]
+        return [f"tiers.{change}" for change in _differences(before, now)]
+
     def check_text(self, found: dict[str, int]) -> None:
         """Refuse to go on with other text.
 

@@ -140,6 +140,8 @@ def _placed(config: RunConfig, budgets: Budgets, fixed: frozenset[str], *, defer
     state = config.tiers.state
     streams = defers and "ram" in state and "gpu" not in state
     spills = defers and "nvme" in state and budgets.nvme > 0
+    if config.output.savepoint_every:
+        fixed |= {"tiers.generations"}
     kinds = {
         "tiers.streamed_share": STREAMED if streams else STREAMED[:1],
         "tiers.generations": GENERATIONS if spills else GENERATIONS[:1],

@@ -54,6 +54,9 @@ class Session:
         numerics: NumericsConfig,
         tokens: int,
         run_id: str | None = None,
+        *,
+        savepoints: bool = False,
+        reuses: bool = False,
     ) -> None:
         """Plan. Memory and files are reserved by `store.seal`, or by the first use of a block.
 
@@ -65,11 +68,14 @@ class Session:
             numerics: the guard.
             tokens: tokens per sequence.
             run_id: names the block files; random where not given.
+            savepoints: one generation of what spills may be kept (`train.savepoint`).
+            reuses: take the block files that a savepoint kept, with the bytes in them.
 
         Raises:
             PlanError, CapacityError, ConfigError, RunLockedError, UnsupportedModelError: before training starts.
         """
-        work = Workload.of(model, find_units(model), model_config, tiers, train, numerics, tokens)
+        units = find_units(model)
+        work = Workload.of(model, units, model_config, tiers, train, numerics, tokens, savepoints=savepoints)
         self.model, self.units = model, work.units
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         device = choose_device(tiers)
@@ -78,7 +84,7 @@ class Session:
             _limit_gpu(tiers.gpu_limit)
         layouts = {unit.name: unit.layout for unit in self.units}
         with ExitStack() as stack:
-            options = replace(work.options, shares=_shares(tiers, device))
+            options = replace(work.options, shares=_shares(tiers, device), reuses=reuses)
             store = TieredStore.open(
                 gpu=gpu, ram=ram, nvme=tiers.nvme, device=str(device), run_id=run_id, options=options
             )
@@ -145,7 +151,7 @@ class Session:
         for elements in self._runs(unit):
             values = buffer[: elements[1] - elements[0]].zero_()
             ahead = _assemble(values, elements, pieces, ahead)
-            with self.player.blocks.open_state(unit.name, elements, kinds, fresh=True) as state:
+            with self.player.blocks.open_state(unit.name, elements, kinds, fresh=kinds) as state:
                 if Kind.REMAINDER in kinds:
                     weight, remainder = state.planes[Kind.WEIGHT], state.planes[Kind.REMAINDER]
                     split_master(values, weight.view(self._dtype), remainder.view(torch.int16))

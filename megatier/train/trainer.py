@@ -19,6 +19,7 @@ from megatier.data.tokenizer import load_tokenizer
 from megatier.engine.optimizer import learning_rate
 from megatier.errors import ConfigError, NonFiniteError, mib
 from megatier.schedule.forecast import Forecast
+from megatier.schedule.placement import Placement
 from megatier.schedule.speculation import Speculation
 from megatier.schedule.trace import TraceEvent, busy_seconds, stall_seconds, write_trace
 from megatier.store.store import TieredStore
@@ -44,12 +45,20 @@ from megatier.train.run_directory import (
     DATA_FOLDER,
     METRICS_FILE,
     MODEL_FOLDER,
+    SAVEPOINT_FOLDER,
     STALL_FILE,
     TENSORBOARD_FOLDER,
     TRACE_FILE,
     RunDirectory,
 )
 from megatier.train.run_state import RunState
+from megatier.train.savepoint import (
+    Savepoint,
+    check_savepoint_room,
+    drop_savepoint,
+    remove_savepoints,
+    save_savepoint,
+)
 from megatier.train.session import Session, WeightReader, choose_device, open_model
 from megatier.train.stop import StopRequest
 from megatier.train.tensorboard import Scalars, load_tensorboard
@@ -73,12 +82,13 @@ def train(
         config: the run.
         console: what a person sees.
         given: dotted names of the settings that stay as they are (`config_file.given`).
-        resumes: go on with the run in `output.directory`, from its last checkpoint; from the start if it has none.
+        resumes: go on with the run in `output.directory`, from its last checkpoint or savepoint; from the start if it
+            has none.
         accepts_changes: go on although numeric choices, text or libraries are not those of the checkpoint.
 
-    Writes, in `output.directory`: config.yaml, metrics.jsonl, data/, checkpoints/, model/ (the export); by option
-    trace.json and tensorboard/. SIGINT and SIGTERM let the step end and write a checkpoint; the second one ends the run
-    at once.
+    Writes, in `output.directory`: config.yaml, metrics.jsonl, data/, checkpoints/, savepoints/, model/ (the export); by
+    option trace.json and tensorboard/. SIGINT and SIGTERM let the step end and write a checkpoint; the second one ends
+    the run at once.
 
     Raises:
         MegatierError: before training where possible; the message says what to change.
@@ -94,15 +104,12 @@ def train(
         watchdog = stack.enter_context(Watchdog(stall_file, config.train.stall_timeout, expected_s))
         run_directory = stack.enter_context(RunDirectory(config, resumes=resumes))
         directory = run_directory.path
-        checkpoint = last_checkpoint(directory / CHECKPOINT_FOLDER)
-        state = _state_of(checkpoint, config, accepts_changes) if checkpoint is not None else None
+        checkpoint, savepoint = last_checkpoint(directory / CHECKPOINT_FOLDER), Savepoint.last(directory)
+        state = _state_of(checkpoint, savepoint, config, accepts_changes)
         if resumes:
-            _check_resumes(directory, config, checkpoint, console)
+            _check_resumes(directory, config, state, console)
         model, reader = open_model(config)
-        tokens = config.data.sequence_length
-        session = stack.enter_context(
-            Session(model, config.model, config.tiers, config.train, config.numerics, tokens, run_directory.run_id)
-        )
+        session = _open_session(stack, model, config, run_directory, savepoint)
         tokenizer = load_tokenizer(config)
         _check_vocabulary(model, len(tokenizer))
         text = PackedText.build(config.data, tokenizer, directory / DATA_FOLDER)
@@ -111,10 +118,9 @@ def train(
             state.check_text(fingerprint)
         session.store.seal()
         remove_leftovers(directory / CHECKPOINT_FOLDER)
-        if config.output.checkpoint_every:
-            check_room(directory / CHECKPOINT_FOLDER, session.units, config.output.keep_checkpoints)
+        _check_room(config, session)
         _describe(console, config, session, text)
-        _fill(console, session, reader, checkpoint)
+        _fill(console, session, reader, checkpoint, savepoint)
         if resumes:  # nothing refuses these settings any more
             run_directory.write_config(config)
         log = stack.enter_context(MetricsLog(directory / METRICS_FILE))
@@ -129,12 +135,50 @@ def train(
         run.report("whole" if is_whole else "stopped")
         if not is_whole:
             console.print(f"stopped; `megatier resume {directory}` goes on", highlight=False, soft_wrap=True)
-        elif config.output.export:
-            session.player.drain()
-            dtype, units, read = config.output.export_dtype, session.units, session.read_master
-            write_model(console, directory / MODEL_FOLDER, model, units, read, tokenizer, dtype)
+        else:
+            if config.output.export:
+                session.player.drain()
+                dtype, units, read = config.output.export_dtype, session.units, session.read_master
+                write_model(console, directory / MODEL_FOLDER, model, units, read, tokenizer, dtype)
+            drop_savepoint(session, directory / SAVEPOINT_FOLDER)
         if config.output.trace:
             write_trace(directory / TRACE_FILE, run.traced)
+
+
+def _open_session(
+    stack: ExitStack,
+    model: PreTrainedModel,
+    config: RunConfig,
+    run_directory: RunDirectory,
+    savepoint: Savepoint | None,
+) -> Session:
+    """With the block files of a savepoint, or new ones; then a savepoint older than the checkpoint goes."""
+    if savepoint is None:
+        remove_savepoints(run_directory.path / SAVEPOINT_FOLDER)
+    session = Session(
+        model,
+        config.model,
+        config.tiers,
+        config.train,
+        config.numerics,
+        config.data.sequence_length,
+        run_directory.run_id,
+        savepoints=config.output.savepoint_every > 0,
+        reuses=savepoint is not None,
+    )
+    stack.enter_context(session)
+    if savepoint is not None:
+        savepoint.check(session, config)
+    return session
+
+
+def _check_room(config: RunConfig, session: Session) -> None:
+    """Refuse a run that could not save what it is told to."""
+    directory, output = Path(config.output.directory), config.output
+    if output.checkpoint_every:
+        check_room(directory / CHECKPOINT_FOLDER, session.units, output.keep_checkpoints)
+    if output.savepoint_every:
+        check_savepoint_room(session, directory / SAVEPOINT_FOLDER)
 
 
 class _Run:
@@ -158,7 +202,8 @@ class _Run:
         """A weight has changed since the last checkpoint."""
         self._last_step = 0
         self._device = session.engine.options.device
-        self._folder = Path(config.output.directory) / CHECKPOINT_FOLDER
+        self._directory = Path(config.output.directory)
+        self._folder = self._directory / CHECKPOINT_FOLDER
         self._fingerprint = fingerprint
         self._moved_before = session.store.moved_bytes.copy()
         self._checkpoint: CheckpointWriter | None = None
@@ -192,6 +237,8 @@ class _Run:
                 stops = stop.is_asked and not is_last  # asked once: a signal may come between two looks
                 if is_due or stops:
                     self._save(step, progress)
+                elif output.savepoint_every and step % output.savepoint_every == 0:
+                    self._save_in_place(step, progress)
                 if stops:
                     break
             self._end_checkpoint(progress)
@@ -239,6 +286,20 @@ class _Run:
                 "checkpoint_pause_seconds": self._paused,
             }
         )
+        drop_savepoint(self._session, self._directory / SAVEPOINT_FOLDER)  # which is older
+
+    def _save_in_place(self, step: int, progress: Progress) -> None:
+        """Make a savepoint, which takes the place of a checkpoint before it."""
+        self._end_checkpoint(progress)
+        began = time.perf_counter()
+        with self._watchdog.watch(self._session.player):
+            self._session.player.drain()
+        state = RunState.of(step, self._config, self._device, self._fingerprint)
+        num_bytes = save_savepoint(self._session, self._directory / SAVEPOINT_FOLDER, step, state.to_dict())
+        seconds = time.perf_counter() - began
+        self._session.player.take_events()
+        progress.note(f"step {step}: savepoint ({mib(num_bytes)} written, {format_seconds(seconds)})")
+        self._log.write({"step": step, "savepoint_bytes": num_bytes, "savepoint_seconds": seconds})
 
     def report(self, outcome: str) -> None:
         """How the run ended, and what moved, against what the placement demands."""
@@ -367,12 +428,26 @@ def _describe(console: Console, config: RunConfig, session: Session, text: Packe
     if config.tiers.streamed_share:  # given up where no update waits for the norm, RAM spills, or the GPU has no room
         count = len(placement.streamed)
         console.print(f"{count} units stream their state through the GPU to be updated there", highlight=False)
-    if config.tiers.generations == 2:  # a unit that does not spill needs one
-        count = len(placement.speculative)
-        console.print(f"{count} units are updated in the backward, before the norm is known", highlight=False)
+    if placement.spilled:
+        console.print(_safety(config, placement), highlight=False, soft_wrap=True)
     if count := sum(home is Tier.NVME for home in placement.grad_homes.values()):
         console.print(f"gradients of {count} units wait on NVMe, because RAM is too short for them", highlight=False)
     print_placement(console, _tier_states(session))
+
+
+def _safety(config: RunConfig, placement: Placement) -> str:
+    """How state on NVMe is updated, and what that leaves of a run that is killed."""
+    output = config.output
+    how, last = "in place", "begins again (output.checkpoint_every would save it)"
+    if placement.speculative:
+        how = "in the backward, before the norm is known"
+    elif output.savepoint_every:
+        how = "when the norm is known, beside the savepoint"
+    if output.savepoint_every:
+        last = f"goes on from its last savepoint ({output.savepoint_every} steps apart)"
+    elif output.checkpoint_every:
+        last = f"goes on from its last checkpoint ({output.checkpoint_every} steps apart)"
+    return f"{len(placement.spilled)} units spill to NVMe and are updated {how}; killed, the run {last}"
 
 
 def _describe_speculation(console: Console, speculation: Speculation) -> None:
@@ -385,36 +460,50 @@ def _describe_speculation(console: Console, speculation: Speculation) -> None:
     )
 
 
-def _state_of(checkpoint: Path, config: RunConfig, accepts_changes: bool) -> RunState:
-    state = RunState.read(read_state(checkpoint))
+def _state_of(
+    checkpoint: Path | None, savepoint: Savepoint | None, config: RunConfig, accepts_changes: bool
+) -> RunState | None:
+    """What the run goes on from; None: its start."""
+    if savepoint is not None:
+        path, state = savepoint.path, savepoint.state
+    elif checkpoint is not None:
+        path, state = checkpoint, RunState.read(read_state(checkpoint))
+    else:
+        return None
     if not accepts_changes:
         state.check(config, choose_device(config.tiers))
     if state.step > config.train.steps or (state.step == config.train.steps and not config.output.export):
         raise ConfigError(
-            f"{checkpoint} is of step {state.step}, and train.steps is {config.train.steps}: nothing is left to do. "
+            f"{path} is of step {state.step}, and train.steps is {config.train.steps}: nothing is left to do. "
             "Raise train.steps to train on, with --accept-changes, since the learning rate depends on it."
         )
     return state
 
 
-def _check_resumes(directory: Path, config: RunConfig, checkpoint: Path | None, console: Console) -> None:
+def _check_resumes(directory: Path, config: RunConfig, state: RunState | None, console: Console) -> None:
     """Refuse what could not be exported in the end; say where a run without a checkpoint begins."""
     if config.output.export and (directory / MODEL_FOLDER).exists():
         raise ConfigError(
             f"{directory} holds a whole run: {MODEL_FOLDER} is there. To train on, move that folder away, raise "
             "train.steps, and add --accept-changes, since the learning rate depends on it."
         )
-    if checkpoint is None:
+    if state is None:
         console.print("no checkpoint yet: the run begins again")
 
 
-def _fill(console: Console, session: Session, reader: WeightReader, checkpoint: Path | None) -> None:
+def _fill(
+    console: Console, session: Session, reader: WeightReader, checkpoint: Path | None, savepoint: Savepoint | None
+) -> None:
     began = time.perf_counter()
-    if checkpoint is None:
-        session.load(reader)
-    else:
+    if savepoint is not None:
+        savepoint.restore(session)
+        what = f"savepoint {savepoint.path.name}: weights and moments"
+    elif checkpoint is not None:
         restore(session, checkpoint)
-    what = "weights" if checkpoint is None else f"{checkpoint.name}: weights and moments"
+        what = f"{checkpoint.name}: weights and moments"
+    else:
+        session.load(reader)
+        what = "weights"
     console.print(f"{what} in place ({format_seconds(time.perf_counter() - began)})", highlight=False)
 
 

@@ -72,7 +72,9 @@ class Trial:
         """
         head = _head(model, units)
         tokens = config.data.sequence_length
-        work = Workload.of(model, units, config.model, config.tiers, config.train, config.numerics, tokens)
+        savepoints = config.output.savepoint_every > 0
+        sections = config.model, config.tiers, config.train, config.numerics
+        work = Workload.of(model, units, *sections, tokens, savepoints=savepoints)
         return cls(
             work,
             _accesses(head, config, work),

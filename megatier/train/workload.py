@@ -54,6 +54,8 @@ class Workload:
         train: TrainConfig,
         numerics: NumericsConfig,
         tokens: int,
+        *,
+        savepoints: bool = False,
     ) -> Self:
         """Read it off a skeleton.
 
@@ -65,6 +67,7 @@ class Workload:
             train: groups, slices, activations, clipping.
             numerics: the guard, for which updates wait as for clipping.
             tokens: tokens per sequence.
+            savepoints: one generation of what spills may be kept.
         """
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         options = IoOptions(
@@ -80,7 +83,7 @@ class Workload:
         specs = tuple(
             UnitSpec(u.name, u.layout.num_elements, hidden_bytes if u.name in offloaded else 0) for u in units
         )
-        policy = _policy(dtype, tiers, train, options, guard=numerics.guard)
+        policy = _policy(dtype, tiers, train, options, guard=numerics.guard, savepoints=savepoints)
         return cls(units, specs, activations, policy, options, rows)
 
 
@@ -106,7 +109,9 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
     return found
 
 
-def _policy(dtype: torch.dtype, tiers: TiersConfig, train: TrainConfig, options: IoOptions, *, guard: bool) -> Policy:
+def _policy(
+    dtype: torch.dtype, tiers: TiersConfig, train: TrainConfig, options: IoOptions, *, guard: bool, savepoints: bool
+) -> Policy:
     return Policy(
         state=tuple(Tier(name) for name in tiers.state),
         split=dtype is torch.bfloat16,
@@ -116,6 +121,7 @@ def _policy(dtype: torch.dtype, tiers: TiersConfig, train: TrainConfig, options:
         chunk_elements=tiers.chunk // STATE_BYTES_PER_ELEMENT if tiers.chunk is not None else None,
         streamed_share=tiers.streamed_share,
         generations=tiers.generations,
+        savepoints=savepoints,
         gpu_direct=tiers.gpu_direct,
         align_elements=options.chunk_bytes // 2,
     )

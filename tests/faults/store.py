@@ -85,8 +85,8 @@ def offset_of(store: TieredStore, key: str) -> int:
 
 
 def path_of(store: TieredStore) -> str:
-    assert store._files is not None
-    return str(store._files._directories[0] / "blocks")
+    assert store.files is not None
+    return str(store.files._directories[0] / "blocks")
 
 
 def check_error(error: TransferError, store: TieredStore, code: int, offset: int) -> None:

@@ -1,0 +1,120 @@
+"""How long a savepoint pauses a run, against the writing of a checkpoint, and how long going on from each takes.
+
+Per home of the state, in alternated rounds: a checkpoint, a savepoint, and both read back. The checkpoint moves 12
+bytes a parameter to the drive, and from it what spilled; the savepoint what does not lie on NVMe, with checksums of the
+rest. Removing the one before is counted in. Training goes on beside a checkpoint; here it is waited for.
+
+python bench/bench_savepoint.py --directory DIR [--layers 1] [--rounds 5] [--output FILE.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench_checkpoint import GIB, RandomWeights
+from peers.shapes import SHAPES, llama_config
+from record import facts
+
+from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.models.decoder import build_skeleton
+from megatier.store.tier import Tier
+from megatier.train.checkpoint import checkpoint_bytes, restore
+from megatier.train.checkpoint_writer import CheckpointWriter
+from megatier.train.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER
+from megatier.train.savepoint import Savepoint, drop_savepoint, save_savepoint
+from megatier.train.session import Session
+
+HOMES = ("nvme", "ram,nvme", "ram")
+RUN: dict[str, Any] = {"step": 1, "config": {}, "environment": {}, "random": {}, "text": {}}
+PREDICTION = (
+    "nvme: milliseconds, for the checksums and a flush of what the drive still holds; ram,nvme: the part in RAM by the "
+    "drive's write rate; ram: as a checkpoint, less the time that joins planes. Going on from a savepoint reads 12 "
+    "bytes a parameter; from a checkpoint what spills is written as well."
+)
+
+
+def open_session(options: argparse.Namespace, homes: str) -> Session:
+    """A model in part of the 3B shape; with two homes the weights lie in RAM."""
+    config = llama_config(SHAPES["3b"], 1024)
+    config.num_hidden_layers, config.vocab_size = options.layers, 32000
+    skeleton = build_skeleton(config, "sdpa")
+    size = sum(parameter.numel() for parameter in skeleton.parameters())
+    bytes_in_ram = {"nvme": 4, "ram,nvme": 6, "ram": 14}[homes]
+    tiers = TiersConfig(
+        device=options.device,
+        state=tuple(homes.split(",")),
+        gpu=6 * GIB,
+        ram=bytes_in_ram * size + GIB,
+        nvme=(f"{options.directory}:{24 * size + GIB}",) if "nvme" in homes else (),
+        generations=2 if "nvme" in homes else 1,
+    )
+    model = ModelConfig(config={"model_type": "llama"})
+    session = Session(skeleton, model, tiers, TrainConfig(batch=1), NumericsConfig(), 1024, savepoints=True)
+    session.load(RandomWeights())
+    return session
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Of one call."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def timed_round(session: Session, run: Path, step: int) -> dict[str, float]:
+    """Seconds of each, in an order that turns."""
+    found: dict[str, float] = {}
+
+    def checkpoint() -> None:
+        folder = run / "a" / CHECKPOINT_FOLDER
+        found["checkpoint_s"] = seconds_of(lambda: CheckpointWriter(session, folder, step, RUN, 1).wait())
+        found["restore_checkpoint_s"] = seconds_of(lambda: restore(session, folder / f"step-{step:08d}"))
+
+    def savepoint() -> None:
+        folder = run / "b" / SAVEPOINT_FOLDER
+        found["savepoint_s"] = seconds_of(lambda: save_savepoint(session, folder, step, RUN))
+        made = Savepoint.last(folder.parent)
+        assert made is not None
+        found["restore_savepoint_s"] = seconds_of(lambda: made.restore(session))
+
+    for work in (checkpoint, savepoint) if step % 2 else (savepoint, checkpoint):
+        work()
+    return found
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    results: dict[str, Any] = {"prediction": PREDICTION, **facts()}
+    for homes in HOMES:
+        run = options.directory / "run"
+        for name in ("a", "b"):  # a run would have the newer one alone
+            (run / name).mkdir(parents=True)
+        with open_session(options, homes) as session:
+            rounds = [timed_round(session, run, 1 + number) for number in range(options.rounds)]
+            state = {str(tier): size for tier, size in session.placement.state_bytes.items() if tier is not Tier.GPU}
+            results[homes] = {"state_bytes": state, "checkpoint_bytes": checkpoint_bytes(session.units)}
+            drop_savepoint(session, run / "b" / SAVEPOINT_FOLDER)
+        shutil.rmtree(run)
+        results[homes] |= {"rounds": rounds, **{key: median(each[key] for each in rounds) for key in rounds[0]}}
+        sys.stdout.write(f"{homes}: {json.dumps(results[homes])}\n")
+    if options.output is not None:
+        options.output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

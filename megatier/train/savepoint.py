@@ -1,0 +1,359 @@
+"""Savepoints: a run's state kept where it lies on NVMe, and what lies in RAM or on the GPU beside it in a folder.
+
+    step-00000100/
+        manifest.json        which generation of each unit is kept, where blocks lie, what is no array; with a digest
+        state/<block>/       blocks at home in RAM or on the GPU, as they are
+        checksums/           of every chunk that is kept on NVMe, block after block
+
+A savepoint is of this run, on these tiers and drives: a checkpoint is the portable copy. What spilled is not written
+again, since the updates after it write another generation (`UnitBlocks.advance`). Block files then outlive the process.
+
+Files are chunk files (`store.chunkfile`): raw words, each file with its CRC32C. They lie in the run directory, not on
+the mounts, so that one rename decides: the folder gets its name when all of it, and the block files, are on the drives.
+The savepoint before is dropped after that, and only updates after that overwrite its generation.
+
+Nothing is unpickled, and the manifest leads nowhere: where blocks lie is compared with what the run has placed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatier.config import RunConfig
+from megatier.errors import (
+    CapacityError,
+    CheckpointError,
+    DamagedCheckpointError,
+    IntegrityError,
+    MegatierError,
+    SavepointError,
+    TransferError,
+)
+from megatier.schedule.blocks import Generation, block_key
+from megatier.store.blockfile import Extent
+from megatier.store.chunkfile import ArrayWriter, ChunkFiles, Grid
+from megatier.store.tier import Kind, Tier
+from megatier.train.checkpoint import (
+    NUM_THREADS,
+    WRITING,
+    checkpoints,
+    digest_of,
+    last_checkpoint,
+    prune,
+    read_json,
+    remove,
+    remove_leftovers,
+    step_of,
+)
+from megatier.train.checkpoint_writer import sync
+from megatier.train.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER
+from megatier.train.run_state import RunState
+from megatier.train.session import Session
+
+FORMAT = 1
+MANIFEST_FILE, STATE_FOLDER, CHECKSUM_FOLDER = "manifest.json", "state", "checksums"
+FIELDS = {"state": dict, "placement": str, "generations": dict}
+WORD_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One block of state, of the generation that holds."""
+
+    name: str
+    """Whatever its place."""
+    key: str
+    num_bytes: int
+    home: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Savepoint:
+    """What a run can go on from, as its manifest says."""
+
+    path: Path
+    before: str
+    """What the run goes on from without it."""
+    state: RunState
+    placement: str
+    """Digest of where blocks lie."""
+    generations: dict[str, int]
+    """The place on NVMe that is kept, of each unit that spills."""
+
+    @classmethod
+    def last(cls, run: Path) -> Self | None:
+        """Of a run directory; None if there is none, or a checkpoint is as new.
+
+        Raises:
+            SavepointError: it is damaged.
+        """
+        path, checkpoint = last_checkpoint(run / SAVEPOINT_FOLDER), last_checkpoint(run / CHECKPOINT_FOLDER)
+        if path is None or (checkpoint is not None and step_of(checkpoint) >= step_of(path)):
+            return None
+        before = "its start" if checkpoint is None else str(checkpoint)
+        with _refusing(path, before):
+            return cls(path, before, *_read_manifest(path / MANIFEST_FILE))
+
+    def check(self, session: Session, config: RunConfig) -> None:
+        """Allocate what the session planned, with the block files that were kept, if blocks lie where they lay.
+
+        Raises:
+            SavepointError: they do not, or a file is missing.
+        """
+        last = session.placement.generations
+        fits = all(type(place) is int and 0 <= place < last for place in self.generations.values())
+        lies = set(self.generations) == set(session.placement.spilled) and self.placement == _fingerprint(session)
+        if not (fits and lies):
+            changes = "; ".join(self.state.changes_of_tiers(config)) or "by other settings, or rates of the drives"
+            reason = f"its blocks lay elsewhere ({changes}). Give it what it had."
+            raise SavepointError(str(self.path), reason, self.before)
+        with _refusing(self.path, self.before):
+            session.store.seal()
+
+    def restore(self, session: Session) -> None:
+        """Fill the whole state of a run, and compare every byte that was kept with its checksum.
+
+        Raises:
+            SavepointError: something is damaged, or a drive failed.
+        """
+        blocks = session.player.blocks
+        blocks.valid.update({unit: Generation(nvme=place) for unit, place in self.generations.items()})
+        blocks.keep()
+        with _refusing(self.path, self.before):
+            _read_arrays(session, self.path.resolve())
+            _verify(session)
+        prune(self.path.parent, 1)
+
+
+def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str, Any]) -> int:
+    """Make a savepoint of a step whose updates are done, and drop the one before.
+
+    Args:
+        session: after `player.drain`.
+        folder: of the run's savepoints.
+        step: its last step.
+        state: what is no array; plain JSON.
+
+    Returns:
+        The bytes written: what does not lie on NVMe, and the checksums of what does.
+
+    Raises:
+        TransferError: writing failed. What was written is removed; the savepoint before is whole.
+    """
+    target = folder / f"step-{step:08d}"
+    partial = folder / f".{target.name}{WRITING}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        remove_leftovers(folder)
+        partial.mkdir(mode=0o700)
+        num_bytes = _write_arrays(session, partial)
+        _write_manifest(session, partial / MANIFEST_FILE, state)
+        if session.store.files is not None:
+            session.store.files.sync()
+        sync(partial)
+        _keep_files(session, True)
+        partial.rename(target)
+        sync(folder)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        with contextlib.suppress(TransferError):
+            _keep_files(session, bool(checkpoints(folder)))
+        if isinstance(error, MegatierError) or not isinstance(error, OSError):
+            raise
+        path = str(error.filename or folder)
+        raise TransferError("writing a savepoint", "disk", path, 0, error.errno or 0) from error
+    session.player.blocks.keep()
+    prune(folder, 1)
+    return num_bytes
+
+
+def drop_savepoint(session: Session, folder: Path) -> None:
+    """Give a run's savepoint up, where it has one: what it kept may be overwritten, and block files go with the run.
+
+    Raises:
+        TransferError: it cannot be removed.
+    """
+    remove_savepoints(folder)
+    session.player.blocks.kept = {}
+    _keep_files(session, False)
+
+
+def remove_savepoints(folder: Path) -> None:
+    """Remove a run's savepoints, and their folder if nothing else is in it.
+
+    Raises:
+        TransferError: one cannot be removed.
+    """
+    remove_leftovers(folder)
+    for path in checkpoints(folder):
+        remove(path)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def resident_bytes(session: Session) -> int:
+    """What a savepoint of this run writes, but for checksums."""
+    return sum(plane.num_bytes for plane in _planes(session) if plane.home is not Tier.NVME)
+
+
+def check_savepoint_room(session: Session, folder: Path) -> None:
+    """Refuse a run whose drive cannot take a savepoint beside the one before.
+
+    Raises:
+        CapacityError: there is less room.
+    """
+    needed = (1 + (not checkpoints(folder))) * resident_bytes(session)
+    free = shutil.disk_usage(folder.parent).free
+    if needed > free:
+        remedy = "Free space there, set output.savepoint_every to 0, or name another output.directory."
+        raise CapacityError(f"2 savepoints in {folder}", needed, free, remedy)
+
+
+def _keep_files(session: Session, keeps: bool) -> None:
+    if session.store.files is not None:
+        session.store.files.keep(keeps)
+
+
+@contextlib.contextmanager
+def _refusing(path: Path, before: str) -> Iterator[None]:
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        raise SavepointError(str(path), error.reason, before) from error
+    except (CheckpointError, IntegrityError, TransferError) as error:
+        raise SavepointError(str(path), str(error), before) from error
+
+
+# ---------------------------------------------------------------------- what lies where
+
+
+def _planes(session: Session) -> list[Plane]:
+    """In an order that is the same in every process."""
+    blocks = session.player.blocks
+    return [
+        Plane(block_key(unit, kind), blocks.key(unit, kind), _num_bytes(session, unit, kind), home)
+        for (unit, kind), home in sorted(session.placement.homes.items())
+    ]
+
+
+def _num_bytes(session: Session, unit: str, kind: Kind) -> int:
+    blocks = session.player.blocks
+    return blocks.span(unit, kind, (0, blocks.units[unit].num_elements))[1]
+
+
+def _extents(session: Session) -> list[Extent]:
+    """Of the blocks that hold on NVMe."""
+    return [session.store.extents[plane.key] for plane in _planes(session) if plane.home is Tier.NVME]
+
+
+def _fingerprint(session: Session) -> str:
+    """Digest of where every block of state lies, in all of its places."""
+    blocks = session.player.blocks
+    lies: dict[str, Any] = {}
+    for (unit, kind), home in session.placement.homes.items():
+        keys = [block_key(unit, kind, place) for place in blocks.places(unit, kind)] if home is Tier.NVME else []
+        stripes = [[astuple(stripe) for stripe in session.store.extents[key].stripes] for key in keys]
+        lies[block_key(unit, kind)] = [str(home), _num_bytes(session, unit, kind), stripes]
+    return digest_of(lies)
+
+
+# ---------------------------------------------------------------------- the manifest
+
+
+def _write_manifest(session: Session, path: Path, state: Mapping[str, Any]) -> None:
+    blocks = session.player.blocks
+    generations = {unit: blocks.valid[unit].nvme for unit in session.placement.spilled}
+    found = {"state": state, "placement": _fingerprint(session), "generations": generations}
+    text = json.dumps({"format": FORMAT, "digest": digest_of(found), **found})
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+        file.write(text)
+
+
+def _read_manifest(path: Path) -> tuple[RunState, str, dict[str, int]]:
+    """State, placement and generations.
+
+    Raises:
+        CheckpointError: it is no manifest of ours, or damaged.
+    """
+    stored = read_json(path)
+    if stored.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is no savepoint that this version of megatier reads (format {FORMAT}).")
+    found = {name: stored.get(name) for name in FIELDS}
+    if any(type(found[name]) is not kind for name, kind in FIELDS.items()) or stored.get("digest") != digest_of(found):
+        raise DamagedCheckpointError(str(path), "is damaged: its digest is not that of its content")
+    return RunState.read(stored["state"]), stored["placement"], stored["generations"]
+
+
+# ---------------------------------------------------------------------- the arrays
+
+
+def _write_arrays(session: Session, folder: Path) -> int:
+    """Every block that is not on NVMe, and the checksums of those that are; returns the bytes."""
+    resident = [plane for plane in _planes(session) if plane.home is not Tier.NVME]
+    table = np.concatenate([extent.checksums for extent in _extents(session)] or [np.zeros(0, np.uint32)])
+    with _files([*(plane.num_bytes for plane in resident), table.nbytes]) as files:
+        for plane in resident:
+            with session.store.lease(plane.key, plane.home) as lease:
+                _write_words(files, folder / STATE_FOLDER / plane.name, lease.bytes.view(torch.int32))
+        if table.size:
+            _write_words(files, folder / CHECKSUM_FOLDER, torch.from_numpy(table.view(np.int32)))
+        files.flush()
+    return sum(plane.num_bytes for plane in resident) + table.nbytes
+
+
+def _write_words(files: ChunkFiles, folder: Path, words: Tensor) -> None:
+    for first, target in ArrayWriter(files, folder, Grid.of(words.shape)).rooms(words.numel()):
+        target.view(torch.int32).copy_(words[first : first + target.numel()])
+
+
+def _read_arrays(session: Session, folder: Path) -> None:
+    """Put back what `_write_arrays` wrote."""
+    resident = [plane for plane in _planes(session) if plane.home is not Tier.NVME]
+    extents = _extents(session)
+    table = np.zeros(sum(extent.checksums.size for extent in extents), np.uint32)
+    arrays = [(folder / STATE_FOLDER / plane.name, _grid(plane.num_bytes)) for plane in resident]
+    if table.size:
+        arrays.append((folder / CHECKSUM_FOLDER, _grid(table.nbytes)))
+    with _files([*(plane.num_bytes for plane in resident), table.nbytes]) as files:
+        for index, first, values in files.read(arrays):
+            span = WORD_BYTES * first, WORD_BYTES * (first + values.numel())
+            if index == len(resident):
+                table.view(np.uint8)[slice(*span)] = values.view(torch.uint8).numpy()
+                continue
+            plane = resident[index]
+            with session.store.lease(plane.key, plane.home, span, fresh=True) as lease:
+                lease.bytes.copy_(values.view(torch.uint8))
+            session.store.mark_dirty(plane.key, plane.home, span)
+    for extent in extents:
+        extent.checksums[:], table = table[: extent.checksums.size], table[extent.checksums.size :]
+
+
+def _grid(num_bytes: int) -> Grid:
+    return Grid.of((num_bytes // WORD_BYTES,))
+
+
+def _files(sizes: list[int]) -> ChunkFiles:
+    return ChunkFiles(max(_grid(size).chunk_elements for size in sizes if size), NUM_THREADS)
+
+
+def _verify(session: Session) -> None:
+    """Read everything that was kept on NVMe once, a chunk ahead; the store compares its checksums."""
+    blocks, store = session.player.blocks, session.store
+    runs = [(unit, elements) for unit in session.placement.spilled for elements in blocks.chunks(unit)]
+    for index, (unit, elements) in enumerate(runs):
+        for name, ahead in runs[index + 1 : index + 2]:
+            for kind in blocks.spilled(name):
+                store.prefetch(blocks.key(name, kind), Tier.RAM, blocks.span(name, kind, ahead), wait=True)
+        with blocks.open_state(unit, elements, blocks.spilled(unit)):
+            pass
