@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -127,17 +128,28 @@ def settings_of(folder: Path, tiers: Mapping[str, Any], **more: Any) -> dict[str
 
 
 @contextlib.contextmanager
-def ended_after(step: int) -> Iterator[None]:
-    """An error ends the run behind the record of a step."""
+def at_record(step: int, harm: Callable[[], None]) -> Iterator[None]:
+    """Something happens behind the record of a step."""
     real = MetricsLog.write
 
     def write(self: MetricsLog, record: Mapping[str, object]) -> None:
         real(self, record)
         if record["step"] == step and "loss" in record:
-            raise ConfigError("ended by the test")
+            harm()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MetricsLog, "write", write)
+        yield
+
+
+@contextlib.contextmanager
+def ended_after(step: int) -> Iterator[None]:
+    """An error ends the run."""
+
+    def end() -> None:
+        raise ConfigError("ended by the test")
+
+    with at_record(step, end):
         yield
 
 
@@ -235,6 +247,17 @@ def test_savepoint_older_than_a_checkpoint_is_not_gone_on_from(
     assert "step-00000003: weights and moments in place" in capsys.readouterr().out
     assert outcome_of(run) == whole
     assert not (run / "savepoints").exists()
+
+
+def test_run_that_is_told_to_stop_leaves_a_checkpoint_and_nothing_on_its_drives(
+    tmp_path: Path, whole: dict[str, Any]
+) -> None:
+    with at_record(5, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        assert main(command(tmp_path, settings_of(tmp_path, SPREAD))) == 0
+    assert not list((tmp_path / "drive").iterdir())
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000005"]
+    assert main(["resume", str(tmp_path / "run")]) == 0
+    assert outcome_of(tmp_path / "run") == whole
 
 
 def test_budgets_that_nobody_gave_are_those_of_the_start_when_a_run_goes_on(
