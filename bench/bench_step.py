@@ -66,7 +66,7 @@ RAM_ONLY: dict[str, Any] = {"state": ("ram",), "ram": 116 * GIB}
 SPILLED: dict[str, Any] = {
     "tiers": {"state": ("gpu", "ram", "nvme"), "gpu": 31 * GIB // 2, "ram": 163 * GIB // 2},
     "nvme": 32 * GIB,
-    "model": {"saved_share": 0.2},
+    "model": {"saved_share": 0.15},
     "train": {"clip": 1e9, "slices": 8},
 }
 TWICE: dict[str, Any] = {"tiers": SPILLED["tiers"] | {"generations": 2, "ram": 84 * GIB}}

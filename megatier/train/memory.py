@@ -27,7 +27,7 @@ CONTEXT_BYTES = 1_000_000_000
 """What the driver and libraries hold."""
 BESIDE_PRODUCTS = 1.4
 """Hidden sizes a token that a layer saves beside the outputs of its products."""
-SAVED = ((0.0, 0.0), (0.1, 0.21), (0.15, 0.27), (0.2, 0.3), (0.3, 0.48), (0.6, 0.83), (0.8, 1.0), (1.0, 1.43))
+SAVED = ((0.0, 0.0), (0.1, 0.21), (0.15, 0.27), (0.3, 0.48), (0.6, 0.83), (0.8, 1.0), (1.0, 1.43))
 """Saved share, and what is then saved over what is saved at 0.8, measured; but always the input."""
 REPEATED = 2.3
 """What one layer's backward holds while it repeats its forward, over what the layer saves at 0.8."""

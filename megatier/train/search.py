@@ -27,7 +27,7 @@ from megatier.train.trial import Trial
 GROUPS = (1, 2, 4, 8)
 SLICES = (1, 2, 4, 8)
 POLICIES = ("keep", "recompute", "offload")
-SHARES = (0.8, 0.5, 0.2, 0.0)
+SHARES = (0.8, 0.5, 0.15, 0.0)
 """Saved shares; 0 goes with the policies that save a layer's input alone, the others with `keep`."""
 STREAMED = (0.0, 0.3, 0.5, 0.6)
 GENERATIONS = (1, 2)
