@@ -68,6 +68,11 @@ class Gradients:
         self._sums.clear()
         self._buffers.clear()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a forward use of this group has had no backward yet."""
+        return any(self._left.values())
+
     def expect(self, unit: str, num_slices: int) -> None:
         """A forward use happened; a backward in so many slices will follow."""
         self._summands[unit] += num_slices

@@ -45,14 +45,15 @@ Apply = Callable[[str, tuple[int, int], Mapping[Kind, Tensor], Tensor], _native.
 class Scalars:
     """What AdamW takes beside the planes."""
 
-    learning_rate: float
+    decay: float
+    """Factor on the weights of parameters that decay: 1 - learning rate * weight decay."""
     of_kernels: tuple[float, float, float, float, float, float, float, float]
     """beta1, 1 - beta1, beta2, 1 - beta2, eps, step size, root of the bias correction, clip coefficient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """What does not change from step to step."""
+    """What a step's learning rate and number leave open."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -83,12 +84,12 @@ class AdamW:
     ) -> None:
         """Dtype is the compute dtype: bf16 has split masters, fp32 whole ones."""
         self.hyper = hyper
+        """Read by `begin_step`, `revise` and `clip`; all but `deferred` may be others in the next step."""
         self._layouts, self._decayed, self._dtype, self._groups = dict(layouts), decayed, dtype, groups
         self._split = dtype is torch.bfloat16
         self._pool = _native.ThreadPool(num_threads, UPDATE_QUEUE_DEPTH)
         self._workers = ThreadPoolExecutor(num_threads, "megatier-gradient")
-        self._begun = (0.0, (0.0,) * 7)
-        self._scalars = self._with_coefficient(1.0)
+        self._begun = self._scalars = Scalars(1.0, (0.0,) * 8)
         self._sums: dict[str, list[Tensor]] = {}
         self._refused: str | None = None
         if torch.cuda.is_available():  # Triton comes with torch's CUDA builds alone
@@ -101,23 +102,29 @@ class AdamW:
 
         Deferred updates still read those of the last step until `clip`: they run in this one.
         """
-        hyper = self.hyper
-        self._begun = (learning_rate, step_scalars(step, learning_rate, (hyper.beta1, hyper.beta2), hyper.eps))
+        self._begun = self._scalars_of(step, learning_rate)
         self._sums.clear()
         self._refused = None
-        if not hyper.deferred:
-            self._scalars = self._with_coefficient(1.0)
+        if not self.hyper.deferred:
+            self._scalars = self._begun
+
+    def revise(self, step: int, learning_rate: float) -> bool:
+        """Note the scalars of the step begun anew; True where they are others, so that `unclipped` was wrong."""
+        before, self._begun = self._begun, self._scalars_of(step, learning_rate)
+        return self._begun != before
 
     def clip(self, norm: float) -> float:
         """Return the coefficient for this norm; updates read it, and the scalars of the step begun, from now on."""
         limit = self.hyper.clip
         coefficient = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
-        self._scalars = self._with_coefficient(coefficient)
+        self._scalars = Scalars(self._begun.decay, (*self._begun.of_kernels[:-1], coefficient))
         return coefficient
 
-    def _with_coefficient(self, coefficient: float) -> Scalars:
-        learning_rate, scalars = self._begun
-        return Scalars(learning_rate, (*scalars, coefficient))
+    def _scalars_of(self, step: int, learning_rate: float) -> Scalars:
+        """Of a step in which nothing is clipped."""
+        hyper = self.hyper
+        scalars = step_scalars(step, learning_rate, (hyper.beta1, hyper.beta2), hyper.eps)
+        return Scalars(1 - learning_rate * hyper.weight_decay, (*scalars, 1.0))
 
     def norm(self) -> float:
         """Global norm of the measured gradients, sqrt of the exact sum of the partial sums."""
@@ -224,14 +231,14 @@ class AdamW:
 
     def unclipped(self) -> Apply:
         """`apply` for the step begun, as it is if nothing is clipped: for use before the norm is known."""
-        return partial(self._apply, self._with_coefficient(1.0))
+        return partial(self._apply, self._begun)
 
     # HOP 5/6: gradient and state -> new state
     def _apply(
         self, scalars: Scalars, unit: str, elements: tuple[int, int], planes: Mapping[Kind, Tensor], grad: Tensor
     ) -> _native.Batch | None:
         start, stop = elements
-        segments = self._segments(self._layouts[unit], start, stop, scalars.learning_rate)
+        segments = self._segments(self._layouts[unit], start, stop, scalars.decay)
         return begin_adamw(self._pool, planes, grad, segments, scalars.of_kernels)
 
     def close(self) -> None:
@@ -239,14 +246,14 @@ class AdamW:
         self._pool.close()
         self._workers.shutdown()
 
-    def _segments(self, layout: Layout, start: int, stop: int, learning_rate: float) -> list[tuple[int, int, float]]:
+    def _segments(self, layout: Layout, start: int, stop: int, factor: float) -> list[tuple[int, int, float]]:
         """Runs of equal decay, relative to `start`. A run takes the padding behind it along: zeros stay zeros."""
         segments: list[tuple[int, int, float]] = []
         for tensor in layout.tensors:
             first, last = max(start, tensor.start), min(stop, tensor.stop)
             if first >= last:
                 continue
-            decay = 1 - learning_rate * self.hyper.weight_decay if tensor.name in self._decayed else 1.0
+            decay = factor if tensor.name in self._decayed else 1.0
             if segments and segments[-1][2] == decay:
                 segments[-1] = (segments[-1][0], last - start, decay)
             else:

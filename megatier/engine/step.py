@@ -140,55 +140,107 @@ class Engine:
         self._learn(groups[0])
         if not self.model.training:  # walks over every module
             self.model.train()
+        counted = sum(_count(batch) for batch in groups) if len(groups) > 1 else None
+        groups = [self._on_device(batch) for batch in groups]  # ahead of the loads, which are long
+        self.begin_step(step, rate)
+        losses = [self._train_group(step, index, batch, counted) for index, batch in enumerate(groups)]
+        norm = self.measure(step)
+        return self.finish_step(step, rate, norm, math.fsum(loss.item() for loss in losses), groups[0])
+
+    # The parts of a step, for whoever calls forward and backward: `begin_step`; for each group `begin_group`, forward,
+    # backward; `measure`; `finish_step`. Or `abandon`, at any time.
+
+    def begin_step(self, step: int, rate: float) -> None:
+        """Start a step, and the updates of the one before."""
         _stop_checkpointing(self.model)
         self._optimizer.begin_step(step, rate)
-        counted = sum(_count(batch) for batch in groups)
-        losses = []
-        groups = [self._on_device(batch) for batch in groups]  # ahead of the loads, which are long
         self._stream.begin("train")
-        for index, batch in enumerate(groups):
-            self._stage.gradients.begin_group(index)
-            with self._arithmetic():
-                loss = self._loss(batch, counted if len(groups) > 1 else None)
-                if not self._optimizer.hyper.deferred and not math.isfinite(loss.item()):
-                    self._stream.cancel()
-                    raise self._error(step, "loss", None, batch)
-                loss.backward()
-            losses.append(loss.detach())
+
+    def begin_group(self, group: int) -> None:
+        """A forward follows, then its backward: group 0, 1, ..."""
+        self._stage.gradients.begin_group(group)
+
+    def measure(self, step: int) -> float:
+        """After the last backward: the gradients' global norm. The host waits for the device.
+
+        Raises:
+            TimelineError: units were left out.
+            NonFiniteError: a gradient is NaN or infinite, where updates do not wait for the norm.
+        """
         self._stream.end()
-        total = math.fsum(loss.item() for loss in losses)
-        return self._finish(step, total, groups[0])
+        try:
+            self._stream.drain_gradients()
+        except NonFiniteError as error:
+            raise NonFiniteError(f"step {step}: {error}. {REMEDY}") from error
+        return self._optimizer.norm()
+
+    def finish_step(self, step: int, rate: float, norm: float, loss: float, batch: Batch | None = None) -> StepResult:
+        """Clip, and make the updates due; or leave the step out.
+
+        Args:
+            step: as in `begin_step`.
+            rate: learning rate, which counts where it is not the one that the step began with.
+            norm: from `measure`.
+            loss: of the step.
+            batch: what to look at if loss or norm is not finite.
+
+        Raises:
+            NonFiniteError: one of them is not, once more in a row than may be left out.
+        """
+        if not (math.isfinite(norm) and math.isfinite(loss)):
+            return self._skip(step, loss, norm, batch)
+        self._skips = 0
+        is_revised = self._optimizer.revise(step, rate)
+        coefficient = self._optimizer.clip(norm)
+        if self._optimizer.hyper.deferred:  # what was updated in the backward is void where it took other scalars
+            self._stream.defer_updates(clipped=coefficient != 1.0 or is_revised)
+        return StepResult(loss, norm, coefficient)
+
+    def abandon(self) -> None:
+        """Leave a step half-way: none of its updates is made."""
+        self._stream.cancel()
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward of this group has had no backward yet, or not all of it."""
+        return self._stage.gradients.is_open
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss per counted token, on the weights of the last whole step."""
         self._stream.drain()
         self.model.eval()
-        self._stage.gradients.group = 0  # the order of units is recorded with their group
         total, tokens = 0.0, 0
         with torch.no_grad(), self._arithmetic():
             for batch in batches:
-                self._stream.begin("evaluate")
                 count = _count(batch)
-                total += self._loss(batch, None).item() * count
+                with self.evaluation():
+                    total += self._loss(batch, None).item() * count
                 tokens += count
-                self._stream.end()
         return total / max(1, tokens)
 
-    def _finish(self, step: int, loss: float, batch: Batch) -> StepResult:
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """One forward without gradients inside. Updates that are due have been drained."""
+        self._stage.gradients.group = 0  # the order of units is recorded with their group
+        self._stream.begin("evaluate")
         try:
-            self._stream.drain_gradients()
-        except NonFiniteError as error:
-            raise NonFiniteError(f"step {step}: {error}. {REMEDY}") from error
-        norm = self._optimizer.norm()
-        if not (math.isfinite(norm) and math.isfinite(loss)):
-            return self._skip(step, loss, norm, batch)
-        self._skips = 0
-        coefficient = self._optimizer.clip(norm)
-        if self._optimizer.hyper.deferred:
-            self._stream.defer_updates(clipped=coefficient != 1.0)
-        return StepResult(loss, norm, coefficient)
+            yield
+        except BaseException:
+            self._stream.cancel()
+            raise
+        self._stream.end()
 
-    def _skip(self, step: int, loss: float, norm: float, batch: Batch) -> StepResult:
+    def _train_group(self, step: int, group: int, batch: Batch, counted: int | None) -> Tensor:
+        self.begin_group(group)
+        with self._arithmetic():
+            loss = self._loss(batch, counted)
+            if not self._optimizer.hyper.deferred and not math.isfinite(loss.item()):
+                self._stream.cancel()
+                raise self._error(step, "loss", None, batch)
+            loss.backward()
+        return loss.detach()
+
+    def _skip(self, step: int, loss: float, norm: float, batch: Batch | None) -> StepResult:
         """Leave a step out; the scalars of the last one that was not have no reader left."""
         self._stream.drop_updates()
         self._skips += 1
@@ -228,19 +280,17 @@ class Engine:
             batch = {**batch, "attention_mask": mask}
         with torch.no_grad(), learning(self._stage), self._arithmetic():
             for rows in (1, 2):
-                self._stream.begin("evaluate")
-                self._loss({key: value[:rows] for key, value in batch.items()}, None)
-                self._stream.end()
+                with self.evaluation():
+                    self._loss({key: value[:rows] for key, value in batch.items()}, None)
         self._is_learnt = True
 
-    def _error(self, step: int, what: str, parameter: str | None, batch: Batch) -> NonFiniteError:
+    def _error(self, step: int, what: str, parameter: str | None, batch: Batch | None) -> NonFiniteError:
         """What ends the run: names the parameter, and the first unit with a value that is not finite."""
         where = f"; first in the gradient of {parameter}" if parameter is not None else ""
         self._stage.checks_finite = True
         try:
-            self.evaluate([batch])
+            self.evaluate([] if batch is None else [batch])
         except NonFiniteError as error:
-            self._stream.cancel()
             where = f"{where}; {error}"
         row = f", and {self._skips - 1} steps before it were left out" if self._skips > 1 else ""
         return NonFiniteError(
