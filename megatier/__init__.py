@@ -9,14 +9,28 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatier.config import RunConfig
+    from megatier.config import RunConfig, TiersConfig
     from megatier.config_file import load
     from megatier.errors import MegatierError
+    from megatier.integrations.streamed import Streamed, stream
     from megatier.integrations.torch_optimizer import TieredAdamW
     from megatier.store.store import Lease, TieredStore
     from megatier.store.tier import BlockSpec, Kind, Tier
 
-__all__ = ["BlockSpec", "Kind", "Lease", "MegatierError", "RunConfig", "Tier", "TieredAdamW", "TieredStore", "load"]
+__all__ = [
+    "BlockSpec",
+    "Kind",
+    "Lease",
+    "MegatierError",
+    "RunConfig",
+    "Streamed",
+    "Tier",
+    "TieredAdamW",
+    "TieredStore",
+    "TiersConfig",
+    "load",
+    "stream",
+]
 
 _HOMES = {
     "BlockSpec": "megatier.store.tier",
@@ -24,10 +38,13 @@ _HOMES = {
     "Lease": "megatier.store.store",
     "MegatierError": "megatier.errors",
     "RunConfig": "megatier.config",
+    "Streamed": "megatier.integrations.streamed",
     "Tier": "megatier.store.tier",
     "TieredAdamW": "megatier.integrations.torch_optimizer",
     "TieredStore": "megatier.store.store",
+    "TiersConfig": "megatier.config",
     "load": "megatier.config_file",
+    "stream": "megatier.integrations.streamed",
 }
 
 

@@ -65,7 +65,7 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, A
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    state = model.state_dict()
+    state = model.state_dict(keep_vars=True)
     assemblies: dict[str, Assembly] = {}
     parts: defaultdict[str, defaultdict[str, list[Assembly]]] = defaultdict(lambda: defaultdict(list))
     for name in sorted(stored, key=dot_natural_key):

@@ -1,0 +1,404 @@
+"""A streamed model in somebody else's loop: forward, `loss.backward()`, `optimizer.step()`.
+
+    with megatier.stream("path/or/hub-id", tiers=TiersConfig(...), accumulation_steps=2) as streamed:
+        loss = streamed.model(input_ids=..., labels=...).loss
+        loss.backward()                       # twice: each backward is one group
+        streamed.optimizer.step()
+
+The step is that of `engine.step`, cut at the user's calls: the first forward begins it, each forward with gradients
+begins a group, `optimizer.step` ends it. Its updates run ahead of the next forward; whatever reads weights, an
+evaluation, a checkpoint, an export, waits for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.generic import ModelOutput
+
+from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.engine.step import StepResult
+from megatier.errors import BlockNotFoundError, CapacityError, CheckpointError, OptimizerError, UnsupportedModelError
+from megatier.hardware import ram_available_bytes
+from megatier.integrations.stream_optimizer import StreamedAdamW
+from megatier.models.decoder import Unit, build_skeleton
+from megatier.models.weights import Checkpoint, export, resolve
+from megatier.schedule.trace import TraceEvent, write_trace
+from megatier.train.checkpoint import last_checkpoint, read_state, restore, save
+from megatier.train.export import SHARD_BYTES
+from megatier.train.session import Session, WeightReader
+from megatier.train.workload import COMPUTE_DTYPES, read_model_config
+
+TRACED_STEPS = 3
+
+
+def stream(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    tiers: TiersConfig | None = None,
+    accumulation_steps: int = 1,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    clip: float | None = 1.0,
+    compute_dtype: Literal["bf16", "fp32"] = "bf16",
+    activations: Literal["keep", "recompute"] = "keep",
+    fused_loss: bool = True,
+    compile: bool | None = None,
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa",
+) -> Streamed:
+    """Place a model and its AdamW state on the tiers, for any loop.
+
+    Args:
+        model: a folder in Hugging Face's format or a hub id, whose weights stream in; or a model in RAM, which is
+            copied and stays as it is.
+        tiers: budgets and mounts; None: from the machine, without NVMe.
+        accumulation_steps: backwards per `optimizer.step`, at least 1. Each is one pass over the units.
+        lr: learning rate; schedulers drive it, and the next three, in `optimizer.param_groups`.
+        betas: decay of the moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, of matrices (not of biases and norms).
+        clip: global gradient norm to clip to; None: off. `Streamed.clip` changes it.
+        compute_dtype: of weights and activations; masters and moments are fp32.
+        activations: kept between forward and backward, or computed again.
+        fused_loss: head and loss as one chunked node: the model takes labels and gives a loss, and no logits.
+        compile: compile layers and loss; None: on a GPU.
+        attention: of transformers.
+
+    Raises:
+        PlanError, CapacityError, ConfigError, UnsupportedModelError: before weights are read.
+    """
+    model = model if isinstance(model, PreTrainedModel) else resolve(os.fspath(model))
+    model_config = ModelConfig(
+        path="", compute_dtype=compute_dtype, attention=attention, compile=compile, fused_loss=fused_loss
+    )
+    config = model.config if isinstance(model, PreTrainedModel) else read_model_config(model_config, model)
+    skeleton = build_skeleton(config, attention)
+    reader: WeightReader
+    reader = _InRam(model, skeleton) if isinstance(model, PreTrainedModel) else Checkpoint(model, skeleton)
+    train = TrainConfig(
+        batch=accumulation_steps,
+        groups=accumulation_steps,
+        activations=activations,
+        learning_rate=lr,
+        weight_decay=weight_decay,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=eps,
+        clip=clip,
+    )
+    # The guard: updates wait for the norm, because `optimizer.step` comes after the last backward.
+    session = Session(skeleton, model_config, tiers or TiersConfig(), train, NumericsConfig(guard=True), tokens=1)
+    try:
+        session.store.seal()
+        session.load(reader)
+        return Streamed(session, train, has_logits=not fused_loss)
+    except BaseException:
+        session.close()
+        raise
+
+
+class Streamed:
+    """A model whose weights, gradients and state stream, for any loop. Use it from one thread.
+
+    Attributes:
+        model: Hugging Face's, for forwards; its parameters lie on meta. A forward with gradients is one group of a
+            step and wants its backward; one under `torch.no_grad` is an evaluation.
+        optimizer: what schedulers, trainers and loops take.
+        clip: global gradient norm to clip to, read by `optimizer.step`; None: off.
+        accumulation_steps: backwards per `optimizer.step`.
+        steps: that were ended by `optimizer.step`, those that were left out included.
+        last: the last one: norm, clip coefficient, whether it was left out. Its loss is NaN: the loop knows it.
+    """
+
+    def __init__(self, session: Session, train: TrainConfig, *, has_logits: bool) -> None:
+        """Take over a loaded session; `stream` makes one."""
+        self._session, self._engine, self._has_logits = session, session.engine, has_logits
+        self.model, self.clip, self.accumulation_steps = session.model, train.clip, train.groups
+        self.optimizer = StreamedAdamW(self, train)
+        self.steps = 0
+        self.last: StepResult | None = None
+        self._groups = 0
+        """Forwards with gradients since the last step; 0: no step is open."""
+        self._norm: float | None = None
+        self._events: list[tuple[int, list[TraceEvent]]] = []
+        self._is_closed = False
+        # A function, no method: accelerate would bind a method to the model.
+        self.model.forward = _entering(self._forward, self.model.forward)
+        self.model.register_state_dict_pre_hook(_refuse_state_dict)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the memory and remove the block files; the weights go with them. Safe to call twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._session.close()
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches belong."""
+        return self._engine.options.device
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether the model gives logits beside the loss."""
+        return self._has_logits
+
+    # ------------------------------------------------------------------ a step
+
+    def grad_norm(self) -> float:
+        """The exact global norm of the step's gradients, before they are clipped. After the last backward.
+
+        Raises:
+            OptimizerError: a backward is missing.
+            TimelineError: the step used its units in another order than the first.
+        """
+        if self._norm is None:
+            self._check_whole()
+            try:
+                self._norm = self._engine.measure(self.steps + 1)
+            except BaseException:
+                self.abandon()
+                raise
+        return self._norm
+
+    def finish_step(self) -> StepResult:
+        """What `optimizer.step` does: clip, and make the updates due with the settings of this moment.
+
+        A step whose norm is not finite is left out: no weight changes.
+
+        Raises:
+            OptimizerError: a backward is missing, or a setting cannot be taken.
+            NonFiniteError: too many steps in a row were not finite.
+        """
+        norm, rate, step = self.grad_norm(), self._take_settings(), self.steps + 1
+        self.steps, self._groups, self._norm = step, 0, None
+        result = self._engine.finish_step(step, rate, norm, 0.0)
+        self.last = replace(result, loss=float("nan"))
+        self._events = [*self._events[1 - TRACED_STEPS :], (step, self._session.player.take_events())]
+        return self.last
+
+    def abandon(self) -> None:
+        """Forget the forwards and backwards since the last step; no weight changes."""
+        if self._groups:
+            self._groups, self._norm = 0, None
+            self._engine.abandon()
+
+    def drop_gradients(self) -> None:
+        """What `optimizer.zero_grad` does: abandon the step, unless its first forward still waits for its backward."""
+        if not (self._groups == 1 and self._engine.awaits_backward):
+            self.abandon()
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """The model's forward, as a group of a step or as an evaluation."""
+        self._check_open()
+        if not self._has_logits and kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
+            raise OptimizerError(
+                "the model was opened with fused_loss and gives no logits: pass labels, or call megatier.stream with "
+                "fused_loss=False."
+            )
+        if not torch.is_grad_enabled():
+            self._settle("An evaluation")
+            with self._engine.evaluation():
+                return self._without_logits(forward(*args, **kwargs))
+        self._begin_group()
+        try:
+            return self._without_logits(forward(*args, **kwargs))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _without_logits(self, outputs: Any) -> Any:  # noqa: ANN401
+        """What the model gives; where the loss is fused, hidden states stand under the name of logits."""
+        if self._has_logits:
+            return outputs
+        if not isinstance(outputs, ModelOutput):
+            return (outputs[0], None, *outputs[2:])
+        return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
+
+    def _begin_group(self) -> None:
+        if self._groups and self._engine.awaits_backward:
+            raise OptimizerError(
+                "the last forward has had no backward. Call loss.backward() before the next forward, evaluate under "
+                "torch.no_grad(), or drop it with abandon()."
+            )
+        if self._groups == self.accumulation_steps:
+            raise OptimizerError(
+                f"accumulation_steps is {self.accumulation_steps}, and so many backwards were made: call "
+                "optimizer.step(), or name the right number in megatier.stream."
+            )
+        if not self._groups:
+            self._engine.begin_step(self.steps + 1, self._take_settings())
+        self._engine.begin_group(self._groups)
+        self._groups += 1
+
+    def _take_settings(self) -> float:
+        """Hand the optimizer's settings of this moment to AdamW; returns the learning rate."""
+        rate, beta1, beta2, eps, weight_decay = self.optimizer.settings()
+        adamw = self._session.optimizer
+        adamw.hyper = replace(adamw.hyper, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, clip=self.clip)
+        return rate
+
+    def _check_whole(self) -> None:
+        self._check_open()
+        made = self._groups - (1 if self._groups and self._engine.awaits_backward else 0)
+        if made < self.accumulation_steps:
+            raise OptimizerError(
+                f"optimizer.step() after {made} of {self.accumulation_steps} backwards. Units are updated by their "
+                "gradient of the last one, so each step needs as many as megatier.stream was told by "
+                "accumulation_steps; drop those of an incomplete step with optimizer.zero_grad()."
+            )
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise OptimizerError("this streamed model is closed; open it anew with megatier.stream.")
+
+    # ------------------------------------------------------------------ weights and state
+
+    def read(self, name: str) -> Tensor:
+        """The fp32 master of a parameter, by its name in the model, after all steps so far; a copy on the CPU."""
+        self._settle("Reading weights")
+        for unit in self._session.units:
+            for tensor in unit.layout.tensors:
+                if tensor.name == name:
+                    return self._session.read_master(unit, tensor.start, tensor.stop).view(tensor.shape)
+        raise BlockNotFoundError(
+            f"{type(self.model).__name__} has no parameter {name!r}; a tied one has its first name"
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All fp32 masters by name, a tied one once, and persistent buffers; copies on the CPU.
+
+        Raises:
+            CapacityError: they do not fit RAM; `export` and `save` stream.
+        """
+        self._settle("Reading weights")
+        tensors = [(unit, tensor) for unit in self._session.units for tensor in unit.layout.tensors]
+        needed = 4 * sum(tensor.num_elements for _, tensor in tensors)
+        if needed > (free := ram_available_bytes()):
+            raise CapacityError("ram", needed, free, "Write the weights to files with export(folder): that streams.")
+        state = self.model.state_dict(keep_vars=True)
+        buffers = {name: tensor.cpu() for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
+        read = self._session.read_master
+        return {t.name: read(unit, t.start, t.stop).view(t.shape) for unit, t in tensors} | buffers
+
+    def export(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        dtype: Literal["bf16", "fp32"] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        """Write a folder that `from_pretrained` loads, piece by piece.
+
+        Args:
+            folder: new or empty.
+            dtype: of the written weights; fp32 writes the masters, None takes the compute dtype.
+            tokenizer: written along.
+
+        Raises:
+            ConfigError, CapacityError, TransferError: see `models.weights.export`.
+        """
+        self._settle("An export")
+        units, read = self._session.units, self._session.read_master
+        written = self._engine.options.dtype if dtype is None else COMPUTE_DTYPES[dtype]
+        export(Path(folder), self.model, units, read, written, SHARD_BYTES, tokenizer)
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write a checkpoint, `step-...` in the folder: weights and moments in fp32, settings, the number of the step.
+
+        Raises:
+            CapacityError, TransferError: see `train.checkpoint.save`.
+        """
+        self._settle("A checkpoint")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        return save(self._session, Path(folder), self.steps, {"streamed": self.optimizer.saved_settings()})
+
+    def restore(self, folder: str | os.PathLike[str]) -> None:
+        """Go on from the last checkpoint of a folder, bit by bit, on whatever tiers.
+
+        Raises:
+            CheckpointError: there is none, or it is of another model, or damaged.
+        """
+        self._settle("Restoring a checkpoint")
+        if (checkpoint := last_checkpoint(Path(folder))) is None:
+            raise CheckpointError(f"{folder} holds no checkpoint of a streamed model; Streamed.save writes them.")
+        settings = read_state(checkpoint).get("streamed")
+        if not isinstance(settings, list):
+            raise CheckpointError(f"{checkpoint} is of a `megatier train` run; go on with `megatier resume`.")
+        restore(self._session, checkpoint)
+        self.optimizer.take_saved_settings(settings)
+        self.steps = int(checkpoint.name.removeprefix("step-"))
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write moves, updates, uses and stalls of the last three steps, for Perfetto.
+
+        Raises:
+            TransferError: the drive is full or gone.
+        """
+        write_trace(Path(path), self._events)
+
+    def _settle(self, what: str) -> None:
+        """Finish all updates that are due."""
+        self._check_open()
+        if self._groups:
+            raise OptimizerError(
+                f"{what} in the middle of a step: end it with optimizer.step() first, or drop it with abandon()."
+            )
+        self._session.player.drain()
+
+
+class _InRam:
+    """The weights of a model in RAM."""
+
+    def __init__(self, model: PreTrainedModel, skeleton: PreTrainedModel) -> None:
+        """Copy buffers and generation settings.
+
+        Raises:
+            UnsupportedModelError: the model is not what its config makes.
+        """
+        if type(model) is not type(skeleton):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is no causal language model as transformers loads it "
+                f"({type(skeleton).__name__}); only these are streamed."
+            )
+        self._parameters = dict(model.named_parameters())
+        for name, buffer in model.named_buffers():
+            skeleton.get_buffer(name).copy_(buffer)
+        skeleton.generation_config = model.generation_config
+
+    def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
+        for tensor in unit.layout.tensors:
+            yield tensor.start, self._parameters[tensor.name].detach().flatten()
+
+
+def _entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward by way of `enter`, with its own signature: trainers look at that."""
+
+    @functools.wraps(forward)
+    def entering(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return enter(forward, *args, **kwargs)
+
+    return entering
+
+
+def _refuse_state_dict(_: nn.Module, __: str, keep_vars: bool) -> None:
+    if not keep_vars:  # what asks for the places, not for the weights
+        raise OptimizerError(
+            "the weights lie on megatier's tiers, not in the model: take them from Streamed.state_dict(), or write "
+            "them with Streamed.export(folder)."
+        )

@@ -1,0 +1,136 @@
+"""MegatierTrainer: Hugging Face's Trainer over a streamed model.
+
+    with megatier.stream("path", tiers=TiersConfig(...), accumulation_steps=args.gradient_accumulation_steps) as streamed:
+        MegatierTrainer(streamed, args, train_dataset=...).train()
+
+`StreamedTraining` is the mixin for other trainers on top of it: `class Mine(StreamedTraining, SFTTrainer)`. Needs the
+extra `trainer` (accelerate).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from megatier.errors import ConfigError
+from megatier.integrations.stream_optimizer import StreamedAdamW
+from megatier.integrations.streamed import Streamed
+
+STATE_FOLDER = "megatier"
+"""In a checkpoint of the Trainer: masters and moments."""
+
+if TYPE_CHECKING:
+    Base = Trainer
+else:
+    Base = object
+
+
+class StreamedTraining(Base):
+    """Mixin: the Trainer's loop, data, schedules, callbacks and logs over megatier's step.
+
+    Learning rate, schedule, betas, decay, clipping and accumulation are those of TrainingArguments. Checkpoints hold an
+    export for `from_pretrained` and, for resuming, megatier's own with masters and moments; both are streamed.
+    """
+
+    def __init__(self, model: Streamed, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the Trainer's
+        """Take a streamed model where the Trainer takes a model, and all that the Trainer takes.
+
+        Raises:
+            ConfigError: an argument of the Trainer asks for what a streamed model has not.
+        """
+        self.streamed = model
+        # Two places: what the Trainer and accelerate then take care not to move.
+        model.model.hf_device_map = {"streamed": "disk", "bound": str(model.device)}
+        super().__init__(model.model, *args, **kwargs)
+        self._check_arguments()
+        model.clip = self.args.max_grad_norm or None
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The streamed model's own, with the settings of TrainingArguments."""
+        if self.optimizer is None:
+            args, optimizer = self.args, self.streamed.optimizer
+            betas = (args.adam_beta1, args.adam_beta2)
+            for group, decay in zip(optimizer.param_groups, (args.weight_decay, 0.0), strict=True):
+                group.update(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, weight_decay=decay)
+            self.optimizer = optimizer
+        return self.optimizer
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The Trainer's; its batches must make whole steps.
+
+        Raises:
+            ConfigError: the last step of an epoch would have fewer backwards than the others.
+        """
+        loader = super().get_train_dataloader()
+        steps = self.args.gradient_accumulation_steps
+        try:
+            rest = len(loader) % steps
+        except TypeError:  # of an iterable dataset nobody knows
+            rest = 0
+        if rest:
+            raise ConfigError(
+                f"an epoch has {len(loader)} batches, no multiple of gradient_accumulation_steps ({steps}), and every "
+                f"step of a streamed model has as many. Leave {rest} batches of data out, for example by "
+                "train_dataset.select(range(...)), or choose another per_device_train_batch_size."
+            )
+        return loader
+
+    def _clip_grad_norm(self, model: nn.Module) -> float:
+        """The exact norm; the update clips by it."""
+        return self.streamed.grad_norm()
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
+        return self.streamed.grad_norm() if grad_norm is None else grad_norm
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """The Trainer's files about the run; the weights are an export."""
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        export = folder / ".export"
+        self.streamed.export(export)
+        for file in export.iterdir():
+            file.replace(folder / file.name)
+        export.rmdir()
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        torch.save(self.args, folder / "training_args.bin")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """What resuming needs: the Trainer's files, of which the optimizer's has settings alone, and all state."""
+        super()._save_optimizer_and_scheduler(output_dir)
+        self.streamed.save(os.path.join(output_dir, STATE_FOLDER))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Masters, moments and the number of the step; the Trainer loads the rest."""
+        self.streamed.restore(Path(resume_from_checkpoint) / STATE_FOLDER)
+
+    def _load_best_model(self) -> None:
+        """As the checkpoint has it, with its moments."""
+        assert self.state.best_model_checkpoint is not None
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _check_arguments(self) -> None:
+        args, declared = self.args, self.streamed.accumulation_steps
+        if args.gradient_accumulation_steps != declared:
+            raise ConfigError(
+                f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, and megatier.stream was told "
+                f"accumulation_steps={declared}; name the same number in both."
+            )
+        if args.fp16:
+            raise ConfigError("fp16 scales the loss, and the norm with it; train in bf16 (compute_dtype) instead.")
+        if self.compute_metrics is not None and not self.streamed.has_logits:
+            raise ConfigError("compute_metrics needs logits: call megatier.stream with fused_loss=False.")
+        if args.load_best_model_at_end and args.save_only_model:
+            raise ConfigError("load_best_model_at_end needs the state that save_only_model leaves out; drop one of them.")
+
+
+class MegatierTrainer(StreamedTraining, Trainer):
+    """Hugging Face's Trainer over a streamed model; see `StreamedTraining`."""
+
+
+__all__ = ["MegatierTrainer", "StreamedAdamW", "StreamedTraining"]
