@@ -92,6 +92,3 @@ class StreamedAdamW(Optimizer):
         """What `saved_settings` gave."""
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({name: tuple(value) if name == "betas" else value for name, value in saved.items()})
-
-
-__all__ = ["StreamedAdamW"]

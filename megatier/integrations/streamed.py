@@ -32,7 +32,7 @@ from megatier.integrations.stream_optimizer import StreamedAdamW
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.weights import Checkpoint, export, resolve
 from megatier.schedule.trace import TraceEvent, write_trace
-from megatier.train.checkpoint import last_checkpoint, read_state, restore, save
+from megatier.train.checkpoint import checkpoints, last_checkpoint, read_state, remove, restore, save, step_of
 from megatier.train.export import SHARD_BYTES
 from megatier.train.session import Session, WeightReader
 from megatier.train.workload import COMPUTE_DTYPES, read_model_config
@@ -321,12 +321,18 @@ class Streamed:
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write a checkpoint, `step-...` in the folder: weights and moments in fp32, settings, the number of the step.
 
+        It takes the place of one of the same step.
+
         Raises:
             CapacityError, TransferError: see `train.checkpoint.save`.
         """
         self._settle("A checkpoint")
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        return save(self._session, Path(folder), self.steps, {"streamed": self.optimizer.saved_settings()})
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        for checkpoint in checkpoints(target):
+            if step_of(checkpoint) == self.steps:
+                remove(checkpoint)
+        return save(self._session, target, self.steps, {"streamed": self.optimizer.saved_settings()})
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
         """Go on from the last checkpoint of a folder, bit by bit, on whatever tiers.
@@ -342,7 +348,7 @@ class Streamed:
             raise CheckpointError(f"{checkpoint} is of a `megatier train` run; go on with `megatier resume`.")
         restore(self._session, checkpoint)
         self.optimizer.take_saved_settings(settings)
-        self.steps = int(checkpoint.name.removeprefix("step-"))
+        self.steps = step_of(checkpoint)
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write moves, updates, uses and stalls of the last three steps, for Perfetto.

@@ -1,6 +1,6 @@
 """MegatierTrainer: Hugging Face's Trainer over a streamed model.
 
-    with megatier.stream("path", tiers=TiersConfig(...), accumulation_steps=args.gradient_accumulation_steps) as streamed:
+    with megatier.stream("path", accumulation_steps=args.gradient_accumulation_steps) as streamed:
         MegatierTrainer(streamed, args, train_dataset=...).train()
 
 `StreamedTraining` is the mixin for other trainers on top of it: `class Mine(StreamedTraining, SFTTrainer)`. Needs the
@@ -9,7 +9,6 @@ extra `trainer` (accelerate).
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +18,12 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from megatier.errors import ConfigError
-from megatier.integrations.stream_optimizer import StreamedAdamW
 from megatier.integrations.streamed import Streamed
 
 STATE_FOLDER = "megatier"
 """In a checkpoint of the Trainer: masters and moments."""
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what the mixin is laid over
     Base = Trainer
 else:
     Base = object
@@ -46,7 +44,7 @@ class StreamedTraining(Base):
         """
         self.streamed = model
         # Two places: what the Trainer and accelerate then take care not to move.
-        model.model.hf_device_map = {"streamed": "disk", "bound": str(model.device)}
+        model.model.hf_device_map = {"streamed": "disk", "bound": str(model.device)}  # type: ignore[assignment]
         super().__init__(model.model, *args, **kwargs)
         self._check_arguments()
         model.clip = self.args.max_grad_norm or None
@@ -90,7 +88,7 @@ class StreamedTraining(Base):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """The Trainer's files about the run; the weights are an export."""
-        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        folder = Path(output_dir or self.args.output_dir or ".")
         export = folder / ".export"
         self.streamed.export(export)
         for file in export.iterdir():
@@ -103,7 +101,7 @@ class StreamedTraining(Base):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """What resuming needs: the Trainer's files, of which the optimizer's has settings alone, and all state."""
         super()._save_optimizer_and_scheduler(output_dir)
-        self.streamed.save(os.path.join(output_dir, STATE_FOLDER))
+        self.streamed.save(Path(output_dir) / STATE_FOLDER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Masters, moments and the number of the step; the Trainer loads the rest."""
@@ -126,11 +124,8 @@ class StreamedTraining(Base):
         if self.compute_metrics is not None and not self.streamed.has_logits:
             raise ConfigError("compute_metrics needs logits: call megatier.stream with fused_loss=False.")
         if args.load_best_model_at_end and args.save_only_model:
-            raise ConfigError("load_best_model_at_end needs the state that save_only_model leaves out; drop one of them.")
+            raise ConfigError("load_best_model_at_end needs the state that save_only_model leaves out.")
 
 
 class MegatierTrainer(StreamedTraining, Trainer):
     """Hugging Face's Trainer over a streamed model; see `StreamedTraining`."""
-
-
-__all__ = ["MegatierTrainer", "StreamedAdamW", "StreamedTraining"]

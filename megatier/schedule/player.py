@@ -53,6 +53,7 @@ class Use:
         """Give the weights back; their slot may be filled again once compute enqueued so far is over."""
         left = Instant(self._player.store.clock)
         self._lease.release()
+        self._player.held.remove(self._lease)
         self._player.recorder.access(self._access, self._cause, self._asked, self._entered, left)
         self._player.gate.open_to(len(self._player.accesses))
         if self._player.timeline is None:  # nothing is known of the next use: make room
@@ -82,6 +83,8 @@ class Player:
         self._pass = ""
         self._loads: dict[int, Transfer] = {}
         self._grads: dict[str, Lease] = {}
+        self.held: list[Lease] = []
+        """Weights in compute's hands."""
         self._stashed: list[tuple[str, torch.Size, torch.dtype]] = []
         self._fetched: dict[str, tuple[torch.Tensor, Transfer]] = {}
         self._updates_due = False
@@ -173,6 +176,10 @@ class Player:
     def cancel(self) -> None:
         """Leave a pass half-way: loads that wait for compute are given up, updates that are due still run."""
         self.gate.abandon()
+        for lease in (*self.held, *self._grads.values()):  # by a forward or backward that failed
+            lease.release()
+        self.held.clear()
+        self._grads.clear()
         self.updates.speculation.abandon()
         for transfer in self._loads.values():
             transfer.over()
@@ -261,6 +268,7 @@ class Player:
         for transfer in self.store.prefetch(key, Tier.GPU, wait=True):
             self._wait(transfer, causes)
         lease = self.store.lease(key, Tier.GPU)
+        self.held.append(lease)
         cause = causes.most_common(1)[0][0] if causes else "ram_to_gpu"
         return Use(self, access, lease, asked, cause)
 

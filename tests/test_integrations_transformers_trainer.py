@@ -1,0 +1,210 @@
+"""MegatierTrainer against Hugging Face's own Trainer: the same losses, norms, rates and weights; save and resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import exactness_config, one_thread, plain_model
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import megatier
+from megatier.config import TiersConfig
+from megatier.errors import ConfigError
+from megatier.integrations.streamed import Streamed
+
+pytest.importorskip("accelerate")
+
+from megatier.integrations.transformers_trainer import MegatierTrainer
+
+STEPS = 10
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Sequences of random tokens, a few of which do not count."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self._ids = torch.randint(3, 160, (count, 16), generator=generator)
+        self._labels = self._ids.masked_fill(torch.rand(self._ids.shape, generator=generator) < 0.2, -100)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self._ids[index], "labels": self._labels[index]}
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    """Accumulation, warm-up, cosine, clipping that fires, and decay groups."""
+    chosen: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": STEPS,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 3,
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.5,
+        "adam_beta2": 0.95,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(output_dir=str(folder), **{**chosen, **options})
+
+
+def logged(trainer: Trainer, key: str) -> list[float]:
+    return [float(entry[key]) for entry in trainer.state.log_history if key in entry]
+
+
+def open_streamed(tmp_path: Path, **options: Any) -> Streamed:
+    """The plain model on tiers: state at home in RAM and on NVMe."""
+    mount = tmp_path / "mount"
+    mount.mkdir(exist_ok=True)
+    tiers = TiersConfig(
+        device="cpu", gpu=1 << 20, ram=1 << 20, nvme=(f"{mount}:16MiB",), update_threads=2, io_threads=2
+    )
+    chosen = {"tiers": tiers, "accumulation_steps": 2, "compute_dtype": "fp32", **options}
+    return megatier.stream(plain_model(exactness_config("plain")), **chosen)
+
+
+def test_trainer_ten_steps_agree_with_the_plain_trainer(tmp_path: Path) -> None:
+    """The first step's loss is equal to the last bit; later ones differ as torch's AdamW does, by some last digits."""
+    plain = Trainer(
+        plain_model(exactness_config("plain")), arguments(tmp_path), train_dataset=Rows(60), eval_dataset=Rows(8)
+    )
+    plain.train()
+    with open_streamed(tmp_path) as streamed:
+        trainer = MegatierTrainer(streamed, arguments(tmp_path), train_dataset=Rows(60), eval_dataset=Rows(8))
+        trainer.train()
+        losses, norms = logged(plain, "loss"), logged(plain, "grad_norm")
+        assert len(losses) == STEPS
+        assert any(norm > 1.5 for norm in norms)
+        assert any(norm < 1.5 for norm in norms)
+        assert logged(trainer, "loss")[0] == losses[0]
+        assert logged(trainer, "loss") == pytest.approx(losses, rel=1e-6)
+        assert logged(trainer, "grad_norm") == pytest.approx(norms, rel=1e-6)
+        assert logged(trainer, "learning_rate") == logged(plain, "learning_rate")
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
+        assert plain.model is not None
+        found = streamed.state_dict()
+        assert all(torch.allclose(found[n], p, rtol=0, atol=2e-6) for n, p in plain.model.named_parameters())
+
+
+def test_trainer_with_the_same_adamw_and_no_clipping_agrees_bit_by_bit(tmp_path: Path) -> None:
+    """The plain Trainer over TieredAdamW, which has megatier's order of operations."""
+    adamw: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "ram": "64MiB"}
+    plain = Trainer(
+        plain_model(exactness_config("plain")),
+        arguments(tmp_path, max_grad_norm=0.0),
+        train_dataset=Rows(60),
+        optimizer_cls_and_kwargs=(megatier.TieredAdamW, adamw),
+    )
+    plain.train()
+    with open_streamed(tmp_path, fused_loss=False) as streamed:
+        trainer = MegatierTrainer(streamed, arguments(tmp_path, max_grad_norm=0.0), train_dataset=Rows(60))
+        trainer.train()
+        assert logged(trainer, "loss") == logged(plain, "loss")
+        assert logged(trainer, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=1e-6)
+        assert plain.model is not None
+        found = streamed.state_dict()
+        assert all(torch.equal(found[name], parameter) for name, parameter in plain.model.named_parameters())
+
+
+def test_trainer_resumed_from_a_checkpoint_goes_on_bit_by_bit(tmp_path: Path) -> None:
+    saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
+    with open_streamed(tmp_path) as streamed:
+        trainer = MegatierTrainer(streamed, arguments(tmp_path / "run", **saves), train_dataset=Rows(60))
+        trainer.train()
+        expected, weights = logged(trainer, "grad_norm"), streamed.state_dict()
+    with open_streamed(tmp_path) as streamed:
+        resumed = MegatierTrainer(streamed, arguments(tmp_path / "run", **saves), train_dataset=Rows(60))
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+        assert streamed.steps == STEPS
+        assert logged(resumed, "grad_norm") == expected
+        assert all(torch.equal(value, weights[name]) for name, value in streamed.state_dict().items())
+
+
+def test_trainer_saves_what_from_pretrained_loads(tmp_path: Path) -> None:
+    with open_streamed(tmp_path) as streamed:
+        trainer = MegatierTrainer(streamed, arguments(tmp_path / "run", max_steps=2), train_dataset=Rows(60))
+        trainer.train()
+        for _ in range(2):  # a second one takes the first one's place
+            trainer.save_model()
+        weights = streamed.state_dict()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype=torch.float32)
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in loaded.named_parameters())
+
+
+def test_trainer_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    best: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "max_steps": 4,
+        "learning_rate": 0.5,
+        "warmup_steps": 0,
+    }
+    with open_streamed(tmp_path) as streamed:
+        trainer = MegatierTrainer(
+            streamed, arguments(tmp_path / "run", **best), train_dataset=Rows(60), eval_dataset=Rows(8)
+        )
+        trainer.train()
+        losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+        assert losses[2] != losses[4]
+        assert trainer.evaluate()["eval_loss"] == min(losses.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_accumulation_steps": 4}, "name the same number in both"),
+        (
+            {
+                "load_best_model_at_end": True,
+                "save_only_model": True,
+                "save_strategy": "steps",
+                "eval_strategy": "steps",
+            },
+            "save_only_model",
+        ),
+    ],
+)
+def test_trainer_arguments_that_do_not_fit_are_refused(options: Any, message: str, tmp_path: Path) -> None:
+    with open_streamed(tmp_path) as streamed, pytest.raises(ConfigError, match=message):
+        MegatierTrainer(streamed, arguments(tmp_path, **options), train_dataset=Rows(60), eval_dataset=Rows(8))
+
+
+def test_trainer_metrics_of_logits_want_logits(tmp_path: Path) -> None:
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        return {"logits": prediction.predictions.shape[-1]}
+
+    with open_streamed(tmp_path) as streamed, pytest.raises(ConfigError, match="fused_loss=False"):
+        MegatierTrainer(streamed, arguments(tmp_path), compute_metrics=compute_metrics)
+    with open_streamed(tmp_path, fused_loss=False) as streamed:
+        trainer = MegatierTrainer(streamed, arguments(tmp_path), eval_dataset=Rows(8), compute_metrics=compute_metrics)
+        assert trainer.evaluate()["eval_logits"] == 160
+
+
+def test_trainer_epoch_that_ends_in_half_a_step_is_refused_before_it_trains(tmp_path: Path) -> None:
+    with open_streamed(tmp_path) as streamed:
+        trainer = MegatierTrainer(streamed, arguments(tmp_path), train_dataset=Rows(10))
+        with pytest.raises(ConfigError, match="5 batches, no multiple of gradient_accumulation_steps"):
+            trainer.train()
