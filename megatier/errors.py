@@ -129,6 +129,10 @@ class OptimizerError(MegatierError, RuntimeError):
     """A parameter, gradient or call that an optimizer cannot take."""
 
 
+class StreamedModelError(MegatierError, RuntimeError):
+    """A call that a streamed model cannot take at this point of a step, or a weight that is looked for in the model."""
+
+
 class UnsupportedModelError(MegatierError):
     """The architecture or checkpoint cannot be streamed."""
 

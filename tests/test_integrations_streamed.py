@@ -29,7 +29,7 @@ import megatier
 from megatier.config import NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.gradient import Gradients
 from megatier.engine.step import StepResult
-from megatier.errors import BlockNotFoundError, CheckpointError, ConfigError, NonFiniteError, OptimizerError
+from megatier.errors import BlockNotFoundError, CheckpointError, ConfigError, NonFiniteError, StreamedModelError
 from megatier.integrations.streamed import Streamed
 from megatier.train.session import Session
 
@@ -215,10 +215,14 @@ def test_read_and_state_dict_wait_for_the_updates_that_are_due(tmp_path: Path) -
 
 def test_weights_in_the_model_are_refused_and_the_error_says_where_they_are(tmp_path: Path) -> None:
     with streamed_on("ram", tmp_path, train_config("tied")) as (_, streamed):
-        with pytest.raises(OptimizerError, match=r"Streamed\.state_dict\(\)"):
+        with pytest.raises(StreamedModelError, match=r"Streamed\.state_dict\(\)"):
             streamed.model.state_dict()
-        with pytest.raises(OptimizerError, match=r"Streamed\.state_dict\(\)"):
+        with pytest.raises(StreamedModelError, match=r"Streamed\.state_dict\(\)"):
             streamed.model.save_pretrained(tmp_path / "saved")
+        parameter = next(streamed.model.parameters())
+        for read in (parameter.cpu, parameter.tolist, parameter.numpy, streamed.model.cpu):
+            with pytest.raises(StreamedModelError, match=r"Streamed\.read"):
+                read()
 
 
 @pytest.mark.parametrize("target", ["ram", "nvme"])
@@ -284,10 +288,10 @@ def two_groups(tmp_path: Path) -> Iterator[tuple[Streamed, Any]]:
 
 def test_step_without_a_backward_is_refused(two_groups: tuple[Streamed, Any]) -> None:
     streamed, batch = two_groups
-    with pytest.raises(OptimizerError, match="0 of 2 backwards"):
+    with pytest.raises(StreamedModelError, match="0 of 2 backwards"):
         streamed.optimizer.step()
     streamed.model(**batch)
-    with pytest.raises(OptimizerError, match="0 of 2 backwards"):
+    with pytest.raises(StreamedModelError, match="0 of 2 backwards"):
         streamed.optimizer.step()
 
 
@@ -297,7 +301,7 @@ def test_step_after_fewer_backwards_than_declared_is_refused_and_may_be_dropped(
     streamed, batch = two_groups
     before = streamed.state_dict()
     streamed.model(**batch).loss.backward()
-    with pytest.raises(OptimizerError, match="1 of 2 backwards"):
+    with pytest.raises(StreamedModelError, match="1 of 2 backwards"):
         streamed.optimizer.step()
     streamed.optimizer.zero_grad()
     assert same(streamed.state_dict(), before)
@@ -339,7 +343,7 @@ def test_more_backwards_than_declared_are_refused(two_groups: tuple[Streamed, An
     streamed, batch = two_groups
     for _ in range(2):
         streamed.model(**batch).loss.backward()
-    with pytest.raises(OptimizerError, match="accumulation_steps is 2"):
+    with pytest.raises(StreamedModelError, match="accumulation_steps is 2"):
         streamed.model(**batch)
     streamed.optimizer.step()
 
@@ -347,7 +351,7 @@ def test_more_backwards_than_declared_are_refused(two_groups: tuple[Streamed, An
 def test_forward_while_another_waits_for_its_backward_is_refused(two_groups: tuple[Streamed, Any]) -> None:
     streamed, batch = two_groups
     streamed.model(**batch)
-    with pytest.raises(OptimizerError, match=r"no_grad\(\)"):
+    with pytest.raises(StreamedModelError, match=r"no_grad\(\)"):
         streamed.model(**batch)
 
 
@@ -364,7 +368,7 @@ def test_weights_in_the_middle_of_a_step_are_refused(
         "evaluate": lambda: evaluate(streamed, batch),
     }
     streamed.model(**batch).loss.backward()
-    with pytest.raises(OptimizerError, match="in the middle of a step"):
+    with pytest.raises(StreamedModelError, match="in the middle of a step"):
         calls[call]()
 
 
@@ -395,7 +399,7 @@ def test_backward_that_fails_may_be_dropped(
             patch.setattr(Gradients, "close", fail)
             with pytest.raises(ArithmeticError, match="planted"):
                 loss.backward()
-        with pytest.raises(OptimizerError, match=r"abandon\(\)"):
+        with pytest.raises(StreamedModelError, match=r"abandon\(\)"):
             streamed.model(**random_groups(train, 160, step)[0])
         streamed.abandon()
         loop(streamed, train, 160, first=step, last=step + 1)
@@ -409,18 +413,18 @@ def fail(*_: object) -> None:
 def test_groups_that_differ_where_they_cannot_are_refused(two_groups: tuple[Streamed, Any]) -> None:
     streamed, batch = two_groups
     streamed.optimizer.param_groups[1]["lr"] = 1.0
-    with pytest.raises(OptimizerError, match="share lr"):
+    with pytest.raises(StreamedModelError, match="share lr"):
         streamed.model(**batch)
     streamed.optimizer.param_groups[1].update(lr=PEAK, weight_decay=0.1)
-    with pytest.raises(OptimizerError, match="do not decay"):
+    with pytest.raises(StreamedModelError, match="do not decay"):
         streamed.model(**batch)
-    with pytest.raises(OptimizerError, match="cannot be added"):
+    with pytest.raises(StreamedModelError, match="no group can be added"):
         streamed.optimizer.add_param_group({"params": []})
 
 
 def test_fused_loss_without_labels_is_refused_and_gives_no_logits(two_groups: tuple[Streamed, Any]) -> None:
     streamed, batch = two_groups
-    with pytest.raises(OptimizerError, match="fused_loss=False"):
+    with pytest.raises(StreamedModelError, match="fused_loss=False"):
         streamed.model(input_ids=batch["input_ids"])
     with torch.no_grad():
         assert streamed.model(**batch).logits is None
@@ -449,7 +453,7 @@ def test_closed_model_is_refused(tmp_path: Path) -> None:
     with megatier.stream(plain, tiers=TIERS) as streamed:
         pass
     streamed.close()
-    with pytest.raises(OptimizerError, match="closed"):
+    with pytest.raises(StreamedModelError, match="closed"):
         streamed.model(input_ids=torch.ones(1, 4, dtype=torch.long))
 
 

@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from transformers.utils.output_capturing import _active_collector
 from megatier.engine.activation import Activations, Rebinding, Replay, dropping
 from megatier.engine.compilation import Compilation, Compiled
 from megatier.engine.gradient import Gradients
-from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
+from megatier.errors import ConfigError, NonFiniteError, StreamedModelError, UnsupportedModelError
 from megatier.store.layout import TensorSlice
 from megatier.store.tier import Phase
 
@@ -87,6 +87,14 @@ class _Unbound(nn.Parameter):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self.streams_to
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise StreamedModelError(
+            f"a weight of shape {tuple(self.shape)} lies on megatier's tiers, not in the model, which moves nowhere. "
+            "Streamed.read(name) gives its fp32 master, Streamed.export(folder) writes all."
+        )
+
+    to = cpu = cuda = numpy = tolist = item = _refuse
 
 
 class Node:

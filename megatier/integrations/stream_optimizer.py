@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from megatier.config import TrainConfig
-from megatier.errors import OptimizerError
+from megatier.errors import StreamedModelError
 from megatier.models.decoder import decays
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class StreamedAdamW(Optimizer):
             closure: makes the step's forwards and backwards.
 
         Raises:
-            OptimizerError, TimelineError, NonFiniteError: see `Streamed.finish_step`.
+            StreamedModelError, TimelineError, NonFiniteError: see `Streamed.finish_step`.
         """
         loss = None
         if closure is not None:
@@ -67,20 +67,22 @@ class StreamedAdamW(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused, but for the groups it is made with."""
         if len(self.param_groups) == 2:
-            raise OptimizerError("a streamed model has one optimizer with all its parameters; groups cannot be added.")
+            raise StreamedModelError("the optimizer of a streamed model has all its parameters; no group can be added.")
         super().add_param_group(param_group)
 
     def settings(self) -> tuple[float, float, float, float, float]:
         """Learning rate, beta1, beta2, eps and weight decay as the groups say now.
 
         Raises:
-            OptimizerError: the groups differ where they cannot.
+            StreamedModelError: the groups differ where they cannot.
         """
         decayed, others = self.param_groups
         if different := [name for name in SHARED if decayed[name] != others[name]]:
-            raise OptimizerError(f"all groups of a streamed model share {different[0]}; set it alike in param_groups.")
+            raise StreamedModelError(
+                f"all groups of a streamed model share {different[0]}; set it alike in param_groups."
+            )
         if others["weight_decay"]:
-            raise OptimizerError("biases and norms of a streamed model do not decay: set weight_decay in group 0.")
+            raise StreamedModelError("biases and norms of a streamed model do not decay: set weight_decay in group 0.")
         beta1, beta2 = decayed["betas"]
         return float(decayed["lr"]), beta1, beta2, decayed["eps"], decayed["weight_decay"]
 

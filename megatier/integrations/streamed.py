@@ -26,7 +26,13 @@ from transformers.utils.generic import ModelOutput
 
 from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.step import StepResult
-from megatier.errors import BlockNotFoundError, CapacityError, CheckpointError, OptimizerError, UnsupportedModelError
+from megatier.errors import (
+    BlockNotFoundError,
+    CapacityError,
+    CheckpointError,
+    StreamedModelError,
+    UnsupportedModelError,
+)
 from megatier.hardware import ram_available_bytes
 from megatier.integrations.stream_optimizer import StreamedAdamW
 from megatier.models.decoder import Unit, build_skeleton
@@ -164,7 +170,7 @@ class Streamed:
         """The exact global norm of the step's gradients, before they are clipped. After the last backward.
 
         Raises:
-            OptimizerError: a backward is missing.
+            StreamedModelError: a backward is missing.
             TimelineError: the step used its units in another order than the first.
         """
         if self._norm is None:
@@ -182,7 +188,7 @@ class Streamed:
         A step whose norm is not finite is left out: no weight changes.
 
         Raises:
-            OptimizerError: a backward is missing, or a setting cannot be taken.
+            StreamedModelError: a backward is missing, or a setting cannot be taken.
             NonFiniteError: too many steps in a row were not finite.
         """
         norm, rate, step = self.grad_norm(), self._take_settings(), self.steps + 1
@@ -207,7 +213,7 @@ class Streamed:
         """The model's forward, as a group of a step or as an evaluation."""
         self._check_open()
         if not self._has_logits and kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
-            raise OptimizerError(
+            raise StreamedModelError(
                 "the model was opened with fused_loss and gives no logits: pass labels, or call megatier.stream with "
                 "fused_loss=False."
             )
@@ -232,12 +238,12 @@ class Streamed:
 
     def _begin_group(self) -> None:
         if self._groups and self._engine.awaits_backward:
-            raise OptimizerError(
+            raise StreamedModelError(
                 "the last forward has had no backward. Call loss.backward() before the next forward, evaluate under "
                 "torch.no_grad(), or drop it with abandon()."
             )
         if self._groups == self.accumulation_steps:
-            raise OptimizerError(
+            raise StreamedModelError(
                 f"accumulation_steps is {self.accumulation_steps}, and so many backwards were made: call "
                 "optimizer.step(), or name the right number in megatier.stream."
             )
@@ -257,7 +263,7 @@ class Streamed:
         self._check_open()
         made = self._groups - (1 if self._groups and self._engine.awaits_backward else 0)
         if made < self.accumulation_steps:
-            raise OptimizerError(
+            raise StreamedModelError(
                 f"optimizer.step() after {made} of {self.accumulation_steps} backwards. Units are updated by their "
                 "gradient of the last one, so each step needs as many as megatier.stream was told by "
                 "accumulation_steps; drop those of an incomplete step with optimizer.zero_grad()."
@@ -265,7 +271,7 @@ class Streamed:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise OptimizerError("this streamed model is closed; open it anew with megatier.stream.")
+            raise StreamedModelError("this streamed model is closed; open it anew with megatier.stream.")
 
     # ------------------------------------------------------------------ weights and state
 
@@ -362,7 +368,7 @@ class Streamed:
         """Finish all updates that are due."""
         self._check_open()
         if self._groups:
-            raise OptimizerError(
+            raise StreamedModelError(
                 f"{what} in the middle of a step: end it with optimizer.step() first, or drop it with abandon()."
             )
         self._session.player.drain()
@@ -404,7 +410,7 @@ def _entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callabl
 
 def _refuse_state_dict(_: nn.Module, __: str, keep_vars: bool) -> None:
     if not keep_vars:  # what asks for the places, not for the weights
-        raise OptimizerError(
+        raise StreamedModelError(
             "the weights lie on megatier's tiers, not in the model: take them from Streamed.state_dict(), or write "
             "them with Streamed.export(folder)."
         )
