@@ -198,6 +198,35 @@ def test_loop_agrees_with_plain_training_in_fp32() -> None:
     assert all(torch.allclose(found[name], p, rtol=0, atol=1e-6) for name, p in plain.named_parameters())
 
 
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_lent_head_gives_the_gradients_of_the_head_itself(model: str, tmp_path: Path) -> None:
+    train = train_config(model, groups=1)
+    outcomes = []
+    for is_lent in (False, True):
+        with streamed_on("ram_nvme", tmp_path, train, model=model, fused_loss=False) as (session, streamed):
+            torch.manual_seed(5)
+            results = []
+            for step in (1, 2, 3):
+                [batch] = random_groups(train, VOCAB[model], step)
+                loss = loss_past_the_head(streamed, batch) if is_lent else streamed.model(**batch).loss
+                loss.backward()
+                streamed.optimizer.step()
+                assert streamed.last is not None
+                results.append(replace(streamed.last, loss=loss.item()))
+            outcomes.append(outcome(session, results))
+    assert outcomes[0] == outcomes[1]
+
+
+def loss_past_the_head(streamed: Streamed, batch: Any) -> Tensor:
+    """A forward that multiplies by the head's weight itself."""
+    model: Any = streamed.model
+    with streamed.forward(), streamed.lent_head():
+        hidden = model.base_model(input_ids=batch["input_ids"]).last_hidden_state
+        logits = torch.nn.functional.linear(hidden, model.get_output_embeddings().weight)
+        loss: Tensor = model.loss_function(logits, batch["labels"], vocab_size=logits.shape[-1])
+        return loss
+
+
 # ---------------------------------------------------------------------- weights and state
 
 
@@ -454,7 +483,7 @@ def test_closed_model_is_refused(tmp_path: Path) -> None:
         pass
     streamed.close()
     with pytest.raises(StreamedModelError, match="closed"):
-        streamed.model(input_ids=torch.ones(1, 4, dtype=torch.long))
+        streamed.read("model.norm.weight")
 
 
 def test_stream_of_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

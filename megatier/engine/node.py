@@ -167,13 +167,18 @@ class Node:
 
     def run(self, leaves: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """The module's own forward with these weights bound."""
+        with self._bound(leaves):
+            forward = self._compiled if self._compiled is not None and torch.is_grad_enabled() else self._forward
+            return forward(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _bound(self, leaves: Sequence[Tensor]) -> Iterator[None]:
         by_name = dict(zip(self._slices, leaves, strict=True))
         before = [parameters[leaf] for parameters, leaf, _ in self._bindings]
         for parameters, leaf, tensor in self._bindings:
             parameters[leaf] = by_name[tensor.name]
         try:
-            forward = self._compiled if self._compiled is not None and torch.is_grad_enabled() else self._forward
-            return forward(*args, **kwargs)
+            yield
         finally:
             for (parameters, leaf, _), parameter in zip(self._bindings, before, strict=True):
                 parameters[leaf] = parameter
@@ -188,6 +193,18 @@ class Node:
     def names(self) -> list[str]:
         """Parameter names, in the order of `leaves`."""
         return list(self._slices)
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Copies of the weights lie in the module inside, for code that computes with them past its forward.
+
+        They live until the backward, beside the slots.
+        """
+        if torch.is_grad_enabled():
+            self.stage.gradients.expect(self.unit, 1)
+        copies = _Lent.apply(self, self.stage.anchor)  # type: ignore[no-untyped-call]
+        with self._bound(copies):
+            yield
 
     def _learn(self, flat: Sequence[Any]) -> None:
         learnt = self.stage.learnt
@@ -381,6 +398,25 @@ class _UnitFunction(torch.autograd.Function):
         use.leave()
         stage.gradients.close(node.unit)
         return (None, None, *_join_grads(input_grads, call))
+
+
+class _Lent(torch.autograd.Function):
+    """A unit's weights as tensors of their own, whose gradients are one summand of the unit's."""
+
+    @staticmethod
+    def forward(ctx: Any, node: Node, anchor: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+        ctx.node = node
+        use = node.stage.source.enter(node.unit, Phase.FORWARD, node.stage.gradients.group)
+        copies = tuple(leaf.detach().clone() for leaf in node.leaves(use.bytes))
+        use.leave()
+        return copies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:  # noqa: ANN401
+        node: Node = ctx.node
+        node.stage.gradients.add(node.unit, list(zip(node.names, grads, strict=True)))
+        node.stage.gradients.close(node.unit)
+        return None, None
 
 
 def _stash(ctx: Any, inputs: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401

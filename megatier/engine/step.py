@@ -200,6 +200,11 @@ class Engine:
         """Leave a step half-way: none of its updates is made."""
         self._stream.cancel()
 
+    def lent_head(self) -> AbstractContextManager[None]:
+        """Inside, the head's weight is a tensor on the device: for forwards that multiply by it themselves."""
+        head = self.model.get_output_embeddings()
+        return next(node for node in self._nodes.values() if node.module is head).lent()
+
     @property
     def awaits_backward(self) -> bool:
         """Whether a forward of this group has had no backward yet, or not all of it."""

@@ -12,6 +12,7 @@ evaluation, a checkpoint, an export, waits for them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
@@ -136,6 +137,8 @@ class Streamed:
         self._groups = 0
         """Forwards with gradients since the last step; 0: no step is open."""
         self._norm: float | None = None
+        self._is_inside = False
+        """A forward is running."""
         self._events: list[tuple[int, list[TraceEvent]]] = []
         self._is_closed = False
         # A function, no method: accelerate would bind a method to the model.
@@ -209,24 +212,42 @@ class Streamed:
         if not (self._groups == 1 and self._engine.awaits_backward):
             self.abandon()
 
-    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """The model's forward, as a group of a step or as an evaluation."""
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """One forward inside: a group of a step, or an evaluation. The model's own comes by here."""
+        if self._is_inside:
+            yield
+            return
         self._check_open()
+        if torch.is_grad_enabled():
+            self._begin_group()
+            run: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        else:
+            self._settle("An evaluation")
+            run = self._engine.evaluation()
+        self._is_inside = True
+        try:
+            with run:
+                yield
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self._is_inside = False
+
+    def lent_head(self) -> contextlib.AbstractContextManager[None]:
+        """Inside a forward: the head's weight is a tensor on the device, until the backward."""
+        return self._engine.lent_head()
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """The model's own forward."""
         if not self._has_logits and kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
             raise StreamedModelError(
                 "the model was opened with fused_loss and gives no logits: pass labels, or call megatier.stream with "
                 "fused_loss=False."
             )
-        if not torch.is_grad_enabled():
-            self._settle("An evaluation")
-            with self._engine.evaluation():
-                return self._without_logits(forward(*args, **kwargs))
-        self._begin_group()
-        try:
+        with self.forward():
             return self._without_logits(forward(*args, **kwargs))
-        except BaseException:
-            self.abandon()
-            raise
 
     def _without_logits(self, outputs: Any) -> Any:  # noqa: ANN401
         """What the model gives; where the loss is fused, hidden states stand under the name of logits."""

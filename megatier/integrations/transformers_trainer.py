@@ -43,7 +43,7 @@ class StreamedTraining(Base):
             ConfigError: an argument of the Trainer asks for what a streamed model has not.
         """
         self.streamed = model
-        # Two places: what the Trainer and accelerate then take care not to move.
+        # Two places: the Trainer and accelerate then move nothing, and split no batch over several GPUs.
         model.model.hf_device_map = {"streamed": "disk", "bound": str(model.device)}  # type: ignore[assignment]
         super().__init__(model.model, *args, **kwargs)
         self._check_arguments()
