@@ -94,7 +94,7 @@ class _Unbound(nn.Parameter):
             "Streamed.read(name) gives its fp32 master, Streamed.export(folder) writes all."
         )
 
-    to = cpu = cuda = numpy = tolist = item = _refuse
+    cpu = cuda = numpy = tolist = item = _refuse
 
 
 class Node:
