@@ -220,7 +220,7 @@ def test_lent_head_gives_the_gradients_of_the_head_itself(model: str, tmp_path: 
 def loss_past_the_head(streamed: Streamed, batch: Any) -> Tensor:
     """A forward that multiplies by the head's weight itself."""
     model: Any = streamed.model
-    with streamed.forward(), streamed.lent_head():
+    with streamed.one_forward(), streamed.lent_head():
         hidden = model.base_model(input_ids=batch["input_ids"]).last_hidden_state
         logits = torch.nn.functional.linear(hidden, model.get_output_embeddings().weight)
         loss: Tensor = model.loss_function(logits, batch["labels"], vocab_size=logits.shape[-1])

@@ -176,6 +176,8 @@ def test_trainer_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"gradient_accumulation_steps": 4}, "name the same number in both"),
+        ({"optim": "sgd"}, "leave optim out"),
+        ({"torch_compile": True}, "has compile"),
         (
             {
                 "load_best_model_at_end": True,
@@ -190,6 +192,13 @@ def test_trainer_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
 def test_trainer_arguments_that_do_not_fit_are_refused(options: Any, message: str, tmp_path: Path) -> None:
     with open_streamed(tmp_path) as streamed, pytest.raises(ConfigError, match=message):
         MegatierTrainer(streamed, arguments(tmp_path, **options), train_dataset=Rows(60), eval_dataset=Rows(8))
+
+
+def test_trainer_with_an_optimizer_of_its_own_is_refused(tmp_path: Path) -> None:
+    with open_streamed(tmp_path) as streamed:
+        other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
+        with pytest.raises(ConfigError, match="brings its optimizer"):
+            MegatierTrainer(streamed, arguments(tmp_path), optimizers=(other, None))
 
 
 def test_trainer_metrics_of_logits_want_logits(tmp_path: Path) -> None:

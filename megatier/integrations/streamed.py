@@ -41,6 +41,7 @@ from megatier.models.weights import Checkpoint, export, resolve
 from megatier.schedule.trace import TraceEvent, write_trace
 from megatier.train.checkpoint import checkpoints, last_checkpoint, read_state, remove, restore, save, step_of
 from megatier.train.export import SHARD_BYTES
+from megatier.train.process import share_interpreter
 from megatier.train.session import Session, WeightReader
 from megatier.train.workload import COMPUTE_DTYPES, read_model_config
 
@@ -85,7 +86,7 @@ def stream(
         PlanError, CapacityError, ConfigError, UnsupportedModelError: before weights are read.
     """
     model = model if isinstance(model, PreTrainedModel) else resolve(os.fspath(model))
-    model_config = ModelConfig(
+    model_config = ModelConfig(  # for how it computes; the path is not read
         path="", compute_dtype=compute_dtype, attention=attention, compile=compile, fused_loss=fused_loss
     )
     config = model.config if isinstance(model, PreTrainedModel) else read_model_config(model_config, model)
@@ -103,6 +104,7 @@ def stream(
         eps=eps,
         clip=clip,
     )
+    share_interpreter()
     # The guard: updates wait for the norm, because `optimizer.step` comes after the last backward.
     session = Session(skeleton, model_config, tiers or TiersConfig(), train, NumericsConfig(guard=True), tokens=1)
     try:
@@ -213,7 +215,7 @@ class Streamed:
             self.abandon()
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
+    def one_forward(self) -> Iterator[None]:
         """One forward inside: a group of a step, or an evaluation. The model's own comes by here."""
         if self._is_inside:
             yield
@@ -229,6 +231,8 @@ class Streamed:
         try:
             with run:
                 yield
+            if not self._groups:  # of evaluations nobody asks for a trace
+                self._session.player.take_events()
         except BaseException:
             self.abandon()
             raise
@@ -246,7 +250,7 @@ class Streamed:
                 "the model was opened with fused_loss and gives no logits: pass labels, or call megatier.stream with "
                 "fused_loss=False."
             )
-        with self.forward():
+        with self.one_forward():
             return self._without_logits(forward(*args, **kwargs))
 
     def _without_logits(self, outputs: Any) -> Any:  # noqa: ANN401

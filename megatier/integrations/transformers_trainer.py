@@ -52,11 +52,10 @@ class StreamedTraining(Base):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The streamed model's own, with the settings of TrainingArguments."""
         if self.optimizer is None:
-            args, optimizer = self.args, self.streamed.optimizer
+            args, self.optimizer = self.args, self.streamed.optimizer
             betas = (args.adam_beta1, args.adam_beta2)
-            for group, decay in zip(optimizer.param_groups, (args.weight_decay, 0.0), strict=True):
+            for group, decay in zip(self.optimizer.param_groups, (args.weight_decay, 0.0), strict=True):
                 group.update(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, weight_decay=decay)
-            self.optimizer = optimizer
         return self.optimizer
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -114,17 +113,31 @@ class StreamedTraining(Base):
 
     def _check_arguments(self) -> None:
         args, declared = self.args, self.streamed.accumulation_steps
-        if args.gradient_accumulation_steps != declared:
-            raise ConfigError(
-                f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, and megatier.stream was told "
-                f"accumulation_steps={declared}; name the same number in both."
-            )
-        if args.fp16:
-            raise ConfigError("fp16 scales the loss, and the norm with it; train in bf16 (compute_dtype) instead.")
-        if self.compute_metrics is not None and not self.streamed.has_logits:
-            raise ConfigError("compute_metrics needs logits: call megatier.stream with fused_loss=False.")
-        if args.load_best_model_at_end and args.save_only_model:
-            raise ConfigError("load_best_model_at_end needs the state that save_only_model leaves out.")
+        given = args.gradient_accumulation_steps
+        gives_optimizer = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        wants_logits = self.compute_metrics is not None and not self.streamed.has_logits
+        refusals = (
+            (
+                given != declared,
+                f"gradient_accumulation_steps is {given}, and megatier.stream was told accumulation_steps={declared}; "
+                "name the same number in both.",
+            ),
+            (args.fp16, "fp16 scales the loss, and the norm with it; train in bf16 (compute_dtype) instead."),
+            (args.torch_compile, "torch_compile does not know streamed weights; megatier.stream has compile."),
+            (
+                "adamw_torch" not in args.optim,
+                f"optim is {args.optim}, and a streamed model has AdamW; leave optim out.",
+            ),
+            (gives_optimizer, "a streamed model brings its optimizer; give none to the Trainer."),
+            (wants_logits, "compute_metrics needs logits: call megatier.stream with fused_loss=False."),
+            (
+                args.load_best_model_at_end and args.save_only_model,
+                "load_best_model_at_end needs the state that save_only_model leaves out.",
+            ),
+        )
+        for holds, message in refusals:
+            if holds:
+                raise ConfigError(message)
 
 
 class MegatierTrainer(StreamedTraining, Trainer):

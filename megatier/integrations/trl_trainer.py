@@ -32,7 +32,7 @@ class StreamedTrl(StreamedTraining):
         @functools.wraps(forward)
         def entering(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             lent = model.lent_head() if kwargs.get("fused_lm_head") else contextlib.nullcontext()
-            with model.forward(), lent:
+            with model.one_forward(), lent:
                 return forward(*args, **kwargs)
 
         model.model.forward = entering
