@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -140,6 +141,17 @@ def test_loop_any_model_and_policy_takes_the_steps_of_the_engine(
         assert outcome(session, loop(streamed, train, VOCAB[model])) == expected
 
 
+def test_loop_on_a_cpu_without_bf16_instructions_takes_the_steps_of_the_engine(tmp_path: Path) -> None:
+    train = train_config("tied")
+    with patch("megatier.train.session.cpu_has_bf16", return_value=False):
+        with opened(exactness_config("tied"), tmp_path, PLACES["ram"], train, numerics=GUARDED) as session:
+            torch.manual_seed(5)
+            expected = outcome(session, reference(session, train, 160))
+        with streamed_on("ram", tmp_path, train, fused_loss=False) as (session, streamed):
+            torch.manual_seed(5)
+            assert outcome(session, loop(streamed, train, 160)) == expected
+
+
 def test_loop_settings_changed_after_the_backward_are_those_of_the_step(tmp_path: Path) -> None:
     """Also where a unit was updated speculatively, by other settings: that update is void."""
     train = train_config("tied", groups=1, clip=None)
@@ -199,7 +211,8 @@ def test_loop_agrees_with_plain_training_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("model", ["tied", "untied"])
-def test_lent_head_gives_the_gradients_of_the_head_itself(model: str, tmp_path: Path) -> None:
+@patch("megatier.train.session.cpu_has_bf16", return_value=True)
+def test_lent_head_gives_the_gradients_of_the_head_itself(_: object, model: str, tmp_path: Path) -> None:
     train = train_config(model, groups=1)
     outcomes = []
     for is_lent in (False, True):

@@ -110,16 +110,17 @@ class FusedLoss:
     ) -> Tensor:
         loss = hidden.new_zeros((), dtype=torch.float32)
         scale = count.reciprocal().float()
-        for start in range(0, hidden.shape[0], self._chunk):
-            rows = slice(start, start + self._chunk)
-            logits = hidden[rows] @ weight.t()
-            if grads is None:
-                loss += cross_entropy(logits, targets[rows], self._cap)
-                continue
-            part, slope = self._slopes(logits, targets[rows], self._cap, scale)
-            loss += part
-            torch.mm(slope, weight, out=grads[0][rows])
-            add_product(grads[1], slope.t(), hidden[rows])
+        with self._head.stage.arithmetic():
+            for start in range(0, hidden.shape[0], self._chunk):
+                rows = slice(start, start + self._chunk)
+                logits = hidden[rows] @ weight.t()
+                if grads is None:
+                    loss += cross_entropy(logits, targets[rows], self._cap)
+                    continue
+                part, slope = self._slopes(logits, targets[rows], self._cap, scale)
+                loss += part
+                torch.mm(slope, weight, out=grads[0][rows])
+                add_product(grads[1], slope.t(), hidden[rows])
         return loss / count.float()
 
 

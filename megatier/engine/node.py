@@ -73,6 +73,8 @@ class Stage:
     """A scalar that requires a gradient: input of every node, so that units without a differentiable input have one."""
     compilation: Compilation | None = None
     """How to compile the forward of each module in training; None: not at all."""
+    arithmetic: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    """Round every forward and backward of a unit: how its products are taken."""
     checks_finite: bool = False
     """Stop at the first unit with a value that is not finite (a diagnosis, not a training mode)."""
     learnt: dict[str, list[tuple[int, ...] | None]] | None = None
@@ -167,7 +169,7 @@ class Node:
 
     def run(self, leaves: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """The module's own forward with these weights bound."""
-        with self._bound(leaves):
+        with self._bound(leaves), self.stage.arithmetic():
             forward = self._compiled if self._compiled is not None and torch.is_grad_enabled() else self._forward
             return forward(*args, **kwargs)
 
@@ -391,7 +393,8 @@ class _UnitFunction(torch.autograd.Function):
                 rows = [0 if x is None or not x.dim() else x.shape[0] for x in made]
                 outputs = [x if x is not None and x.requires_grad else None for x in made]
                 del made
-            found = _grads(outputs, _cut_grads(grads, rows, index, call.num_slices), [*slice_inputs, *leaves])
+            with stage.arithmetic():
+                found = _grads(outputs, _cut_grads(grads, rows, index, call.num_slices), [*slice_inputs, *leaves])
             del outputs
             stage.gradients.add(node.unit, list(zip(node.names, found[len(slice_inputs) :], strict=True)))
             input_grads.append(list(found[: len(slice_inputs)]))

@@ -103,7 +103,14 @@ class Engine:
         gradients = Gradients(layouts, options.dtype, options.device, stream, optimizer, groups=options.groups)
         anchor = torch.zeros((), device=options.device, requires_grad=True)
         self._stage = Stage(
-            stream, gradients, options.dtype, options.device, options.slices, anchor, options.compilation
+            stream,
+            gradients,
+            options.dtype,
+            options.device,
+            options.slices,
+            anchor,
+            options.compilation,
+            Fp32Products if options.fp32_products else nullcontext,
         )
         bound = [(unit, name, bindings(model, unit, name)) for unit in units for name in unit.module_names]
         _move_buffers(model, options)
@@ -215,7 +222,7 @@ class Engine:
         self._stream.drain()
         self.model.eval()
         total, tokens = 0.0, 0
-        with torch.no_grad(), self._arithmetic():
+        with torch.no_grad():
             for batch in batches:
                 count = _count(batch)
                 with self.evaluation():
@@ -237,12 +244,11 @@ class Engine:
 
     def _train_group(self, step: int, group: int, batch: Batch, counted: int | None) -> Tensor:
         self.begin_group(group)
-        with self._arithmetic():
-            loss = self._loss(batch, counted)
-            if not self._optimizer.hyper.deferred and not math.isfinite(loss.item()):
-                self._stream.cancel()
-                raise self._error(step, "loss", None, batch)
-            loss.backward()
+        loss = self._loss(batch, counted)
+        if not self._optimizer.hyper.deferred and not math.isfinite(loss.item()):
+            self._stream.cancel()
+            raise self._error(step, "loss", None, batch)
+        loss.backward()
         return loss.detach()
 
     def _skip(self, step: int, loss: float, norm: float, batch: Batch | None) -> StepResult:
@@ -253,9 +259,6 @@ class Engine:
         if self._skips > self.options.max_skips:
             raise self._error(step, "gradient norm" if math.isfinite(loss) else "loss", parameter, batch)
         return StepResult(loss, norm, 0.0, parameter or "loss")
-
-    def _arithmetic(self) -> AbstractContextManager[object]:
-        return Fp32Products() if self.options.fp32_products else nullcontext()
 
     def _loss(self, batch: Batch, counted: int | None) -> Tensor:
         inputs: dict[str, object] = dict(self._on_device(batch))
@@ -283,7 +286,7 @@ class Engine:
             mask = batch["attention_mask"].clone()
             mask[:, -1] = 0
             batch = {**batch, "attention_mask": mask}
-        with torch.no_grad(), learning(self._stage), self._arithmetic():
+        with torch.no_grad(), learning(self._stage):
             for rows in (1, 2):
                 with self.evaluation():
                     self._loss({key: value[:rows] for key, value in batch.items()}, None)

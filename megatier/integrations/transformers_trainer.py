@@ -126,7 +126,7 @@ class StreamedTraining(Base):
             (args.torch_compile, "torch_compile does not know streamed weights; megatier.stream has compile."),
             (
                 "adamw_torch" not in args.optim,
-                f"optim is {args.optim}, and a streamed model has AdamW; leave optim out.",
+                f"optim is {args.optim}; a streamed model has AdamW: leave optim out.",
             ),
             (gives_optimizer, "a streamed model brings its optimizer; give none to the Trainer."),
             (wants_logits, "compute_metrics needs logits: call megatier.stream with fused_loss=False."),
