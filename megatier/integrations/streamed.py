@@ -39,7 +39,8 @@ from megatier.integrations.stream_optimizer import StreamedAdamW
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.weights import Checkpoint, export, resolve
 from megatier.schedule.trace import TraceEvent, write_trace
-from megatier.train.checkpoint import checkpoints, last_checkpoint, read_state, remove, restore, save, step_of
+from megatier.train.checkpoint import checkpoints, last_checkpoint, read_state, remove, restore, step_of
+from megatier.train.checkpoint_writer import CheckpointWriter
 from megatier.train.export import SHARD_BYTES
 from megatier.train.process import share_interpreter
 from megatier.train.session import Session, WeightReader
@@ -355,7 +356,7 @@ class Streamed:
         It takes the place of one of the same step.
 
         Raises:
-            CapacityError, TransferError: see `train.checkpoint.save`.
+            CapacityError, TransferError: see `CheckpointWriter.wait`.
         """
         self._settle("A checkpoint")
         target = Path(folder)
@@ -363,7 +364,8 @@ class Streamed:
         for checkpoint in checkpoints(target):
             if step_of(checkpoint) == self.steps:
                 remove(checkpoint)
-        return save(self._session, target, self.steps, {"streamed": self.optimizer.saved_settings()})
+        state = {"streamed": self.optimizer.saved_settings()}
+        return CheckpointWriter(self._session, target, self.steps, state).wait()
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
         """Go on from the last checkpoint of a folder, bit by bit, on whatever tiers.
