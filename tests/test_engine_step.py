@@ -125,3 +125,15 @@ def test_guard_a_loss_that_is_not_finite_alone_is_called_the_loss(tmp_path: Path
         with patch.object(session.engine, "_loss", lambda *arguments: loss(*arguments) + float("inf")):
             [result] = take_steps(session, run, [2])
     assert (result.skipped, result.loss, result.clip_coefficient) == ("loss", float("inf"), 0.0)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_train_step_with_nothing_to_learn_has_no_loss_and_no_gradient(fused: bool, tmp_path: Path) -> None:
+    run = Run(model="untied", place="gpu")
+    ids = torch.arange(3, 35).view(2, 16)
+    batch = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
+    with opened(exactness_config("untied"), tmp_path, PLACES["gpu"], run.train, fused_loss=fused) as session:
+        result = session.engine.train_step(1, 1e-2, [batch])
+        assert (result.loss, result.grad_norm, result.skipped) == (0.0, 0.0, None)
+        some = {"input_ids": ids, "labels": ids}
+        assert session.engine.evaluate([batch, some, batch]) == session.engine.evaluate([some])

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from megatier.config import TrainConfig
-from megatier.errors import ConfigError
-from megatier.models.decoder import build_skeleton
+from megatier.errors import ConfigError, UnsupportedModelError
+from megatier.models.decoder import build_skeleton, check_stops_at_borders
 from megatier.store.tier import Kind
 
 BATCH, TOKENS, VOCAB, CHUNK = 4, 24, 160, 16
@@ -57,6 +57,7 @@ def streamed_gradients(
     source: ModelWeights,
     activations: Any = "keep",
     slices: int = 1,
+    batch: dict[str, Tensor] | None = None,
     **options: Any,
 ) -> tuple[float, Gradients]:
     """Loss and gradients of one streamed step: with beta1 = 0 the first moment is the gradient itself."""
@@ -64,7 +65,7 @@ def streamed_gradients(
     options = {"compute_dtype": "fp32", "loss_chunk": CHUNK, "source": source, "tokens": TOKENS, **options}
     with opened(config, mount, PLACES["ram"], train, **options) as session:
         torch.manual_seed(3)
-        result = session.engine.train_step(1, 0.0, [padded_batch()])
+        result = session.engine.train_step(1, 0.0, [batch or padded_batch()])
         return result.loss, read_parameters(session, Kind.EXP_AVG)
 
 
@@ -117,6 +118,97 @@ def test_family_whose_batch_is_not_the_first_dimension_refuses_slices(tmp_path: 
     source = plain_gradients(config, attention_of(config))[2]
     with pytest.raises(ConfigError, match=r"train\.slices: the arguments of model\.layers\.0 cannot be cut"):
         streamed_gradients(config, tmp_path, source, slices=2)
+
+
+RECURRENT = {"qwen3_next": "linear_attention", "qwen3_5_text": "linear_attention", "lfm2": "conv"}
+"""Families with layers that carry a state over the borders of documents."""
+NO_BALANCE = {name: {"router_aux_loss_coef": 0.0} for name in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")}
+"""Routers are balanced over all tokens of a group."""
+BORDERS = torch.tensor([[9], [1], [16], [23]])
+"""Where the second document of each row begins."""
+
+
+def two_documents(seed: int) -> dict[str, Tensor]:
+    """Rows of two documents, of which the second is learnt; the seed chooses the first."""
+    ids = [torch.randint(3, VOCAB, (BATCH, TOKENS), generator=torch.Generator().manual_seed(n)) for n in (seed, 0)]
+    order = torch.arange(TOKENS).expand(BATCH, -1)
+    is_second = order >= BORDERS
+    return {
+        "input_ids": torch.where(is_second, ids[1], ids[0]),
+        "labels": torch.where(order > BORDERS, ids[1], -100),
+        "position_ids": torch.where(is_second, order - BORDERS, order),
+    }
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in {*RECURRENT, "gpt_oss"}])
+def test_family_gradients_of_a_document_do_not_depend_on_the_one_before(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family, **NO_DROPOUT.get(family, {}), **NO_BALANCE.get(family, {}))
+    source = ModelWeights(plain_model(config, attention_of(config)))
+    results = []
+    for seed in (1, 2):
+        slices = 1 if family == "gemma3n_text" else seed  # and so not on the mask being cut
+        results.append(streamed_gradients(config, tmp_path, source, slices=slices, batch=two_documents(seed)))
+    (loss, expected), (found_loss, found) = results
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert far(found, expected) == {}
+
+
+def test_family_gradients_of_a_document_equal_every_bit_whatever_comes_before(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    source = ModelWeights(plain_model(config))
+    results = [streamed_gradients(config, tmp_path, source, batch=two_documents(seed)) for seed in (1, 2)]
+    assert results[0][0] == results[1][0]
+    assert [name for name, grad in results[0][1].items() if not torch.equal(results[1][1][name], grad)] == []
+
+
+FLEX_WARNS = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+"""Of PyTorch's own code, which flex attention compiles."""
+
+
+@FLEX_WARNS
+def test_documents_apart_have_the_same_loss_by_flex_attention(tmp_path: Path) -> None:
+    """Its backward needs a GPU."""
+    config, losses = tiny_config("llama"), []
+    source, train = ModelWeights(plain_model(config)), TrainConfig(steps=1, batch=BATCH)
+    for attention in ("sdpa", "flex_attention"):
+        options: dict[str, Any] = {"attention": attention, "source": source, "tokens": TOKENS, "compute_dtype": "fp32"}
+        with opened(config, tmp_path, PLACES["gpu"], train, **options) as session:
+            losses += [session.engine.evaluate([two_documents(seed)]) for seed in (1, 2)]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.gpu
+@FLEX_WARNS
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
+def test_documents_apart_in_compiled_layers_on_a_gpu_do_not_depend_on_each_other(
+    attention: str, tmp_path: Path
+) -> None:
+    config = tiny_config("llama", head_dim=64)
+    source = ModelWeights(plain_model(config))
+    options: dict[str, Any] = {"attention": attention, "compile": True, "device": "cuda"}
+    results = [streamed_gradients(config, tmp_path, source, batch=two_documents(n), **options) for n in (1, 2)]
+    expected = streamed_gradients(config, tmp_path, source, batch=two_documents(1), compile=False, device="cpu")
+    for loss, found in results:
+        assert loss == pytest.approx(expected[0], rel=1e-4)
+        assert {name: distance for name, distance in far(found, expected[1]).items() if distance > 1e-2} == {}
+    assert far(results[0][1], results[1][1]) == {}
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_family_with_recurrent_layers_is_not_trained_on_documents_apart(family: str) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=rf"has layers \({RECURRENT[family]}\) .* data\.cross_documents to true"
+    ):
+        check_stops_at_borders(build_skeleton(tiny_config(family), "sdpa"))
+
+
+def test_family_whose_masks_do_not_ask_for_positions_is_not_trained_on_documents_apart(tmp_path: Path) -> None:
+    config = tiny_config("gpt_oss")
+    check_stops_at_borders(build_skeleton(config, "sdpa"))
+    source = ModelWeights(plain_model(config, attention_of(config)))
+    with pytest.raises(UnsupportedModelError, match="makes its masks without position_ids"):
+        streamed_gradients(config, tmp_path, source, batch=two_documents(1))
 
 
 class VocabularyRows(TorchDispatchMode):

@@ -161,7 +161,7 @@ def _session(
         )
         try:
             sections = model_config, tiers, train, numerics
-            skeleton = build_skeleton(config, "sdpa")
+            skeleton = build_skeleton(config, model_config.attention)
             session = Session(skeleton, *sections, tokens, savepoints=place.savepoints)
             if not _is_short_of_ram(session, place):
                 return session

@@ -11,7 +11,7 @@ stay as they were, bit for bit. Its number counts all the same, for the learning
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,7 +27,7 @@ from megatier.engine.loss import IGNORED, FusedLoss
 from megatier.engine.matmul import Fp32Products
 from megatier.engine.node import Node, Stage, WeightSource, learning
 from megatier.engine.optimizer import AdamW
-from megatier.errors import NonFiniteError
+from megatier.errors import NonFiniteError, UnsupportedModelError
 from megatier.models.decoder import Unit, bindings
 
 Batch = Mapping[str, Tensor]
@@ -138,19 +138,22 @@ class Engine:
         Args:
             step: 1, 2, ...
             rate: learning rate.
-            groups: one batch (input_ids and labels [B, T], ...) per group, on any device.
+            groups: one batch (input_ids and labels [B, T], ...) per group, on any device. Where it has position_ids,
+                attention stops wherever they do not go on by 1.
 
         Raises:
+            UnsupportedModelError: this model's attention would not stop there.
             NonFiniteError: loss or gradient is NaN or infinite, once more in a row than may be left out; no update of
                 this step was applied (deferred), or none after the named unit's (immediate).
         """
         self._learn(groups[0])
         if not self.model.training:  # walks over every module
             self.model.train()
-        counted = sum(_count(batch) for batch in groups) if len(groups) > 1 else None
+        counted = sum(_count(batch) for batch in groups)
+        divisor = max(1, counted) if len(groups) > 1 or not counted else None  # nothing to learn: a loss of 0, not 0/0
         groups = [self._on_device(batch) for batch in groups]  # ahead of the loads, which are long
         self.begin_step(step, rate)
-        losses = [self._train_group(step, index, batch, counted) for index, batch in enumerate(groups)]
+        losses = [self._train_group(step, index, batch, divisor) for index, batch in enumerate(groups)]
         norm = self.measure(step)
         return self.finish_step(step, rate, norm, math.fsum(loss.item() for loss in losses), groups[0])
 
@@ -224,7 +227,8 @@ class Engine:
         total, tokens = 0.0, 0
         with torch.no_grad():
             for batch in batches:
-                count = _count(batch)
+                if not (count := _count(batch)):
+                    continue
                 with self.evaluation():
                     total += self._loss(batch, None).item() * count
                 tokens += count
@@ -242,9 +246,9 @@ class Engine:
             raise
         self._stream.end()
 
-    def _train_group(self, step: int, group: int, batch: Batch, counted: int | None) -> Tensor:
+    def _train_group(self, step: int, group: int, batch: Batch, divisor: int | None) -> Tensor:
         self.begin_group(group)
-        loss = self._loss(batch, counted)
+        loss = self._loss(batch, divisor)
         if not self._optimizer.hyper.deferred and not math.isfinite(loss.item()):
             self._stream.cancel()
             raise self._error(step, "loss", None, batch)
@@ -264,8 +268,15 @@ class Engine:
         inputs: dict[str, object] = dict(self._on_device(batch))
         if counted is not None:
             inputs["num_items_in_batch"] = counted
-        with nullcontext() if "position_ids" in batch else _positions_in_order():
+        is_packed = "position_ids" in batch
+        with _answering(_document_numbers if is_packed else _is_in_order) as asked:
             loss: Tensor = self.model(**inputs, use_cache=False).loss
+        if is_packed and not asked:
+            self._stream.cancel()
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} makes its masks without position_ids, so that documents of one sequence "
+                "see each other. Set data.cross_documents to true."
+            )
         return loss
 
     def _on_device(self, batch: Batch) -> Batch:
@@ -312,15 +323,20 @@ def _count(batch: Batch) -> int:
 
 
 @contextmanager
-def _positions_in_order() -> Iterator[None]:
-    """Spare Hugging Face the question whether position ids, which it made itself, restart within a row.
+def _answering(answer: Callable[[Tensor], Tensor | None]) -> Iterator[list[Tensor]]:
+    """Spare Hugging Face the question whether position ids restart within a row; yields what it was asked about.
 
     The host would wait for the answer, behind everything that the device was given to do and to copy.
     """
-    asks = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = _is_in_order
+    asks, asked = masking_utils.find_packed_sequence_indices, list[Tensor]()
+
+    def known(position_ids: Tensor) -> Tensor | None:
+        asked.append(position_ids)
+        return answer(position_ids)
+
+    masking_utils.find_packed_sequence_indices = known
     try:
-        yield
+        yield asked
     finally:
         masking_utils.find_packed_sequence_indices = asks
 
@@ -328,6 +344,11 @@ def _positions_in_order() -> Iterator[None]:
 def _is_in_order(position_ids: Tensor) -> Tensor | None:
     """Hugging Face's answer for rows that hold one sequence each."""
     return None
+
+
+def _document_numbers(position_ids: Tensor) -> Tensor:
+    """Its answer for rows that hold several: which of them each token belongs to, counted from 0."""
+    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
 
 
 def _stop_checkpointing(model: PreTrainedModel) -> None:

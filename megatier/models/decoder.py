@@ -142,6 +142,22 @@ def decays(model: PreTrainedModel) -> frozenset[str]:
     )
 
 
+def check_stops_at_borders(model: PreTrainedModel) -> None:
+    """Attention has a mask that keeps the documents of a sequence apart; a recurrent layer carries its state on.
+
+    Raises:
+        UnsupportedModelError: a layer is no attention.
+    """
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    others = sorted({kind for kind in kinds if not kind.endswith("attention") or kind.startswith("linear")})
+    if others:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers ({', '.join(others)}) that do not stop at the borders of documents. "
+            "Set data.cross_documents to true."
+        )
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The longest list of `*Layer` or `*Block` modules below the decoder.
 
