@@ -24,6 +24,9 @@ ByteCount = Annotated[int, "bytes"]
 PYTHON_STDLIB = "python-stdlib"
 """Entry of `data.files` that stands for the source files of Python's own standard library."""
 
+DATASET_INFO = "dataset_info.json"
+"""LLaMA-Factory's list of datasets; `<path>/dataset_info.json#<name>` is an entry of `data.files`."""
+
 BYTE_TOKENIZER = "bytes"
 """Value of `data.tokenizer` that stands for the byte-level tokenizer, which needs no download."""
 
@@ -83,11 +86,20 @@ class DataConfig:
     """The text to learn from."""
 
     files: tuple[str, ...] = ()
-    """Files, folders or globs; "python-stdlib" is the Python standard library's own source. At least one."""
-    format: Literal["auto", "text", "jsonl"] = "auto"
-    """How a file is read: one document a file, or one JSON object a line; auto goes by the suffix."""
+    """Files, folders or globs, a folder that Hugging Face's save_to_disk wrote, or PATH/dataset_info.json#NAME of
+    LLaMA-Factory; "python-stdlib" is the Python standard library's own source. At least one."""
+    format: Literal["auto", "text", "jsonl", "json", "parquet", "arrow"] = "auto"
+    """How a file is read: as one text, or as records: JSON objects, one a line or in an array, or a table (needs the
+    extra data). auto goes by the suffix; .json is text unless chat is set."""
     text_field: str = "text"
-    """Key of the text in each JSON object."""
+    """Key of the text in each record."""
+    chat: Literal["messages", "sharegpt", "alpaca"] | None = None
+    """Records are conversations of this shape, of which the assistant's turns are learnt. None: they are texts."""
+    chat_template: str | None = None
+    """Jinja file that takes the place of the tokenizer's chat template. None: the tokenizer's own."""
+    cross_documents: bool | None = None
+    """Documents that share a sequence see each other. False: attention and positions start anew at each, which costs
+    memory and time (docs/data.md). None: true for texts, false for conversations."""
     suffixes: tuple[str, ...] = (
         ".txt",
         ".md",
@@ -95,6 +107,8 @@ class DataConfig:
         ".py",
         ".json",
         ".jsonl",
+        ".parquet",
+        ".arrow",
         ".html",
         ".tex",
         ".c",
@@ -127,6 +141,13 @@ class DataConfig:
         _require(0 <= self.holdout_fraction < 1, "data.holdout_fraction", self.holdout_fraction, "from 0 to below 1")
         _require(self.seed >= 0, "data.seed", self.seed, "at least 0")
         _require(self.max_bytes is None or self.max_bytes >= 1, "data.max_bytes", self.max_bytes, "at least 1 byte")
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether attention stops at the borders of documents."""
+        if self.cross_documents is not None:
+            return not self.cross_documents
+        return self.chat is not None or any(f"{DATASET_INFO}#" in entry for entry in self.files)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -328,6 +349,7 @@ class RunConfig:
             'a tokenizer such as "bytes", because model.config brings none',
         )
         self._check_generations()
+        self._check_borders()
 
     def _check_generations(self) -> None:
         """A savepoint keeps one of several on NVMe, checked by the checksums that it notes."""
@@ -339,6 +361,28 @@ class RunConfig:
             _require(tiers.generations > 1, "tiers.generations", 1, f"2 or 3 {needs}: one of them is kept")
             _require(tiers.checksums, "tiers.checksums", False, f"true {needs}")
             _require(waits, "numerics.guard", False, f"true, or train.clip set, {needs}: updates have to wait")
+
+    def _check_borders(self) -> None:
+        """What keeps documents apart: masks that some kernels do not take, and that cannot always be cut."""
+        is_apart, attention = self.data.is_apart, self.model.attention
+        _require(
+            not is_apart or attention != "flash_attention_2",
+            "model.attention",
+            attention,
+            "sdpa, eager or flex_attention, because flash_attention_2 does not stop at the borders of documents "
+            "(data.cross_documents)",
+        )
+        _require(
+            self.can_slice or self.train.slices == 1,
+            "train.slices",
+            self.train.slices,
+            "1 with flex_attention and documents that are apart (data.cross_documents), whose mask cannot be cut",
+        )
+
+    @property
+    def can_slice(self) -> bool:
+        """Whether a group's mask can be cut along the batch."""
+        return not self.data.is_apart or self.model.attention != "flex_attention"
 
 
 SECTIONS: dict[str, type[Any]] = {

@@ -70,6 +70,18 @@ def write_text(folder: Path) -> Path:
     return texts
 
 
+def write_chats(folder: Path) -> str:
+    """A dataset of thirty short conversations, as an entry of `data.files`."""
+    records = [
+        {"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": "so " * (n % 5 + 1)}]}
+        for n in range(30)
+    ]
+    (folder / "chats.json").write_text(json.dumps(records))
+    info = folder / "dataset_info.json"
+    info.write_text(json.dumps({"chats": {"file_name": "chats.json", "formatting": "sharegpt"}}))
+    return f"{info}#chats"
+
+
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """Records of steps, evaluations and checkpoints of the run in `folder/run`."""
     return [record for record in all_records(folder) if "run" not in record]

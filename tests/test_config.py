@@ -134,6 +134,12 @@ def test_to_dict_written_and_loaded_is_equal(file: Path, tmp_path: Path) -> None
         (["--data.files", ""], r"data\.files is \[\]; it must be at least one"),
         (["--data.suffixes", "txt"], r"data\.suffixes is"),
         (["--data.tokenizer", "null"], r"data\.tokenizer is None; it must be a tokenizer such as \"bytes\""),
+        (["--data.chat", "openai"], r"data\.chat is 'openai'; expected Literal\['messages', 'sharegpt', 'alpaca'\]"),
+        (["--data.chat=alpaca", "--model.attention=flash_attention_2"], r"model\.attention is .* sdpa, eager or flex"),
+        (
+            ["--data.chat=alpaca", "--model.attention=flex_attention", "--train.slices=2"],
+            r"train\.slices is 2; it must be 1 with flex_attention",
+        ),
         (["--model.config", "{hidden_size: 3}"], r"model\.config is .* with a model_type"),
     ],
 )
@@ -223,6 +229,14 @@ def test_load_defaults_are_valid() -> None:
 def test_load_compile_is_yes_no_or_left_to_the_device(text: str, value: bool | None) -> None:
     assert least("--model.compile", text).model.compile is value
     assert least().model.compile is None
+
+
+def test_load_documents_are_apart_for_conversations_unless_told() -> None:
+    assert not least().data.is_apart
+    assert least("--data.cross_documents=false").data.is_apart
+    assert least("--data.chat=alpaca").data.is_apart
+    assert least("--data.files=a/dataset_info.json#mine").data.is_apart
+    assert not least("--data.chat=alpaca", "--data.cross_documents=true").data.is_apart
 
 
 def test_load_past_ram_is_off_unless_asked_for() -> None:

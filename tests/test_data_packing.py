@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatier.config import DataConfig
 from megatier.data import packing
-from megatier.data.packing import PackedText, is_held_out, shuffled
+from megatier.data.packing import PackedText, is_held_out, num_real_tokens, shuffled
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.errors import DataError
 
@@ -146,3 +148,87 @@ def test_shuffled_values_are_fixed() -> None:
 def test_is_held_out_takes_the_share_within_one(fraction: float) -> None:
     for seed in range(5):
         assert abs(sum(is_held_out(number, fraction, seed) for number in range(777)) - 777 * fraction) <= 1
+
+
+# ---------------------------------------------------------------------- conversations, documents apart
+
+BREAK = "\n\n"
+HEAD = f"user:\n{BREAK}assistant:\n"
+"""What the byte tokenizer's template writes before an answer to an empty question: 19 characters."""
+
+
+def pack_chats(tmp_path: Path, answers: list[str], **settings: Any) -> PackedText:
+    source = tmp_path / "chats.json"
+    source.write_text(json.dumps([{"instruction": "", "output": answer} for answer in answers]))
+    defaults: dict[str, Any] = {"tokenizer": "bytes", "sequence_length": 32, "holdout_fraction": 0.0, "chat": "alpaca"}
+    config = DataConfig(files=(str(source),), **(defaults | settings))
+    return PackedText.build(config, byte_tokenizer(), tmp_path / "run")
+
+
+def in_order(data: PackedText) -> dict[str, torch.Tensor]:
+    return data.train.read(range(data.num_sequences), data.sequence_length)
+
+
+def learnt(batch: dict[str, torch.Tensor]) -> list[str]:
+    """What each row learns."""
+    return [bytes(token for token in row if token >= 0).decode() for row in batch["labels"].tolist()]
+
+
+def test_build_conversations_learn_answers_alone(tmp_path: Path) -> None:
+    batch = in_order(pack_chats(tmp_path, ["yes", "no, never"]))
+    assert learnt(batch) == ["yes" + BREAK, "no, never" + BREAK]
+    assert (batch["labels"] == batch["input_ids"])[batch["labels"] >= 0].all()
+    assert bytes(batch["input_ids"][0, :24].tolist()).decode() == f"{HEAD}yes{BREAK}"
+    assert set(batch["input_ids"][0, 24:].tolist()) == {256}
+
+
+def test_build_conversations_stay_whole_where_they_fit(tmp_path: Path) -> None:
+    data = pack_chats(tmp_path, ["a", "bcd", "e" * 40, "fg"])
+    batch = in_order(data)
+    # The third is longer than a sequence: it begins behind the second. The fourth does not fit behind its end.
+    assert learnt(batch) == ["a" + BREAK, "bcd" + BREAK, "e" * 21, "e" * 19 + BREAK, "fg" + BREAK]
+    assert num_real_tokens(batch) == 4 * len(HEAD + BREAK) + 1 + 3 + 40 + 2
+
+
+def test_batch_positions_start_anew_at_each_document(tmp_path: Path) -> None:
+    data = pack(tmp_path, ["abc", "de", "f" * 6], sequence_length=8, cross_documents=False)
+    batch = in_order(data)
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5, 0, 0]]
+    assert (batch["labels"] < 0).nonzero().tolist() == [[0, 0], [0, 4], [0, 7], [1, 6], [1, 7]]
+    assert num_real_tokens(batch) == 13
+
+
+def test_batch_of_texts_has_no_positions_unless_asked_for(tmp_path: Path) -> None:
+    batch = in_order(pack(tmp_path, ["abc", "de"], sequence_length=2))
+    assert "position_ids" not in batch
+    assert num_real_tokens(batch) == 6
+
+
+def test_build_conversations_that_may_cross_are_laid_end_to_end(tmp_path: Path) -> None:
+    data = pack_chats(tmp_path, ["a", "b"] * 3, cross_documents=True)
+    assert data.num_tokens == 6 * 22
+    assert "position_ids" not in in_order(data)
+
+
+def test_build_few_conversations_hold_out_whole_sequences(tmp_path: Path) -> None:
+    data = pack_chats(tmp_path, ["x" * 20] * 5, holdout_fraction=0.01, sequence_length=64)
+    assert (data.num_tokens, data.num_holdout_tokens) == (4 * 64, 64)
+    [held] = data.holdout(4)
+    assert learnt(held) == ["x" * 20 + BREAK]
+
+
+def test_build_other_sequence_length_packs_conversations_again(tmp_path: Path) -> None:
+    for length in (32, 64):
+        data = pack_chats(tmp_path, ["abc"] * 4, sequence_length=length)
+        assert data.num_tokens % length == 0
+        assert num_real_tokens(in_order(data)) == 4 * 24
+
+
+def test_fingerprint_covers_what_is_learnt(tmp_path: Path) -> None:
+    data = pack_chats(tmp_path, ["abc"])
+    before = data.fingerprint()
+    tokens = np.fromfile(data.train.path, np.uint16)
+    tokens[-9] ^= 1  # the lowest mark: a token of the answer's end
+    tokens.tofile(data.train.path)
+    assert data.fingerprint()["num_tokens"] == before["num_tokens"]
+    assert data.fingerprint() != before

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from megatier.config import DataConfig
-from megatier.data.text import documents, find_files
+from megatier.data.conversation import Text
+from megatier.data.text import Source, documents, find_sources
 from megatier.errors import DataError
 
 
 def read(*files: Path | str, **settings: Any) -> list[str]:
-    return list(documents(DataConfig(files=tuple(map(str, files)), **settings)))
+    return [str(text) for text in documents(DataConfig(files=tuple(map(str, files)), **settings))]
 
 
 @pytest.fixture
@@ -109,15 +110,16 @@ def test_documents_unreadable_file_raises(tmp_path: Path) -> None:
 
 
 def test_documents_vanished_file_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatier.data.text.find_files", lambda _: [tmp_path / "gone.txt"])
+    gone = Source(tmp_path / "gone.txt", "text", Text("text"))
+    monkeypatch.setattr("megatier.data.text.find_sources", lambda _: [gone])
     with pytest.raises(DataError, match=r"cannot read .*gone\.txt: No such file"):
         read(tmp_path)
 
 
-def test_find_files_stdlib_holds_source_alone() -> None:
+def test_find_sources_stdlib_holds_source_alone() -> None:
     config = DataConfig(files=("python-stdlib",))
-    files = find_files(config)
+    files = [source.path for source in find_sources(config)]
     names = {path.name for path in files}
     assert {"argparse.py", "typing.py"} <= names
     assert all(path.suffix == ".py" and not {"site-packages", "test"} & {*path.parts[-3:]} for path in files)
-    assert files == sorted(files) == find_files(config)
+    assert files == sorted(files)

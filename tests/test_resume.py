@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_commands import command, metrics
+from small_commands import command, metrics, outcome, write_chats
 from tiny_runs import one_thread
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -127,6 +127,25 @@ def test_resume_on_other_text_is_refused_and_where_that_is_accepted_reads_it(
     assert "data.files was" in capsys.readouterr().err
     assert main([*words, "--accept-changes"]) == 0
     assert (stopped / "data" / "train.tokens").stat().st_size == 2 * (8000 + 1)
+
+
+def test_resume_on_conversations_goes_on_bit_by_bit_and_refuses_others(
+    _one_thread: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"data.files": write_chats(tmp_path), "output.checkpoint_every": 1, "output.keep_checkpoints": 9}
+    assert main(command(tmp_path, settings)) == 0
+    run, chats = tmp_path / "run", tmp_path / "chats.json"
+    whole = outcome(run)
+    for folder in ("model", "data", "checkpoints/step-00000002", "checkpoints/step-00000003"):
+        shutil.rmtree(run / folder)
+    before = chats.read_text()
+    chats.write_text(before.replace('"gpt", "value": "so so "', '"gpt", "value": "no so "'))
+    assert main(["resume", str(run)]) == 2
+    assert "the text is not that of the checkpoint" in capsys.readouterr().err
+    chats.write_text(before)
+    shutil.rmtree(run / "data")
+    assert main(["resume", str(run), "--tiers.state=ram", "--tiers.gpu=512KiB"]) == 0
+    assert outcome(run) == whole
 
 
 def test_resume_removes_half_a_checkpoint_before_it_asks_for_room(

@@ -19,11 +19,13 @@ WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_va
 SHAPES = {"8b": (4096, 14336, 32, 8, 32, 128256), "3b": (2048, 11008, 16, 2, 36, 151936)}
 
 
-def estimate(shape: str, batch: int, sequence: int, model: dict[str, Any], train: dict[str, Any]) -> ActivationBytes:
+def estimate(
+    shape: str, batch: int, sequence: int, model: dict[str, Any], train: dict[str, Any], **data: Any
+) -> ActivationBytes:
     settings = dict(zip((*WIDTHS, "vocab_size"), SHAPES[shape], strict=True))
     config = RunConfig(
         model=ModelConfig(config={"model_type": "llama", "tie_word_embeddings": False} | settings, **model),
-        data=DataConfig(files=("random",), tokenizer="bytes", sequence_length=sequence),
+        data=DataConfig(files=("random",), tokenizer="bytes", sequence_length=sequence, **data),
         train=TrainConfig(batch=batch, **train),
     )
     skeleton = skeleton_of(config.model)
@@ -51,3 +53,14 @@ def test_activation_bytes_shrink_with_slices_share_and_offload() -> None:
     cut = estimate("3b", 16, 1024, {"saved_share": 0.0}, {"activations": "offload", "slices": 4}).in_backward
     assert keep > less > none > offload
     assert cut < estimate("3b", 16, 1024, {"saved_share": 0.0}, {"activations": "offload"}).in_backward
+
+
+def test_activation_bytes_of_documents_apart_have_a_mask_but_for_flex_attention() -> None:
+    """4 rows of 8,192 tokens: 256 MiB as bytes, and as much again for each of the two slices in bf16."""
+    slices = {"slices": 2}
+    plain = estimate("3b", 4, 8192, {}, slices)
+    apart = estimate("3b", 4, 8192, {}, slices, cross_documents=False)
+    flex = estimate("3b", 4, 8192, {"attention": "flex_attention"}, {}, cross_documents=False)
+    assert apart.at_loss - plain.at_loss == 256 << 20
+    assert apart.in_backward - plain.in_backward == 512 << 20
+    assert flex == estimate("3b", 4, 8192, {}, {})

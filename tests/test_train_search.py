@@ -66,6 +66,17 @@ def test_search_finds_what_trying_everything_finds(case: str) -> None:
     assert min(seconds) <= choice.seconds <= min(seconds) / (1 - WORTH)
 
 
+def test_search_cuts_no_mask_that_cannot_be_cut() -> None:
+    rates, state, ram = CASES["short of RAM"]
+    config = config_of(state)
+    model = replace(config.model, attention="flex_attention")
+    config = replace(config, model=model, data=replace(config.data, cross_documents=False))
+    trials = searching._trials(
+        skeleton_of(config.model), config, rates, Budgets(64 * MIB, ram, 512 * MIB), compiles=True, fixed=frozenset()
+    )
+    assert {settings["train.slices"] for settings, _ in trials} == {1}
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from small_commands import MODEL, all_records, command, leftovers, metrics
+from small_commands import MODEL, all_records, command, leftovers, metrics, write_chats
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -364,6 +364,30 @@ def test_train_any_placement_moves_what_it_demands_and_gives_the_same_weights(
         lies = dict(re.findall(r"│ (gpu|ram|nvme)\s+│\s+(\S+)", report))
         assert {tier for tier, size in lies.items() if size != "0"} == {*place.split("_")} - {"streamed"}, report
     assert [place for place, weights in found.items() if not equal(weights, found["gpu"])] == []
+
+
+def test_train_conversations_any_placement_and_policy_give_the_same_weights(tmp_path: Path) -> None:
+    settings = {"data.files": write_chats(tmp_path), "data.sequence_length": 64, "tiers.nvme": f"{tmp_path}:16MiB"}
+    runs: dict[str, dict[str, Any]] = {
+        "gpu": {},
+        "nvme": {**PLACES["nvme"], "train.activations": "offload"},
+        "gpu_ram": {**PLACES["gpu_ram"], "train.activations": "recompute"},
+    }
+    found = {name: trained(tmp_path / name, {**settings, **run}) for name, run in runs.items()}
+    assert [name for name, weights in found.items() if not equal(weights, found["gpu"])] == []
+    records = metrics(tmp_path / "gpu")
+    assert all(0 < record["tokens"] < 4 * 64 for record in records if "tokens" in record), "the fill does not count"
+    crossing = trained(tmp_path / "crossing", {**settings, "data.cross_documents": True})
+    assert not equal(crossing, found["gpu"])
+
+
+def test_train_documents_apart_on_recurrent_layers_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = {"model.config.layer_types": "[linear_attention, full_attention, full_attention]"}
+    settings = {**layers, "model.config.model_type": "qwen3_next", "data.cross_documents": False}
+    assert main(command(tmp_path, settings)) != 0
+    assert "layers (linear_attention) that do not stop at the borders of documents" in capsys.readouterr().err
 
 
 def test_train_evaluations_in_between_change_no_bit(tmp_path: Path) -> None:

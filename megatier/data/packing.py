@@ -1,9 +1,13 @@
 """Documents packed into sequences of equal length, in an order that follows from the step alone.
 
-Documents are tokenised once, each closed by the end token, and laid end to end in two files of plain integers, one to
-train on and one held out. A sequence is a cut of `sequence_length` tokens, addressed by its number. The shuffle is a
-keyed permutation computed per number, so any step's batch can be read at once: a resumed run needs no position but its
-step.
+Documents are tokenised once, each text closed by the end token, and laid end to end in two files of plain integers, one
+to train on and one held out. An integer is a token's id, and below it two bits that say whether the token is learnt and
+whether a document begins there. A sequence is a cut of `sequence_length` tokens, addressed by its number. The shuffle
+is a keyed permutation computed per number, so any step's batch can be read at once: a resumed run needs no position but
+its step.
+
+Where documents are apart (`DataConfig.is_apart`), a conversation that does not fit in the rest of a sequence begins the
+next one. The rest is filled with end tokens, each alone in a document of its own: nothing sees them or learns them.
 """
 
 from __future__ import annotations
@@ -13,10 +17,10 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -24,14 +28,23 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from megatier.config import BYTE_TOKENIZER, DataConfig
+from megatier.data.conversation import Conversation
+from megatier.data.template import tokenise_chat
 from megatier.data.text import documents
 from megatier.errors import DataError
 
 PIECE_CHARACTERS = 1 << 17
 """Tokenisers take about 200 bytes a token, so a longer document is tokenised in pieces that end at a line's end."""
 
+IGNORED = -100
+"""Label of a token that is not learnt, as Hugging Face has it."""
+
 FINGERPRINT_BYTES = 16 << 20
 SETTINGS_FILE = "tokens.json"
+
+MARK_BITS = 2
+LEARNT, FIRST = 1, 2
+"""Marks below a token's id: its label counts; a document begins with it."""
 
 SHUFFLE_ROUNDS = 6
 """Feistel rounds; four already look random."""
@@ -46,16 +59,19 @@ class TokenSpan:
     start: int
     """First token."""
     num_tokens: int
+    is_apart: bool
+    """Positions start anew at each document, and so attention does."""
 
     def read(self, numbers: Sequence[int], length: int) -> dict[str, torch.Tensor]:
-        """The sequences of these numbers: `input_ids` and `labels`, both int64 [len(numbers), length].
+        """The sequences of these numbers, all int64 [len(numbers), length].
 
-        Labels equal the input; the model shifts them. Read, not mapped: mapped pages would count as this process's.
+        `input_ids`; `labels`, equal or -100 where a token is not learnt (the model shifts them); where documents are
+        apart `position_ids`, which count from 0 at each. Read, not mapped: mapped pages would count as this process's.
 
         Raises:
             DataError: the file was cut short or removed from outside.
         """
-        rows = np.empty((len(numbers), length), np.int64)
+        rows = np.empty((len(numbers), length), self.dtype)
         try:
             with self.path.open("rb") as file:
                 for row, number in zip(rows, numbers, strict=True):
@@ -63,8 +79,14 @@ class TokenSpan:
                     row[:] = np.frombuffer(file.read(length * self.dtype.itemsize), self.dtype)
         except (OSError, ValueError) as error:
             raise DataError(f"cannot read tokens from {self.path}: {error}. Something outside changed it.") from error
-        tokens = torch.from_numpy(rows)
-        return {"input_ids": tokens, "labels": tokens.clone()}
+        ids = (rows >> MARK_BITS).astype(np.int64)
+        columns = {"input_ids": ids, "labels": np.where(rows & LEARNT, ids, IGNORED)}
+        if self.is_apart:
+            begins = rows & FIRST != 0
+            columns["labels"][begins] = IGNORED  # nothing before it to tell it from
+            order = np.arange(length)
+            columns["position_ids"] = order - np.maximum.accumulate(np.where(begins, order, 0), axis=1)
+        return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +110,8 @@ class PackedText:
             DataError: missing path, malformed line, no text, less than one sequence, or no room for the files.
         """
         vocabulary_size = len(tokenizer)
-        dtype: np.dtype[np.unsignedinteger] = np.dtype(np.uint16 if vocabulary_size <= 1 << 16 else np.uint32)
+        is_small = vocabulary_size <= 1 << (16 - MARK_BITS)
+        dtype: np.dtype[np.unsignedinteger] = np.dtype(np.uint16 if is_small else np.uint32)
         paths = directory / "train.tokens", directory / "holdout.tokens"
         try:
             made, settings = directory / SETTINGS_FILE, _settings(config, tokenizer)
@@ -99,7 +122,7 @@ class PackedText:
         except OSError as error:
             raise DataError(f"cannot write tokens to {directory}: {error.strerror}.") from error
         sizes = [path.stat().st_size // dtype.itemsize for path in paths]
-        spans = [TokenSpan(path, dtype, 0, size) for path, size in zip(paths, sizes, strict=True)]
+        spans = [TokenSpan(path, dtype, 0, size, config.is_apart) for path, size in zip(paths, sizes, strict=True)]
         train_span, held_out_span = _split_few(spans[0], spans[1], config)
         if train_span.num_tokens < config.sequence_length:
             raise DataError(
@@ -125,7 +148,7 @@ class PackedText:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to train on, end tokens included, held-out text not."""
+        """Tokens to train on, end tokens and fill included, held-out text not."""
         return self.train.num_tokens
 
     @property
@@ -139,7 +162,7 @@ class PackedText:
         return self.train.num_tokens // self.sequence_length
 
     def batch(self, step: int, batch: int) -> dict[str, torch.Tensor]:
-        """Training batch of a step (counted from 0): `input_ids` and `labels`, int64 [batch, sequence_length]."""
+        """Training batch of a step (counted from 0), as `TokenSpan.read` gives it."""
         positions = range(step * batch, (step + 1) * batch)
         count = self.num_sequences
         numbers = [shuffled(position % count, count, (self.seed, position // count)) for position in positions]
@@ -152,10 +175,22 @@ class PackedText:
             yield self.held_out.read(range(start, min(start + batch, count)), self.sequence_length)
 
 
+def num_real_tokens(batch: Mapping[str, torch.Tensor]) -> int:
+    """Tokens of a batch but for the fill: where documents are apart, a token alone in one teaches nothing."""
+    count = batch["input_ids"].numel()
+    if "position_ids" not in batch:
+        return count
+    begins = torch.nn.functional.pad(batch["position_ids"], (0, 1)) == 0
+    return count - int((begins[:, :-1] & begins[:, 1:]).sum())
+
+
 def _settings(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """What the tokens follow from, but for the files' contents."""
     made_by = [type(tokenizer).__name__, tokenizer.name_or_path, len(tokenizer), tokenizer.eos_token_id]
-    return json.dumps({**dataclasses.asdict(config), "sequence_length": None, "made_by": made_by}, sort_keys=True)
+    settings = {**dataclasses.asdict(config), "made_by": made_by, "template": tokenizer.chat_template}
+    if not config.is_apart:
+        settings["sequence_length"] = None
+    return json.dumps(settings, sort_keys=True)
 
 
 def _write_tokens(
@@ -165,16 +200,62 @@ def _write_tokens(
     train.parent.mkdir(parents=True, exist_ok=True)
     partial = [path.with_name(f"{path.name}.partial") for path in (train, held_out)]
     with partial[0].open("wb") as to_train, partial[1].open("wb") as to_held_out:
-        for number, text in enumerate(documents(config)):
-            target = to_held_out if is_held_out(number, config.holdout_fraction, config.seed) else to_train
-            for piece in _pieces(text):
-                _tokenise(piece, config, tokenizer).astype(dtype).tofile(target)
-            np.asarray([tokenizer.eos_token_id], dtype).tofile(target)
-        for file in (to_train, to_held_out):
-            file.flush()
-            os.fsync(file.fileno())
+        fill = tokenizer.eos_token_id << MARK_BITS | FIRST
+        writers = [_Writer(file, dtype, config.sequence_length, fill) for file in (to_train, to_held_out)]
+        for number, document in enumerate(documents(config)):
+            writer = writers[is_held_out(number, config.holdout_fraction, config.seed)]
+            writer.write(
+                _marked(document, config, tokenizer), is_whole=config.is_apart and not isinstance(document, str)
+            )
+        for writer in writers:
+            writer.close(is_whole=config.is_apart)
     for path, name in zip(partial, (train, held_out), strict=True):
         path.rename(name)
+
+
+class _Writer:
+    """A file of tokens while it is written."""
+
+    def __init__(self, file: BinaryIO, dtype: np.dtype[Any], row: int, fill: int) -> None:
+        """A row is a sequence, in tokens; the fill stands where one is left."""
+        self._file, self._dtype, self._row, self._fill = file, dtype, row, fill
+
+    def write(self, pieces: Iterable[NDArray[np.integer]], *, is_whole: bool) -> None:
+        """Append a document; one that is to stay whole comes in one piece, and begins a row where it needs to."""
+        first = FIRST
+        for piece in pieces:
+            if is_whole and self._left() < len(piece) <= self._row:
+                self._end_row()
+            if len(piece):
+                piece[0] |= first
+                first = 0
+            piece.astype(self._dtype).tofile(self._file)
+
+    def close(self, *, is_whole: bool) -> None:
+        """Bring it to the drive; with its last row filled, if documents stay whole."""
+        if is_whole and self._left() < self._row:
+            self._end_row()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _left(self) -> int:
+        return self._row - self._file.tell() // self._dtype.itemsize % self._row
+
+    def _end_row(self) -> None:
+        np.full(self._left(), self._fill, self._dtype).tofile(self._file)
+
+
+def _marked(
+    document: str | Conversation, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[NDArray[np.int64]]:
+    """Tokens of a document with their marks: a conversation's in one piece, a text's in several."""
+    if isinstance(document, Conversation):
+        ids, learnt = tokenise_chat(document, tokenizer)
+        yield ids << MARK_BITS | np.where(learnt, LEARNT, 0)
+        return
+    for piece in _pieces(document):
+        yield _tokenise(piece, config, tokenizer) << MARK_BITS | LEARNT
+    yield np.asarray([tokenizer.eos_token_id << MARK_BITS | LEARNT])
 
 
 def is_held_out(number: int, fraction: float, seed: int) -> bool:
@@ -220,12 +301,12 @@ def _pieces(text: str) -> Iterator[str]:
         start = stop
 
 
-def _tokenise(text: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.integer]:
+def _tokenise(text: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int64]:
     """Token ids of a piece."""
     if config.tokenizer == BYTE_TOKENIZER:
         # What the byte tokenizer says, about two hundred times faster.
-        return np.frombuffer(text.encode("utf-8"), np.uint8)
-    return np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64)
+    return np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
 
 
 def _split_few(train: TokenSpan, held_out: TokenSpan, config: DataConfig) -> tuple[TokenSpan, TokenSpan]:
@@ -234,7 +315,8 @@ def _split_few(train: TokenSpan, held_out: TokenSpan, config: DataConfig) -> tup
         return train, held_out
     whole = train if train.num_tokens else held_out
     length = config.sequence_length
-    # At least one sequence, if one is left to train on.
-    wanted = max(int(whole.num_tokens * config.holdout_fraction), length if whole.num_tokens >= 2 * length else 0)
+    # Whole sequences, at least one if one is left to train on.
+    wanted = int(whole.num_tokens * config.holdout_fraction) // length * length
+    wanted = max(wanted, length if whole.num_tokens >= 2 * length else 0)
     cut = whole.num_tokens - wanted
-    return TokenSpan(whole.path, whole.dtype, 0, cut), TokenSpan(whole.path, whole.dtype, cut, wanted)
+    return replace(whole, num_tokens=cut), replace(whole, start=cut, num_tokens=wanted)

@@ -1,62 +1,121 @@
-"""Documents out of files, folders, globs and JSONL, one at a time, in an order that does not depend on the machine.
+"""Documents out of files, folders and globs, one at a time, in an order that does not depend on the machine.
 
-A text file is one document; a JSONL file holds one a line. Bytes that are no UTF-8 become U+FFFD.
+A text file is one document; files of records hold one a record. Bytes that are no UTF-8 become U+FFFD.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatier.config import PYTHON_STDLIB, DataConfig
+from megatier.config import DATASET_INFO, PYTHON_STDLIB, DataConfig
+from megatier.data.conversation import SHAREGPT, Alpaca, Conversation, Shape, Text, Turns
+from megatier.data.dataset_info import describe
+from megatier.data.records import RECORD_FORMATS, read_records, saved_files
 from megatier.errors import DataError
+
+CHAT_SHAPES: dict[str, Shape] = {"messages": Turns(), "sharegpt": SHAREGPT, "alpaca": Alpaca()}
 
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Folders of the standard library's tree that are not its own source."""
 
 
-def documents(config: DataConfig) -> Iterator[str]:
-    """The dataset's documents in order, cut off after `data.max_bytes` of UTF-8. Empty documents are left out.
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file, and what its records look like."""
+
+    path: Path
+    file_format: str
+    """text, or one of `RECORD_FORMATS`."""
+    shape: Shape
+
+    def read(self) -> Iterator[str | Conversation]:
+        """Its documents.
+
+        Raises:
+            DataError: it cannot be read, or is damaged; names the place.
+        """
+        try:
+            if self.file_format == "text":
+                yield self.path.read_bytes().decode("utf-8", errors="replace")
+                return
+            for place, record in read_records(self.path, self.file_format):
+                yield self.shape.read(record if isinstance(record, dict) else {}, place)
+        except OSError as error:
+            raise DataError(f"cannot read {self.path}: {error.strerror or error}.") from error
+
+
+def documents(config: DataConfig) -> Iterator[str | Conversation]:
+    """The dataset's documents in order, up to `data.max_bytes` of UTF-8. Empty documents are left out.
+
+    The last text is cut off there; a conversation that does not fit whole is left out.
 
     Raises:
-        DataError: a path is missing or unreadable, a JSON line is malformed, or there is no text at all.
+        DataError: a path is missing or unreadable, a record is malformed, or there is no document at all.
     """
     left, found = config.max_bytes, False
-    for path in find_files(config):
-        for text in _read(path, config):
+    for source in find_sources(config):
+        for document in source.read():
             if left is not None:
-                # A character that does not fit whole is dropped.
-                encoded = text.encode("utf-8")
-                text = encoded[:left].decode("utf-8", errors="ignore")
-                left -= min(len(encoded), left)
-            if text:
+                document, left = _cut(document, left)
+            if document:
                 found = True
-                yield text
+                yield document
             if left == 0:
                 return
     if not found:
         raise DataError(f"no text in {', '.join(config.files)}. Check data.files, data.suffixes and data.text_field.")
 
 
-def find_files(config: DataConfig) -> list[Path]:
+def _cut(document: str | Conversation, left: int) -> tuple[str | Conversation, int]:
+    """What fits of a document, and the bytes left behind it."""
+    if isinstance(document, Conversation):
+        return (document, left - document.num_bytes) if document.num_bytes <= left else ("", 0)
+    # A character that does not fit whole is dropped.
+    encoded = document.encode("utf-8")
+    return encoded[:left].decode("utf-8", errors="ignore"), left - min(len(encoded), left)
+
+
+def find_sources(config: DataConfig) -> list[Source]:
     """Files of the dataset: entries in the order given, the files of each sorted by path, none twice.
 
     Raises:
         DataError: an entry matches nothing.
     """
-    return list(dict.fromkeys(path for entry in config.files for path in _expand(entry, config.suffixes)))
+    return list(dict.fromkeys(source for entry in config.files for source in _sources(entry, config)))
+
+
+def _sources(entry: str, config: DataConfig) -> Iterator[Source]:
+    """Files that one entry of `data.files` stands for; a dataset of a `dataset_info.json` brings its own shape."""
+    shape = CHAT_SHAPES[config.chat] if config.chat is not None else Text(config.text_field)
+    file, mark, name = entry.rpartition("#")
+    if is_described := bool(mark) and Path(file).name == DATASET_INFO:
+        path, shape = describe(Path(file).expanduser(), name)
+        entry = str(path)
+    holds_records = is_described or config.chat is not None
+    suffixes = tuple(s for s in config.suffixes if s in RECORD_FORMATS) if holds_records else config.suffixes
+    for path in _expand(entry, suffixes):
+        file_format: str = config.format
+        if file_format == "auto":
+            found = RECORD_FORMATS.get(path.suffix.lower(), "text")
+            file_format = found if holds_records or found != "json" else "text"
+        if file_format == "text" and not isinstance(shape, Text):
+            raise DataError(f"{path} holds no conversations: give {' '.join(RECORD_FORMATS)}, or set data.format.")
+        yield Source(path, file_format, shape)
 
 
 def _expand(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Files that one entry of `data.files` stands for."""
+    """Files that a path, folder or glob stands for."""
     path = Path(entry).expanduser()
     try:
         if entry == PYTHON_STDLIB:
             found = list(_stdlib_files())
         elif path.is_dir():
+            if (saved := saved_files(path)) is not None:
+                return saved
             found = [file for file in path.rglob("*") if file.suffix.lower() in suffixes and file.is_file()]
         elif path.exists():
             found = [path]
@@ -75,34 +134,3 @@ def _stdlib_files() -> Iterator[Path]:
     for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
         subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED]
         yield from (Path(folder, name) for name in names if name.endswith(".py"))
-
-
-def _read(path: Path, config: DataConfig) -> Iterator[str]:
-    """Documents of one file."""
-    is_jsonl = config.format == "jsonl" or (config.format == "auto" and path.suffix.lower() == ".jsonl")
-    try:
-        if is_jsonl:
-            yield from _read_jsonl(path, config.text_field)
-        else:
-            yield path.read_bytes().decode("utf-8", errors="replace")
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}.") from error
-
-
-def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
-    """Texts of a JSONL file; blank lines are skipped."""
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number}: no valid JSON: {error.msg} at column {error.colno}."
-                ) from error
-            text = record.get(text_field) if isinstance(record, dict) else None
-            if not isinstance(text, str):
-                raise DataError(f"{path}, line {number}: no text under {text_field!r}. Set data.text_field to its key.")
-            # JSON can spell half a surrogate pair, which UTF-8 has no bytes for.
-            yield text.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")

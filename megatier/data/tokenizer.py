@@ -6,6 +6,8 @@ any Hugging Face tokenizer does, and `AutoTokenizer` loads it again.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -15,16 +17,40 @@ from megatier.errors import DataError
 END_OF_TEXT = "<|endoftext|>"
 """Ends a document; token 256."""
 
+BYTE_CHAT_TEMPLATE = """\
+{% for message in messages %}
+{{ message.role }}:
+{% if message.role == "assistant" %}
+{% generation %}{{ message.content + "\\n\\n" }}{% endgeneration %}
+{% else %}
+{{ message.content + "\\n\\n" }}
+{%- endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+assistant:
+{% endif %}
+"""
+"""Each turn under its role, with an empty line behind it."""
+
 
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The run's tokenizer: `data.tokenizer`, else the model's own.
+    """The run's tokenizer: `data.tokenizer`, else the model's own; with `data.chat_template`, if that is given.
 
     Raises:
-        DataError: there is none at this path, or it has no end-of-text token to put between documents.
+        DataError: there is none at this path, it has no end-of-text token to put between documents, or the template
+            cannot be read.
     """
     name = config.data.tokenizer or config.model.path
-    if name is None or name == BYTE_TOKENIZER:
-        return byte_tokenizer()
+    tokenizer = byte_tokenizer() if name is None or name == BYTE_TOKENIZER else _load(name)
+    if (path := config.data.chat_template) is not None:
+        try:
+            tokenizer.chat_template = Path(path).expanduser().read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"data.chat_template: cannot read {path}: {error}.") from error
+    return tokenizer
+
+
+def _load(name: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -47,6 +73,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         split_special_tokens=True,
+        chat_template=BYTE_CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
 

@@ -7,6 +7,9 @@ what it did not save:
     at the loss      saved + 4 x chunk x vocabulary + 4 x head parameters + 2 boundaries
     in the backward  saved + 2.3 c of one slice + 4 boundaries
 
+and, where documents are apart, a mask of one byte a pair of tokens, which a layer's attention has in the compute dtype
+as well. Not for flex_attention, whose mask is by blocks.
+
 Fitted to nine runs of two Llama shapes on a GPU, with which tests/test_train_memory.py compares it.
 """
 
@@ -68,10 +71,13 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
     chunk = config.model.loss_chunk if config.model.fused_loss else work.rows * config.data.sequence_length
     logits = 2 * width * min(chunk, work.rows * config.data.sequence_length) * text.vocab_size
     head_sum = 4 * text.vocab_size * text.hidden_size if config.model.fused_loss else 0
+    has_mask = config.data.is_apart and config.model.attention != "flex_attention"
+    mask = work.rows * config.data.sequence_length**2 if has_mask else 0
+    in_layer = REPEATED * largest * boundary + width * mask
     return ActivationBytes(
         saved,
-        saved + logits + head_sum + BOUNDARIES["loss"] * boundary,
-        saved + REPEATED * largest * boundary / config.train.slices + BOUNDARIES["backward"] * boundary,
+        saved + logits + head_sum + BOUNDARIES["loss"] * boundary + mask,
+        saved + in_layer / config.train.slices + BOUNDARIES["backward"] * boundary + mask,
     )
 
 

@@ -128,7 +128,7 @@ def _computed(config: RunConfig, compiles: bool, fixed: frozenset[str]) -> Itera
     is_free = fixed.isdisjoint({"train.activations", "model.saved_share"})
     for settings in _combined(config, kinds, fixed):
         groups, slices, policy, share = settings.values()
-        if config.train.batch % (groups * slices):
+        if config.train.batch % (groups * slices) or (slices > 1 and not config.can_slice):
             continue
         if is_free and ((policy == "keep") != (share > 0) or (share != SHARES[0] and share and not compiles)):
             continue

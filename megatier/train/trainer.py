@@ -14,10 +14,11 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from megatier.config import RunConfig, TrainConfig
-from megatier.data.packing import PackedText
+from megatier.data.packing import PackedText, num_real_tokens
 from megatier.data.tokenizer import load_tokenizer
 from megatier.engine.optimizer import learning_rate
 from megatier.errors import ConfigError, NonFiniteError, mib
+from megatier.models.decoder import check_stops_at_borders
 from megatier.schedule.forecast import Forecast
 from megatier.schedule.placement import Placement
 from megatier.schedule.speculation import Speculation
@@ -109,6 +110,7 @@ def train(
         if resumes:
             _check_resumes(directory, config, state, console)
         model, reader = open_model(config)
+        _check_borders(model, config)
         session = _open_session(stack, model, config, run_directory, savepoint)
         tokenizer = load_tokenizer(config)
         _check_vocabulary(model, len(tokenizer))
@@ -339,7 +341,7 @@ class _Run:
         self.traced = [*self.traced[1 - TRACED_STEPS :], (step, events)]
         stalls, busy = stall_seconds(events), busy_seconds(events)
         self._paused += stalls.get("checkpoint", 0.0)
-        count = batch["input_ids"].numel()
+        count = num_real_tokens(batch)
         tiers = tuple(TierUse(tier, used, budget) for tier, used, budget in _tier_uses(session))
         attainment = None if self._expected is None else self._expected.seconds / seconds
         bound_by = "" if self._expected is None else self._expected.bound_by
@@ -404,6 +406,11 @@ def nvme_path(store: TieredStore) -> str:
     """How bytes really go to and from NVMe."""
     access = {None: "no NVMe tier", True: "NVMe by O_DIRECT", False: "NVMe by buffered access (O_DIRECT was refused)"}
     return access[store.is_direct] + (f", to the GPU by {store.gpu_path}" if store.gpu_path is not None else "")
+
+
+def _check_borders(model: PreTrainedModel, config: RunConfig) -> None:
+    if config.data.is_apart:
+        check_stops_at_borders(model)
 
 
 def _check_vocabulary(model: PreTrainedModel, num_tokens: int) -> None:

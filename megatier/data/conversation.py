@@ -1,0 +1,167 @@
+"""Documents out of records: a text under one key, or a conversation in one of the shapes that people use.
+
+messages: [{"role": "user", "content": ...}, ...]; ShareGPT: [{"from": "human", "value": ...}, ...]; Alpaca:
+instruction, input, output. All become messages, which is what chat templates take.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatier.errors import DataError
+
+ASSISTANT = "assistant"
+"""The role whose turns are learnt."""
+
+SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "observation": "tool"}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages, of which the assistant's are learnt."""
+
+    messages: list[dict[str, Any]]
+    """Each with a role and, but for calls of tools, a content."""
+    tools: list[Any] | None
+    """What the assistant could call, as the chat template takes it."""
+    place: str
+    """Where it comes from, for errors."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of UTF-8 in its contents."""
+        return sum(len((message.get("content") or "").encode("utf-8", "replace")) for message in self.messages)
+
+
+class Shape(Protocol):
+    """Where a record holds its document."""
+
+    def read(self, record: dict[str, Any], place: str) -> str | Conversation:
+        """The document of one record.
+
+        Raises:
+            DataError: something is missing or of another kind; names the place.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text under one key."""
+
+    key: str
+
+    def read(self, record: dict[str, Any], place: str) -> str:
+        """See `Shape`."""
+        text = record.get(self.key)
+        if not isinstance(text, str):
+            raise DataError(f"{place}: no text under {self.key!r}. Set data.text_field to its key.")
+        return _whole_characters(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """A list of turns under one key."""
+
+    turns: str = "messages"
+    role: str = "role"
+    content: str = "content"
+    roles: tuple[tuple[str, str], ...] = ()
+    """The roles in the record, and what the template calls them; empty: the same, any."""
+    system: str | None = None
+    """Key of a system prompt beside the turns."""
+    tools: str | None = "tools"
+
+    def read(self, record: dict[str, Any], place: str) -> Conversation:
+        """See `Shape`."""
+        turns = record.get(self.turns)
+        if not isinstance(turns, list):
+            raise DataError(f"{place}: no list of turns under {self.turns!r}. Choose another data.chat, or mend it.")
+        messages = [self._message(turn, place) for turn in turns]
+        system = record.get(self.system) if self.system is not None else None
+        tools = record.get(self.tools) if self.tools is not None else None
+        return _conversation([*_system(system, place), *messages], tools, place)
+
+    def _message(self, turn: object, place: str) -> dict[str, Any]:
+        if not isinstance(turn, dict):
+            raise DataError(f"{place}: a turn is {_shown(turn)}, not an object.")
+        role, content = turn.get(self.role), turn.get(self.content)
+        rest = {key: value for key, value in turn.items() if value is not None and key not in (self.role, self.content)}
+        known = dict(self.roles)
+        if not isinstance(role, str) or (known and role not in known):
+            names = f"one of {', '.join(known)}" if known else "text"
+            raise DataError(f"{place}: a turn's {self.role} is {_shown(role)}; it must be {names}.")
+        role = known.get(role, role)
+        if content is None and "tool_calls" in rest:
+            return {"role": role, **rest}
+        return {"role": role, "content": _text(content, self.content, place), **rest}
+
+
+SHAREGPT = Turns("conversations", "from", "value", tuple(SHAREGPT_ROLES.items()), system="system")
+
+
+@dataclass(frozen=True, slots=True)
+class Alpaca:
+    """An instruction, perhaps with an input, and the answer; perhaps earlier rounds."""
+
+    prompt: str = "instruction"
+    query: str | None = "input"
+    response: str = "output"
+    system: str | None = "system"
+    history: str | None = "history"
+
+    def read(self, record: dict[str, Any], place: str) -> Conversation:
+        """See `Shape`."""
+        prompt = _text(record.get(self.prompt), self.prompt, place)
+        query = record.get(self.query) if self.query is not None else None
+        if query:
+            prompt = f"{prompt}\n{_text(query, str(self.query), place)}"
+        system = record.get(self.system) if self.system is not None else None
+        rounds = [*self._rounds(record, place), (prompt, _text(record.get(self.response), self.response, place))]
+        turns = [
+            {"role": role, "content": content}
+            for pair in rounds
+            for role, content in zip(("user", ASSISTANT), pair, strict=True)
+        ]
+        return _conversation([*_system(system, place), *turns], None, place)
+
+    def _rounds(self, record: dict[str, Any], place: str) -> Iterator[tuple[str, str]]:
+        rounds = (record.get(self.history) if self.history is not None else None) or []
+        for pair in rounds if isinstance(rounds, list) else [rounds]:
+            if not (isinstance(pair, list) and len(pair) == 2):
+                raise DataError(f"{place}: {self.history!r} is no list of pairs of prompt and answer.")
+            yield _text(pair[0], str(self.history), place), _text(pair[1], str(self.history), place)
+
+
+def _conversation(messages: list[dict[str, Any]], tools: Any, place: str) -> Conversation:  # noqa: ANN401
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise DataError(f"{place}: no turn of the assistant, so nothing to learn. Leave the record out.")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{place}: the tools are no valid JSON: {error.msg}.") from error
+    if tools and not isinstance(tools, list):
+        raise DataError(f"{place}: the tools are {_shown(tools)}, not a list.")
+    return Conversation(messages, tools or None, place)
+
+
+def _system(prompt: object, place: str) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": _text(prompt, "system", place)}] if prompt else []
+
+
+def _text(value: object, key: str, place: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{place}: no text under {key!r}, but {_shown(value)}.")
+    return _whole_characters(value)
+
+
+def _whole_characters(text: str) -> str:
+    """JSON can spell half a surrogate pair, which UTF-8 has no bytes for."""
+    return text.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:80]

@@ -1,0 +1,75 @@
+"""LLaMA-Factory's `dataset_info.json`: which file a dataset lies in, and under which keys.
+
+What it leaves out has LLaMA-Factory's defaults. As there, `columns` and `tags`, where they are given, name all that the
+records have.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatier.data.conversation import ASSISTANT, Alpaca, Shape, Text, Turns
+from megatier.errors import DataError
+
+KEYS = {"file_name", "formatting", "columns", "tags", "split"}
+COLUMNS = {"prompt", "query", "response", "history", "messages", "system", "tools"}
+DEFAULT_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
+DEFAULT_TAGS = {
+    "role_tag": "from",
+    "content_tag": "value",
+    "user_tag": "human",
+    "assistant_tag": "gpt",
+    "observation_tag": "observation",
+    "system_tag": "system",
+}
+ROLES = {"user_tag": "user", "assistant_tag": ASSISTANT, "observation_tag": "tool", "system_tag": "system"}
+
+
+def describe(file: Path, name: str) -> tuple[Path, Shape]:
+    """Where a dataset lies, and the shape of its records.
+
+    Raises:
+        DataError: no such file or name, or a dataset that is not local or not for supervised training.
+    """
+    place = f"data.files: {file}#{name}"
+    try:
+        datasets = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.files: cannot read {file}: {error}.") from error
+    dataset = datasets.get(name) if isinstance(datasets, dict) else None
+    if not isinstance(dataset, dict):
+        known = ", ".join(sorted(datasets)) if isinstance(datasets, dict) else "none"
+        raise DataError(f"{place}: there is no such dataset. Names: {known}.")
+    columns, tags = dataset.get("columns", DEFAULT_COLUMNS), dataset.get("tags", DEFAULT_TAGS)
+    _check(place, dataset, columns, tags)
+    return file.parent / dataset["file_name"], _shape(place, dataset.get("formatting", "alpaca"), columns, tags)
+
+
+def _check(place: str, dataset: dict[str, Any], columns: object, tags: object) -> None:
+    if not isinstance(dataset.get("file_name"), str):
+        raise DataError(f"{place} has no file_name. Only local files are read: download the dataset and name its file.")
+    if not all(isinstance(x, dict) and all(isinstance(v, str) for v in x.values()) for x in (columns, tags)):
+        raise DataError(f"{place}: columns and tags must be objects of text.")
+    assert isinstance(columns, dict)
+    others = sorted({key for key, value in dataset.items() if value} - KEYS) + sorted(columns.keys() - COLUMNS)
+    if others:
+        raise DataError(f"{place}: {', '.join(others)} cannot be used here. Remove it, or name another dataset.")
+
+
+def _shape(place: str, formatting: object, columns: dict[str, str], tags: dict[str, str]) -> Shape:
+    system = columns.get("system")
+    if formatting == "alpaca":
+        prompt, response = columns.get("prompt"), columns.get("response")
+        if prompt is None:
+            raise DataError(f"{place}: columns has no prompt.")
+        if response is None:  # for pre-training
+            return Text(prompt)
+        return Alpaca(prompt, columns.get("query"), response, system, columns.get("history"))
+    missing = [key for key in ("role_tag", "content_tag", "user_tag", "assistant_tag") if key not in tags]
+    if formatting != "sharegpt" or "messages" not in columns or missing:
+        what = f"tags has no {missing[0]}" if missing else f"formatting {formatting!r} without a messages column"
+        raise DataError(f"{place}: {what}. It must be alpaca, or sharegpt with messages and the tags of its turns.")
+    roles = tuple((tag, ROLES[key]) for key, tag in tags.items() if key in ROLES)
+    return Turns(columns["messages"], tags["role_tag"], tags["content_tag"], roles, system, columns.get("tools"))

@@ -1,0 +1,114 @@
+"""Records out of JSONL, JSON, Parquet and Arrow files, one at a time, each with the place it comes from.
+
+A dataset that Hugging Face's `save_to_disk` wrote is a folder of Arrow files, named by its `state.json`; pyarrow reads
+them, and nothing else is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatier.errors import DataError
+
+RECORD_FORMATS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
+"""How a file of records is read, by its suffix."""
+
+ROWS_AT_ONCE = 1024
+
+
+def read_records(path: Path, file_format: str) -> Iterator[tuple[str, Any]]:
+    """Each record of a file, behind its place, such as "a.jsonl, line 3".
+
+    Raises:
+        DataError: the file is damaged, names the place; or pyarrow is missing.
+        OSError: it cannot be read.
+    """
+    if file_format == "jsonl" or (file_format == "json" and not _is_array(path)):
+        yield from _read_lines(path)
+        return
+    records = _read_json(path) if file_format == "json" else _read_table(path, file_format)
+    for number, record in enumerate(records, start=1):
+        yield f"{path}, record {number}", record
+
+
+def saved_files(folder: Path) -> list[Path] | None:
+    """The Arrow files of a dataset that `save_to_disk` wrote, in order; None where the folder is none.
+
+    Raises:
+        DataError: its list of files is damaged, or it holds several splits.
+    """
+    state, splits = folder / "state.json", folder / "dataset_dict.json"
+    try:
+        if splits.is_file():
+            names = ", ".join(json.loads(splits.read_text("utf-8"))["splits"])
+            raise DataError(f"data.files: {folder} holds the splits {names}. Name one: {folder}/<split>.")
+        if not state.is_file():
+            return None
+        return [folder / file["filename"] for file in json.loads(state.read_text("utf-8"))["_data_files"]]
+    except (LookupError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"data.files: {folder} is damaged: no list of files in its JSON. Save it again.") from error
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """JSON by lines; blank lines are skipped."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield f"{path}, line {number}", json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{path}, line {number}: no valid JSON: {error.msg} at column {error.colno}."
+                ) from error
+
+
+def _is_array(path: Path) -> bool:
+    """Whether a .json file holds an array; many hold an object a line."""
+    with path.open("rb") as file:
+        return file.read(ROWS_AT_ONCE).lstrip()[:1] == b"["
+
+
+def _read_json(path: Path) -> list[Any]:
+    """A JSON array; the whole file is in RAM."""
+    try:
+        records: list[Any] = json.loads(path.read_bytes().decode("utf-8", errors="replace"))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {error.lineno}: no valid JSON: {error.msg} at column {error.colno}.") from error
+    return records
+
+
+def _read_table(path: Path, file_format: str) -> Iterator[Any]:
+    """Rows of a Parquet file, or of an Arrow stream or file."""
+    try:
+        arrow = importlib.import_module("pyarrow")
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise DataError(f"{path} needs pyarrow: pip install 'megatier[data]'.") from error
+    try:
+        if file_format == "parquet":
+            with parquet.ParquetFile(path) as file:
+                for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
+                    yield from batch.to_pylist()
+            return
+        with arrow.memory_map(str(path)) as source, _open_arrow(arrow, source) as batches:
+            for batch in batches:
+                for start in range(0, batch.num_rows, ROWS_AT_ONCE):
+                    yield from batch.slice(start, ROWS_AT_ONCE).to_pylist()
+    except arrow.ArrowException as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(f"{path}: no valid {file_format} file: {reason}") from error
+
+
+def _open_arrow(arrow: Any, source: Any) -> Any:  # noqa: ANN401  pyarrow has no types
+    """`datasets` writes streams; other tools write files, which begin with a magic word."""
+    magic = source.read(6)
+    source.seek(0)
+    if magic != b"ARROW1":
+        return arrow.ipc.open_stream(source)
+    file = arrow.ipc.open_file(source)
+    return arrow.RecordBatchReader.from_batches(file.schema, map(file.get_batch, range(file.num_record_batches)))

@@ -1,0 +1,120 @@
+"""A conversation as tokens, by the tokenizer's chat template, and which of them the assistant wrote.
+
+The text is rendered once and tokenised once. The assistant's turns are spans of its characters: those that the template
+marks with {% generation %}, else what a turn adds behind the prompt that asks for it. A token is learnt if it lies in
+such a span whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jinja2
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from megatier.data.conversation import ASSISTANT, Conversation
+from megatier.errors import DataError
+
+Span = tuple[int, int]
+"""First character, and the one behind the last."""
+
+REMEDY = "Set data.chat_template to a Jinja file in which {% generation %} and {% endgeneration %} enclose these turns."
+
+
+def tokenise_chat(
+    conversation: Conversation, tokenizer: PreTrainedTokenizerBase
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Token ids of a conversation, and whether each is learnt. No end token is added: the template has its own.
+
+    Raises:
+        DataError: there is no template, it refuses these messages, or the assistant's turns cannot be told for sure.
+    """
+    text, spans = _Template(conversation, tokenizer).rendered()
+    if not tokenizer.is_fast:
+        name = tokenizer.name_or_path
+        raise DataError(f"the tokenizer {name} does not say which characters a token has. Use a fast one for chat.")
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    offsets = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+    learnt = np.zeros(len(offsets), np.bool_)
+    for start, stop in spans:
+        learnt |= (offsets[:, 0] >= start) & (offsets[:, 1] <= stop)
+    if not learnt.any():
+        raise DataError(
+            f"{conversation.place}: no token of the assistant. Leave the record out if its answers are empty. {REMEDY}"
+        )
+    return np.asarray(encoded["input_ids"], np.int64), learnt
+
+
+class _Template:
+    """The template, for one conversation."""
+
+    def __init__(self, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._conversation = conversation
+        self._tokens: dict[str, Any] = tokenizer.special_tokens_map
+        try:
+            self._source = tokenizer.get_chat_template(tools=conversation.tools)
+        except ValueError as error:
+            raise DataError(
+                f"the tokenizer {tokenizer.name_or_path} has no chat template. Set data.chat_template to a Jinja file."
+            ) from error
+
+    def rendered(self) -> tuple[str, list[Span]]:
+        """The text, and the assistant's spans."""
+        messages, is_marked = self._conversation.messages, "endgeneration" in self._source
+        text, spans = self._render(messages, return_assistant_tokens_mask=is_marked)
+        return text, spans if is_marked else list(self._turns(text))
+
+    def _turns(self, text: str) -> Iterator[Span]:
+        """Where each turn of the assistant begins and ends."""
+        for index, message in enumerate(self._conversation.messages):
+            if message["role"] == ASSISTANT:
+                start, stop = self._start(index), self._stop(index, text)
+                if stop is None or stop < len(start) or not text.startswith(start):
+                    raise DataError(
+                        f"{self._conversation.place}: the chat template writes turn {index + 1} in another way when "
+                        f"more follows, so where it begins or ends is not sure. {REMEDY}"
+                    )
+                yield len(start), stop
+
+    def _start(self, index: int) -> str:
+        """The prompt that asks for a turn."""
+        return self._render(self._conversation.messages[:index], add_generation_prompt=True)[0]
+
+    def _stop(self, index: int, text: str) -> int | None:
+        """Where a turn ends: where the text up to it does, else where the next turn begins; None if that differs.
+
+        Some templates write the last turn in another way (Qwen3 gives it an empty thought). Then the next turn tells:
+        what it adds where the turn in question is left out is what it must add behind it.
+        """
+        messages = self._conversation.messages
+        through, _ = self._render(messages[: index + 1])
+        if text.startswith(through):
+            return len(through)
+        try:
+            before, _ = self._render(messages[:index])
+            without, _ = self._render(messages[:index] + messages[index + 1 : index + 2])
+            through, _ = self._render(messages[: index + 2])
+        except DataError:  # turns that must alternate, for one
+            return None
+        added = without.removeprefix(before)
+        is_sure = added and without.startswith(before) and through.endswith(added) and text.startswith(through)
+        return len(through) - len(added) if is_sure else None
+
+    def _render(self, messages: Sequence[dict[str, Any]], **options: Any) -> tuple[str, list[Span]]:  # noqa: ANN401
+        conversation = self._conversation
+        try:
+            made: Any = render_jinja_template(  # annotated as text
+                conversations=[list(messages)],
+                tools=conversation.tools,
+                chat_template=self._source,
+                **self._tokens,
+                **options,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise DataError(f"{conversation.place}: the chat template refuses the conversation: {error}") from error
+        texts, spans = made
+        return texts[0], spans[0] if spans else []

@@ -1,0 +1,128 @@
+"""Records out of every kind of file, and what is said of damaged ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatier.config import DataConfig
+from megatier.data.records import read_records, saved_files
+from megatier.data.text import documents
+from megatier.errors import DataError
+
+RECORDS: list[dict[str, Any]] = [
+    {"text": "one", "messages": [{"role": "user", "content": "é"}, {"role": "assistant", "content": "☃"}]},
+    {"text": "two", "messages": []},
+]
+
+
+def write_table(path: Path, records: list[dict[str, Any]]) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.Table.from_pylist(records)
+    if path.suffix == ".parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(table, path)
+        return
+    make = arrow.ipc.new_file if path.stem == "file" else arrow.ipc.new_stream
+    with arrow.OSFile(str(path), "wb") as target, make(target, table.schema) as writer:
+        writer.write_table(table, max_chunksize=1)
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> Path:
+    if path.suffix in (".parquet", ".arrow"):
+        write_table(path, records)
+    else:
+        lines = [json.dumps(record) for record in records]
+        path.write_text("\n\n".join(lines) if path.suffix == ".jsonl" else f"[{', '.join(lines)}]")
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "stream.arrow", "file.arrow"])
+def test_read_records_gives_what_was_written_and_its_place(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, RECORDS)
+    found = list(read_records(path, path.suffix[1:]))
+    assert [record for _, record in found] == RECORDS
+    places = ["line 1", "line 3"] if name == "a.jsonl" else ["record 1", "record 2"]
+    assert [place for place, _ in found] == [f"{path}, {place}" for place in places]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'[{"text": "a"},\n{"text": ]', "line 2: no valid JSON"),
+        ("a.json", b'{"text": "a"}\n{"text": ', "line 2: no valid JSON"),
+        ("a.parquet", b"PAR1 and no more", "no valid parquet file"),
+        ("a.arrow", b"ARROW1 and no more", "no valid arrow file"),
+        ("a.arrow", b"", "no valid arrow file"),
+    ],
+)
+def test_read_records_damaged_file_says_which(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    if not name.endswith("json"):
+        pytest.importorskip("pyarrow")
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name}[,:] ?{message}"):
+        list(read_records(path, path.suffix[1:]))
+
+
+def test_read_records_json_by_lines_is_told_from_an_array(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("\n".join(json.dumps(record) for record in RECORDS))
+    assert [record for _, record in read_records(path, "json")] == RECORDS
+
+
+def test_read_records_table_cut_short_says_which(tmp_path: Path) -> None:
+    path = write(tmp_path / "stream.arrow", RECORDS * 100)
+    path.write_bytes(path.read_bytes()[:-2000])
+    with pytest.raises(DataError, match=r"stream\.arrow: no valid arrow file"):
+        list(read_records(path, "arrow"))
+
+
+def test_read_records_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"needs pyarrow: pip install 'megatier\[data\]'"):
+        list(read_records(tmp_path / "a.parquet", "parquet"))
+
+
+def test_read_records_missing_table_is_an_os_error(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    with pytest.raises(FileNotFoundError):
+        list(read_records(tmp_path / "a.parquet", "parquet"))
+
+
+def test_documents_of_a_saved_dataset_come_in_the_order_of_its_state(tmp_path: Path) -> None:
+    names = ["data-00001-of-00002.arrow", "data-00000-of-00002.arrow"]
+    for name, record in zip(names, RECORDS, strict=True):
+        write(tmp_path / name, [record])
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (tmp_path / "dataset_info.json").write_text("{}")
+    assert list(documents(DataConfig(files=(str(tmp_path),)))) == ["one", "two"]
+
+
+def test_documents_of_tables_in_a_folder_are_read(tmp_path: Path) -> None:
+    write(tmp_path / "b.parquet", RECORDS)
+    write(tmp_path / "a.txt", [])
+    assert list(documents(DataConfig(files=(str(tmp_path),)))) == ["[]", "one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("state.json", "{", "is damaged"),
+        ("state.json", '{"_data_files": [3]}', "is damaged"),
+        ("dataset_dict.json", '{"splits": ["train", "test"]}', "holds the splits train, test. Name one"),
+    ],
+)
+def test_saved_files_of_a_folder_without_them_say_what_to_do(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        saved_files(tmp_path)
+
+
+def test_saved_files_of_any_other_folder_are_none(tmp_path: Path) -> None:
+    assert saved_files(tmp_path) is None
