@@ -161,6 +161,19 @@ def test_family_gradients_of_a_document_equal_every_bit_whatever_comes_before(tm
     assert [name for name, grad in results[0][1].items() if not torch.equal(results[1][1][name], grad)] == []
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_documents_apart_in_compiled_layers_give_the_same_bits_by_every_policy(tmp_path: Path) -> None:
+    source = ModelWeights(plain_model(config := tiny_config("llama")))
+    options: dict[str, Any] = {"slices": 2, "compile": True, "saved_share": 0.5}
+    results = [
+        streamed_gradients(config, tmp_path, source, policy, batch=two_documents(seed), **options)
+        for seed, policy in ((1, "keep"), (2, "recompute"), (3, "offload"))
+    ]
+    (loss, expected), *others = results
+    assert [found_loss for found_loss, _ in others] == [loss, loss]
+    assert [name for _, found in others for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
 FLEX_WARNS = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 """Of PyTorch's own code, which flex attention compiles."""
 

@@ -377,6 +377,7 @@ def test_train_conversations_any_placement_and_policy_give_the_same_weights(tmp_
     assert [name for name, weights in found.items() if not equal(weights, found["gpu"])] == []
     records = metrics(tmp_path / "gpu")
     assert all(0 < record["tokens"] < 4 * 64 for record in records if "tokens" in record), "the fill does not count"
+    assert "generation" in AutoTokenizer.from_pretrained(tmp_path / "gpu" / "run" / "model").chat_template
     crossing = trained(tmp_path / "crossing", {**settings, "data.cross_documents": True})
     assert not equal(crossing, found["gpu"])
 
