@@ -230,10 +230,23 @@ def test_lent_head_gives_the_gradients_of_the_head_itself(_: object, model: str,
     assert outcomes[0] == outcomes[1]
 
 
+def test_lent_head_in_evaluations_among_others_gives_the_same_loss(tmp_path: Path) -> None:
+    train = train_config("untied", groups=1)
+    with streamed_on("ram_nvme", tmp_path, train, model="untied", fused_loss=False) as (_, streamed), torch.no_grad():
+        streamed.model.eval()
+        [batch] = random_groups(train, 2112, 1)
+        losses = {
+            loss.item()
+            for _ in range(2)
+            for loss in (loss_past_the_head(streamed, batch), streamed.model(**batch).loss)
+        }
+        assert len(losses) == 1
+
+
 def loss_past_the_head(streamed: Streamed, batch: Any) -> Tensor:
     """A forward that multiplies by the head's weight itself."""
     model: Any = streamed.model
-    with streamed.one_forward(), streamed.lent_head():
+    with streamed.one_forward("lent"), streamed.lent_head():
         hidden = model.base_model(input_ids=batch["input_ids"]).last_hidden_state
         logits = torch.nn.functional.linear(hidden, model.get_output_embeddings().weight)
         loss: Tensor = model.loss_function(logits, batch["labels"], vocab_size=logits.shape[-1])

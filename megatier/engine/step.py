@@ -235,10 +235,14 @@ class Engine:
         return total / max(1, tokens)
 
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """One forward without gradients inside. Updates that are due have been drained."""
+    def evaluation(self, name: str = "evaluate") -> Iterator[None]:
+        """One forward without gradients inside. Updates that are due have been drained.
+
+        Args:
+            name: of all that use the units in this one's order.
+        """
         self._stage.gradients.group = 0  # the order of units is recorded with their group
-        self._stream.begin("evaluate")
+        self._stream.begin(name)
         try:
             yield
         except BaseException:

@@ -216,8 +216,12 @@ class Streamed:
             self.abandon()
 
     @contextlib.contextmanager
-    def one_forward(self) -> Iterator[None]:
-        """One forward inside: a group of a step, or an evaluation. The model's own comes by here."""
+    def one_forward(self, evaluation: str = "evaluate") -> Iterator[None]:
+        """One forward inside: a group of a step, or an evaluation. The model's own comes by here.
+
+        Args:
+            evaluation: name of all evaluations that use the units in this one's order.
+        """
         if self._is_inside:
             yield
             return
@@ -227,7 +231,7 @@ class Streamed:
             run: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         else:
             self._settle("An evaluation")
-            run = self._engine.evaluation()
+            run = self._engine.evaluation(evaluation)
         self._is_inside = True
         try:
             with run:

@@ -6,7 +6,6 @@ weight there. So that weight is lent to it: a copy, from forward to backward.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -31,8 +30,9 @@ class StreamedTrl(StreamedTraining):
 
         @functools.wraps(forward)
         def entering(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            lent = model.lent_head() if kwargs.get("fused_lm_head") else contextlib.nullcontext()
-            with model.one_forward(), lent:
+            if not kwargs.get("fused_lm_head"):
+                return forward(*args, **kwargs)
+            with model.one_forward("evaluate with a lent head"), model.lent_head():
                 return forward(*args, **kwargs)
 
         model.model.forward = entering

@@ -109,7 +109,7 @@ class Player:
     # ------------------------------------------------------------------ passes
 
     def begin(self, name: str) -> None:
-        """Start a pass, `train` or `evaluate`: play its timeline, or record its order the first time."""
+        """Start a pass, `train` or one of evaluations: play its timeline, or record its order the first time."""
         self._pass, self.accesses, self._loads = name, [], {}
         self._stashed.clear()
         self._fetched.clear()
