@@ -193,6 +193,7 @@ def test_documents_apart_have_the_same_loss_by_flex_attention(tmp_path: Path) ->
 
 @pytest.mark.gpu
 @FLEX_WARNS
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # fp32 products are meant
 @pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
 def test_documents_apart_in_compiled_layers_on_a_gpu_do_not_depend_on_each_other(
     attention: str, tmp_path: Path
