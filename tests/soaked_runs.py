@@ -26,7 +26,7 @@ from small_commands import command, metrics
 
 from megatier.cli import main
 from megatier.store.tier import Tier
-from megatier.train import trainer
+from megatier.train.loop import Loop
 from megatier.train.report import Progress
 
 SETTINGS: dict[str, Any] = {
@@ -71,20 +71,22 @@ def soak(folder: Path, place: str, num_steps: int, every: int) -> dict[str, Any]
 
 def _sampled(words: list[str], folder: Path, samples: Path, every: int) -> int:
     """Train; look at the process after every so many steps, before their checkpoint is written."""
-    real = trainer._Run._step
+    real = Loop._step
 
-    def looked_at(self: trainer._Run, step: int, progress: Progress) -> None:
+    def looked_at(self: Loop, step: int, progress: Progress) -> None:
         real(self, step, progress)
         if step % every == 0:
             with samples.open("a") as file:
                 file.write(json.dumps({"step": step, **held(self, folder)}) + "\n")
 
-    trainer._Run._step = looked_at  # type: ignore[method-assign]
+    Loop._step = looked_at  # type: ignore[method-assign]
     return main(words)
 
 
-def held(run: trainer._Run, folder: Path) -> dict[str, Any]:
+def held(run: Loop, folder: Path) -> dict[str, Any]:
     """What must stay the same after step and step, and the resident bytes."""
+    if (writer := run._checkpoint) is not None:  # it makes and removes files meanwhile
+        writer.wait()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # freed bytes are the allocator's, not ours
     store = run._session.store

@@ -25,7 +25,7 @@ from megatier.cli import main
 from megatier.errors import ConfigError, SavepointError
 from megatier.store import chunkfile
 from megatier.store.tier import Tier
-from megatier.train import savepoint, trainer
+from megatier.train import loop, savepoint
 from megatier.train.checkpoint import digest_of
 from megatier.train.metrics import MetricsLog
 from megatier.train.savepoint import Savepoint, drop_savepoint, resident_bytes, save_savepoint
@@ -311,7 +311,7 @@ def test_savepoint_that_a_drive_refuses_ends_the_run_which_goes_on_from_the_one_
             return save_savepoint(session, folder, step, state)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "save_savepoint", save)
+        patch.setattr(loop, "save_savepoint", save)
         assert main(command(tmp_path, settings_of(tmp_path, SPREAD))) == 2
     assert re.search(words, capsys.readouterr().err)
     run = tmp_path / "run"

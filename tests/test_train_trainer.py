@@ -30,7 +30,7 @@ from megatier.engine.step import Batch, Engine
 from megatier.errors import mib
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.train import choices
-from megatier.train.trainer import rate_of
+from megatier.train.loop import rate_of
 
 PLACES: dict[str, dict[str, Any]] = {
     "gpu": {"tiers.state": "gpu"},

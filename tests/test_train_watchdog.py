@@ -251,7 +251,7 @@ def test_run_that_hangs_ends_with_an_error_and_the_state_of_every_queue(name: st
         ("drive", r"    in flight: nvme_to_ram model.embed_tokens/weight, for"),
         ("lane", r"  ram_to_gpu: at model.embed_tokens/weight for"),
         ("slot", r"in _wait_for_slot"),
-        ("compute", r"in _finish"),
+        ("compute", r"in measure"),
         ("checkpoint", "  checkpoint: at model.embed_tokens for"),
         ("checkpoint", "    behind checkpoint model.embed_tokens, not started"),
         ("checkpoint", "thread megatier-checkpoint_0:"),
