@@ -6,34 +6,41 @@ import threading
 
 import pytest
 
+from megatier.train import stop
 from megatier.train.stop import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stop_request_signal_is_noted_and_the_second_one_interrupts(number: signal.Signals) -> None:
+def test_stop_request_signal_is_noted_and_the_second_one_interrupts(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop, "REPEAT_S", 0.0)
     said: list[str] = []
     signal.signal(number, signal.default_int_handler)  # a shell may have started this process with SIGINT ignored
-    with StopRequest(said.append) as stop:
+    with StopRequest(said.append) as request:
         os.kill(os.getpid(), number)
-        assert stop.is_asked
+        assert request.is_asked
         assert said == ["stopping after this step, with a checkpoint; once more to stop at once"]
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
 
 
-def test_stop_request_second_signal_while_the_first_is_handled_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    real = StopRequest._restore
+def test_stop_request_signal_that_comes_twice_at_once_is_one() -> None:
+    said: list[str] = []
+    with StopRequest(said.append) as request:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert request.is_asked
+    assert len(said) == 1
 
-    def restore(self: StopRequest) -> None:
-        monkeypatch.undo()
-        os.kill(os.getpid(), signal.SIGTERM)
-        real(self)
 
-    monkeypatch.setattr(StopRequest, "_restore", restore)
-    with StopRequest(lambda _: None) as stop, pytest.raises(KeyboardInterrupt):
+def test_stop_request_other_signal_while_the_first_is_handled_interrupts() -> None:
+    with (
+        StopRequest(lambda _: os.kill(os.getpid(), signal.SIGTERM)) as request,
+        pytest.raises(KeyboardInterrupt),
+    ):
         os.kill(os.getpid(), signal.SIGINT)
-    assert stop.is_asked
+    assert request.is_asked
 
 
 def test_stop_request_left_gives_the_handlers_back() -> None:

@@ -1,18 +1,24 @@
-"""A run told to stop: SIGINT and SIGTERM let the step end; a second one ends the process at once."""
+"""A run told to stop: SIGINT and SIGTERM let the step end; a second one ends the process at once.
+
+`timeout` and some schedulers send a signal to a process and then to its group: what comes so soon is the same one.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+REPEAT_S = 0.2
+"""The same signal is no second one if it follows sooner."""
 
 
 class StopRequest:
-    """Catches the first signal for as long as it is entered, in the main thread; elsewhere it catches nothing.
+    """Catches signals for as long as it is entered, in the main thread; elsewhere it catches nothing.
 
     Attributes:
         is_asked: a signal came.
@@ -21,6 +27,7 @@ class StopRequest:
     def __init__(self, say: Callable[[str], None]) -> None:
         """`say` tells the user what happens now."""
         self._say, self.is_asked = say, False
+        self._first = 0, 0.0
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
@@ -29,16 +36,13 @@ class StopRequest:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._restore()
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.is_asked:  # came while the first was being handled
-            signal.default_int_handler(number, frame)
-        self.is_asked = True
-        self._restore()
-        self._say("stopping after this step, with a checkpoint; once more to stop at once")
-
-    def _restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        self._before = {}
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.is_asked:
+            self.is_asked, self._first = True, (number, now)
+            self._say("stopping after this step, with a checkpoint; once more to stop at once")
+        elif number != self._first[0] or now - self._first[1] >= REPEAT_S:
+            signal.default_int_handler(number, frame)
