@@ -116,8 +116,8 @@ class SavepointError(CheckpointError):
         """Name it, say why, and say what the run goes on from without it."""
         self.path, self.before = path, before
         super().__init__(
-            f"the run cannot go on from its savepoint {path}: {reason} Move that folder away, and the run goes on from "
-            f"{before}."
+            f"the run cannot go on from its savepoint {path}: {reason} Without it (move that folder away) the run "
+            f"goes on from {before}."
         )
 
 

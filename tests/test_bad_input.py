@@ -79,6 +79,7 @@ def tree(folder: Path) -> dict[Path, bytes]:
         ({"model.config.model_type": "llamma"}, "Did you mean llama?"),
         ({"model.config.num_attention_heads": 5}, "5"),
         ({"model.config.hidden_size": "wide"}, "hidden_size"),
+        ({"model.config.hiddn_size": 64}, "Did you mean hidden_size?"),
         ({"model.config.num_hidden_layers": 0}, "Layer"),
         ({"model.config.hidden_act": "none such"}, "none such"),
         ({"model.config.vocab_size": 200}, "257 tokens"),

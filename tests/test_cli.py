@@ -86,6 +86,22 @@ def test_train_our_error_shows_no_traceback_unless_debug(
         main(["train", "--debug", *LEAST])
 
 
+@pytest.mark.parametrize("says", ["DefaultCPUAllocator: can't allocate memory", "something else"])
+def test_train_out_of_memory_is_one_message_and_other_errors_are_not(
+    says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(config: RunConfig, console: Console, given: frozenset[str]) -> None:
+        raise RuntimeError(says)
+
+    put_module(monkeypatch, "megatier.train.trainer", train=train)
+    if "memory" not in says:
+        with pytest.raises(RuntimeError, match=says):
+            main(["train", *LEAST])
+        return
+    assert main(["train", *LEAST]) == 2
+    assert "raise train.slices or train.groups" in capsys.readouterr().err
+
+
 def test_train_interrupted_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def train(config: RunConfig, console: Console, given: frozenset[str]) -> None:
         raise KeyboardInterrupt

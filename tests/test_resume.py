@@ -107,6 +107,14 @@ def test_resume_of_a_whole_run_is_refused_and_leaves_its_records(
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
+def test_resume_of_a_whole_run_without_a_checkpoint_does_not_say_that_it_could_go_on(
+    _one_thread: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command(tmp_path), "--output.checkpoint_every=0"]) == 0
+    assert main(["resume", str(tmp_path / "run")]) == 2
+    assert "It has no checkpoint to go on from" in capsys.readouterr().err
+
+
 def test_resume_without_a_checkpoint_begins_again_and_says_so(
     stopped: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -29,7 +29,7 @@ from megatier.errors import MegatierError, StepAbandonedError, TransferError
 from megatier.schedule.player import Player
 from megatier.store import chunkfile
 from megatier.store.chunkfile import ChunkFiles, Staged
-from megatier.train import checkpoint_writer
+from megatier.train import checkpoint_writer, stop
 from megatier.train.checkpoint import checkpoints, restore
 from megatier.train.checkpoint_writer import CheckpointWriter
 from megatier.train.session import Session
@@ -363,6 +363,7 @@ def test_train_told_twice_to_stop_while_a_checkpoint_is_written_leaves_nothing_o
         return step_of(self, number, *words)
 
     step_of = Engine.train_step
+    monkeypatch.setattr(stop, "REPEAT_S", 0.0)
     monkeypatch.setattr(Engine, "train_step", train_step)
     monkeypatch.setattr(CheckpointWriter, "wait", wait)
     with caught_interrupts():

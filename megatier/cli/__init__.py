@@ -30,6 +30,13 @@ EXIT_UNREAD = 1
 """Nobody reads the output any more; rich ends a process so, too. `train` and `resume` go on: see `train.outlet`."""
 
 
+OUT_OF_MEMORY = (
+    "memory beside the tiers' budgets ran out, which activations need. Lower tiers.gpu (on a CPU tiers.ram), "
+    "model.saved_share or data.sequence_length, raise train.slices or train.groups, or set train.activations to "
+    "offload."
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 a check failed, 2 an error, 130 interrupted.
 
@@ -51,6 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print("megatier: interrupted.", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except RuntimeError as error:  # torch's, which is not loaded here
+        if debug or not (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)):
+            raise
+        print(f"megatier: error: {OUT_OF_MEMORY} ({str(error).splitlines()[0][:200]})", file=sys.stderr)
+        return EXIT_ERROR
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_UNREAD

@@ -63,7 +63,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{path}, line {number}", json.loads(line)
             except json.JSONDecodeError as error:
                 raise DataError(
-                    f"{path}, line {number}: no valid JSON: {error.msg} at column {error.colno}."
+                    f"{path}, line {number}: no valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}."
                 ) from error
 
 
@@ -78,7 +78,9 @@ def _read_json(path: Path) -> list[Any]:
     try:
         records: list[Any] = json.loads(path.read_bytes().decode("utf-8", errors="replace"))
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {error.lineno}: no valid JSON: {error.msg} at column {error.colno}.") from error
+        raise DataError(
+            f"{path}, line {error.lineno}: no valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}."
+        ) from error
     return records
 
 

@@ -148,7 +148,7 @@ class Loop:
             writer.wait()
         self._paused += time.perf_counter() - began
         size, seconds, paused = mib(writer.num_bytes), format_seconds(writer.seconds), format_seconds(self._paused)
-        progress.note(f"step {writer.step}: checkpoint written ({size}, {seconds}, of which training waited {paused})")
+        progress.note(f"step {writer.step}: checkpoint written ({size} in {seconds}; training waited {paused})")
         self._record(
             {
                 "step": writer.step,

@@ -91,6 +91,7 @@ def train(
         session = _open_session(stack, model, config, run_directory, savepoint)
         tokenizer = load_tokenizer(config)
         _check_vocabulary(model, len(tokenizer))
+        _check_positions(model, config.data.sequence_length, console)
         text = PackedText.build(config.data, tokenizer, directory / DATA_FOLDER)
         fingerprint = text.fingerprint()
         if state is not None and not accepts_changes:
@@ -174,6 +175,17 @@ def _check_vocabulary(model: PreTrainedModel, num_tokens: int) -> None:
         )
 
 
+def _check_positions(model: PreTrainedModel, sequence_length: int, console: Console) -> None:
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and positions < sequence_length:
+        console.print(
+            f"data.sequence_length is {sequence_length}, and the model is made for {positions} positions "
+            "(max_position_embeddings): what it learns beyond is another model's",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
 def _describe(console: Console, config: RunConfig, session: Session, text: PackedText) -> None:
     num_parameters = sum(tensor.num_elements for unit in session.units for tensor in unit.layout.tensors)
     console.print(
@@ -232,10 +244,13 @@ def _state_of(
 def _check_resumes(directory: Path, config: RunConfig, state: RunState | None, console: Console) -> None:
     """Refuse what could not be exported in the end; say where a run without a checkpoint begins."""
     if config.output.export and (directory / MODEL_FOLDER).exists():
-        raise ConfigError(
-            f"{directory} holds a whole run: {MODEL_FOLDER} is there. To train on, move that folder away, raise "
-            "train.steps, and add --accept-changes, since the learning rate depends on it."
+        remedy = (
+            "To train on, move that folder away, raise train.steps, and add --accept-changes, since the learning rate "
+            "depends on it."
         )
+        if state is None:
+            remedy = "It has no checkpoint to go on from: train its model in another run, with model.path."
+        raise ConfigError(f"{directory} holds a whole run: {MODEL_FOLDER} is there. {remedy}")
     if state is None:
         console.print("no checkpoint yet: the run begins again")
 

@@ -106,7 +106,20 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
         hint = f" Did you mean {near[0]}?" if near and near[0] != settings["model_type"] else ""
         reason = reason.partition(". ")[0].rstrip(".")
         raise UnsupportedModelError(f"transformers does not take this model config: {reason}.{hint}") from error
+    if folder is None:
+        _check_keys(settings)
     return found
+
+
+def _check_keys(settings: Mapping[str, Any]) -> None:
+    """Refuse what looks like a misspelt key: transformers keeps any, and takes its own default instead."""
+    known = AutoConfig.for_model(settings["model_type"])
+    for key in settings:
+        near = get_close_matches(key, known.to_dict(), n=1, cutoff=0.85)
+        if not hasattr(known, key) and near:
+            raise UnsupportedModelError(
+                f"model.config: {settings['model_type']} has no setting {key}. Did you mean {near[0]}?"
+            )
 
 
 def _policy(
