@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -213,4 +214,4 @@ def test_facts_name_the_command_without_where_its_result_went(
 
 def test_stored_results_name_no_path_of_a_machine() -> None:
     texts = {path.name: path.read_text(encoding="utf-8") for path in RESULTS.glob("*.json")}
-    assert not [name for name, text in texts.items() if any(root in text for root in ("/root/", "/home/", "/tmp/"))]
+    assert not [name for name, text in texts.items() if re.search(r"/(root|home|tmp)/", text)]
