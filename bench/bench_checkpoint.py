@@ -28,8 +28,8 @@ from torch import Tensor
 from megatier.config import ModelConfig, MountBudget, NumericsConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.store.chunkfile import CHUNK_ELEMENTS, ChunkFiles
-from megatier.train.checkpoint import checkpoint_bytes, restore
-from megatier.train.checkpoint_writer import CheckpointWriter, sync
+from megatier.train.checkpoint import checkpoint_bytes, restore, sync
+from megatier.train.checkpoint_writer import CheckpointWriter
 from megatier.train.drive_probe import probe_drive
 from megatier.train.session import Session
 

@@ -24,7 +24,8 @@ from torch.utils import flop_counter
 from megatier.engine.activation import Activations
 from megatier.engine.compilation import Compilation
 from megatier.engine.gradient import Gradients
-from megatier.engine.node import Node, Stage, learning
+from megatier.engine.node import Node
+from megatier.engine.stage import Stage, learning
 from megatier.store.layout import Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of the compiler's own imports

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from megatier.engine.activation import Activations
 from megatier.engine.gradient import Gradients
 from megatier.engine.loss import IGNORED, FusedLoss
-from megatier.engine.node import Node, Stage
+from megatier.engine.node import Node
+from megatier.engine.stage import Stage
 from megatier.errors import UnsupportedModelError
 from megatier.store.layout import Layout
 from megatier.store.tier import Phase

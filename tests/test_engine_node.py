@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from megatier.config import TrainConfig
 from megatier.engine.activation import Activations
 from megatier.engine.gradient import Gradients
-from megatier.engine.node import Node, Stage, learning
+from megatier.engine.node import Node
+from megatier.engine.stage import Stage, learning
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.store.layout import Layout
 from megatier.store.tier import Kind, Phase

@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers.utils.output_capturing import _active_collector
 
 from megatier.engine.activation import Activations, Rebinding, Replay, dropping
-from megatier.engine.compilation import Compilation, Compiled
-from megatier.engine.gradient import Gradients
+from megatier.engine.compilation import Compiled
+from megatier.engine.stage import Stage
 from megatier.errors import ConfigError, NonFiniteError, StreamedModelError, UnsupportedModelError
 from megatier.store.layout import TensorSlice
 from megatier.store.tier import Phase
@@ -36,49 +36,6 @@ _collector: ContextVar[dict[str, Any] | None] = _active_collector  # type: ignor
 """Where Hugging Face collects what its hooks capture, such as router logits."""
 
 CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
-
-
-class WeightUse(Protocol):
-    """Weights on the GPU until `leave`."""
-
-    bytes: Tensor
-
-    def leave(self) -> None:
-        """Give them back."""
-
-
-class WeightSource(Protocol):
-    """Who brings weights and takes activations; it knows the tiers."""
-
-    def enter(self, unit: str, phase: Phase, group: int) -> WeightUse:
-        """The unit's weights, uint8 [block]."""
-
-    def stash(self, unit: str, tensor: Tensor) -> None:
-        """Take a contiguous activation to RAM."""
-
-    def fetch(self, unit: str) -> Tensor:
-        """Bring it back."""
-
-
-@dataclass(slots=True)
-class Stage:
-    """What all nodes of a model share."""
-
-    source: WeightSource
-    gradients: Gradients
-    dtype: torch.dtype
-    device: torch.device
-    slices: int
-    anchor: Tensor
-    """A scalar that requires a gradient: input of every node, so that units without a differentiable input have one."""
-    compilation: Compilation | None = None
-    """How to compile the forward of each module in training; None: not at all."""
-    arithmetic: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    """Round every forward and backward of a unit: how its products are taken."""
-    checks_finite: bool = False
-    """Stop at the first unit with a value that is not finite (a diagnosis, not a training mode)."""
-    learnt: dict[str, list[tuple[int, ...] | None]] | None = None
-    """While learning: shapes of each module's flat arguments in the run with one row."""
 
 
 class _Unbound(nn.Parameter):
@@ -491,13 +448,3 @@ def _join_grads(parts: list[list[Tensor | None]], call: _Call) -> list[Tensor | 
                 total = total + grad
             joined.append(total)
     return joined
-
-
-@contextlib.contextmanager
-def learning(stage: Stage) -> Iterator[None]:
-    """Run the model twice inside, with one row and with two: nodes learn which arguments are batched."""
-    stage.learnt = {}
-    try:
-        yield
-    finally:
-        stage.learnt = None

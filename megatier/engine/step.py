@@ -25,8 +25,9 @@ from megatier.engine.compilation import Compilation
 from megatier.engine.gradient import Gradients, GradSink
 from megatier.engine.loss import IGNORED, FusedLoss
 from megatier.engine.matmul import Fp32Products
-from megatier.engine.node import Node, Stage, WeightSource, learning
+from megatier.engine.node import Node
 from megatier.engine.optimizer import AdamW
+from megatier.engine.stage import Stage, WeightSource, learning
 from megatier.errors import NonFiniteError, UnsupportedModelError
 from megatier.models.decoder import Unit, bindings
 

@@ -1,0 +1,68 @@
+"""The stage: what all nodes of a model share, and who brings their weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatier.engine.compilation import Compilation
+from megatier.engine.gradient import Gradients
+from megatier.store.tier import Phase
+
+
+class WeightUse(Protocol):
+    """Weights on the GPU until `leave`."""
+
+    bytes: Tensor
+
+    def leave(self) -> None:
+        """Give them back."""
+
+
+class WeightSource(Protocol):
+    """Who brings weights and takes activations; it knows the tiers."""
+
+    def enter(self, unit: str, phase: Phase, group: int) -> WeightUse:
+        """The unit's weights, uint8 [block]."""
+
+    def stash(self, unit: str, tensor: Tensor) -> None:
+        """Take a contiguous activation to RAM."""
+
+    def fetch(self, unit: str) -> Tensor:
+        """Bring it back."""
+
+
+@dataclass(slots=True)
+class Stage:
+    """What all nodes of a model share."""
+
+    source: WeightSource
+    gradients: Gradients
+    dtype: torch.dtype
+    device: torch.device
+    slices: int
+    anchor: Tensor
+    """A scalar that requires a gradient: input of every node, so that units without a differentiable input have one."""
+    compilation: Compilation | None = None
+    """How to compile the forward of each module in training; None: not at all."""
+    arithmetic: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    """Round every forward and backward of a unit: how its products are taken."""
+    checks_finite: bool = False
+    """Stop at the first unit with a value that is not finite (a diagnosis, not a training mode)."""
+    learnt: dict[str, list[tuple[int, ...] | None]] | None = None
+    """While learning: shapes of each module's flat arguments in the run with one row."""
+
+
+@contextlib.contextmanager
+def learning(stage: Stage) -> Iterator[None]:
+    """Run the model twice inside, with one row and with two: nodes learn which arguments are batched."""
+    stage.learnt = {}
+    try:
+        yield
+    finally:
+        stage.learnt = None
