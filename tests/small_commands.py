@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from megatier.train.metrics import MetricsLog
 
 LINES = 300
 MODEL: dict[str, Any] = {
@@ -103,3 +108,18 @@ def outcome(run: Path) -> dict[str, Any]:
 def leftovers(folder: Path) -> Iterator[Path]:
     """Block directories and locks that are still there."""
     yield from (path for path in folder.rglob("*") if path.name.startswith("megatier-") or path.name == "lock")
+
+
+@contextlib.contextmanager
+def after_step(step: int, harm: Callable[[], None]) -> Iterator[None]:
+    """When the step is recorded, before its checkpoint."""
+    real = MetricsLog.write
+
+    def write(self: MetricsLog, record: Mapping[str, object]) -> None:
+        real(self, record)
+        if record["step"] == step and "loss" in record:
+            harm()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MetricsLog, "write", write)
+        yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -11,17 +10,16 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import FAULTS
-from small_commands import EVERY_TWO, command, leftovers, outcome
+from small_commands import EVERY_TWO, after_step, command, leftovers, outcome
 
 from megatier.cli import main
-from megatier.train.metrics import MetricsLog
 
 CHECKPOINTS = ["step-00000002", "step-00000004", "step-00000006"]
 
@@ -46,21 +44,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def on_drive(folder: Path) -> dict[str, Any]:
     """Settings with the state on a drive."""
     return {**EVERY_TWO, "tiers.state": "nvme", "tiers.nvme": f"{folder}:32MiB"}
-
-
-@contextlib.contextmanager
-def after_step(step: int, harm: Callable[[], None]) -> Iterator[None]:
-    """When the step is recorded, before its checkpoint."""
-    real = MetricsLog.write
-
-    def write(self: MetricsLog, record: Mapping[str, object]) -> None:
-        real(self, record)
-        if record["step"] == step and "loss" in record:
-            harm()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MetricsLog, "write", write)
-        yield
 
 
 def checkpoints(folder: Path) -> list[str]:

@@ -317,7 +317,7 @@ def test_save_that_a_drive_refuses_says_so(
     monkeypatch.setattr(
         *{
             "rename": (Path, "rename", refuse),
-            "syncfs": (checkpoint_writer, "sync", refuse),
+            "syncfs": (checkpoint, "sync", refuse),
             "metadata": (zarr, "create_group", refuse),
         }[what]
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_commands import command, metrics
+from small_commands import after_step, command, metrics
 from small_commands import outcome as outcome_of
 from tiny_runs import KIB, Place, Run, exactness_config, one_thread, opened, outcome, random_groups
 
@@ -25,9 +25,8 @@ from megatier.cli import main
 from megatier.errors import ConfigError, SavepointError
 from megatier.store import chunkfile
 from megatier.store.tier import Tier
-from megatier.train import loop, savepoint
+from megatier.train import checkpoint, loop, savepoint
 from megatier.train.checkpoint import digest_of
-from megatier.train.metrics import MetricsLog
 from megatier.train.savepoint import Savepoint, drop_savepoint, resident_bytes, save_savepoint
 from megatier.train.session import Session
 
@@ -128,28 +127,13 @@ def settings_of(folder: Path, tiers: Mapping[str, Any], **more: Any) -> dict[str
 
 
 @contextlib.contextmanager
-def at_record(step: int, harm: Callable[[], None]) -> Iterator[None]:
-    """Something happens behind the record of a step."""
-    real = MetricsLog.write
-
-    def write(self: MetricsLog, record: Mapping[str, object]) -> None:
-        real(self, record)
-        if record["step"] == step and "loss" in record:
-            harm()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MetricsLog, "write", write)
-        yield
-
-
-@contextlib.contextmanager
 def ended_after(step: int) -> Iterator[None]:
     """An error ends the run."""
 
     def end() -> None:
         raise ConfigError("ended by the test")
 
-    with at_record(step, end):
+    with after_step(step, end):
         yield
 
 
@@ -252,7 +236,7 @@ def test_savepoint_older_than_a_checkpoint_is_not_gone_on_from(
 def test_run_that_is_told_to_stop_leaves_a_checkpoint_and_nothing_on_its_drives(
     tmp_path: Path, whole: dict[str, Any]
 ) -> None:
-    with at_record(5, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+    with after_step(5, lambda: os.kill(os.getpid(), signal.SIGTERM)):
         assert main(command(tmp_path, settings_of(tmp_path, SPREAD))) == 0
     assert not list((tmp_path / "drive").iterdir())
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000005"]
@@ -291,7 +275,7 @@ def refuse(*_: object, **__: object) -> None:
 FAULTS: dict[str, tuple[Any, str, Any, str]] = {
     "full": (chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY), "Free space on this drive"),
     "block files": (os, "fsync", refuse, "synchronising failed on tier nvme.*Check the drive"),
-    "folder": (savepoint, "sync", refuse, "writing a savepoint failed on tier disk.*Check the drive"),
+    "folder": (checkpoint, "sync", refuse, "writing a savepoint failed on tier disk.*Check the drive"),
     "name": (Path, "rename", refuse, "writing a savepoint failed on tier disk.*Check the drive"),
     "mark": (Path, "touch", refuse, "marking failed on tier nvme.*Check the drive"),
     "manifest": (json, "dumps", refuse, "writing a savepoint failed on tier disk"),
@@ -322,7 +306,7 @@ def test_savepoint_that_a_drive_refuses_ends_the_run_which_goes_on_from_the_one_
 
 def test_first_savepoint_that_a_drive_refuses_leaves_no_block_files(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(savepoint, "sync", refuse)
+        patch.setattr(checkpoint, "sync", refuse)
         assert main(command(tmp_path, settings_of(tmp_path, SPREAD))) == 2
     assert not list((tmp_path / "drive").iterdir())
     assert list((tmp_path / "run" / "savepoints").iterdir()) == []

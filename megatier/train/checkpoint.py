@@ -13,6 +13,7 @@ unpickled; a path is made of the model's own names alone.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, TransferError
+from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, MegatierError, TransferError
 from megatier.models.decoder import Unit
 from megatier.store.chunkfile import ArrayReader, ChunkFiles, Grid
 from megatier.store.tier import Kind
@@ -97,6 +98,36 @@ def find_checkpoint(path: Path) -> Path:
             "folders; a run writes them with output.checkpoint_every."
         )
     return found
+
+
+@contextmanager
+def becoming(partial: Path, target: Path, what: str) -> Iterator[None]:
+    """What is written to `partial` inside is `target` in the end, all of it on the drive; or nothing of it is there.
+
+    Raises:
+        TransferError: writing failed.
+    """
+    try:
+        yield
+        sync(partial)
+        partial.rename(target)
+        sync(target.parent)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, MegatierError) or not isinstance(error, OSError):
+            raise
+        path = str(error.filename or target.parent)
+        raise TransferError(f"writing {what}", "disk", path, 0, error.errno or 0) from error
+
+
+def sync(path: Path) -> None:
+    """All of the file system on the drive: one call, where a large checkpoint has thousands of files and folders."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(directory):
+            raise OSError(ctypes.get_errno(), "syncfs", str(path))
+    finally:
+        os.close(directory)
 
 
 def prune(folder: Path, num_kept: int) -> None:

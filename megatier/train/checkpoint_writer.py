@@ -12,8 +12,6 @@ zarr writes the metadata and `chunkfile` the bytes. The folder has a hidden name
 
 from __future__ import annotations
 
-import ctypes
-import os
 import shutil
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -29,7 +27,7 @@ from torch import Tensor
 
 from megatier import _native
 from megatier.engine.optimizer import join_master
-from megatier.errors import MegatierError, StepAbandonedError, TransferError
+from megatier.errors import StepAbandonedError
 from megatier.models.decoder import Unit
 from megatier.schedule.blocks import Generation
 from megatier.schedule.placement import bytes_per_element
@@ -42,6 +40,7 @@ from megatier.train.checkpoint import (
     FORMAT,
     METADATA_FILE,
     WRITING,
+    becoming,
     check_room,
     checkpoint_bytes,
     digest_of,
@@ -136,7 +135,7 @@ class CheckpointWriter:
 
     def _finish(self, last: Transfer) -> None:
         """Make it whole, or leave nothing of it."""
-        try:
+        with becoming(self._partial, self._target, "a checkpoint"):
             try:
                 last.wait()
                 for writer in self._writers:
@@ -144,17 +143,8 @@ class CheckpointWriter:
             finally:
                 self._opened.close()
             write_metadata(self._partial, self._session.units, self._attributes)
-            sync(self._partial)
-            self._partial.rename(self._target)
-            sync(self._folder)
-            if self._num_kept is not None:
-                prune(self._folder, self._num_kept)
-        except BaseException as error:
-            shutil.rmtree(self._partial, ignore_errors=True)
-            if isinstance(error, MegatierError) or not isinstance(error, OSError):
-                raise
-            path = str(error.filename or self._folder)
-            raise TransferError("writing a checkpoint", "disk", path, 0, error.errno or 0) from error
+        if self._num_kept is not None:
+            prune(self._folder, self._num_kept)
         self.seconds = time.perf_counter() - self._began
 
 
@@ -278,13 +268,3 @@ def write_metadata(folder: Path, units: Sequence[Unit], attributes: Mapping[str,
             compressors=[Crc32cCodec()],
             fill_value=0.0,
         )
-
-
-def sync(path: Path) -> None:
-    """All of the file system on the drive: one call, where a large checkpoint has thousands of files and folders."""
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        if ctypes.CDLL(None, use_errno=True).syncfs(directory):
-            raise OSError(ctypes.get_errno(), "syncfs", str(path))
-    finally:
-        os.close(directory)

@@ -36,7 +36,6 @@ from megatier.errors import (
     CheckpointError,
     DamagedCheckpointError,
     IntegrityError,
-    MegatierError,
     SavepointError,
     TransferError,
 )
@@ -47,6 +46,7 @@ from megatier.store.tier import Kind, Tier
 from megatier.train.checkpoint import (
     NUM_THREADS,
     WRITING,
+    becoming,
     checkpoints,
     digest_of,
     last_checkpoint,
@@ -56,7 +56,6 @@ from megatier.train.checkpoint import (
     remove_leftovers,
     step_of,
 )
-from megatier.train.checkpoint_writer import sync
 from megatier.train.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER
 from megatier.train.run_state import RunState
 from megatier.train.session import Session
@@ -154,25 +153,19 @@ def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str
     target = folder / f"step-{step:08d}"
     partial = folder / f".{target.name}{WRITING}"
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        remove_leftovers(folder)
-        partial.mkdir(mode=0o700)
-        num_bytes = _write_arrays(session, partial)
-        _write_manifest(session, partial / MANIFEST_FILE, state)
-        if session.store.files is not None:
-            session.store.files.sync()
-        sync(partial)
-        _keep_files(session, True)
-        partial.rename(target)
-        sync(folder)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        with becoming(partial, target, "a savepoint"):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            remove_leftovers(folder)
+            partial.mkdir(mode=0o700)
+            num_bytes = _write_arrays(session, partial)
+            _write_manifest(session, partial / MANIFEST_FILE, state)
+            if session.store.files is not None:
+                session.store.files.sync()
+            _keep_files(session, True)
+    except BaseException:
         with contextlib.suppress(TransferError):
             _keep_files(session, bool(checkpoints(folder)))
-        if isinstance(error, MegatierError) or not isinstance(error, OSError):
-            raise
-        path = str(error.filename or folder)
-        raise TransferError("writing a savepoint", "disk", path, 0, error.errno or 0) from error
+        raise
     session.player.blocks.keep()
     prune(folder, 1)
     return num_bytes
