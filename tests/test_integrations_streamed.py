@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import megatier
 from megatier.config import NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.gradient import Gradients
-from megatier.engine.step import StepResult
+from megatier.engine.step import Batch, StepResult
 from megatier.errors import BlockNotFoundError, CheckpointError, ConfigError, NonFiniteError, StreamedModelError
 from megatier.integrations.streamed import Streamed
 from megatier.train.session import Session
@@ -62,6 +62,11 @@ def counted(groups: Sequence[Any]) -> int | None:
     return sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in groups) if len(groups) > 1 else None
 
 
+def on_device(streamed: Streamed, batch: Batch) -> Batch:
+    """Where the model wants it."""
+    return {name: tensor.to(streamed.device) for name, tensor in batch.items()}
+
+
 def loop(streamed: Streamed, train: TrainConfig, vocab: int, first: int = 1, last: int = 5) -> list[StepResult]:
     """A plain loop with a scheduler, evaluating in between."""
     results = []
@@ -69,7 +74,7 @@ def loop(streamed: Streamed, train: TrainConfig, vocab: int, first: int = 1, las
         group.update(lr=PEAK, initial_lr=PEAK)
     schedule = torch.optim.lr_scheduler.LambdaLR(streamed.optimizer, lambda n: rate_of(n + first) / PEAK)
     for step in range(first, last + 1):
-        groups = random_groups(train, vocab, step)
+        groups = [on_device(streamed, batch) for batch in random_groups(train, vocab, step)]
         losses = []
         for batch in groups:
             loss = streamed.model(**batch, num_items_in_batch=counted(groups)).loss
@@ -85,7 +90,7 @@ def loop(streamed: Streamed, train: TrainConfig, vocab: int, first: int = 1, las
         if step == 3:
             streamed.model.eval()
             with torch.no_grad():
-                assert streamed.model(**random_groups(train, vocab, 99)[0]).loss.isfinite()
+                assert streamed.model(**on_device(streamed, random_groups(train, vocab, 99)[0])).loss.isfinite()
             streamed.model.train()
     return results
 
@@ -98,10 +103,11 @@ def reference(session: Session, train: TrainConfig, vocab: int) -> list[StepResu
 
 @contextlib.contextmanager
 def streamed_on(
-    place: str, mount: Path, train: TrainConfig, *, model: str = "tied", fused_loss: bool = True, source: Any = None
+    place: str, mount: Path, train: TrainConfig, *, model: str = "tied", fused_loss: bool = True, **options: Any
 ) -> Iterator[tuple[Session, Streamed]]:
+    """The session too, for what only a test asks; options are those of `opened`."""
     config = exactness_config(model)
-    with opened(config, mount, PLACES[place], train, numerics=GUARDED, fused_loss=fused_loss, source=source) as session:
+    with opened(config, mount, PLACES[place], train, numerics=GUARDED, fused_loss=fused_loss, **options) as session:
         streamed = Streamed(session, train, has_logits=not fused_loss)
         streamed.model.train()
         yield session, streamed
@@ -124,6 +130,20 @@ def test_loop_any_place_takes_the_steps_of_the_engine_bit_by_bit(place: str, gro
         results = loop(streamed, train, 160)
         assert any(result.clip_coefficient < 1 for result in results)
         assert outcome(session, results) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("place", ["gpu", "ram", "ram_streamed", "gpu_ram_nvme", "nvme_twice"])
+def test_loop_on_a_gpu_takes_the_steps_of_the_engine_bit_by_bit(place: str, groups: int, tmp_path: Path) -> None:
+    train = train_config("tied", groups=groups)
+    options: dict[str, Any] = {"device": "cuda", "compile": False, "fused_loss": True}
+    with opened(exactness_config("tied"), tmp_path, PLACES["gpu_ram"], train, numerics=GUARDED, **options) as session:
+        torch.manual_seed(5)
+        expected = outcome(session, reference(session, train, 160))
+    with streamed_on(place, tmp_path, train, **options) as (session, streamed):
+        torch.manual_seed(5)
+        assert outcome(session, loop(streamed, train, 160)) == expected
 
 
 @pytest.mark.parametrize("model", ["untied", "moe"])

@@ -72,12 +72,12 @@ def logged(trainer: Trainer, key: str) -> list[float]:
     return [float(entry[key]) for entry in trainer.state.log_history if key in entry]
 
 
-def open_streamed(tmp_path: Path, **options: Any) -> Streamed:
+def open_streamed(tmp_path: Path, device: Any = "cpu", **options: Any) -> Streamed:
     """The plain model on tiers: state at home in RAM and on NVMe."""
     mount = tmp_path / "mount"
     mount.mkdir(exist_ok=True)
     tiers = TiersConfig(
-        device="cpu", gpu=1 << 20, ram=1 << 20, nvme=(f"{mount}:16MiB",), update_threads=2, io_threads=2
+        device=device, gpu=1 << 20, ram=1 << 20, nvme=(f"{mount}:16MiB",), update_threads=2, io_threads=2
     )
     chosen = {"tiers": tiers, "accumulation_steps": 2, "compute_dtype": "fp32", **options}
     return megatier.stream(plain_model(exactness_config("plain")), **chosen)
@@ -104,6 +104,20 @@ def test_trainer_ten_steps_agree_with_the_plain_trainer(tmp_path: Path) -> None:
         assert plain.model is not None
         found = streamed.state_dict()
         assert all(torch.allclose(found[n], p, rtol=0, atol=2e-6) for n, p in plain.model.named_parameters())
+
+
+@pytest.mark.gpu
+def test_trainer_on_a_gpu_agrees_with_the_plain_trainer(tmp_path: Path) -> None:
+    """Products of a batch's rows are summed in another order where the loss is fused, on a GPU."""
+    options: dict[str, Any] = {"use_cpu": False}
+    plain = Trainer(plain_model(exactness_config("plain")), arguments(tmp_path, **options), train_dataset=Rows(60))
+    plain.train()
+    with open_streamed(tmp_path, "cuda", compile=False) as streamed:
+        trainer = MegatierTrainer(streamed, arguments(tmp_path, **options), train_dataset=Rows(60))
+        trainer.train()
+        assert logged(trainer, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-5)
+        assert logged(trainer, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=1e-4)
+        assert logged(trainer, "learning_rate") == logged(plain, "learning_rate")
 
 
 def test_trainer_with_the_same_adamw_and_no_clipping_agrees_bit_by_bit(tmp_path: Path) -> None:
