@@ -25,7 +25,8 @@ from peers.shapes import SHAPES, llama_config
 from record import facts
 from torch import Tensor
 
-from megatier.config import ModelConfig, MountBudget, NumericsConfig, TiersConfig, TrainConfig
+from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.config_values import MountBudget
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.store.chunkfile import CHUNK_ELEMENTS, ChunkFiles
 from megatier.train.checkpoint import checkpoint_bytes, restore, sync

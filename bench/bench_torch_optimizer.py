@@ -25,7 +25,7 @@ from record import facts
 from torch import nn
 
 from megatier import TieredAdamW
-from megatier.config import MountBudget
+from megatier.config_values import MountBudget
 from megatier.train.drive_probe import probe_drive
 
 GIB, MIB, SIDE = 1 << 30, 1 << 20, 2048

@@ -25,7 +25,7 @@ from typing import Any
 
 from record import facts
 
-from megatier.config import parse_bytes
+from megatier.config_values import parse_bytes
 from megatier.store.blockfile import REQUEST_BYTES, IoOptions
 from megatier.train.drive_probe import BLOCK_BYTES, DEPTH, BlockTraffic, block_device
 

@@ -6,20 +6,13 @@ is built, so that a `RunConfig` that exists is a valid one. Pure: no torch, noth
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import yaml
-
+from megatier.config_values import ByteCount, MountBudget, parse_mount
+from megatier.config_values import require as _require
 from megatier.errors import ConfigError
-
-ByteCount = Annotated[int, "bytes"]
-"""Bytes: a plain int, or text such as "96GiB" or "500 MB" in YAML and on the command line."""
 
 PYTHON_STDLIB = "python-stdlib"
 """Entry of `data.files` that stands for the source files of Python's own standard library."""
@@ -29,22 +22,6 @@ DATASET_INFO = "dataset_info.json"
 
 BYTE_TOKENIZER = "bytes"
 """Value of `data.tokenizer` that stands for the byte-level tokenizer, which needs no download."""
-
-YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What yaml raises for text that is no YAML, for values such as 2026-13-45, and for tags that do not fit theirs."""
-YAML_VALUES_MAX, YAML_DEPTH_MAX = 100_000, 50
-BYTE_UNITS = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgtp", start=1):
-    BYTE_UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
-
-
-@dataclass(frozen=True, slots=True)
-class MountBudget:
-    """One drive's share of the NVMe tier."""
-
-    directory: Path
-    num_bytes: int | None
-    """Bytes that megatier may fill; None: what is free."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -393,63 +370,3 @@ SECTIONS: dict[str, type[Any]] = {
     "numerics": NumericsConfig,
     "output": OutputConfig,
 }
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes of a size such as "96GiB", "500 MB", "1.5g" or "4096". K, M, G, T, P alone are powers of 1024.
-
-    Raises:
-        ConfigError: not a size.
-    """
-    match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in BYTE_UNITS:
-        raise ConfigError(f"{text!r} is no byte size; write 96GiB, 500MB or a plain number of bytes")
-    number, unit = match[1], BYTE_UNITS[match[2]]
-    return int(number) * unit if number.isdigit() else int(float(number) * unit)
-
-
-def parse_yaml(text: str, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401  YAML holds anything
-    """What YAML text says, by a parser of it.
-
-    Raises:
-        ConfigError: no valid YAML, or it unfolds, with its aliases, to more values or deeper ones than anybody writes.
-    """
-    try:
-        _check_unfolded(yaml.compose(text, yaml.SafeLoader))
-        return parse(text)
-    except YAML_ERRORS as error:
-        raise ConfigError(f"no valid YAML: {' '.join(str(error).split())}") from error
-
-
-def _check_unfolded(root: yaml.Node | None) -> None:
-    """Before anything is made of the nodes: ten lines of aliases and merges can stand for more than RAM holds."""
-    waiting, count = [(root, 0)], 0
-    while waiting:
-        node, depth = waiting.pop()
-        if isinstance(node, yaml.CollectionNode):
-            inner = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
-            waiting.extend((item, depth + 1) for item in inner)
-        count += 1
-        if count > YAML_VALUES_MAX or depth > YAML_DEPTH_MAX:
-            raise ConfigError(f"more than {YAML_VALUES_MAX} values, or more than {YAML_DEPTH_MAX} in one another")
-
-
-def parse_mount(text: str, setting: str = "tiers.nvme") -> MountBudget:
-    """A mount written as DIR or DIR:SIZE.
-
-    Raises:
-        ConfigError: no directory, or no size after the colon; begins with the setting.
-    """
-    directory, colon, size = text.rpartition(":")
-    if not colon:
-        directory = text
-    _require(directory.strip() != "", setting, text, "DIR or DIR:SIZE, such as /mnt/a:500GiB")
-    try:
-        return MountBudget(Path(directory.strip()), parse_bytes(size) if colon else None)
-    except ConfigError as error:
-        raise ConfigError(f"{setting} is {text!r}: {error}") from error
-
-
-def _require(holds: bool, name: str, value: object, bound: str) -> None:
-    if not holds:
-        raise ConfigError(f"{name} is {value!r}; it must be {bound}.")

@@ -19,7 +19,8 @@ from typing import Any, get_args, get_type_hints
 from jsonargparse import ArgumentParser, get_loader
 from jsonargparse.typing import register_type
 
-from megatier.config import SECTIONS, ByteCount, RunConfig, parse_bytes, parse_yaml
+from megatier.config import SECTIONS, RunConfig
+from megatier.config_values import ByteCount, parse_bytes, parse_yaml
 from megatier.errors import ConfigError
 
 

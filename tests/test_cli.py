@@ -12,7 +12,8 @@ from rich.console import Console
 
 from megatier import cli, hardware
 from megatier.cli import doctor, main
-from megatier.config import MountBudget, RunConfig
+from megatier.config import RunConfig
+from megatier.config_values import MountBudget
 from megatier.errors import DataError
 
 LEAST = ["--data.files=python-stdlib", "--data.tokenizer", "bytes", "--model.config.model_type", "llama"]

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatier.config import SECTIONS, MountBudget, RunConfig, parse_bytes, parse_mount
+from megatier.config import SECTIONS, RunConfig
 from megatier.config_file import field_docs, from_dict, load, to_dict
+from megatier.config_values import MountBudget, parse_bytes, parse_mount
 from megatier.errors import ConfigError
 
 LEAST = ["--data.files=python-stdlib", "--data.tokenizer", "bytes", "--model.config.model_type", "llama"]

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatier.config import parse_bytes
+from megatier.config_values import parse_bytes
 from megatier.errors import PlanError
 from megatier.schedule.placement import (
     SLOTS_MIN,

@@ -21,7 +21,7 @@ from fake_kvikio import Kvikio
 from test_store_store import KEYS, NUM_BYTES, SPAN, StoreContract, has_copy, read, send_home, write
 from tiny_runs import MODELS, PLACES, Run, exactness_config, one_thread, opened, run_in_fresh_process, run_steps
 
-from megatier.config import MountBudget
+from megatier.config_values import MountBudget
 from megatier.errors import ConfigError, IntegrityError, TransferError
 from megatier.store import blockfile, gds
 from megatier.store.blockfile import BlockFiles, Extent, IoOptions

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatier.config import MountBudget
+from megatier.config_values import MountBudget
 from megatier.errors import ConfigError, RunLockedError, TransferError
 from megatier.store import leftovers
 from megatier.store.blockfile import BlockFiles, IoOptions, lock_directory

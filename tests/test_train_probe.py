@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatier.config import MountBudget
+from megatier.config_values import MountBudget
 from megatier.errors import CapacityError, ConfigError, IntegrityError, MegatierError, TransferError
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.store.blockfile import FileBatch, IoOptions

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatier import hardware
-from megatier.config import MountBudget, parse_bytes, parse_mount
+from megatier.config_values import MountBudget, parse_bytes, parse_mount
 from megatier.errors import ConfigError, mib
 from megatier.schedule.rates import Rates, as_dict
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatier import hardware
-from megatier.config import MountBudget, parse_mount
+from megatier.config_values import MountBudget, parse_mount
 from megatier.errors import mib
 
 PAGE_BYTES = 4096

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatier import _native
-from megatier.config import parse_bytes, parse_mount
+from megatier.config_values import parse_bytes, parse_mount
 from megatier.engine.optimizer import PIECE_ELEMENTS, SPAN_ELEMENTS, UPDATE_QUEUE_DEPTH, begin_adamw, step_scalars
 from megatier.errors import CapacityError, ConfigError, NonFiniteError, OptimizerError
 from megatier.hardware import cores_usable, ram_available_bytes

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatier import _native
-from megatier.config import MountBudget
+from megatier.config_values import MountBudget
 from megatier.errors import CapacityError, ConfigError, IntegrityError, RunLockedError, TransferError
 from megatier.hardware import mount_of
 from megatier.store.tier import PAGE_BYTES, round_up

@@ -26,7 +26,7 @@ from typing import Self
 
 import torch
 
-from megatier.config import parse_bytes, parse_mount
+from megatier.config_values import parse_bytes, parse_mount
 from megatier.errors import BlockNotFoundError, CapacityError, DirtyBlockError, LastCopyError
 from megatier.store.blockfile import BlockFiles, Extent, IoOptions
 from megatier.store.copies import Copies

@@ -21,7 +21,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from megatier.config import MountBudget
+from megatier.config_values import MountBudget
 from megatier.errors import CapacityError, ConfigError, at_least
 from megatier.hardware import ROOT, mount_of
 from megatier.schedule.rates import DriveRates
