@@ -64,7 +64,19 @@ class DataConfig:
 
     files: tuple[str, ...] = ()
     """Files, folders or globs, a folder that Hugging Face's save_to_disk wrote, or PATH/dataset_info.json#NAME of
-    LLaMA-Factory; "python-stdlib" is the Python standard library's own source. At least one."""
+    LLaMA-Factory; "python-stdlib" is the Python standard library's own source. Exactly one of files and dataset is
+    given."""
+    dataset: str | None = None
+    """Dataset that Hugging Face's `datasets` loads: a name on the hub, such as org/name, or a folder. Needs the extra
+    datasets."""
+    subset: str | None = None
+    """Subset of data.dataset, where it has several."""
+    split: str = "train"
+    """Split of data.dataset to train on."""
+    revision: str | None = None
+    """Branch, tag or commit of data.dataset on the hub. None: its main branch."""
+    streaming: bool = False
+    """Read data.dataset while the run goes on; it never lies on a drive whole. False: all of it is tokenised first."""
     format: Literal["auto", "text", "jsonl", "json", "parquet", "arrow"] = "auto"
     """How a file is read: as one text, or as records: JSON objects, one a line or in an array, or a table (needs the
     extra data). auto goes by the suffix; .json is text unless chat is set."""
@@ -99,7 +111,13 @@ class DataConfig:
     sequence_length: int = 1024
     """Tokens per sequence, at least 2."""
     holdout_fraction: float = 0.02
-    """Share of the documents kept for evaluation, 0 to below 1."""
+    """Share of the documents kept for evaluation, 0 to below 1. Not of a stream, nor beside data.holdout_split."""
+    holdout_split: str | None = None
+    """Split of data.dataset to evaluate on."""
+    holdout_rows: int = 1000
+    """Rows of a stream kept for evaluation, at least 0: its first, or the first of data.holdout_split."""
+    window_rows: int = 1000
+    """Rows of a stream that are read at a time and shuffled among themselves, at least 1. 1: in their order."""
     seed: int = 0
     """Of the hold-out split and of the order of sequences, at least 0."""
     max_bytes: ByteCount | None = None
@@ -107,7 +125,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         """Check each value."""
-        _require(len(self.files) > 0, "data.files", list(self.files), 'at least one path, glob or "python-stdlib"')
+        self._check_source()
         _require(
             all(s.startswith(".") for s in self.suffixes),
             "data.suffixes",
@@ -116,8 +134,28 @@ class DataConfig:
         )
         _require(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2 tokens")
         _require(0 <= self.holdout_fraction < 1, "data.holdout_fraction", self.holdout_fraction, "from 0 to below 1")
+        _require(self.holdout_rows >= 0, "data.holdout_rows", self.holdout_rows, "at least 0")
+        _require(self.window_rows >= 1, "data.window_rows", self.window_rows, "at least 1")
         _require(self.seed >= 0, "data.seed", self.seed, "at least 0")
         _require(self.max_bytes is None or self.max_bytes >= 1, "data.max_bytes", self.max_bytes, "at least 1 byte")
+
+    def _check_source(self) -> None:
+        """Files, or a dataset with what belongs to it."""
+        if self.dataset is not None:
+            _require(
+                self.dataset != "", "data.dataset", self.dataset, "a name on the hub, such as org/name, or a folder"
+            )
+            _require(not self.files, "data.files", list(self.files), "empty beside data.dataset")
+            is_whole = self.max_bytes is None or not self.streaming
+            _require(
+                is_whole, "data.max_bytes", self.max_bytes, "null with data.streaming: train.steps bounds a stream"
+            )
+            return
+        bound = 'at least one path, glob or "python-stdlib", or data.dataset be given'
+        _require(len(self.files) > 0, "data.files", list(self.files), bound)
+        for name in ("subset", "revision", "streaming", "holdout_split"):
+            value = getattr(self, name)
+            _require(not value, f"data.{name}", value, "left out without data.dataset")
 
     @property
     def is_apart(self) -> bool:

@@ -224,11 +224,12 @@ def test_build_other_sequence_length_packs_conversations_again(tmp_path: Path) -
         assert num_real_tokens(in_order(data)) == 4 * 24
 
 
-def test_fingerprint_covers_what_is_learnt(tmp_path: Path) -> None:
+def test_state_covers_what_is_learnt(tmp_path: Path) -> None:
     data = pack_chats(tmp_path, ["abc"])
-    before = data.fingerprint()
+    before = data.state
     tokens = np.fromfile(data.train.path, np.uint16)
     tokens[-9] ^= 1  # the lowest mark: a token of the answer's end
     tokens.tofile(data.train.path)
-    assert data.fingerprint()["num_tokens"] == before["num_tokens"]
-    assert data.fingerprint() != before
+    found = pack_chats(tmp_path, ["abc"]).state
+    assert found["num_tokens"] == before["num_tokens"]
+    assert found != before

@@ -156,6 +156,31 @@ def test_resume_on_conversations_goes_on_bit_by_bit_and_refuses_others(
     assert outcome(run) == whole
 
 
+@pytest.mark.parametrize("chat", [None, "messages"])
+def test_resume_of_a_stream_goes_on_to_the_same_bits(_one_thread: None, tmp_path: Path, chat: str | None) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "rows").mkdir()
+    for shard in range(2):
+        rows = [
+            {"text": f"{n * 7 % 31} and {n}", "messages": [{"role": "assistant", "content": f"{n} so " * (n % 3 + 1)}]}
+            for n in range(shard, 80, 2)
+        ]
+        (tmp_path / "rows" / f"{shard}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stream = {"data.files": None, "data.dataset": str(tmp_path / "rows"), "data.streaming": True, "data.chat": chat}
+    settings = {**stream, "data.holdout_rows": 9, "data.window_rows": 16, "train.steps": 6}
+    assert main(command(tmp_path, {**settings, "output.checkpoint_every": 1, "output.keep_checkpoints": 9})) == 0
+    run = tmp_path / "run"
+    whole = outcome(run)
+    assert any("heldout_loss" in record for record in metrics(tmp_path))
+    assert all("data" in record["stall_seconds"] for record in metrics(tmp_path) if "loss" in record)
+    for last in (2, 4):
+        shutil.rmtree(run / "model")
+        for step in range(last + 1, 7):
+            shutil.rmtree(run / "checkpoints" / f"step-{step:08}")
+        assert main(["resume", str(run), "--tiers.state=ram", "--tiers.gpu=512KiB"]) == 0
+        assert outcome(run) == whole
+
+
 def test_resume_removes_half_a_checkpoint_before_it_asks_for_room(
     stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

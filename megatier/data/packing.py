@@ -17,10 +17,11 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,9 +29,10 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from megatier.config import BYTE_TOKENIZER, DataConfig
+from megatier.data import hub
 from megatier.data.conversation import Conversation
 from megatier.data.template import tokenise_chat
-from megatier.data.text import documents
+from megatier.data.text import documents, read_rows
 from megatier.errors import DataError
 
 PIECE_CHARACTERS = 1 << 17
@@ -63,10 +65,9 @@ class TokenSpan:
     """Positions start anew at each document, and so attention does."""
 
     def read(self, numbers: Sequence[int], length: int) -> dict[str, torch.Tensor]:
-        """The sequences of these numbers, all int64 [len(numbers), length].
+        """The sequences of these numbers, as `columns_of` gives them.
 
-        `input_ids`; `labels`, equal or -100 where a token is not learnt (the model shifts them); where documents are
-        apart `position_ids`, which count from 0 at each. Read, not mapped: mapped pages would count as this process's.
+        Read, not mapped: mapped pages would count as this process's.
 
         Raises:
             DataError: the file was cut short or removed from outside.
@@ -79,17 +80,16 @@ class TokenSpan:
                     row[:] = np.frombuffer(file.read(length * self.dtype.itemsize), self.dtype)
         except (OSError, ValueError) as error:
             raise DataError(f"cannot read tokens from {self.path}: {error}. Something outside changed it.") from error
-        ids = (rows >> MARK_BITS).astype(np.int64)
-        columns = {"input_ids": ids, "labels": np.where(rows & LEARNT, ids, IGNORED)}
-        if self.is_apart:
-            begins = rows & FIRST != 0
-            columns["labels"][begins] = IGNORED  # nothing before it to tell it from
-            order = np.arange(length)
-            columns["position_ids"] = order - np.maximum.accumulate(np.where(begins, order, 0), axis=1)
-        return {name: torch.from_numpy(column) for name, column in columns.items()}
+        return columns_of(rows, is_apart=self.is_apart)
+
+    def batches(self, batch: int, length: int) -> Iterator[dict[str, torch.Tensor]]:
+        """All whole sequences in order, so many at a time."""
+        count = self.num_tokens // length
+        for start in range(0, count, batch):
+            yield self.read(range(start, min(start + batch, count)), length)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PackedText:
     """A tokenised dataset: shuffled training sequences and held-out ones."""
 
@@ -104,35 +104,20 @@ class PackedText:
     def build(config: DataConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PackedText:
         """Tokenise the dataset into `train.tokens` and `holdout.tokens` in a directory.
 
-        What is there already is taken, where `tokens.json` beside it says that it was made by the same settings.
-
         Raises:
             DataError: missing path, malformed line, no text, less than one sequence, or no room for the files.
         """
-        vocabulary_size = len(tokenizer)
-        is_small = vocabulary_size <= 1 << (16 - MARK_BITS)
-        dtype: np.dtype[np.unsignedinteger] = np.dtype(np.uint16 if is_small else np.uint32)
-        paths = directory / "train.tokens", directory / "holdout.tokens"
-        try:
-            made, settings = directory / SETTINGS_FILE, _settings(config, tokenizer)
-            if not all(path.exists() for path in (*paths, made)) or made.read_text("utf-8") != settings:
-                made.unlink(missing_ok=True)
-                _write_tokens(config, tokenizer, dtype, *paths)
-                made.write_text(settings, "utf-8")
-        except OSError as error:
-            raise DataError(f"cannot write tokens to {directory}: {error.strerror}.") from error
-        sizes = [path.stat().st_size // dtype.itemsize for path in paths]
-        spans = [TokenSpan(path, dtype, 0, size, config.is_apart) for path, size in zip(paths, sizes, strict=True)]
-        train_span, held_out_span = _split_few(spans[0], spans[1], config)
+        train_span, held_out_span = _split_few(*tokenise(config, tokenizer, directory), config)
         if train_span.num_tokens < config.sequence_length:
             raise DataError(
                 f"the dataset has {train_span.num_tokens} tokens to train on, less than one sequence of "
                 f"{config.sequence_length}. Give data.files more text or lower data.sequence_length."
             )
-        return PackedText(train_span, held_out_span, config.sequence_length, config.seed, vocabulary_size)
+        return PackedText(train_span, held_out_span, config.sequence_length, config.seed, len(tokenizer))
 
-    def fingerprint(self) -> dict[str, int]:
-        """What tells this text from another: tokens to train on and their CRC32.
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint notes, which tells this text from another: tokens to train on and their CRC32.
 
         Raises:
             DataError: the file was removed from outside.
@@ -170,9 +155,49 @@ class PackedText:
 
     def holdout(self, batch: int) -> Iterator[dict[str, torch.Tensor]]:
         """Held-out batches in order, the last one perhaps smaller; none where the dataset is too small."""
-        count = self.held_out.num_tokens // self.sequence_length
-        for start in range(0, count, batch):
-            yield self.held_out.read(range(start, min(start + batch, count)), self.sequence_length)
+        return self.held_out.batches(batch, self.sequence_length)
+
+
+def tokenise(config: DataConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> tuple[TokenSpan, TokenSpan]:
+    """The dataset in two files of tokens, to train on and held out; of a stream what is held out alone.
+
+    What is there already is taken, where `tokens.json` beside it says that it was made by the same settings.
+
+    Raises:
+        DataError: missing path, malformed line, no text, or no room for the files.
+    """
+    is_small = len(tokenizer) <= 1 << (16 - MARK_BITS)
+    dtype: np.dtype[np.unsignedinteger] = np.dtype(np.uint16 if is_small else np.uint32)
+    paths = directory / "train.tokens", directory / "holdout.tokens"
+    try:
+        made, settings = directory / SETTINGS_FILE, settings_of(config, tokenizer)
+        if not all(path.exists() for path in (*paths, made)) or made.read_text("utf-8") != settings:
+            made.unlink(missing_ok=True)
+            _write_tokens(config, tokenizer, dtype, *paths)
+            made.write_text(settings, "utf-8")
+    except OSError as error:
+        raise DataError(f"cannot write tokens to {directory}: {error.strerror}.") from error
+    sizes = [path.stat().st_size // dtype.itemsize for path in paths]
+    train, held_out = (
+        TokenSpan(path, dtype, 0, size, config.is_apart) for path, size in zip(paths, sizes, strict=True)
+    )
+    return train, held_out
+
+
+def columns_of(rows: NDArray[np.integer], *, is_apart: bool) -> dict[str, torch.Tensor]:
+    """What the model takes of rows of marked tokens, all int64 [rows, length].
+
+    `input_ids`; `labels`, equal or -100 where a token is not learnt (the model shifts them); where documents are apart
+    `position_ids`, which count from 0 at each.
+    """
+    ids = (rows >> MARK_BITS).astype(np.int64)
+    columns = {"input_ids": ids, "labels": np.where(rows & LEARNT, ids, IGNORED)}
+    if is_apart:
+        begins = rows & FIRST != 0
+        columns["labels"][begins] = IGNORED  # nothing before it to tell it from
+        order = np.arange(rows.shape[1])
+        columns["position_ids"] = order - np.maximum.accumulate(np.where(begins, order, 0), axis=1)
+    return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 
 def num_real_tokens(batch: Mapping[str, torch.Tensor]) -> int:
@@ -184,7 +209,7 @@ def num_real_tokens(batch: Mapping[str, torch.Tensor]) -> int:
     return count - int((begins[:, :-1] & begins[:, 1:]).sum())
 
 
-def _settings(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+def settings_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """What the tokens follow from, but for the files' contents."""
     made_by = [type(tokenizer).__name__, tokenizer.name_or_path, len(tokenizer), tokenizer.eos_token_id]
     settings = {**dataclasses.asdict(config), "made_by": made_by, "template": tokenizer.chat_template}
@@ -200,49 +225,63 @@ def _write_tokens(
     train.parent.mkdir(parents=True, exist_ok=True)
     partial = [path.with_name(f"{path.name}.partial") for path in (train, held_out)]
     with partial[0].open("wb") as to_train, partial[1].open("wb") as to_held_out:
-        fill = tokenizer.eos_token_id << MARK_BITS | FIRST
-        writers = [_Writer(file, dtype, config.sequence_length, fill) for file in (to_train, to_held_out)]
-        for number, document in enumerate(documents(config)):
-            writer = writers[is_held_out(number, config.holdout_fraction, config.seed)]
-            writer.write(
-                _marked(document, config, tokenizer), is_whole=config.is_apart and not isinstance(document, str)
-            )
-        for writer in writers:
-            writer.close(is_whole=config.is_apart)
+        packers = [(Packer(config, tokenizer), file) for file in (to_train, to_held_out)]
+        for is_for_evaluation, document in _sorted_out(config):
+            packer, file = packers[is_for_evaluation]
+            for piece in packer.lay(document):
+                piece.astype(dtype).tofile(file)
+        for packer, file in packers:
+            for piece in packer.end_row():
+                piece.astype(dtype).tofile(file)
+            file.flush()
+            os.fsync(file.fileno())
     for path, name in zip(partial, (train, held_out), strict=True):
         path.rename(name)
 
 
-class _Writer:
-    """A file of tokens while it is written."""
+def _sorted_out(config: DataConfig) -> Iterator[tuple[bool, str | Conversation]]:
+    """Each document, behind whether it is held out; of a stream those that are."""
+    split = config.holdout_split
+    if config.streaming:
+        split = split or config.split
+        dataset, _ = hub.stream(config, split)
+        rows = read_rows(config, split, dataset.take(config.holdout_rows))
+        yield from ((True, document) for document in rows if document)
+        return
+    for number, document in enumerate(documents(config)):
+        yield split is None and is_held_out(number, config.holdout_fraction, config.seed), document
+    if split is not None:
+        yield from ((True, document) for document in documents(config, split))
 
-    def __init__(self, file: BinaryIO, dtype: np.dtype[Any], row: int, fill: int) -> None:
-        """A row is a sequence, in tokens; the fill stands where one is left."""
-        self._file, self._dtype, self._row, self._fill = file, dtype, row, fill
 
-    def write(self, pieces: Iterable[NDArray[np.integer]], *, is_whole: bool) -> None:
-        """Append a document; one that is to stay whole comes in one piece, and begins a row where it needs to."""
+class Packer:
+    """Documents laid end to end in rows, as marked tokens."""
+
+    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        """At the beginning of a row."""
+        self._config, self._tokenizer = config, tokenizer
+        self._row = config.sequence_length
+        self._left = self._row
+        """Tokens that fit in the row that was begun."""
+
+    def lay(self, document: str | Conversation) -> Iterator[NDArray[np.int64]]:
+        """A document's tokens in pieces; behind the fill, where one that stays whole begins a row."""
+        is_whole = self._config.is_apart and isinstance(document, Conversation)
         first = FIRST
-        for piece in pieces:
-            if is_whole and self._left() < len(piece) <= self._row:
-                self._end_row()
+        for piece in _marked(document, self._config, self._tokenizer):
+            if is_whole and self._left < len(piece) <= self._row:
+                yield from self.end_row()
             if len(piece):
                 piece[0] |= first
                 first = 0
-            piece.astype(self._dtype).tofile(self._file)
+            self._left = self._row - (self._row - self._left + len(piece)) % self._row
+            yield piece
 
-    def close(self, *, is_whole: bool) -> None:
-        """Bring it to the drive; with its last row filled, if documents stay whole."""
-        if is_whole and self._left() < self._row:
-            self._end_row()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def _left(self) -> int:
-        return self._row - self._file.tell() // self._dtype.itemsize % self._row
-
-    def _end_row(self) -> None:
-        np.full(self._left(), self._fill, self._dtype).tofile(self._file)
+    def end_row(self) -> Iterator[NDArray[np.int64]]:
+        """The fill of a row that was begun, where documents are apart."""
+        if self._config.is_apart and self._left < self._row:
+            yield np.full(self._left, self._tokenizer.eos_token_id << MARK_BITS | FIRST)
+            self._left = self._row
 
 
 def _marked(

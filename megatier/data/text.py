@@ -1,4 +1,4 @@
-"""Documents out of files, folders and globs, one at a time, in an order that does not depend on the machine.
+"""Documents out of files, folders, globs and datasets, one at a time, in an order that does not depend on the machine.
 
 A text file is one document; files of records hold one a record. Bytes that are no UTF-8 become U+FFFD.
 """
@@ -10,8 +10,10 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatier.config import DATASET_INFO, PYTHON_STDLIB, DataConfig
+from megatier.data import hub
 from megatier.data.conversation import SHAREGPT, Alpaca, Conversation, Shape, Text, Turns
 from megatier.data.dataset_info import describe
 from megatier.data.records import RECORD_FORMATS, read_records, saved_files
@@ -48,26 +50,55 @@ class Source:
             raise DataError(f"cannot read {self.path}: {error.strerror or error}.") from error
 
 
-def documents(config: DataConfig) -> Iterator[str | Conversation]:
-    """The dataset's documents in order, up to `data.max_bytes` of UTF-8. Empty documents are left out.
+def documents(config: DataConfig, split: str | None = None) -> Iterator[str | Conversation]:
+    """The documents in order, up to `data.max_bytes` of UTF-8. Empty documents are left out.
 
     The last text is cut off there; a conversation that does not fit whole is left out.
+
+    Args:
+        config: files, or a dataset.
+        split: of the dataset, if it is not `data.split`.
 
     Raises:
         DataError: a path is missing or unreadable, a record is malformed, or there is no document at all.
     """
     left, found = config.max_bytes, False
-    for source in find_sources(config):
-        for document in source.read():
-            if left is not None:
-                document, left = _cut(document, left)
-            if document:
-                found = True
-                yield document
-            if left == 0:
-                return
+    for document in _read(config, split or config.split):
+        if left is not None:
+            document, left = _cut(document, left)
+        if document:
+            found = True
+            yield document
+        if left == 0:
+            return
     if not found:
-        raise DataError(f"no text in {', '.join(config.files)}. Check data.files, data.suffixes and data.text_field.")
+        what, names = "data.files, data.suffixes", ", ".join(config.files)
+        if config.dataset is not None:
+            what, names = "data.dataset, data.split", config.dataset
+        raise DataError(f"no text in {names}. Check {what} and data.text_field.")
+
+
+def _read(config: DataConfig, split: str) -> Iterator[str | Conversation]:
+    if config.dataset is not None:
+        yield from read_rows(config, split, hub.load(config, split))
+        return
+    for source in find_sources(config):
+        yield from source.read()
+
+
+def read_rows(config: DataConfig, split: str, dataset: Any) -> Iterator[str | Conversation]:  # noqa: ANN401
+    """A document for each row of a dataset of `hub`, empty ones too.
+
+    Raises:
+        DataError: a row is malformed, or the dataset cannot be read any further.
+    """
+    shape = _shape(config)
+    for place, row in hub.rows(config, split, dataset):
+        yield shape.read(row, place)
+
+
+def _shape(config: DataConfig) -> Shape:
+    return CHAT_SHAPES[config.chat] if config.chat is not None else Text(config.text_field)
 
 
 def _cut(document: str | Conversation, left: int) -> tuple[str | Conversation, int]:
@@ -90,7 +121,7 @@ def find_sources(config: DataConfig) -> list[Source]:
 
 def _sources(entry: str, config: DataConfig) -> Iterator[Source]:
     """Files that one entry of `data.files` stands for; a dataset of a `dataset_info.json` brings its own shape."""
-    shape = CHAT_SHAPES[config.chat] if config.chat is not None else Text(config.text_field)
+    shape = _shape(config)
     file, mark, name = entry.rpartition("#")
     if is_described := bool(mark) and Path(file).name == DATASET_INFO:
         path, shape = describe(Path(file).expanduser(), name)

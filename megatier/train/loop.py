@@ -10,6 +10,7 @@ from rich.console import Console
 
 from megatier.config import RunConfig, TrainConfig
 from megatier.data.packing import PackedText, num_real_tokens
+from megatier.data.stream import TextStream
 from megatier.engine.optimizer import learning_rate
 from megatier.errors import NonFiniteError, mib
 from megatier.schedule.forecast import Forecast
@@ -47,8 +48,7 @@ class Loop:
         config: RunConfig,
         console: Console,
         session: Session,
-        text: PackedText,
-        fingerprint: dict[str, int],
+        text: PackedText | TextStream,
         log: MetricsLog,
         scalars: Scalars | None,
         expected: Forecast | None,
@@ -61,7 +61,6 @@ class Loop:
             console: what a person sees.
             session: filled.
             text: what it trains on.
-            fingerprint: of the text, for checkpoints.
             log: metrics.jsonl.
             scalars: for TensorBoard, if wanted.
             expected: the planned step, where the machine was measured.
@@ -75,7 +74,6 @@ class Loop:
         self._device = session.engine.options.device
         self._directory = Path(config.output.directory)
         self._folder = self._directory / CHECKPOINT_FOLDER
-        self._fingerprint = fingerprint
         self._moved_before = session.store.moved_bytes.copy()
         self._checkpoint: CheckpointWriter | None = None
         """It is on its way."""
@@ -131,7 +129,7 @@ class Loop:
         began = time.perf_counter()
         with self._watchdog.watch(self._session.player):
             self._session.player.drain()
-        state = RunState.of(step, self._config, self._device, self._fingerprint)
+        state = RunState.of(step, self._config, self._device, self._text.state)
         num_kept = self._config.output.keep_checkpoints if prunes else None
         self._checkpoint = CheckpointWriter(self._session, self._folder, step, state.to_dict(), num_kept)
         self._has_learnt = False
@@ -165,7 +163,7 @@ class Loop:
         began = time.perf_counter()
         with self._watchdog.watch(self._session.player):
             self._session.player.drain()
-        state = RunState.of(step, self._config, self._device, self._fingerprint)
+        state = RunState.of(step, self._config, self._device, self._text.state)
         num_bytes = save_savepoint(self._session, self._directory / SAVEPOINT_FOLDER, step, state.to_dict())
         seconds = time.perf_counter() - began
         self._session.player.take_events()
@@ -201,6 +199,7 @@ class Loop:
         began = time.perf_counter()
         rate = rate_of(step, train)
         batch = self._text.batch(step - 1, train.batch)
+        waited = time.perf_counter() - began
         columns = [value.chunk(train.groups) for value in batch.values()]
         groups = [dict(zip(batch, parts, strict=True)) for parts in zip(*columns, strict=True)]
         with self._watchdog.watch(session.player):
@@ -209,6 +208,8 @@ class Loop:
         events = session.player.take_events()
         self.traced = [*self.traced[1 - TRACED_STEPS :], (step, events)]
         stalls, busy = stall_seconds(events), busy_seconds(events)
+        if self._config.data.streaming:
+            stalls["data"] = waited
         self._paused += stalls.get("checkpoint", 0.0)
         count = num_real_tokens(batch)
         tiers = tuple(TierUse(tier, used, budget) for tier, used, budget in _tier_uses(session))

@@ -47,11 +47,11 @@ class RunState:
     """Libraries and devices whose kernels decide bits."""
     random: dict[str, Any]
     """Random states of torch (CPU and GPU), Python and numpy."""
-    text: dict[str, int]
-    """`PackedText.fingerprint`."""
+    text: dict[str, Any]
+    """`PackedText.state`, or `TextStream.state`."""
 
     @classmethod
-    def of(cls, step: int, config: RunConfig, device: torch.device, text: dict[str, int]) -> Self:
+    def of(cls, step: int, config: RunConfig, device: torch.device, text: dict[str, Any]) -> Self:
         """The present state of this process."""
         return cls(step, _plain(config), environment(device), random_states(device), text)
 
@@ -96,7 +96,7 @@ class RunState:
         before, now = self.config.get("tiers", {}), _plain(config)["tiers"]
         return [f"tiers.{change}" for change in _differences(before, now)]
 
-    def check_text(self, found: dict[str, int]) -> None:
+    def check_text(self, found: dict[str, Any]) -> None:
         """Refuse to go on with other text.
 
         Raises:

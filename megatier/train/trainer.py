@@ -10,10 +10,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from megatier.config import RunConfig
+from megatier.config import DataConfig, RunConfig
 from megatier.data.packing import PackedText
+from megatier.data.stream import TextStream
 from megatier.data.tokenizer import load_tokenizer
 from megatier.errors import ConfigError
 from megatier.models.decoder import check_stops_at_borders
@@ -92,10 +93,7 @@ def train(
         tokenizer = load_tokenizer(config)
         _check_vocabulary(model, len(tokenizer))
         _check_positions(model, config.data.sequence_length, console)
-        text = PackedText.build(config.data, tokenizer, directory / DATA_FOLDER)
-        fingerprint = text.fingerprint()
-        if state is not None and not accepts_changes:
-            state.check_text(fingerprint)
+        text = _open_text(stack, config.data, tokenizer, directory, state, accepts_changes)
         session.store.seal()
         remove_leftovers(directory / CHECKPOINT_FOLDER)
         _check_room(config, session)
@@ -110,7 +108,7 @@ def train(
         if config.output.tensorboard:
             scalars = stack.enter_context(Scalars(directory / TENSORBOARD_FOLDER, last_step + 1))
         log.write({"step": last_step, **opening(session, _tier_states(session), expected)})
-        run = Loop(config, console, session, text, fingerprint, log, scalars, expected, watchdog)
+        run = Loop(config, console, session, text, log, scalars, expected, watchdog)
         is_whole = run.steps(state)
         run.report("whole" if is_whole else "stopped")
         if not is_whole:
@@ -152,6 +150,26 @@ def _open_session(
     return session
 
 
+def _open_text(
+    stack: ExitStack,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    state: RunState | None,
+    accepts_changes: bool,
+) -> PackedText | TextStream:
+    """What the run trains on: a stream from where the state says, or files whose tokens are those of the state."""
+    folder = directory / DATA_FOLDER
+    if config.streaming:
+        noted = None if state is None else state.text
+        return stack.enter_context(TextStream(config, tokenizer, folder, noted, accepts_changes=accepts_changes))
+    text = PackedText.build(config, tokenizer, folder)
+    found = text.state
+    if state is not None and not accepts_changes:
+        state.check_text(found)
+    return text
+
+
 def _check_room(config: RunConfig, session: Session) -> None:
     """Refuse a run that could not save what it is told to."""
     directory, output = Path(config.output.directory), config.output
@@ -186,11 +204,14 @@ def _check_positions(model: PreTrainedModel, sequence_length: int, console: Cons
         )
 
 
-def _describe(console: Console, config: RunConfig, session: Session, text: PackedText) -> None:
+def _describe(console: Console, config: RunConfig, session: Session, text: PackedText | TextStream) -> None:
+    tokens = "a stream of tokens to train on"
+    if isinstance(text, PackedText):
+        tokens = f"{format_count(text.num_tokens)} tokens to train on"
     num_parameters = sum(tensor.num_elements for unit in session.units for tensor in unit.layout.tensors)
     console.print(
         f"{format_count(num_parameters)} parameters in {len(session.units)} units, {config.model.compute_dtype}, on "
-        f"{session.engine.options.device}; {format_count(text.num_tokens)} tokens to train on; "
+        f"{session.engine.options.device}; {tokens}; "
         f"{nvme_path(session.store)}",
         highlight=False,
         soft_wrap=True,

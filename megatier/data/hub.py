@@ -1,0 +1,88 @@
+"""What Hugging Face's `datasets` loads: by its name on the hub, or out of a folder; whole, or as a stream.
+
+`datasets` is imported here alone, and only where `data.dataset` asks for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatier.config import DataConfig
+from megatier.errors import DataError
+
+BROKEN = (OSError, ValueError, RuntimeError, LookupError, TypeError, ImportError)
+"""What `datasets`, pyarrow and the network raise beside `DatasetsError`."""
+
+
+def load(config: DataConfig, split: str) -> Any:  # noqa: ANN401  datasets has no types
+    """A split of `data.dataset` as a `Dataset`, whose rows lie in the cache of `datasets`.
+
+    Raises:
+        DataError: there is no such dataset, subset, split or revision, it cannot be reached, or `datasets` is missing.
+    """
+    datasets = _library(config)
+    with _named(config, "cannot be loaded", datasets.exceptions.DatasetsError):
+        return datasets.load_dataset(_name(config), config.subset, split=split, revision=config.revision)
+
+
+def stream(config: DataConfig, split: str, commit: str | None = None) -> tuple[Any, str | None]:
+    """A split of `data.dataset` as an `IterableDataset`, and the commit of the hub that it is of; None of a folder.
+
+    Args:
+        config: names it.
+        split: of it.
+        commit: takes the place of `data.revision`: a branch may have moved on.
+
+    Raises:
+        DataError: as of `load`.
+    """
+    datasets = _library(config)
+    with _named(config, "cannot be loaded", datasets.exceptions.DatasetsError):
+        revision = commit or config.revision
+        builder = datasets.load_dataset_builder(_name(config), config.subset, revision=revision)
+        return builder.as_streaming_dataset(split=split), builder.hash if builder.repo_id is not None else None
+
+
+def rows(config: DataConfig, split: str, dataset: Any) -> Iterator[tuple[str, dict[str, Any]]]:  # noqa: ANN401
+    """Each row of a dataset, behind its place, such as "org/name (train), row 3".
+
+    Raises:
+        DataError: a file is damaged, or the network failed for good.
+    """
+    with _named(config, "cannot be read any further", _library(config).exceptions.DatasetsError):
+        for number, row in enumerate(dataset, start=1):
+            yield f"{config.dataset} ({split}), row {number}", row
+
+
+def _name(config: DataConfig) -> str:
+    """A name on the hub, or a folder with its ~ unfolded."""
+    return str(Path(config.dataset or "").expanduser())
+
+
+def _library(config: DataConfig) -> Any:  # noqa: ANN401
+    try:
+        return importlib.import_module("datasets")
+    except ImportError as error:
+        raise DataError(
+            f"data.dataset: {config.dataset} needs the library datasets: pip install 'megatier[datasets]'."
+        ) from error
+
+
+@contextmanager
+def _named(config: DataConfig, what: str, kind: type[Exception]) -> Iterator[None]:
+    """Errors with the dataset's name and a remedy."""
+    try:
+        yield
+    except (kind, *BROKEN) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        remedy = "Check data.dataset, data.subset, data.split and data.revision."
+        if isinstance(error, ConnectionError):
+            remedy = (
+                "Check the network, or download it elsewhere (hf download --repo-type dataset NAME --local-dir FOLDER) "
+                "and name the folder."
+            )
+        raise DataError(f"data.dataset: {config.dataset} {what}: {reason}. {remedy}") from error

@@ -1,0 +1,217 @@
+"""Sequences out of a stream: rows of a dataset that are tokenised and packed while the run goes on.
+
+Rows are read in windows of `data.window_rows`, and those of a window are shuffled by a keyed permutation, as sequences
+of files are. A window's tokens follow from its rows alone. So a position in the stream is small: the dataset's own
+state before the window, and how many of the window's tokens are used up. A run that goes on reads that window again and
+leaves those out; their checksum tells whether they are what they were. (The library's own shuffle buffer loses its rows
+when a stream goes on, so it is not used.)
+
+One thread makes the sequences of the steps ahead. At the end of the stream it begins again: the next epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import zlib
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from megatier.config import DataConfig
+from megatier.data import hub
+from megatier.data.conversation import Conversation
+from megatier.data.packing import Packer, columns_of, settings_of, shuffled, tokenise
+from megatier.data.text import read_rows
+from megatier.errors import CheckpointError, DataError
+
+STEPS_AHEAD = 2
+"""Steps whose sequences are made before they are asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where in a stream a sequence ends."""
+
+    epoch: int = 0
+    window: int = 0
+    """Of the epoch."""
+    dataset: dict[str, Any] | None = None
+    """`IterableDataset.state_dict` before the window; None: the beginning."""
+    used: int = 0
+    """Tokens of the window that belong to this sequence and those before."""
+    crc32: int = 0
+    """Of these tokens."""
+
+    @classmethod
+    def read(cls, stored: object) -> Self:
+        """From what a checkpoint holds.
+
+        Raises:
+            CheckpointError: it is no position.
+        """
+        counts = ("epoch", "window", "used", "crc32")
+        if not isinstance(stored, Mapping) or stored.keys() != {*counts, "dataset"}:
+            raise CheckpointError("the checkpoint is damaged: it has no position in the stream.")
+        is_whole = all(type(stored[name]) is int and stored[name] >= 0 for name in counts)
+        if not (is_whole and isinstance(stored["dataset"], dict | None)):
+            raise CheckpointError(f"the checkpoint is damaged: its position in the stream is {str(stored)[:200]}.")
+        return cls(**stored)
+
+
+class TextStream:
+    """Training sequences of a stream, in order, and held-out ones. Use as a context: its thread ends with it."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        directory: Path,
+        state: Mapping[str, Any] | None = None,
+        *,
+        accepts_changes: bool = False,
+    ) -> None:
+        """Tokenise what is held out, and open the stream.
+
+        Args:
+            config: with `streaming`.
+            tokenizer: of the run.
+            directory: for the held-out tokens.
+            state: `state` of the run that goes on; None: begin.
+            accepts_changes: where that was of other settings or another dataset, begin; never mind other tokens.
+
+        Raises:
+            DataError: the dataset cannot be read, or is not that of the state.
+            CheckpointError: the state is damaged.
+        """
+        self._config, self._tokenizer = config, tokenizer
+        self._settings = hashlib.blake2b(settings_of(config, tokenizer).encode(), digest_size=16).hexdigest()
+        self._position, commit = self._start(state, accepts_changes=accepts_changes)
+        self._checks = not accepts_changes
+        _, self._held_out = tokenise(config, tokenizer, directory)
+        self._dataset, self._commit = hub.stream(config, config.split, commit)
+        if config.holdout_split is None:
+            self._dataset = self._dataset.skip(config.holdout_rows)
+        self._sequences = self._read_sequences(self._position)
+        self._ahead: deque[Future[list[tuple[NDArray[np.int64], Position]]]] = deque()
+        self._thread = ThreadPoolExecutor(1, "megatier-stream")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._sequences.close()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint notes: where the last batch ended, and of which stream."""
+        return {"settings": self._settings, "commit": self._commit, "position": asdict(self._position)}
+
+    def batch(self, step: int, batch: int) -> dict[str, torch.Tensor]:
+        """The next sequences, as `columns_of` gives them.
+
+        Raises:
+            DataError: the stream is malformed, broke off, or has no text.
+        """
+        while len(self._ahead) <= STEPS_AHEAD:
+            self._ahead.append(self._thread.submit(self._take, batch))
+        taken = self._ahead.popleft().result()
+        self._position = taken[-1][1]
+        return columns_of(np.stack([row for row, _ in taken]), is_apart=self._config.is_apart)
+
+    def holdout(self, batch: int) -> Iterator[dict[str, torch.Tensor]]:
+        """Held-out batches in order, the last one perhaps smaller."""
+        return self._held_out.batches(batch, self._config.sequence_length)
+
+    def _start(self, state: Mapping[str, Any] | None, *, accepts_changes: bool) -> tuple[Position, str | None]:
+        """Position and commit to go on from."""
+        if state is None:
+            return Position(), None
+        if state.get("settings") == self._settings:
+            return Position.read(state.get("position")), state.get("commit")
+        if accepts_changes:
+            return Position(), None
+        raise DataError(
+            "the stream is not that of the checkpoint: its dataset, settings, tokenizer or chat template are others. "
+            "Bring the old ones back, or add --accept-changes to begin the new stream."
+        )
+
+    def _take(self, batch: int) -> list[tuple[NDArray[np.int64], Position]]:
+        return list(itertools.islice(self._sequences, batch))
+
+    def _read_sequences(self, start: Position) -> Generator[tuple[NDArray[np.int64], Position]]:
+        """Sequences behind a position, each with the position where it ends; without end."""
+        length, sequence = self._config.sequence_length, list[NDArray[np.int64]]()
+        for end, part in self._parts(start):
+            sequence.append(part)
+            if sum(map(len, sequence)) == length:
+                yield np.concatenate(sequence), end
+                sequence = []
+
+    def _parts(self, start: Position) -> Iterator[tuple[Position, NDArray[np.int64]]]:
+        """Tokens behind a position in parts that end where a sequence does, or before; each behind where it ends."""
+        length, left, left_out = self._config.sequence_length, self._config.sequence_length, start.used
+        for position, documents in self._windows(start):
+            for tokens in self._pack(position, documents):
+                while len(tokens):
+                    is_new = position.used >= left_out
+                    part, tokens = np.split(tokens, [left if is_new else left_out - position.used])
+                    crc32 = zlib.crc32(part.tobytes(), position.crc32)
+                    position = replace(position, used=position.used + len(part), crc32=crc32)
+                    if is_new:
+                        left = left - len(part) or length
+                        yield position, part
+                    elif position.used == left_out:
+                        self._check(position, start)
+            if position.used < left_out:
+                self._check(position, start)
+            left_out = 0
+
+    def _check(self, found: Position, start: Position) -> None:
+        if found != start and self._checks:
+            raise DataError(
+                f"the stream of {self._config.dataset} is not what it was before the checkpoint: its rows are others. "
+                "Bring the old ones back, or add --accept-changes to go on from the same row."
+            )
+
+    def _windows(self, start: Position) -> Iterator[tuple[Position, list[str | Conversation]]]:
+        """Each window's documents, behind the position before it; epoch by epoch."""
+        config, position = self._config, start
+        while True:
+            self._dataset.set_epoch(position.epoch)
+            if position.dataset is not None:
+                self._dataset.load_state_dict(position.dataset)
+            found = position.window > 0
+            rows = read_rows(config, config.split, self._dataset)
+            while window := list(itertools.islice(rows, config.window_rows)):
+                documents = [document for document in window if document]
+                found |= bool(documents)
+                yield replace(position, used=0, crc32=0), documents
+                position = replace(position, window=position.window + 1, dataset=self._dataset.state_dict())
+            if not found:
+                raise DataError(
+                    f"no text in {config.dataset} ({config.split}) behind the rows held out. Check data.dataset, "
+                    "data.split and data.text_field, or lower data.holdout_rows."
+                )
+            position = Position(position.epoch + 1)
+
+    def _pack(self, position: Position, documents: list[str | Conversation]) -> Iterator[NDArray[np.int64]]:
+        """Tokens of a window, its documents shuffled; whole sequences, where documents stay whole."""
+        config, count = self._config, len(documents)
+        packer, key = Packer(config, self._tokenizer), (config.seed, position.epoch, position.window)
+        for number in range(count):
+            yield from packer.lay(documents[shuffled(number, count, key)])
+        if config.chat is not None:
+            yield from packer.end_row()
