@@ -99,7 +99,7 @@ class TextStream:
         self._checks = not accepts_changes
         _, self._held_out = tokenise(config, tokenizer, directory)
         self._dataset, self._commit = hub.stream(config, config.split, commit)
-        if config.holdout_split is None:
+        if config.holdout_split is None and config.holdout_rows:  # with none, skip would still keep the shards' order
             self._dataset = self._dataset.skip(config.holdout_rows)
         self._sequences = self._read_sequences(self._position)
         self._ahead: deque[Future[list[tuple[NDArray[np.int64], Position]]]] = deque()
