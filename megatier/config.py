@@ -395,9 +395,14 @@ class RunConfig:
         )
 
     @property
+    def has_mask(self) -> bool:
+        """Whether attention has a mask of all pairs of tokens, and computes what is masked too."""
+        return self.data.is_apart and self.model.attention != "flex_attention"
+
+    @property
     def can_slice(self) -> bool:
         """Whether a group's mask can be cut along the batch."""
-        return not self.data.is_apart or self.model.attention != "flex_attention"
+        return not self.data.is_apart or self.has_mask
 
 
 SECTIONS: dict[str, type[Any]] = {

@@ -45,6 +45,21 @@ def test_plan_writes_json_and_a_picture(tmp_path: Path) -> None:
     assert ElementTree.parse(tmp_path / "plan.svg").getroot()[0].text == "quickstart.yaml, as planned"
 
 
+def test_plan_documents_apart_say_what_the_mask_takes_and_what_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--data.sequence_length=4096", "--data.cross_documents=false", "--train.batch=4"]
+    found = {}
+    for attention in ("sdpa", "flex_attention"):
+        output = tmp_path / attention
+        assert plan(*words, f"--model.attention={attention}", "--output", str(output)) == 0
+        found[attention] = json.loads(output.read_text())["mask_bytes"]
+        assert ("model.attention flex_attention has a mask by blocks" in capsys.readouterr().out) is bool(
+            found[attention]
+        )
+    assert found == {"sdpa": 64 << 20, "flex_attention": 0}
+
+
 def test_plan_override_changes_the_plan(tmp_path: Path) -> None:
     assert (
         plan("--output", str(tmp_path / "a.json"))

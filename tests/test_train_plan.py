@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_runs import BATCH, PLACES, TOKENS, exactness_config, one_thread, opened, random_groups
@@ -23,7 +24,13 @@ from megatier.train.trial import skeleton_of
 
 RATES = Rates((DriveRates("a", 3e9, 2e9, 2.5e9),), 50e9, 50e9, 5e9, 150e9, 150e9, 1e12)
 SLOW = replace(RATES, drives=(DriveRates("a", 3e6, 2e6, 2.5e6),), flops_per_s=1e11)
-LLAMA = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+}
 LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
 MIB = 1 << 20
 
@@ -50,6 +57,20 @@ def llama(rates: Rates = RATES, **changes: object) -> Plan:
 
 def budgets(**changes: object) -> Budgets:
     return replace(Budgets(2 * MIB, 16 * MIB, 64 * MIB), **changes)  # type: ignore[arg-type]
+
+
+def test_plan_of_documents_apart_computes_all_pairs_but_for_flex_attention() -> None:
+    """2 FLOPs more a pair of tokens and column, forward, and so on backward."""
+    seconds = {}
+    for attention, crosses in (("sdpa", True), ("sdpa", False), ("flex_attention", False)):
+        config = run_config(attention=attention)
+        config = replace(config, data=replace(config.data, cross_documents=crosses))
+        made = make_plan(skeleton_of(config.model), config, RATES, budgets(), compiles=True)
+        seconds[attention, crosses] = made.compute_seconds
+    more = seconds["sdpa", False] - seconds["sdpa", True]
+    forward = 2 * BATCH * TOKENS**2 * LLAMA["hidden_size"] * LLAMA["num_hidden_layers"] / RATES.flops_per_s
+    assert 3 * forward <= more <= 4 * forward
+    assert seconds["flex_attention", False] == seconds["sdpa", True]
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,11 @@ def _sentences(plan: Plan) -> Iterator[str]:
     yield f"Bound by {plan.forecast.bound_by}; compute alone takes {plan.attainment:.0%} of the step."
     beside = mib(round(plan.activations.peak))
     yield f"Beside tiers.gpu the GPU holds about {beside} of activations, loss and libraries."
+    if plan.mask_bytes:
+        yield (
+            f"Of that {mib(plan.mask_bytes)} and more are the mask that keeps documents apart; what it masks is "
+            "computed too. model.attention flex_attention has a mask by blocks and skips them."
+        )
     if plan.placement.streamed:
         yield f"{len(plan.placement.streamed)} units stream their state through the GPU."
     if count := list(plan.placement.grad_homes.values()).count(Tier.NVME):

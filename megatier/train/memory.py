@@ -71,14 +71,18 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
     chunk = config.model.loss_chunk if config.model.fused_loss else work.rows * config.data.sequence_length
     logits = 2 * width * min(chunk, work.rows * config.data.sequence_length) * text.vocab_size
     head_sum = 4 * text.vocab_size * text.hidden_size if config.model.fused_loss else 0
-    has_mask = config.data.is_apart and config.model.attention != "flex_attention"
-    mask = work.rows * config.data.sequence_length**2 if has_mask else 0
+    mask = mask_bytes(config, work)
     in_layer = REPEATED * largest * boundary + width * mask
     return ActivationBytes(
         saved,
         saved + logits + head_sum + BOUNDARIES["loss"] * boundary + mask,
         saved + in_layer / config.train.slices + BOUNDARIES["backward"] * boundary + mask,
     )
+
+
+def mask_bytes(config: RunConfig, work: Workload) -> int:
+    """Of a group's mask where documents are apart: a byte a pair of tokens; 0 where it is by blocks."""
+    return work.rows * config.data.sequence_length**2 if config.has_mask else 0
 
 
 def _saved(unit: Unit, hidden: int, config: RunConfig, work: Workload, compiles: bool) -> float:

@@ -25,7 +25,7 @@ from megatier.schedule.timeline import Access
 from megatier.schedule.trace import TraceEvent
 from megatier.store.tier import Kind, Tier
 from megatier.train.checkpoint import checkpoint_bytes
-from megatier.train.memory import ActivationBytes
+from megatier.train.memory import ActivationBytes, mask_bytes
 from megatier.train.trial import Trial
 
 HIDDEN = 1.05
@@ -68,6 +68,7 @@ class Plan:
         placement: homes and slots.
         state_bytes: per tier and kind.
         activations: GPU memory beside the budget, estimated.
+        mask_bytes: of these, the mask that keeps documents apart.
         forecast: of a step.
         compute_seconds: of a step, if nothing else took time.
         checkpoint_bytes: of one checkpoint.
@@ -87,6 +88,7 @@ class Plan:
     placement: Placement
     state_bytes: Mapping[tuple[Tier, Kind], int]
     activations: ActivationBytes
+    mask_bytes: int
     forecast: Forecast
     compute_seconds: float
     checkpoint_bytes: int
@@ -133,6 +135,7 @@ class Plan:
             "state_bytes": {f"{tier} {kind}": size for (tier, kind), size in self.state_bytes.items()},
             "other_bytes": {str(tier): size for tier, size in self.placement.other_bytes.items()},
             "activation_bytes": dataclasses.asdict(self.activations) | {"peak": self.activations.peak},
+            "mask_bytes": self.mask_bytes,
             "homes": {f"{unit} {kind}": str(tier) for (unit, kind), tier in self.placement.homes.items()},
             "streamed": list(self.placement.streamed),
             "busy_seconds": {lane: seconds for lane, seconds in made.busy_seconds.items() if seconds},
@@ -190,6 +193,7 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         placement,
         dict(state),
         trial.activations,
+        mask_bytes(config, work),
         made,
         trial.compute_seconds,
         num_bytes,

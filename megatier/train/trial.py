@@ -148,19 +148,20 @@ def _compute_seconds(
 ) -> dict[tuple[str, Phase], float]:
     """Of one use by one group: 2 FLOPs a parameter and token forward, twice as many backward, and attention's.
 
-    Causal attention: 2 x sequence x width FLOPs a token forward.
+    Causal attention: 2 x sequence x width FLOPs a token forward; twice that with a mask of all pairs, whose kernel also
+    computes what is masked. A mask by blocks spares some of them, as many as documents are short; that is not counted.
     """
     text = model.config.get_text_config()
     sequence = config.data.sequence_length
     tokens = work.rows * sequence
     experts, chosen = _experts(text)
     head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    width = text.num_attention_heads * head_width
+    pairs = (4 if config.has_mask else 2) * sequence * text.num_attention_heads * head_width
     seconds: dict[tuple[str, Phase], float] = {}
     for unit in work.units:
         products = _active_elements(unit, experts, chosen) * 2 * tokens
         if unit.is_layer:
-            forward = (products + 2 * sequence * width * tokens) / rates.flops_per_s
+            forward = (products + pairs * tokens) / rates.flops_per_s
             seconds[unit.name, Phase.FORWARD] = forward
             seconds[unit.name, Phase.BACKWARD] = forward * (2 + _repeated(config, work, unit, compiles))
         elif head in unit.module_names:
