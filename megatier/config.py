@@ -117,7 +117,8 @@ class DataConfig:
     holdout_rows: int = 1000
     """Rows of a stream kept for evaluation, at least 0: its first, or the first of data.holdout_split."""
     window_rows: int = 1000
-    """Rows of a stream that are read at a time and shuffled among themselves, at least 1. 1: in their order."""
+    """Rows of a stream that are read at a time and shuffled among themselves, and conversations that are packed at a
+    time where they stay whole, at least 1; of these at least as many as fill about 32 sequences."""
     seed: int = 0
     """Of the hold-out split and of the order of sequences, at least 0."""
     max_bytes: ByteCount | None = None

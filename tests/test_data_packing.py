@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatier.config import DataConfig
-from megatier.data import packing
+from megatier.data import packer
 from megatier.data.packing import PackedText, is_held_out, num_real_tokens, shuffled
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.errors import DataError
@@ -121,7 +121,7 @@ def test_batch_cut_token_file_raises(tmp_path: Path) -> None:
 def test_build_long_document_in_pieces_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str
 ) -> None:
-    monkeypatch.setattr(packing, "PIECE_CHARACTERS", 7)
+    monkeypatch.setattr(packer, "PIECE_CHARACTERS", 7)
     text = "é one line\nand one very long line without any end\n\n" * 3
     data = pack(tmp_path, [text], tokenizer=tokenizer, sequence_length=2)
     tokens = data.train.read(range(data.num_sequences), 2)["input_ids"].flatten().tolist()
@@ -185,8 +185,8 @@ def test_build_conversations_learn_answers_alone(tmp_path: Path) -> None:
 def test_build_conversations_stay_whole_where_they_fit(tmp_path: Path) -> None:
     data = pack_chats(tmp_path, ["a", "bcd", "e" * 40, "fg"])
     batch = in_order(data)
-    # The third is longer than a sequence: it begins behind the second. The fourth does not fit behind its end.
-    assert learnt(batch) == ["a" + BREAK, "bcd" + BREAK, "e" * 21, "e" * 19 + BREAK, "fg" + BREAK]
+    # The third is longer than a sequence: it begins one, and its rest begins another.
+    assert learnt(batch) == ["a" + BREAK, "bcd" + BREAK, "e" * 13, "e" * 26 + BREAK, "fg" + BREAK]
     assert num_real_tokens(batch) == 4 * len(HEAD + BREAK) + 1 + 3 + 40 + 2
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatier.config import DataConfig
+from megatier.data import packer
 from megatier.data.packing import num_real_tokens
 from megatier.data.stream import TextStream
 from megatier.data.tokenizer import byte_tokenizer
@@ -132,8 +133,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("parquet", [False, True], ids=["jsonl", "parquet"])
 @pytest.mark.parametrize("case", CASES)
-def test_batch_behind_a_checkpoint_is_that_of_an_unbroken_run(tmp_path: Path, case: str, parquet: bool) -> None:
+def test_batch_behind_a_checkpoint_is_that_of_an_unbroken_run(
+    tmp_path: Path, case: str, parquet: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over the end of an epoch too; each third step a new run goes on."""
+    monkeypatch.setattr(packer, "WINDOW_ROWS", 1)
     write_rows(tmp_path / "rows", parquet=parquet, count=23)
     settings = CASES[case]
     with opened(tmp_path, **settings) as stream:
@@ -154,6 +158,14 @@ def test_batch_of_conversations_is_apart_and_learns_answers(tmp_path: Path) -> N
         batch = stream.batch(0, 4)
     assert batch.keys() == {"input_ids", "labels", "position_ids"}
     assert 0 < int((batch["labels"] >= 0).sum()) < num_real_tokens(batch) < batch["input_ids"].numel()
+
+
+def test_batch_windows_of_conversations_fill_enough_rows_to_pack_well(tmp_path: Path) -> None:
+    with opened(tmp_path, window_rows=1, **CASES["conversations"]) as stream:
+        stream.batch(0, 4)
+        assert stream.state["position"]["window"] == 0
+        stream.batch(1, 8)
+        assert stream.state["position"]["epoch"] == 0, "one window is the whole stream"
 
 
 def test_state_is_small_and_knows_nothing_of_what_was_read_ahead(tmp_path: Path) -> None:

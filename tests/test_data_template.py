@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatier.config import DataConfig, ModelConfig, RunConfig
 from megatier.data.conversation import Conversation
-from megatier.data.template import tokenise_chat
+from megatier.data.template import tokenise_chats
 from megatier.data.tokenizer import byte_tokenizer, load_tokenizer
 from megatier.errors import DataError
 
@@ -56,30 +56,30 @@ def with_template(template: str | None) -> PreTrainedTokenizerFast:
 
 def read(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]] = MESSAGES) -> tuple[str, str]:
     """The whole conversation, and what of it is learnt."""
-    ids, learnt = tokenise_chat(Conversation(messages, None, "a.jsonl, line 7"), tokenizer)
+    ids, learnt = next(tokenise_chats([Conversation(messages, None, "a.jsonl, line 7")], tokenizer))
     assert ids.shape == learnt.shape
     return str(tokenizer.decode(ids)), str(tokenizer.decode(ids[learnt]))
 
 
-def test_tokenise_chat_by_prefixes_learns_answers_and_their_ends() -> None:
+def test_tokenise_chats_by_prefixes_learns_answers_and_their_ends() -> None:
     whole, learnt = read(with_template(CHATML))
     assert whole == "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in MESSAGES)
     assert learnt == "Só. <|im_end|>\nNo. ☃<|im_end|>\n"
 
 
-def test_tokenise_chat_by_marks_learns_what_they_enclose() -> None:
+def test_tokenise_chats_by_marks_learns_what_they_enclose() -> None:
     whole, learnt = read(with_template(MARKED))
     assert whole.startswith("system: Be brief. ☃user: Why?assistant: Só.<|endoftext|>user: And?")
     assert learnt == "Só.<|endoftext|>No. ☃<|endoftext|>"
 
 
-def test_tokenise_chat_of_the_byte_tokenizer_learns_answers() -> None:
+def test_tokenise_chats_of_the_byte_tokenizer_learns_answers() -> None:
     whole, learnt = read(byte_tokenizer())
     assert whole == "".join(f"{m['role']}:\n{m['content']}\n\n" for m in MESSAGES)
     assert learnt == "Só. \n\nNo. ☃\n\n"
 
 
-def test_tokenise_chat_last_turn_that_is_written_in_another_way_learns_every_turn() -> None:
+def test_tokenise_chats_last_turn_that_is_written_in_another_way_learns_every_turn() -> None:
     """As Qwen3's template does."""
     whole, learnt = read(with_template(LAST_TURN_THINKS))
     assert whole.count("<think>") == 1
@@ -98,12 +98,12 @@ ALTERNATING = "{% if messages[2:] and messages[2].role == 'user' %}{{ raise_exce
     ],
     ids=["the start depends on later turns", "a turn depends on later turns", "turns must alternate"],
 )
-def test_tokenise_chat_turn_whose_place_is_not_sure_is_refused(template: str) -> None:
+def test_tokenise_chats_turn_whose_place_is_not_sure_is_refused(template: str) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl, line 7: the chat template writes turn 3 in another way when more"):
         read(with_template(template))
 
 
-def test_tokenise_chat_token_across_the_border_of_a_turn_is_not_learnt() -> None:
+def test_tokenise_chats_token_across_the_border_of_a_turn_is_not_learnt() -> None:
     """And special tokens are one token each."""
     pieces = ["\u010a", "S", "o", ".", "\u010aS", "W", "u", "<|im_end|>"]
     bpe = Tokenizer(models.BPE(vocab={piece: n for n, piece in enumerate(pieces)}, merges=[("\u010a", "S")]))
@@ -116,16 +116,16 @@ def test_tokenise_chat_token_across_the_border_of_a_turn_is_not_learnt() -> None
         "{% if add_generation_prompt %}{{ 'a\\n' }}{% endif %}"
     )
     messages = [{"role": "user", "content": "W"}, {"role": "assistant", "content": "So."}]
-    ids, learnt = tokenise_chat(Conversation(messages, None, "here"), tokenizer)
+    ids, learnt = next(tokenise_chats([Conversation(messages, None, "here")], tokenizer))
     found = list(zip(tokenizer.convert_ids_to_tokens(ids.tolist()), learnt.tolist(), strict=True))
     assert found[-4:] == [("\u010aS", False), ("o", True), (".", True), ("<|im_end|>", True)]
     assert not any(learnt[:-3])
 
 
-def test_tokenise_chat_gives_tools_to_the_template() -> None:
+def test_tokenise_chats_gives_tools_to_the_template() -> None:
     tokenizer = with_template("{{ tools[0].function.name }}" + CHATML)
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    ids, _ = tokenise_chat(Conversation(MESSAGES, tools, "here"), tokenizer)
+    ids, _ = next(tokenise_chats([Conversation(MESSAGES, tools, "here")], tokenizer))
     assert str(tokenizer.decode(ids)).startswith("f<|im_start|>system")
 
 
@@ -140,7 +140,7 @@ def test_tokenise_chat_gives_tools_to_the_template() -> None:
         ("{% for", "line 7: the chat template refuses"),
     ],
 )
-def test_tokenise_chat_template_that_fails_says_why(template: str | None, message: str) -> None:
+def test_tokenise_chats_template_that_fails_says_why(template: str | None, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read(with_template(template))
 

@@ -1,13 +1,8 @@
 """Documents packed into sequences of equal length, in an order that follows from the step alone.
 
-Documents are tokenised once, each text closed by the end token, and laid end to end in two files of plain integers, one
-to train on and one held out. An integer is a token's id, and below it two bits that say whether the token is learnt and
-whether a document begins there. A sequence is a cut of `sequence_length` tokens, addressed by its number. The shuffle
-is a keyed permutation computed per number, so any step's batch can be read at once: a resumed run needs no position but
-its step.
-
-Where documents are apart (`DataConfig.is_apart`), a conversation that does not fit in the rest of a sequence begins the
-next one. The rest is filled with end tokens, each alone in a document of its own: nothing sees them or learns them.
+Documents are tokenised once, and laid in two files of plain integers (`packer`), one to train on and one held out. A
+sequence is a cut of `sequence_length` tokens, addressed by its number. The shuffle is a keyed permutation computed per
+number, so any step's batch can be read at once: a resumed run needs no position but its step.
 """
 
 from __future__ import annotations
@@ -25,28 +20,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from megatier.config import BYTE_TOKENIZER, DataConfig
+from megatier.config import DataConfig
 from megatier.data import hub
 from megatier.data.conversation import Conversation
-from megatier.data.template import tokenise_chat
+from megatier.data.packer import MARK_BITS, Packer, columns_of
 from megatier.data.text import documents, read_rows
 from megatier.errors import DataError
 
-PIECE_CHARACTERS = 1 << 17
-"""Tokenisers take about 200 bytes a token, so a longer document is tokenised in pieces that end at a line's end."""
-
-IGNORED = -100
-"""Label of a token that is not learnt, as Hugging Face has it."""
-
 FINGERPRINT_BYTES = 16 << 20
 SETTINGS_FILE = "tokens.json"
-
-MARK_BITS = 2
-LEARNT, FIRST = 1, 2
-"""Marks below a token's id: its label counts; a document begins with it."""
 
 SHUFFLE_ROUNDS = 6
 """Feistel rounds; four already look random."""
@@ -184,22 +168,6 @@ def tokenise(config: DataConfig, tokenizer: PreTrainedTokenizerBase, directory: 
     return train, held_out
 
 
-def columns_of(rows: NDArray[np.integer], *, is_apart: bool) -> dict[str, torch.Tensor]:
-    """What the model takes of rows of marked tokens, all int64 [rows, length].
-
-    `input_ids`; `labels`, equal or -100 where a token is not learnt (the model shifts them); where documents are apart
-    `position_ids`, which count from 0 at each.
-    """
-    ids = (rows >> MARK_BITS).astype(np.int64)
-    columns = {"input_ids": ids, "labels": np.where(rows & LEARNT, ids, IGNORED)}
-    if is_apart:
-        begins = rows & FIRST != 0
-        columns["labels"][begins] = IGNORED  # nothing before it to tell it from
-        order = np.arange(rows.shape[1])
-        columns["position_ids"] = order - np.maximum.accumulate(np.where(begins, order, 0), axis=1)
-    return {name: torch.from_numpy(column) for name, column in columns.items()}
-
-
 def num_real_tokens(batch: Mapping[str, torch.Tensor]) -> int:
     """Tokens of a batch but for the fill: where documents are apart, a token alone in one teaches nothing."""
     count = batch["input_ids"].numel()
@@ -231,7 +199,7 @@ def _write_tokens(
             for piece in packer.lay(document):
                 piece.astype(dtype).tofile(file)
         for packer, file in packers:
-            for piece in packer.end_row():
+            for piece in packer.end():
                 piece.astype(dtype).tofile(file)
             file.flush()
             os.fsync(file.fileno())
@@ -252,49 +220,6 @@ def _sorted_out(config: DataConfig) -> Iterator[tuple[bool, str | Conversation]]
         yield split is None and is_held_out(number, config.holdout_fraction, config.seed), document
     if split is not None:
         yield from ((True, document) for document in documents(config, split))
-
-
-class Packer:
-    """Documents laid end to end in rows, as marked tokens."""
-
-    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """At the beginning of a row."""
-        self._config, self._tokenizer = config, tokenizer
-        self._row = config.sequence_length
-        self._left = self._row
-        """Tokens that fit in the row that was begun."""
-
-    def lay(self, document: str | Conversation) -> Iterator[NDArray[np.int64]]:
-        """A document's tokens in pieces; behind the fill, where one that stays whole begins a row."""
-        is_whole = self._config.is_apart and isinstance(document, Conversation)
-        first = FIRST
-        for piece in _marked(document, self._config, self._tokenizer):
-            if is_whole and self._left < len(piece) <= self._row:
-                yield from self.end_row()
-            if len(piece):
-                piece[0] |= first
-                first = 0
-            self._left = self._row - (self._row - self._left + len(piece)) % self._row
-            yield piece
-
-    def end_row(self) -> Iterator[NDArray[np.int64]]:
-        """The fill of a row that was begun, where documents are apart."""
-        if self._config.is_apart and self._left < self._row:
-            yield np.full(self._left, self._tokenizer.eos_token_id << MARK_BITS | FIRST)
-            self._left = self._row
-
-
-def _marked(
-    document: str | Conversation, config: DataConfig, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[NDArray[np.int64]]:
-    """Tokens of a document with their marks: a conversation's in one piece, a text's in several."""
-    if isinstance(document, Conversation):
-        ids, learnt = tokenise_chat(document, tokenizer)
-        yield ids << MARK_BITS | np.where(learnt, LEARNT, 0)
-        return
-    for piece in _pieces(document):
-        yield _tokenise(piece, config, tokenizer) << MARK_BITS | LEARNT
-    yield np.asarray([tokenizer.eos_token_id << MARK_BITS | LEARNT])
 
 
 def is_held_out(number: int, fraction: float, seed: int) -> bool:
@@ -327,25 +252,6 @@ def _hash(numbers: tuple[int, ...]) -> int:
     """64 bits that depend on each number."""
     packed = b"".join(number.to_bytes(8, "little") for number in numbers)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """The text in pieces of bounded length, cut at the ends of lines where there are some."""
-    start = 0
-    while start < len(text):
-        stop = start + PIECE_CHARACTERS
-        if stop < len(text):
-            stop = text.rfind("\n", start, stop) + 1 or stop
-        yield text[start:stop]
-        start = stop
-
-
-def _tokenise(text: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int64]:
-    """Token ids of a piece."""
-    if config.tokenizer == BYTE_TOKENIZER:
-        # What the byte tokenizer says, about two hundred times faster.
-        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64)
-    return np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
 
 
 def _split_few(train: TokenSpan, held_out: TokenSpan, config: DataConfig) -> tuple[TokenSpan, TokenSpan]:

@@ -30,7 +30,8 @@ from transformers import PreTrainedTokenizerBase
 from megatier.config import DataConfig
 from megatier.data import hub
 from megatier.data.conversation import Conversation
-from megatier.data.packing import Packer, columns_of, settings_of, shuffled, tokenise
+from megatier.data.packer import Packer, columns_of, is_window
+from megatier.data.packing import settings_of, shuffled, tokenise
 from megatier.data.text import read_rows
 from megatier.errors import CheckpointError, DataError
 
@@ -195,7 +196,7 @@ class TextStream:
                 self._dataset.load_state_dict(position.dataset)
             found = position.window > 0
             rows = read_rows(config, config.split, self._dataset)
-            while window := list(itertools.islice(rows, config.window_rows)):
+            while window := self._read_window(rows):
                 documents = [document for document in window if document]
                 found |= bool(documents)
                 yield replace(position, used=0, crc32=0), documents
@@ -207,6 +208,16 @@ class TextStream:
                 )
             position = Position(position.epoch + 1)
 
+    def _read_window(self, rows: Iterator[str | Conversation]) -> list[str | Conversation]:
+        window, num_bytes = list[str | Conversation](), 0
+        for document in rows:
+            window.append(document)
+            stays_whole = self._config.is_apart and isinstance(document, Conversation)
+            num_bytes += document.num_bytes if isinstance(document, Conversation) else 0
+            if is_window(self._config, len(window), num_bytes if stays_whole else None):
+                break
+        return window
+
     def _pack(self, position: Position, documents: list[str | Conversation]) -> Iterator[NDArray[np.int64]]:
         """Tokens of a window, its documents shuffled; whole sequences, where documents stay whole."""
         config, count = self._config, len(documents)
@@ -214,4 +225,4 @@ class TextStream:
         for number in range(count):
             yield from packer.lay(documents[shuffled(number, count, key)])
         if config.chat is not None:
-            yield from packer.end_row()
+            yield from packer.end()
