@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,3 +105,17 @@ def test_load_damaged_file_says_which_dataset(tmp_path: Path) -> None:
     (tmp_path / "set" / "train.parquet").write_bytes(np.arange(99).tobytes())
     with pytest.raises(DataError, match=r"data\.dataset: .*set cannot be loaded"):
         hub.load(DataConfig(dataset=str(tmp_path / "set")), "train")
+
+
+def test_stream_of_a_branch_that_moved_goes_on_at_its_commit(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "small_hub.py"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    made = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    assert json.loads(made.stdout) == {
+        "rows": [90, "old 0", "old 89"],
+        "is_same": True,
+        "commits": ["a" * 40, "a" * 40, "b" * 40],
+    }

@@ -29,21 +29,15 @@ def load(config: DataConfig, split: str) -> Any:  # noqa: ANN401  datasets has n
         return datasets.load_dataset(_name(config), config.subset, split=split, revision=config.revision)
 
 
-def stream(config: DataConfig, split: str, commit: str | None = None) -> tuple[Any, str | None]:
+def stream(config: DataConfig, split: str) -> tuple[Any, str | None]:
     """A split of `data.dataset` as an `IterableDataset`, and the commit of the hub that it is of; None of a folder.
-
-    Args:
-        config: names it.
-        split: of it.
-        commit: takes the place of `data.revision`: a branch may have moved on.
 
     Raises:
         DataError: as of `load`.
     """
     datasets = _library(config)
     with _named(config, "cannot be loaded", datasets.exceptions.DatasetsError):
-        revision = commit or config.revision
-        builder = datasets.load_dataset_builder(_name(config), config.subset, revision=revision)
+        builder = datasets.load_dataset_builder(_name(config), config.subset, revision=config.revision)
         return builder.as_streaming_dataset(split=split), builder.hash if builder.repo_id is not None else None
 
 

@@ -98,8 +98,9 @@ class TextStream:
         self._settings = hashlib.blake2b(settings_of(config, tokenizer).encode(), digest_size=16).hexdigest()
         self._position, commit = self._start(state, accepts_changes=accepts_changes)
         self._checks = not accepts_changes
-        _, self._held_out = tokenise(config, tokenizer, directory)
-        self._dataset, self._commit = hub.stream(config, config.split, commit)
+        pinned = replace(config, revision=commit or config.revision)
+        self._dataset, self._commit = hub.stream(pinned, config.split)
+        _, self._held_out = tokenise(replace(pinned, revision=self._commit), tokenizer, directory)
         if config.holdout_split is None and config.holdout_rows:  # with none, skip would still keep the shards' order
             self._dataset = self._dataset.skip(config.holdout_rows)
         self._sequences = self._read_sequences(self._position)
