@@ -213,6 +213,13 @@ def test_open_damaged_position_is_refused(tmp_path: Path, position: object) -> N
         pass
 
 
+def test_open_damaged_commit_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path) as stream:
+        state = state_of(stream) | {"commit": 3}
+    with pytest.raises(CheckpointError, match="the stream's commit is 3"), opened(tmp_path, state):
+        pass
+
+
 def test_batch_everything_held_out_raises(tmp_path: Path) -> None:
     with opened(tmp_path, holdout_rows=COUNT) as stream, pytest.raises(DataError, match=r"lower data\.holdout_rows"):
         stream.batch(0, 1)

@@ -142,7 +142,10 @@ class TextStream:
         if state is None:
             return Position(), None
         if state.get("settings") == self._settings:
-            return Position.read(state.get("position")), state.get("commit")
+            commit = state.get("commit")
+            if not isinstance(commit, str | None):
+                raise CheckpointError(f"the checkpoint is damaged: the stream's commit is {str(commit)[:100]}.")
+            return Position.read(state.get("position")), commit
         if accepts_changes:
             return Position(), None
         raise DataError(
