@@ -16,6 +16,7 @@ COMMANDS = {
     "resume": "go on with a run from its last checkpoint",
     "export": "write the model of a checkpoint as a Hugging Face folder",
     "plan": "say what a run needs, how fast it will be, and what would help",
+    "config": "show all settings of a run, and where each comes from",
     "convert": "make a config from one of MegaTrain or DeepSpeed",
     "verify": "show on this machine that tiers change no bit",
     "bench": "measure what the drives, links and processors of this machine do",
