@@ -130,11 +130,11 @@ def _parser() -> ArgumentParser:
 
 
 def field_docs(section: type[Any]) -> dict[str, str]:
-    """The string under each field of a section, as one line."""
+    """The string under each field of a section, as one line; of None it speaks as YAML does, of null."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     body = tree.body if isinstance(tree, ast.ClassDef) else []
     return {
-        statement.target.id: " ".join(doc.value.value.split())
+        statement.target.id: " ".join(doc.value.value.split()).replace("None:", "null:")
         for statement, doc in itertools.pairwise(body)
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
         if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) and isinstance(doc.value.value, str)

@@ -22,13 +22,14 @@ def run(argv: Sequence[str]) -> int:
     """Print the settings; 0 when they are valid."""
     parser = argparse.ArgumentParser(
         prog="megatier config",
+        usage="%(prog)s show [CONFIG.yaml] [--section.key VALUE ...]",
         description="Print all settings of a run as YAML, with what its file and overrides give, defaults, and what "
         "this machine decides, each marked so. The output is a config again.",
         epilog="example: megatier config show run.yaml --tiers.ram 64GiB > all.yaml",
     )
-    parser.add_argument("action", choices=("show",), metavar="show", help="print them")
+    parser.add_argument("action", choices=("show",), metavar="show", help="the one action there is")
     parser.add_argument(
-        "config", type=Path, nargs="?", metavar="CONFIG.yaml", help="as for `megatier train`; overrides too"
+        "config", type=Path, nargs="?", metavar="CONFIG.yaml", help="the run's; settings on the command line win"
     )
     options, overrides = parser.parse_known_args(argv)
     loaded = config_file.load(options.config, overrides)

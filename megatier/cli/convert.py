@@ -25,12 +25,17 @@ def run(argv: Sequence[str]) -> int:
     """Write the config and say what became of each key; 0 when the file is there."""
     parser = argparse.ArgumentParser(
         prog="megatier convert",
+        usage="%(prog)s FILE --output CONFIG.yaml [--section.key VALUE ...]",
         description="Write a run config from MegaTrain's YAML or DeepSpeed's JSON, and say of every key what it "
         "became, or why it was left. What the file is follows from what it holds.",
         epilog="example: megatier convert ds.json --output run.yaml --model.path my/model --data.files my/texts",
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="of MegaTrain or DeepSpeed; overrides may follow")
-    parser.add_argument("--output", type=Path, required=True, metavar="CONFIG.yaml", help="a new file")
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="of MegaTrain or DeepSpeed; settings on the command line win"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="CONFIG.yaml", help="the file to write; it must not be there yet"
+    )
     options, overrides = parser.parse_known_args(argv)
     made = convert(options.file)
     sections, names = _checked(made, overrides)
