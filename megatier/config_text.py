@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, get_args, get_type_hints
 
 import yaml
+from jsonargparse import get_loader
 
-from megatier.config import SECTIONS, ByteCount
+from megatier.config import SECTIONS, ByteCount, parse_yaml
 
 INDENT = "  "
 
@@ -32,7 +34,7 @@ def write(sections: Mapping[str, Mapping[str, Any]], names: Collection[str], rem
             first, *rest = _lines(section, key, sections[name][key])
             remark = remarks.get(f"{name}.{key}")
             lines += [f"{first}  # {remark}" if remark else first, *rest]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines or ["{}"]) + "\n"
 
 
 def _lines(section: type[Any], key: str, value: object) -> Iterator[str]:
@@ -45,6 +47,8 @@ def _lines(section: type[Any], key: str, value: object) -> Iterator[str]:
         width=math.inf,
         default_flow_style=None if isinstance(value, list) else False,
     )
+    if parse_yaml(text, get_loader("yaml")) != {key: value}:  # it reads 2e-5 as a number, YAML's writer as text
+        text = f"{key}: {json.dumps(value)}"
     yield from textwrap.indent(text, INDENT).splitlines()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,17 @@ def test_config_show_marks_where_settings_come_from(
     assert "  device: cpu  # from this machine\n" in text
     assert "  compile: false  # from this machine\n" in text
     assert remark(shown(capsys, *words, "--tiers.ram", "2GiB"), "ram") is None
+
+
+@pytest.mark.parametrize("name", ["2e-5", "no", "a: b", "ünïcode"])
+def test_config_show_keeps_names_that_look_like_something_else(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_gpu: None
+) -> None:
+    source, again = tmp_path / "source.yaml", tmp_path / "again.yaml"
+    source.write_text(json.dumps({"model": {"path": name}, "data": {"files": [name], "text_field": name}}))
+    again.write_text(shown(capsys, str(source)), encoding="utf-8")
+    found = config_file.load(again)
+    assert (found.model.path, found.data.files, found.data.text_field) == (name, (name,), name)
 
 
 def test_config_show_of_a_gpu_that_is_not_here_leaves_its_budgets_open(

@@ -270,6 +270,12 @@ def test_convert_takes_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "ram: 3GiB\n" in (tmp_path / "run.yaml").read_text()
 
 
+def test_convert_where_nothing_carries_over_writes_a_config_too(tmp_path: Path) -> None:
+    output = tmp_path / "run.yaml"
+    assert main(["convert", str(written(tmp_path, {"zero_optimization": {"stage": 2}})), "--output", str(output)]) == 0
+    assert load(output, ["--model.path=m", "--data.files=texts"]).train.batch == 8
+
+
 def test_convert_says_what_is_still_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "run.yaml"
     assert main(["convert", str(written(tmp_path, Z3_OFFLOAD)), "--output", str(output)]) == 0

@@ -30,7 +30,7 @@ class Finding:
 
     def __str__(self) -> str:
         """One line."""
-        return f"{self.key}: {self.value} {'->' if self.outcome == 'carried' else '-'} {self.words}"
+        return f"{_written(self.key)}: {self.value} {'->' if self.outcome == 'carried' else '-'} {self.words}"
 
 
 class Conversion:
@@ -103,7 +103,7 @@ class Conversion:
             ConfigError: it is none.
         """
         value = self.raw(key)
-        if value is not None and (not isinstance(value, str) or not value or (among and value not in among)):
+        if value is not None and not (isinstance(value, str) and (value in among if among else _is_plain(value))):
             raise self.refused(key, f"one of {', '.join(among)}" if among else "text")
         return value
 
@@ -191,4 +191,9 @@ def _is_number(value: object) -> bool:
 
 def _written(value: object) -> str:
     """As a file has it, on one line."""
-    return " ".join(value.split()) if isinstance(value, str) else json.dumps(value, default=str, skipkeys=True)
+    return str(value) if _is_plain(value) else json.dumps(value, default=str, skipkeys=True)
+
+
+def _is_plain(value: object) -> bool:
+    """Text that a terminal and YAML show as it is."""
+    return isinstance(value, str) and value != "" and value.isprintable()
