@@ -173,6 +173,15 @@ def test_convert_deepspeed_batches_and_types(content: object, expected: dict[str
     assert settings(tmp_path, content) == expected
 
 
+def test_convert_deepspeed_batch_that_is_auto_follows_from_the_others(tmp_path: Path) -> None:
+    made = convert(written(tmp_path, {"train_batch_size": "auto", MICRO: 4, "gradient_accumulation_steps": "auto"}))
+    assert made.settings == {"train.batch": 4, "train.groups": 1}
+    assert findings(made, "carried")["train_batch_size"] == "train.batch: 4; from the other two"
+    assert findings(made, "default") == {"gradient_accumulation_steps": "train.groups stays at its default, 1"}
+    made = convert(written(tmp_path, {"train_batch_size": 12, MICRO: "auto"}))
+    assert findings(made, "default") == {MICRO: "train.groups stays at its default, 1"}
+
+
 def test_convert_deepspeed_schedule_sets_the_rate_as_there(tmp_path: Path) -> None:
     params = {"warmup_max_lr": 1e-4, "warmup_min_lr": 1e-8, "warmup_num_steps": 50, "total_num_steps": 500}
     content = {

@@ -38,7 +38,7 @@ NO_SCALING = "bf16 needs no loss scaling; numerics.guard leaves steps out that a
 FP32_STATE = "masters and moments are always fp32"
 
 REASONS = {
-    "steps_per_print": "every step is printed and in metrics.jsonl",
+    "steps_per_print": "metrics.jsonl has every step",
     "wall_clock_breakdown": FIGURES,
     "memory_breakdown": FIGURES,
     "flops_profiler": FIGURES,
@@ -140,7 +140,8 @@ def _batch(made: Conversion) -> None:
             f"times gradient_accumulation_steps ({passes or 1}). Mend one of them."
         )
     batch = whole or (micro * (passes or 1) if micro else None)
-    made.send(names[0], "train.batch", whole)
+    if made.has(names[0]) and batch is not None:
+        made.carry(names[0], {"train.batch": batch}, "" if whole else "from the other two")
     if batch is None:
         if passes:
             made.leave(names[2], "the batch is not given: set train.batch, and train.groups to this")
@@ -151,7 +152,8 @@ def _batch(made: Conversion) -> None:
             made.carry(names[2], {"train.groups": batch // micro}, "" if batch == micro * passes else "for all GPUs")
     elif passes:
         made.carry(names[2], {"train.groups": passes})
-    made.send(names[1], "train.batch", None)
+    made.send(names[0], "train.batch", None)
+    made.send(names[1], "train.batch" if batch is None else "train.groups", None)
     made.send(names[2], "train.groups", None)
 
 
