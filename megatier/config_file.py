@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import difflib
 import functools
@@ -37,13 +38,13 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     return _parsed({} if path is None else _read_yaml(path), overrides)
 
 
-def from_dict(tree: Mapping[str, Any]) -> RunConfig:
-    """What `to_dict` gave.
+def from_dict(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """Sections such as `to_dict` gives, with overrides laid over them.
 
     Raises:
-        ConfigError: it did not.
+        ConfigError: as `load`.
     """
-    return _parsed(_sections(tree, "the stored config"), ())
+    return _parsed(_sections(copy.deepcopy(tree), "the stored config"), overrides)
 
 
 def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunConfig:
@@ -65,9 +66,14 @@ def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunCon
 
 def given(path: Path | None, overrides: Sequence[str] = ()) -> frozenset[str]:
     """Dotted names of the settings that a file and overrides name, those inside `model.config` aside. After `load`."""
-    tree = {} if path is None else _read_yaml(path)
-    words = _take_model_keys(overrides, tree)
-    named = {f"{name}.{key}" for name, keys in tree.items() for key in keys}
+    return given_in({} if path is None else _read_yaml(path), overrides)
+
+
+def given_in(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> frozenset[str]:
+    """The same of sections, after `from_dict`."""
+    sections = copy.deepcopy(dict(tree))
+    words = _take_model_keys(overrides, sections)
+    named = {f"{name}.{key}" for name, keys in sections.items() for key in keys}
     return frozenset(named | {word[2:].partition("=")[0] for word in words if word.startswith("--")})
 
 
@@ -125,11 +131,11 @@ def _parser() -> ArgumentParser:
 
 
 def field_docs(section: type[Any]) -> dict[str, str]:
-    """The string under each field of a section, as one line."""
+    """The string under each field of a section, as one line; of None it speaks as YAML does, of null."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     body = tree.body if isinstance(tree, ast.ClassDef) else []
     return {
-        statement.target.id: " ".join(doc.value.value.split())
+        statement.target.id: " ".join(doc.value.value.split()).replace("None:", "null:")
         for statement, doc in itertools.pairwise(body)
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
         if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) and isinstance(doc.value.value, str)

@@ -32,6 +32,12 @@ def test_main_help_names_each_command(capsys: pytest.CaptureFixture[str]) -> Non
     assert "example" in text
 
 
+def test_main_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "1.2.3")
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "megatier 1.2.3\n"
+
+
 def test_main_unknown_command_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trainn"]) == 2
     there = ", ".join(cli.COMMANDS)
@@ -41,8 +47,8 @@ def test_main_unknown_command_exits_2(capsys: pytest.CaptureFixture[str]) -> Non
 def test_train_help_shows_each_setting_without_torch() -> None:
     code = "import sys; from megatier.cli import main; main(['train', '--help']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "--tiers.ram  (null)" in done.stdout
-    assert "--train.steps  (1000)\n      Optimizer steps, at least 1." in done.stdout
+    assert "--tiers.ram  SIZE  (null)" in done.stdout
+    assert "--train.steps  N  (1000)\n      Optimizer steps, at least 1." in done.stdout
     assert "--train.activations  keep | recompute | offload  (keep)\n" in done.stdout
 
 
@@ -312,3 +318,22 @@ def test_doctor_pcie_link_is_judged(
     assert words in check.found
     assert check.remedy.startswith(remedy)
     assert bool(check.remedy) is bool(remedy)
+
+
+def test_train_without_a_config_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train"]) == 2
+    assert "give a config: `megatier train run.yaml`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [name for name in cli.COMMANDS if name != "train"])
+def test_help_of_each_command_fits_a_terminal_and_has_an_example(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.startswith(f"usage: megatier {command} ")
+    assert f"example: megatier {command} " in text

@@ -27,6 +27,7 @@ from test_store_chunkfile import numbers, read, write
 from test_train_history import BEGINS, STEP
 from test_train_run_state import CONFIG, CPU, TEXT
 
+from megatier.cli import convert
 from megatier.config import TiersConfig
 from megatier.config_file import load, to_dict
 from megatier.errors import MegatierError
@@ -54,6 +55,10 @@ TENSORS = [
     ("d", torch.int64, (1,)),
 ]
 RECORDS = [{"step": step, "loss": 1.5, "moved_bytes": {"ram_to_gpu": step}} for step in range(1, 7)]
+
+EXAMPLES = Path(__file__).parent.parent / "examples" / "convert"
+FOREIGN = [yaml.safe_load(path.read_text()) for path in sorted(EXAMPLES.iterdir())]
+"""Configs of other trainers."""
 
 Draw = random.Random
 
@@ -101,6 +106,17 @@ def fuzz_override(draw: Draw, folder: Path) -> None:
         index = draw.randrange(len(words))
         words[index] = os.fsdecode(harmed_bytes(draw, os.fsencode(words[index])))
     load(None, words)
+
+
+def fuzz_convert(draw: Draw, folder: Path) -> None:
+    source, output = folder / "source", folder / "run.yaml"
+    output.unlink(missing_ok=True)
+    source.write_bytes(as_text(draw, draw.choice(FOREIGN)))
+    convert.run([str(source), "--output", str(output)])
+    try:
+        load(output, ["--model.path=m", "--data.files=a"])
+    except MegatierError as error:
+        raise AssertionError("what was written is a config") from error
 
 
 def fuzz_state(draw: Draw, folder: Path) -> None:
@@ -196,6 +212,7 @@ def fuzz_header(draw: Draw, folder: Path) -> None:
 READERS = (
     (fuzz_config, 150),
     (fuzz_override, 100),
+    (fuzz_convert, 60),
     (fuzz_state, 400),
     (fuzz_savepoint, 400),
     (fuzz_array, 1000),

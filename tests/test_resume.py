@@ -124,6 +124,27 @@ def test_resume_without_a_checkpoint_begins_again_and_says_so(
     assert [record["step"] for record in metrics(tmp_path) if "loss" in record] == [1, 2, 3]
 
 
+def test_resume_drops_damaged_lines_of_the_log_and_says_which(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, page = stopped / "metrics.jsonl", stopped / "report.html"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"step": 3, "lo')
+    assert main(["report", str(stopped)]) == 0
+    assert "is cut, as where a process is killed" in page.read_text()
+    first, *rest = whole.splitlines(keepends=True)
+    path.write_bytes(first + b"\0" * 9 + b"\n" + b"".join(rest) + b'{"step": 3, "lo')
+    capsys.readouterr()
+    assert main(["report", str(stopped)]) == 2
+    assert "metrics.jsonl, line 2: no record of a run. Take that line out" in capsys.readouterr().err
+    assert main(["resume", str(stopped)]) == 0
+    text = capsys.readouterr().out
+    for number in (2, whole.count(b"\n") + 2):
+        assert f"metrics.jsonl, line {number}: no record, as where a kill cut it; dropped\n" in text
+    assert [record["step"] for record in metrics(tmp_path) if "loss" in record] == [1, 2, 3]
+    assert main(["report", str(stopped)]) == 0
+
+
 def test_resume_on_other_text_is_refused_and_where_that_is_accepted_reads_it(
     stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,7 +46,7 @@ def test_history_of_a_run_has_its_processes_steps_evaluations_and_checkpoints(tm
     assert [step.step for step in history.steps] == [1, 2]
     assert all(step.busy_seconds["compute"] <= step.seconds for step in history.steps)
     assert [step for step, _ in history.heldout] == [2]
-    assert [saved.step for saved in history.saved] == [1, 2]
+    assert [saved.step for saved in history.checkpoints] == [1, 2]
     assert history.outcome == "whole"
     assert history.moved_bytes == history.demanded_bytes != {}
     for queue, size in history.moved_bytes.items():
@@ -65,7 +65,7 @@ def test_history_of_a_run_that_went_on_counts_moves_of_each_process_anew(tmp_pat
 
 def test_history_checkpoint_of_an_older_run_held_training_up_for_all_its_time(tmp_path: Path) -> None:
     older = {"step": 1, "checkpoint_bytes": 9, "checkpoint_seconds": 2.0}
-    found = written(tmp_path / "m", older, {**older, "checkpoint_pause_seconds": 0.5}).saved
+    found = written(tmp_path / "m", older, {**older, "checkpoint_pause_seconds": 0.5}).checkpoints
     assert [(saved.seconds, saved.paused_seconds) for saved in found] == [(2.0, 2.0), (2.0, 0.5)]
 
 
@@ -85,7 +85,14 @@ def test_history_what_is_not_finite_is_read_back(tmp_path: Path) -> None:
 
 
 def test_history_half_a_line_at_the_end_is_left_out(tmp_path: Path) -> None:
-    assert len(written(tmp_path / "m", STEP, end='{"step": 2, "lo').steps) == 1
+    cut = written(tmp_path / "m", STEP, end='{"step": 2, "lo')
+    assert (len(cut.steps), cut.is_cut) == (1, True)
+    assert not written(tmp_path / "n", STEP).is_cut
+
+
+def test_history_savepoint_holds_training_up_for_all_its_time(tmp_path: Path) -> None:
+    [found] = written(tmp_path / "m", {"step": 4, "savepoint_bytes": 9, "savepoint_seconds": 2.0}).savepoints
+    assert (found.step, found.num_bytes, found.seconds, found.paused_seconds) == (4, 9, 2, 2)
 
 
 def test_history_without_records_is_empty(tmp_path: Path) -> None:
@@ -107,6 +114,7 @@ def test_history_without_records_is_empty(tmp_path: Path) -> None:
         '{"step": 1e999}',
         '{"step": 1, "loss": 1}',
         '{"step": 1, "run": 3}',
+        '{"step": 1, "savepoint_bytes": 3}',
         '{"step": 0, "run": "begins"}',
         json.dumps({**STEP, "seconds": "soon"}),
         json.dumps({**STEP, "tokens": [8]}),

@@ -61,7 +61,7 @@ class Page(HTMLParser):
             "What compute waited for",
             "A step",
             "What lies where",
-            "Checkpoints",
+            "Checkpoints and savepoints",
             "Settings",
         ]
         assert [word for word in self.words if word in headings] == headings
@@ -115,7 +115,7 @@ def test_page_of_a_real_run_has_every_section(tmp_path: Path) -> None:
     assert page.section("What moved").count("|none|") == 4
     assert "compute busy" in page.section("A step")
     assert "lm_head" in page.section("What lies where")
-    assert page.section("Checkpoints").count("|yes") == 2
+    assert page.section("Checkpoints and savepoints").count("|yes") == 2
     assert "max_position_embeddings: 64" in page.section("Settings")
 
 
@@ -161,7 +161,34 @@ def test_page_of_a_run_that_just_went_on_compares_nothing_yet(run: Path) -> None
 
 def test_page_of_a_killed_run_leaves_out_half_a_line(run: Path) -> None:
     (run / "metrics.jsonl").write_text(json.dumps(BEGINS) + "\n" + json.dumps(step(1)) + '\n{"step": 2, "lo')
-    assert "killed or ended by an error: step 1 of" in Page(build(run)).words[2]
+    status = Page(build(run)).words[2]
+    assert "killed or ended by an error: step 1 of" in status
+    assert "The last line of metrics.jsonl is cut" in status
+    (run / "metrics.jsonl").write_text(json.dumps(BEGINS) + "\n" + json.dumps(step(1)))  # whole but for its end
+    assert "is cut" not in Page(build(run)).words[2]
+
+
+def test_page_of_a_real_run_with_savepoints(tmp_path: Path) -> None:
+    tiers = {"tiers.state": "nvme", "tiers.nvme": f"{tmp_path}:16MiB", "tiers.gpu": "512KiB", "tiers.generations": 2}
+    assert main(command(tmp_path, {**tiers, "output.savepoint_every": 2, "train.steps": 4})) == 0
+    section = Page(build(tmp_path / "run")).section("Checkpoints and savepoints")
+    assert section.startswith("savepoint of step|written|in|training waited|still there|2|")
+    assert section.endswith("in all.")
+    assert "|no|" in section
+    assert "yes" not in section
+
+
+def test_page_shows_checkpoints_and_savepoints_apart(run: Path) -> None:
+    (run / "savepoints" / "step-00000014").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000002").mkdir(parents=True)
+    written = {"checkpoint_bytes": 3 << 20, "checkpoint_seconds": 2.0, "checkpoint_pause_seconds": 0.5}
+    kept = [{"step": n, "savepoint_bytes": 1 << 20, "savepoint_seconds": 0.25} for n in range(3, 15)]
+    section = record(run, BEGINS, step(1), {"step": 2, **written}, *kept).section("Checkpoints and savepoints")
+    assert "2|3.0 MiB|2.00 s|500 ms|yes|checkpoints written: 1, for which training waited 500 ms in all.|" in section
+    assert "|14|1.0 MiB|250 ms|250 ms|yes|savepoints written: 12, for which training waited 3.00 s in all." in section
+    assert section.endswith(" The last 10 are shown.")
+    assert "|13|1.0 MiB|250 ms|250 ms|no|" in section
+    assert "|4|" not in section
 
 
 def test_page_before_the_first_step_says_why_sections_are_empty(run: Path) -> None:
@@ -169,7 +196,7 @@ def test_page_before_the_first_step_says_why_sections_are_empty(run: Path) -> No
         assert page.section("Loss and throughput") == "No step is on file yet."
         assert page.section("What moved") == "No step is on file yet."
         assert page.section("A step").startswith("No trace: ")
-        assert page.section("Checkpoints").startswith("None was written: ")
+        assert page.section("Checkpoints and savepoints").startswith("None was written: ")
     page = record(run, BEGINS)
     assert "Planned: 400 ms a step, bound by nvme. No step" in page.section("The plan against what happened")
     assert "gpu|84 B|0 B|100 B|84.0 %" in page.section("Memory")

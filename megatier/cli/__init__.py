@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import signal
 import sys
@@ -11,18 +12,27 @@ from collections.abc import Sequence
 
 from megatier.errors import MegatierError
 
-COMMANDS = {
-    "train": "train a model as a YAML file says",
-    "resume": "go on with a run from its last checkpoint",
-    "export": "write the model of a checkpoint as a Hugging Face folder",
-    "plan": "say what a run needs, how fast it will be, and what would help",
-    "verify": "show on this machine that tiers change no bit",
-    "bench": "measure what the drives, links and processors of this machine do",
-    "doctor": "say what this machine has and what is missing",
-    "clean": "list, and remove, what killed runs left on mounts",
-    "trace": "draw one step of a run as a picture: lanes over time, stalls coloured",
-    "report": "write what a run did as one HTML page",
+GROUPS = {
+    "before a run": {
+        "doctor": "say what this machine has, what is missing, and what to do about it",
+        "bench": "measure this machine: drives, links between RAM and GPU, processors",
+        "plan": "say whether a run fits, how fast it will be, and what would help",
+        "config": "show all settings of a run, and where each comes from",
+        "convert": "make a config from one of MegaTrain or DeepSpeed",
+        "verify": "show on this machine that where the state lies changes no bit of the result",
+    },
+    "a run": {
+        "train": "train a model as a YAML file says",
+        "resume": "go on with a run that was stopped or killed",
+        "export": "write the model of a checkpoint as a Hugging Face folder",
+    },
+    "after a run": {
+        "report": "write what a run did as one HTML page",
+        "trace": "draw one step of a run: what moved and computed when, and what waited",
+        "clean": "list, and remove, the block files that killed runs left on drives",
+    },
 }
+COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -73,6 +83,9 @@ def _run(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return 0
+    if words[0] == "--version":
+        print(f"megatier {_version()}")
+        return 0
     command, *rest = words
     if command not in COMMANDS:
         print(f"megatier: error: no command {command!r}; there are {', '.join(COMMANDS)}.", file=sys.stderr)
@@ -83,21 +96,30 @@ def _run(words: Sequence[str]) -> int:
     return int(importlib.import_module(f"megatier.cli.{command}").run(rest))
 
 
+def _version() -> str:
+    try:
+        return importlib.metadata.version("megatier")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"  # run from its source
+
+
 def usage() -> str:
     """The help of the whole program."""
-    lines = [f"  {name:8} {text}" for name, text in COMMANDS.items()]
+    lines: list[str] = []
+    for title, commands in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {name:8} {text}" for name, text in commands.items())]
     return "\n".join(
         [
             "usage: megatier COMMAND ...",
             "",
             "Train models larger than RAM on one GPU, at full precision.",
-            "",
-            "commands:",
             *lines,
             "",
-            "`megatier COMMAND --help` tells more; --debug shows the traceback of an error.",
+            "`megatier COMMAND --help` tells more. With any command --debug shows the traceback of an error.",
+            "`megatier --version` prints the version.",
             "",
-            "example:",
-            "  megatier train examples/quickstart.yaml --train.steps 20 --output.directory runs/another",
+            "to begin with:",
+            "  megatier doctor",
+            "  megatier train examples/quickstart.yaml",
         ]
     )

@@ -87,14 +87,39 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: megatier bench --nvme /mnt/a,/mnt/b --size 16GiB --output bench.json",
     )
     add = parser.add_argument
-    add("--nvme", action="append", default=[], metavar="DIR[:SIZE],...", help="drives (default: none is written to)")
-    add("--size", default="8GiB", help="of the file on each drive; it is removed afterwards (default: %(default)s)")
-    add("--seconds", type=float, default=5.0, metavar="S", help="of each measurement (default: %(default)g)")
-    add("--threads", metavar="N,...", help="threads of AdamW on the CPU (default: 1, 2, 4, ... all cores)")
-    add("--sustained", default="0", metavar="SIZE", help="also write so much to each drive without a pause")
-    add("--output", type=Path, metavar="FILE.json", help="write all figures there")
-    add("--picture", type=Path, metavar="FILE.svg", help="draw them there")
-    add("--device", choices=["auto", "cuda", "cpu"], default="auto", help="where a run would compute")
+    add(
+        "--nvme",
+        action="append",
+        default=[],
+        metavar="DIR[:SIZE],...",
+        help="drives, and what may be filled (default: no drive)",
+    )
+    add(
+        "--size",
+        default="8GiB",
+        metavar="SIZE",
+        help="of the file on drives named without one, removed afterwards (default: %(default)s)",
+    )
+    add("--seconds", type=float, default=5.0, metavar="S", help="seconds of each measurement (default: %(default)g)")
+    add(
+        "--threads",
+        metavar="N,...",
+        help="numbers of threads to try AdamW on the CPU with (default: 1, 2, 4, ... all cores)",
+    )
+    add(
+        "--sustained",
+        default="0",
+        metavar="SIZE",
+        help="also write so much to each drive without a pause, to fill its cache (default: nothing)",
+    )
+    add("--output", type=Path, metavar="FILE.json", help="also write all figures as JSON")
+    add("--picture", type=Path, metavar="FILE.svg", help="also draw them")
+    add(
+        "--device",
+        choices=["auto", "cuda", "cpu"],
+        default="auto",
+        help="where a run would compute (default: a GPU where there is one)",
+    )
     return parser
 
 

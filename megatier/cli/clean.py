@@ -24,8 +24,10 @@ def run(argv: Sequence[str]) -> int:
         "are only mentioned.",
         epilog="example: megatier clean /mnt/a /mnt/b --yes",
     )
-    parser.add_argument("directory", type=Path, nargs="+", metavar="DIR", help="a mount of tiers.nvme, without size")
-    parser.add_argument("--yes", action="store_true", help="remove them")
+    parser.add_argument(
+        "directory", type=Path, nargs="+", metavar="DIR", help="a directory of tiers.nvme, without its size"
+    )
+    parser.add_argument("--yes", action="store_true", help="remove them (default: list them only)")
     options = parser.parse_args(argv)
     console, found = Console(), []
     for directory in options.directory:

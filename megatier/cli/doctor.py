@@ -60,7 +60,12 @@ def run(argv: Sequence[str]) -> int:
         description="Check what megatier needs on this machine, and say what to do about what is missing.",
         epilog="example: megatier doctor --nvme /mnt/a:500GiB,/mnt/b",
     )
-    parser.add_argument("--nvme", default=".", metavar="DIR[:SIZE],...", help="where to spill (default: here)")
+    parser.add_argument(
+        "--nvme",
+        default=".",
+        metavar="DIR[:SIZE],...",
+        help="drives that state would spill to (default: the one under the working directory)",
+    )
     words = parser.parse_args(argv).nvme.split(",")
     found = list(checks([parse_mount(word, "--nvme") for word in words if word]))
     table = Table("check", "", "found", "remedy")

@@ -19,10 +19,19 @@ def run(argv: Sequence[str]) -> int:
         "without a GPU.",
         epilog="example: megatier export runs/megatier models/mine --dtype fp32",
     )
-    parser.add_argument("checkpoint", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run directory, or its step-...")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="new or empty")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: the run's output.export_dtype")
-    parser.add_argument("--shard-size", default="4GiB", metavar="SIZE", help="of one file at most (default: 4GiB)")
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="RUN_OR_CHECKPOINT",
+        help="a run's output.directory (its last checkpoint is taken), or one of its checkpoints/step-...",
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to write: a new or empty folder")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp32"), help="type of the weights (default: the run's output.export_dtype)"
+    )
+    parser.add_argument(
+        "--shard-size", default="4GiB", metavar="SIZE", help="of each file of weights, at most (default: %(default)s)"
+    )
     options = parser.parse_args(argv)
     shard_bytes = parse_bytes(options.shard_size)
     from megatier.train.export import export_checkpoint  # loads torch: only once the arguments are known to be right

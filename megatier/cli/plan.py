@@ -29,11 +29,12 @@ def run(argv: Sequence[str]) -> int:
     """Print the plan; 0 when the run fits."""
     parser = argparse.ArgumentParser(
         prog="megatier plan",
+        usage="%(prog)s [options] CONFIG.yaml [--section.key VALUE ...]",
         description="Say what a run needs and how fast it will be, before it runs: what lies where, seconds a step, "
         "what bounds it, and which one change would help most. Needs no GPU and reserves nothing.",
         epilog="example: megatier plan run.yaml --machine examples/machines/h200.yaml --tiers.gpu 83GiB",
     )
-    parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="as for `megatier train`; overrides too")
+    parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the run's; settings on the command line win")
     parser.add_argument(
         "--machine",
         type=Path,
@@ -43,11 +44,11 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--search",
         action="store_true",
-        help="first choose those of groups, slices, activations, saved and streamed share, generations and tiers.gpu "
-        "that neither file nor overrides give, for the shortest step",
+        help="first choose the settings that make the step shortest: groups, slices, activations, saved and streamed "
+        "share, generations and tiers.gpu, as far as neither file nor command line gives them",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the plan as JSON")
-    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the step as planned")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the plan as JSON")
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="also draw the step as planned")
     options, overrides = parser.parse_known_args(argv)
     loaded = config_file.load(options.config, overrides)
     rates = read_rates(options.machine) if options.machine is not None else _measured(loaded)

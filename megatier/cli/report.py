@@ -17,8 +17,13 @@ def run(argv: Sequence[str]) -> int:
         "throughput, memory, what moved, what compute waited for, a step's timeline, what lies where, the plan.",
         epilog="example: megatier report runs/megatier --output mine.html",
     )
-    parser.add_argument("directory", type=Path, metavar="RUN", help="the run's output.directory; it may be going on")
-    parser.add_argument("--output", type=Path, metavar="FILE.html", help="default: report.html in the run's directory")
+    parser.add_argument("directory", type=Path, metavar="RUN", help="a run's output.directory; the run may be going on")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE.html",
+        help="where to write it (default: report.html in the run's directory)",
+    )
     options = parser.parse_args(argv)
     from megatier.train.report_page import build  # loads torch: only once the arguments are known to be right
 

@@ -16,11 +16,12 @@ def run(argv: Sequence[str]) -> int:
     """Go on; 0 when the run is whole, or was told to stop."""
     parser = argparse.ArgumentParser(
         prog="megatier resume",
+        usage="%(prog)s [options] RUN [--section.key VALUE ...]",
         description="Go on with a run from its last checkpoint or savepoint, bit by bit as if it had never stopped; "
         "from its start if it has none yet. Budgets and mounts may be others than before, but not with a savepoint.",
         epilog="example: megatier resume runs/megatier --tiers.ram 64GiB",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="the run's output.directory; overrides may follow")
+    parser.add_argument("directory", type=Path, metavar="RUN", help="the run's output.directory")
     parser.add_argument(
         "--accept-changes",
         action="store_true",

@@ -27,9 +27,13 @@ def run(argv: Sequence[str]) -> int:
         "and why compute waited.",
         epilog="example: megatier trace runs/megatier --output step.svg",
     )
-    parser.add_argument("trace", type=Path, metavar="RUN_OR_TRACE_JSON", help="a run directory, or its trace.json")
-    parser.add_argument("--step", type=int, metavar="N", help="which step (default: the last one in the trace)")
-    parser.add_argument("--output", type=Path, metavar="FILE.svg", help="default: step-N.svg beside the trace")
+    parser.add_argument(
+        "trace", type=Path, metavar="RUN_OR_TRACE_JSON", help="a run's output.directory, or a trace.json"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="number of the step (default: the last one in the trace)")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.svg", help="where to draw it (default: step-N.svg beside the trace)"
+    )
     options = parser.parse_args(argv)
     if options.output is not None and options.output.suffix != ".svg":
         raise ConfigError(f"--output {options.output}: the picture is an SVG. Name a file that ends in .svg.")

@@ -6,16 +6,19 @@ import dataclasses
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatier import config, config_file
+from megatier.errors import ConfigError
 from megatier.train.outlet import run_console
 
 HELP = """\
-usage: megatier train [CONFIG.yaml] [--debug] [--section.key VALUE ...]
+usage: megatier train [CONFIG.yaml] [--section.key VALUE ...]
 
 Train a model as CONFIG.yaml says. Every setting below can stand in the file, as a key of its section, or on the command
-line, which wins. Defaults stand in parentheses; null means not set. Sizes are written 96GiB, 500MB or as plain bytes.
+line, which wins. In parentheses stands what it is by default; null means not set. A SIZE is written 96GiB, 500MB or as
+plain bytes, a LIST with commas (in the file also as a list). `megatier config show` prints all settings of a run.
 
   --help   show this text
   --debug  show the traceback of an error
@@ -26,12 +29,16 @@ examples:
   megatier train run.yaml --model.config.num_hidden_layers 12
 """
 
+KINDS: dict[Any, str] = {bool: "true | false", int: "N", float: "X", str: "TEXT", tuple: "LIST", dict: "KEYS"}
+
 
 def run(argv: Sequence[str]) -> int:
     """Train; 0 when the run is whole."""
     if "-h" in argv or "--help" in argv:
         print(HELP, *settings(), sep="\n")
         return 0
+    if not argv:
+        raise ConfigError("give a config: `megatier train run.yaml`. `megatier train --help` lists all settings.")
     path = Path(argv[0]) if argv and not argv[0].startswith("-") else None
     words = argv[1:] if path else argv
     loaded = config_file.load(path, words)
@@ -42,14 +49,25 @@ def run(argv: Sequence[str]) -> int:
 
 
 def settings() -> Iterator[str]:
-    """The help's lines about every setting: what it is, its unit, range and default."""
+    """The help's lines about every setting: what it takes, by default and at most, and what it means."""
     for name, section in config.SECTIONS.items():
         yield f"{name}: {section.__doc__}"
-        docs, hints = config_file.field_docs(section), get_type_hints(section)
+        docs, hints = config_file.field_docs(section), get_type_hints(section, include_extras=True)
         for field in dataclasses.fields(section):
             default = (",".join(field.default) or "none") if isinstance(field.default, tuple) else field.default
-            hint = hints[field.name]
-            choices = f"  {' | '.join(get_args(hint))}" if get_origin(hint) is Literal else ""
-            yield f"  --{name}.{field.name}{choices}  ({'null' if default is None else str(default).lower()})"
+            said = "null" if default is None else str(default).lower()
+            yield f"  --{name}.{field.name}  {_kind(hints[field.name])}  ({said})"
             yield textwrap.fill(docs[field.name], 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
         yield ""
+
+
+def _kind(hint: Any) -> str:  # noqa: ANN401  type hints have no common type
+    """What a setting takes."""
+    if get_origin(hint) is Literal:
+        return " | ".join(get_args(hint))
+    if hint == config.ByteCount:
+        return "SIZE"
+    parts = [part for part in get_args(hint) if part is not NoneType]
+    if NoneType in get_args(hint) and len(parts) == 1:
+        return _kind(parts[0])
+    return KINDS[get_origin(hint) or hint]

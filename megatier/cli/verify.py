@@ -19,8 +19,13 @@ def run(argv: Sequence[str]) -> int:
         description="Train a tiny model with its state on the GPU, in RAM and on NVMe, and compare every bit.",
         epilog="example: megatier verify --directory /mnt/a",
     )
-    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="where to compute")
-    parser.add_argument("--directory", type=Path, help="a directory on the drive to try (default: a temporary one)")
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cuda", "cpu"],
+        default="auto",
+        help="where to compute (default: a GPU where there is one)",
+    )
+    parser.add_argument("--directory", type=Path, metavar="DIR", help="on the drive to try (default: a temporary one)")
     options = parser.parse_args(argv)
     from megatier.train.verify import verify  # loads torch: only once the arguments are known to be right
 

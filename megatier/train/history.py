@@ -77,10 +77,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint that was written."""
+    """A checkpoint or savepoint that was written."""
 
     step: int
     num_bytes: float
+    """That were written; what a savepoint keeps in place is not."""
     seconds: float
     paused_seconds: float
     """That training waited."""
@@ -94,12 +95,15 @@ class History:
     steps: list[Step] = field(default_factory=list)
     heldout: list[tuple[int, float]] = field(default_factory=list)
     """Steps and losses of evaluations."""
-    saved: list[Saved] = field(default_factory=list)
+    checkpoints: list[Saved] = field(default_factory=list)
+    savepoints: list[Saved] = field(default_factory=list)
     outcome: str = ""
     """`whole` or `stopped`; empty where the last process goes on, or was killed or ended by an error."""
     moved_bytes: Mapping[str, float] = field(default_factory=dict)
     """Per queue, of the last process, as far as it is on file."""
     demanded_bytes: Mapping[str, float] = field(default_factory=dict)
+    is_cut: bool = False
+    """Whether the file ends in half a line, which is left out."""
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take the next record.
@@ -124,7 +128,9 @@ class History:
         elif "heldout_loss" in record:
             self.heldout.append((step, float(record["heldout_loss"])))
         elif "checkpoint_bytes" in record:
-            self.saved.append(_saved(step, record))
+            self.checkpoints.append(_saved(step, record, "checkpoint"))
+        elif "savepoint_bytes" in record:
+            self.savepoints.append(_saved(step, record, "savepoint"))
 
 
 def read_history(path: Path) -> History:
@@ -141,6 +147,7 @@ def read_history(path: Path) -> History:
                     history.add(json.loads(line))
                 except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
                     if not line.endswith(b"\n"):
+                        history.is_cut = True
                         break
                     raise ConfigError(f"{path}, line {number}: no record of a run. Take that line out.") from error
     except OSError as error:
@@ -233,10 +240,10 @@ def _step(step: int, record: Mapping[str, Any], moved: Mapping[str, float], dema
     )
 
 
-def _saved(step: int, record: Mapping[str, Any]) -> Saved:
-    seconds = _figure(record["checkpoint_seconds"])
-    paused = record.get("checkpoint_pause_seconds", seconds)  # training used to wait for all of it
-    return Saved(step, _figure(record["checkpoint_bytes"]), seconds, _figure(paused))
+def _saved(step: int, record: Mapping[str, Any], what: str) -> Saved:
+    seconds = _figure(record[f"{what}_seconds"])
+    paused = record.get(f"{what}_pause_seconds", seconds)  # for a savepoint training waits all the time
+    return Saved(step, _figure(record[f"{what}_bytes"]), seconds, _figure(paused))
 
 
 def _amounts(record: Mapping[str, Any], name: str) -> dict[str, float]:

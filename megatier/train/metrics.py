@@ -40,21 +40,25 @@ class MetricsLog:
         except OSError as error:
             raise self._refused(error) from error
 
-    def cut_after(self, step: int) -> None:
+    def cut_after(self, step: int) -> list[int]:
         """Drop the records of later steps: a run that goes on from a checkpoint writes them again.
+
+        And lines that are none, since a run has to go on whatever its log went through: returns their numbers.
 
         Raises:
             ConfigError: the drive is full or gone.
         """
         partial = self._path.with_name(f".{self._path.name}.partial")
         try:
-            kept = [line for line in self._path.read_bytes().splitlines(keepends=True) if _step_of(line) <= step]
-            partial.write_bytes(b"".join(kept))
+            lines = self._path.read_bytes().splitlines(keepends=True)
+            steps = [_step_of(line) for line in lines]
+            partial.write_bytes(b"".join(line for line, its in zip(lines, steps, strict=True) if its <= step))
             partial.rename(self._path)
             self._file.close()
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise self._refused(error) from error
+        return [number for number, its in enumerate(steps, 1) if not math.isfinite(its)]
 
     def close(self) -> None:
         """Close the file; twice is fine."""

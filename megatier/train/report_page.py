@@ -19,13 +19,13 @@ from megatier.store.tier import Tier
 from megatier.store.transfer import QUEUES
 from megatier.train import chart, picture, placement_map
 from megatier.train.chart import Line, Mark
-from megatier.train.checkpoint import checkpoints
-from megatier.train.history import History, Opening, Step, read_history
+from megatier.train.checkpoint import checkpoints, step_of
+from megatier.train.history import History, Opening, Saved, Step, read_history
 from megatier.train.html import cards, details, note, page, section, table
 from megatier.train.metrics import format_count, format_seconds, format_share
-from megatier.train.run_directory import CHECKPOINT_FOLDER, CONFIG_FILE, METRICS_FILE, TRACE_FILE
+from megatier.train.run_directory import CHECKPOINT_FOLDER, CONFIG_FILE, METRICS_FILE, SAVEPOINT_FOLDER, TRACE_FILE
 
-CHECKPOINTS_SHOWN = 10
+SAVED_SHOWN = 10
 NO_STEP = "No step is on file yet."
 OLDER = "The run was recorded by an older version of megatier, which did not write this."
 
@@ -80,7 +80,7 @@ def _sections(run: _Run) -> Iterator[str]:
     yield section("What compute waited for", _stalls(run))
     yield section("A step", _timeline(run))
     yield section("What lies where", _placement(run))
-    yield section("Checkpoints", _checkpoints(run))
+    yield section("Checkpoints and savepoints", _saved(run))
     text = yaml.safe_dump(to_dict(run.config), sort_keys=False, allow_unicode=True)
     yield section("Settings", details(f"all settings, as in {CONFIG_FILE}", text))
 
@@ -99,6 +99,8 @@ def _status(run: _Run) -> str:
         words.append(f"On {openings[-1].device}, begun {began}.")
     if len(openings) > 1:
         words.append(f"It went on after step {', '.join(f'{opening.step:,}' for opening in openings[1:][-5:])}.")
+    if run.history.is_cut:
+        words.append(f"The last line of {METRICS_FILE} is cut, as where a process is killed, and left out.")
     if skipped := sum(step.skipped is not None for step in steps):
         words.append(f"Steps left out because they were not finite: {skipped}.")
     return note(" ".join(words))
@@ -263,24 +265,35 @@ def _placement(run: _Run) -> str:
     return placement_map.draw(run.opening) + note(" ".join(words))
 
 
-def _checkpoints(run: _Run) -> str:
-    saved = run.history.saved
+def _saved(run: _Run) -> str:
+    output, history = run.config.output, run.history
+    checkpoint = _saved_table(history.checkpoints, "checkpoint", run.directory / CHECKPOINT_FOLDER)
+    savepoint = _saved_table(history.savepoints, "savepoint", run.directory / SAVEPOINT_FOLDER)
+    if checkpoint or savepoint:
+        return _row(*filter(None, (checkpoint, savepoint)))
+    every = f"output.checkpoint_every is {output.checkpoint_every}, output.savepoint_every {output.savepoint_every}"
+    return note(f"None was written: {every}.")
+
+
+def _saved_table(saved: Sequence[Saved], what: str, folder: Path) -> str:
+    """The last ones, and what all of them took; empty where there are none."""
     if not saved:
-        return note("None was written: output.checkpoint_every is 0, or the run has not come so far.")
-    there = {path.name for path in checkpoints(run.directory / CHECKPOINT_FOLDER)}
+        return ""
+    there = {step_of(path) for path in checkpoints(folder)}
     rows = [
         (
             f"{made.step:,}",
             mib(round(made.num_bytes)),
             format_seconds(made.seconds),
             format_seconds(made.paused_seconds),
-            "yes" if f"step-{made.step:08d}" in there else "no",
+            "yes" if made.step in there else "no",
         )
-        for made in saved[-CHECKPOINTS_SHOWN:]
+        for made in saved[-SAVED_SHOWN:]
     ]
-    shown = table(("step", "size", "written in", "training waited", "still there"), rows)
-    more = f"The last {CHECKPOINTS_SHOWN} of {len(saved)} that were written."
-    return shown + (note(more) if len(saved) > len(rows) else "")
+    paused = format_seconds(sum(made.paused_seconds for made in saved))
+    shown = f" The last {SAVED_SHOWN} are shown." if len(saved) > len(rows) else ""
+    words = f"{what}s written: {len(saved)}, for which training waited {paused} in all.{shown}"
+    return table((f"{what} of step", "written", "in", "training waited", "still there"), rows) + note(words)
 
 
 # ---------------------------------------------------------------------- figures

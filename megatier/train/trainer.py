@@ -103,7 +103,8 @@ def train(
             run_directory.write_config(config)
         log = stack.enter_context(MetricsLog(directory / METRICS_FILE))
         last_step = 0 if state is None else state.step
-        log.cut_after(last_step)
+        for number in log.cut_after(last_step):
+            console.print(f"{METRICS_FILE}, line {number}: no record, as where a kill cut it; dropped", highlight=False)
         scalars = None
         if config.output.tensorboard:
             scalars = stack.enter_context(Scalars(directory / TENSORBOARD_FOLDER, last_step + 1))

@@ -1,0 +1,68 @@
+"""`megatier config show`: every setting of a run, and where it comes from."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatier import config_file, config_text
+from megatier.config import SECTIONS, RunConfig
+from megatier.errors import mib
+from megatier.hardware import cores_usable, default_budgets, gpus
+
+HEAD = """\
+# All settings. `default`: neither file nor overrides give it. `from this machine`: as a run begun now would take it.
+# As an input file this fixes each of them, and leaves the planner none to choose: take lines out to leave them open.
+"""
+MACHINE, DEFAULT = "from this machine", "default"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the settings; 0 when they are valid."""
+    parser = argparse.ArgumentParser(
+        prog="megatier config",
+        usage="%(prog)s show [CONFIG.yaml] [--section.key VALUE ...]",
+        description="Print all settings of a run as YAML, with what its file and overrides give, defaults, and what "
+        "this machine decides, each marked so. The output is a config again.",
+        epilog="example: megatier config show run.yaml --tiers.ram 64GiB > all.yaml",
+    )
+    parser.add_argument("action", choices=("show",), metavar="show", help="the one action there is")
+    parser.add_argument(
+        "config", type=Path, nargs="?", metavar="CONFIG.yaml", help="the run's; settings on the command line win"
+    )
+    options, overrides = parser.parse_known_args(argv)
+    loaded = config_file.load(options.config, overrides)
+    given = config_file.given(options.config, overrides)
+    of_machine = _of_machine(loaded)
+    sections = config_file.to_dict(loaded)
+    for name, value in of_machine.items():
+        section, _, key = name.partition(".")
+        sections[section][key] = value
+    names = [f"{name}.{key}" for name, section in SECTIONS.items() for key in section.__dataclass_fields__]
+    remarks = {name: DEFAULT for name in names if name not in given} | dict.fromkeys(of_machine, MACHINE)
+    for name in of_machine.keys() & {"tiers.gpu", "tiers.ram"}:
+        remarks[name] += f", {mib(sections['tiers'][name.removeprefix('tiers.')])}"
+    print(HEAD + config_text.write(sections, names, remarks), end="")
+    return 0
+
+
+def _of_machine(config: RunConfig) -> dict[str, object]:
+    """Settings that the config leaves to the machine, by dotted name; fewer without the GPU that it asks for."""
+    tiers, found = config.tiers, dict[str, object]()
+    has_gpu = bool(gpus())
+    device = tiers.device
+    if device == "auto":
+        device = found["tiers.device"] = "cuda" if has_gpu else "cpu"
+    if config.model.compile is None:
+        found["model.compile"] = device == "cuda"
+    if device == "cuda" and not has_gpu:
+        return found
+    budgets = default_budgets(device)
+    if tiers.gpu is None:
+        found["tiers.gpu"] = budgets.gpu_bytes
+    if tiers.ram is None:
+        found["tiers.ram"] = budgets.ram_bytes
+    if tiers.update_threads is None:
+        found["tiers.update_threads"] = cores_usable()
+    return found

@@ -1,0 +1,87 @@
+"""`megatier convert`: another trainer's config as one of ours."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatier import config_file, config_text
+from megatier.convert.conversion import Conversion, Finding
+from megatier.convert.source import convert
+from megatier.errors import ConfigError
+
+TITLES = {
+    "carried": "carried over",
+    "default": "left open there, so at megatier's default",
+    "left": "not carried over",
+}
+NEEDED = {"model.path": "model", "data.files": ["text"]}
+"""What every run needs and DeepSpeed's files never have, with stand-ins by which the rest is checked."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write the config and say what became of each key; 0 when the file is there."""
+    parser = argparse.ArgumentParser(
+        prog="megatier convert",
+        usage="%(prog)s FILE --output CONFIG.yaml [--section.key VALUE ...]",
+        description="Write a run config from MegaTrain's YAML or DeepSpeed's JSON, and say of every key what it "
+        "became, or why it was left. What the file is follows from what it holds.",
+        epilog="example: megatier convert ds.json --output run.yaml --model.path my/model --data.files my/texts",
+    )
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="of MegaTrain or DeepSpeed; settings on the command line win"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="CONFIG.yaml", help="the file to write; it must not be there yet"
+    )
+    options, overrides = parser.parse_known_args(argv)
+    made = convert(options.file)
+    sections, names = _checked(made, overrides)
+    needed = [name for name in NEEDED if name not in names and not (name == "model.path" and "model.config" in names)]
+    head = f"# From {made.trainer}'s {options.file.name}, by `megatier convert`.\n"
+    if needed:
+        head += f"# Still needed: {', '.join(needed)}\n"
+    _write(options.output, head + config_text.write(sections, names, {}))
+    print(*_report(made.findings), sep="\n")
+    if needed:
+        print(f"still needed, there or on the command line: {', '.join(needed)}")
+    print(
+        f"{options.output} is written; `megatier config show {options.output}` shows all that it leaves at its default"
+    )
+    return 0
+
+
+def _checked(made: Conversion, overrides: Sequence[str]) -> tuple[Mapping[str, Mapping[str, Any]], frozenset[str]]:
+    """All settings with overrides over them, and the names of those that somebody gave."""
+    tree: dict[str, dict[str, Any]] = {}
+    for name, value in made.settings.items():
+        section, _, key = name.partition(".")
+        tree.setdefault(section, {})[key] = value
+    names = config_file.given_in(tree, overrides)
+    for name, value in NEEDED.items():
+        section, _, key = name.partition(".")
+        if name not in names and not (section == "model" and "model.config" in names):
+            tree.setdefault(section, {})[key] = value
+    try:
+        return config_file.to_dict(config_file.from_dict(tree, overrides)), names
+    except ConfigError as error:
+        raise ConfigError(f"{made.source} as a config of megatier: {error} Overrides may follow the file.") from error
+
+
+def _report(findings: Sequence[Finding]) -> Iterator[str]:
+    for outcome, title in TITLES.items():
+        if lines := [f"  {finding}" for finding in findings if finding.outcome == outcome]:
+            yield f"{title}:"
+            yield from lines
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path} is there already. Name another --output CONFIG.yaml.") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}. Name another --output CONFIG.yaml.") from error

@@ -1,0 +1,1 @@
+"""Configs of other trainers as configs of this one."""

@@ -1,0 +1,199 @@
+"""A run config made from another trainer's, with a finding for every key that was there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatier.config import SECTIONS
+from megatier.errors import ConfigError
+
+AUTO = "auto"
+"""What Hugging Face fills in from its own arguments, which such a file does not hold."""
+FIGURE_MAX = 1e18
+DEPTH_MAX = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What became of one key."""
+
+    key: str
+    value: str
+    """As the file has it."""
+    outcome: Literal["carried", "default", "left"]
+    words: str
+    """The settings it went to; the default that stands; or why it was left."""
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"{_written(self.key)}: {self.value} {'->' if self.outcome == 'carried' else '-'} {self.words}"
+
+
+class Conversion:
+    """Settings by dotted name, findings, and the keys of the source that nobody has taken yet."""
+
+    def __init__(self, trainer: str, source: str, tree: Mapping[str, Any]) -> None:
+        """Begin with all keys of a file waiting.
+
+        Args:
+            trainer: whose file it is.
+            source: its name, for messages.
+            tree: what it holds.
+        """
+        self.trainer, self.source = trainer, source
+        self.settings: dict[str, object] = {}
+        self.findings: list[Finding] = []
+        self._waiting = dict(_leaves(tree))
+
+    def has(self, key: str) -> bool:
+        """Whether the file gives the key, and nobody has taken it."""
+        return key in self._waiting
+
+    def raw(self, key: str) -> Any:  # noqa: ANN401  a file holds anything
+        """The value of a key as it stands; None where the file has none, or leaves it to Hugging Face."""
+        value = self._waiting.get(key)
+        return None if value == AUTO else value
+
+    # ------------------------------------------------------------------ values, checked
+
+    def number(self, key: str) -> float | None:
+        """A finite number; None as with `raw`.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        value = self.raw(key)
+        if isinstance(value, str):  # YAML reads 1e-5 as text
+            with contextlib.suppress(ValueError):
+                value = float(value)
+        if value is not None and not _is_number(value):
+            raise self.refused(key, "a number")
+        return value  # type: ignore[no-any-return]
+
+    def count(self, key: str, least: int = 1) -> int | None:
+        """A whole number of at least `least`; None as with `raw`.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        value = self.number(key)
+        if value is not None and (value != int(value) or value < least):
+            raise self.refused(key, f"a whole number of at least {least}")
+        return None if value is None else int(value)
+
+    def flag(self, key: str) -> bool | None:
+        """True or false; None as with `raw`.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        value = self.raw(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.refused(key, "true or false")
+        return value
+
+    def text(self, key: str, *among: str) -> str | None:
+        """Text, one of `among` if there are any; None as with `raw`.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        value = self.raw(key)
+        if value is not None and not (isinstance(value, str) and (value in among if among else _is_plain(value))):
+            raise self.refused(key, f"one of {', '.join(among)}" if among else "text")
+        return value
+
+    def numbers(self, key: str, length: int) -> Sequence[float] | None:
+        """A list of finite numbers; None as with `raw`.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        value = self.raw(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != length or not all(_is_number(item) for item in value):
+            raise self.refused(key, f"a list of {length} numbers")
+        return value
+
+    def refused(self, key: str, bound: str) -> ConfigError:
+        """The error of a value that makes no sense."""
+        found = _written(self._waiting.get(key))
+        return ConfigError(f"{self.source}: {key} is {found}; it must be {bound}. Mend it there, or take it out.")
+
+    # ------------------------------------------------------------------ findings
+
+    def carry(self, key: str, settings: Mapping[str, object], remark: str = "") -> None:
+        """The key's value went to these settings; with none of them, it is as it always is here.
+
+        Also of a key that the file does not give, and whose default there is carried over.
+        """
+        self.settings |= settings
+        where = ", ".join(f"{name}: {_written(value)}" for name, value in settings.items())
+        self._found(key, "carried", "; ".join(filter(None, (where, remark))))
+
+    def default(self, key: str, setting: str) -> None:
+        """The setting stays at its default, because the key says `auto`, or null."""
+        section, _, name = setting.partition(".")
+        value = SECTIONS[section].__dataclass_fields__[name].default
+        self._found(key, "default", f"{setting} stays at its default, {_written(value)}")
+
+    def leave(self, key: str, why: str) -> None:
+        """The key has no counterpart."""
+        self._found(key, "left", why)
+
+    def send(self, key: str, setting: str, value: object, remark: str = "") -> None:
+        """Carry a value that was read, or say that its default stands; nothing where the file does not give the key."""
+        if not self.has(key):
+            return
+        if self.raw(key) is None:
+            self.default(key, setting)
+        else:
+            self.carry(key, {setting: value}, remark)
+
+    def leave_below(self, section: str, why: str) -> None:
+        """Leave all keys of a section that are still waiting."""
+        for key in [key for key in self._waiting if key.startswith(f"{section}.")]:
+            self.leave(key, why)
+
+    def leave_rest(self, reasons: Mapping[str, str]) -> None:
+        """Give a reason for all keys still waiting, by the key or what it lies in."""
+        for key in list(self._waiting):
+            parts = key.split(".")
+            names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+            known = [reasons[name] for name in names if name in reasons]
+            self.leave(key, known[0] if known else f"no key of {self.trainer} that is known here")
+
+    def _found(self, key: str, outcome: Literal["carried", "default", "left"], words: str) -> None:
+        value = _written(self._waiting.pop(key)) if key in self._waiting else "(not given)"
+        self.findings.append(Finding(key, value, outcome, words))
+
+
+def _leaves(tree: Mapping[str, Any], before: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:
+    if depth > DEPTH_MAX:
+        raise RecursionError
+    for name, value in tree.items():
+        key = f"{before}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{key}.", depth + 1)
+        else:
+            yield key, value
+
+
+def _is_number(value: object) -> bool:
+    """Finite, and of a size that somebody may mean."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -FIGURE_MAX < value < FIGURE_MAX
+
+
+def _written(value: object) -> str:
+    """As a file has it, on one line."""
+    return str(value) if _is_plain(value) else json.dumps(value, default=str, skipkeys=True)
+
+
+def _is_plain(value: object) -> bool:
+    """Text that a terminal and YAML show as it is."""
+    return isinstance(value, str) and value != "" and value.isprintable()

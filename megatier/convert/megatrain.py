@@ -1,0 +1,136 @@
+"""MegaTrain's YAML. Keys that it does not give have MegaTrain's defaults where those change numbers."""
+
+from __future__ import annotations
+
+from megatier.convert.conversion import Conversion
+
+SECTIONS = {"model", "dataset", "vlm", "training", "optimizer", "memory", "logging"}
+ATTENTION = ("flash_attention_2", "sdpa", "eager")
+
+REASONS = {
+    "model.device": "CUDA_VISIBLE_DEVICES chooses the GPU",
+    "model.trust_remote_code": "only architectures of transformers itself are run",
+    "vlm": "vision towers are not trained",
+    "memory.num_grad_slabs": "slots of gradients are sized when the run begins",
+    "logging": "metrics.jsonl has loss, times and memory of every step",
+    "dataset.num_workers": "the text is tokenised once, before the first step",
+}
+
+
+def convert(made: Conversion) -> None:
+    """Carry what has a counterpart, and say of the rest why it has none.
+
+    Raises:
+        ConfigError: a value makes no sense.
+    """
+    _model(made)
+    _data(made)
+    _steps(made)
+    _optimizer(made)
+    made.leave_rest(REASONS)
+
+
+def _model(made: Conversion) -> None:
+    made.send("model.name", "model.path", made.text("model.name"))
+    dtype = made.text("model.dtype", "bfloat16", "float16", "float32")
+    if dtype == "float16":
+        made.leave("model.dtype", "model.compute_dtype stays bf16, which needs no loss scaling")
+    else:
+        compute = "fp32" if dtype == "float32" else "bf16"
+        made.send(
+            "model.dtype", "model.compute_dtype", compute, "masters and moments are fp32, which MegaTrain's are not"
+        )
+    devices = made.raw("model.devices")
+    if isinstance(devices, list) and len(devices) > 1:
+        made.leave("model.devices", "one GPU trains; the batch is that of all of theirs together")
+    elif devices is not None:
+        made.leave("model.devices", REASONS["model.device"])
+    attention = made.text("model.attn_implementation", *ATTENTION)
+    if attention == "flash_attention_2":
+        why = "it does not stop at the borders of documents; model.attention stays sdpa (docs/data.md)"
+        made.leave("model.attn_implementation", why)
+    else:
+        made.send("model.attn_implementation", "model.attention", attention)
+
+
+def _data(made: Conversion) -> None:
+    path, name = made.text("dataset.path"), made.text("dataset.name")
+    if name is not None:
+        _registered(made, name)
+    elif path is not None:
+        _conversations(made, path)
+    length = made.count("dataset.max_seq_len", 2)
+    made.send("dataset.max_seq_len", "data.sequence_length", length, "sequences are packed, not filled up")
+    if made.raw("dataset.system_prompt"):
+        made.leave("dataset.system_prompt", "write it into the records (their system key), or into data.chat_template")
+    elif made.has("dataset.system_prompt"):
+        made.carry("dataset.system_prompt", {}, "none, as here")
+    if made.flag("dataset.train_on_prompt"):
+        made.leave("dataset.train_on_prompt", "of conversations only the assistant's turns are learnt")
+    elif made.has("dataset.train_on_prompt"):
+        made.carry("dataset.train_on_prompt", {}, "as here, where all turns of the assistant are learnt, not the last")
+
+
+def _registered(made: Conversion, name: str) -> None:
+    """A dataset of a dataset_info.json, which goes before one by path."""
+    directory = made.text("dataset.dataset_dir") or "data"
+    files = [f"{directory}/dataset_info.json#{name}"]
+    made.carry("dataset.name", {"data.files": files})
+    if made.has("dataset.dataset_dir"):
+        made.carry("dataset.dataset_dir", {"data.files": files})
+    for key in ("dataset.path", "dataset.query_field", "dataset.response_field"):
+        if made.has(key):
+            made.leave(key, "dataset.name goes before it, as in MegaTrain")
+
+
+def _conversations(made: Conversion, path: str) -> None:
+    """A folder of Arrow files whose columns are named in the config, or are `query` and `response`."""
+    query = made.text("dataset.query_field") or "query"
+    response = made.text("dataset.response_field") or "response"
+    made.carry("dataset.path", {"data.files": [path], "data.chat": "alpaca"})
+    if (query, response) == ("instruction", "output"):
+        made.carry("dataset.query_field", {"data.chat": "alpaca"})
+        made.carry("dataset.response_field", {"data.chat": "alpaca"})
+        return
+    columns = f'{{"prompt": "{query}", "response": "{response}"}}'
+    why = f"data.chat: alpaca reads instruction and output; a dataset_info.json with columns {columns} names others"
+    made.leave("dataset.query_field", why)
+    made.leave("dataset.response_field", "see dataset.query_field")
+
+
+def _steps(made: Conversion) -> None:
+    """MegaTrain counts micro-batches as steps, and adds up their mean losses."""
+    batch, steps = made.count("training.batch_size") or 96, made.count("training.num_steps") or 100
+    groups = made.count("training.gradient_accumulation_steps") or 1
+    words = "" if groups == 1 else f"{groups} micro-batches of {batch}"
+    made.carry("training.batch_size", {"train.batch": batch * groups}, words)
+    if made.has("training.gradient_accumulation_steps"):
+        words = "" if groups == 1 else "their gradients are averaged; MegaTrain's are added up, so its norms are larger"
+        made.carry("training.gradient_accumulation_steps", {"train.groups": groups}, words)
+    words = "" if groups == 1 else f"MegaTrain counts micro-batches, {groups} a step"
+    made.carry("training.num_steps", {"train.steps": max(1, steps // groups)}, words)
+    seed = made.count("training.seed", 0)
+    made.carry("training.seed", {"train.seed": 42 if seed is None else seed})
+    words = "every layer's input is kept, not each n-th"
+    made.carry("memory.checkpoint_interval", {"train.activations": "recompute"}, words)
+
+
+def _optimizer(made: Conversion) -> None:
+    rate = made.number("training.learning_rate")
+    settings = {"train.learning_rate": 1e-5 if rate is None else rate, "train.schedule": "constant"}
+    made.carry("training.learning_rate", settings)
+    for key, setting, default in (
+        ("training.weight_decay", "train.weight_decay", 0.01),
+        ("training.max_grad_norm", "train.clip", 1.0),
+        ("optimizer.beta1", "train.beta1", 0.9),
+        ("optimizer.beta2", "train.beta2", 0.999),
+        ("optimizer.eps", "train.eps", 1e-8),
+    ):
+        value = made.number(key)
+        remark = "not of biases and norms, which MegaTrain decays too" if key == "training.weight_decay" else ""
+        made.carry(key, {setting: default if value is None else value}, remark)
+    kind = made.text("optimizer.type")
+    if kind in ("deepspeed_adam", "adamw"):
+        made.carry("optimizer.type", {}, "AdamW, the one optimizer here")
+    elif kind is not None:
+        made.leave("optimizer.type", "AdamW is the one optimizer here")

@@ -1,0 +1,86 @@
+"""A file of another trainer: read, recognised by what it holds, converted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import get_loader
+
+from megatier.config import SECTIONS, parse_yaml
+from megatier.convert import deepspeed, megatrain
+from megatier.convert.conversion import Conversion
+from megatier.errors import ConfigError
+
+KINDS = "MegaTrain's YAML (model.name, dataset, training) or DeepSpeed's JSON (zero_optimization, train_batch_size)"
+
+
+def convert(path: Path) -> Conversion:
+    """What a config of MegaTrain or DeepSpeed is here.
+
+    Raises:
+        ConfigError: it cannot be read, is of neither, or a value makes no sense.
+    """
+    tree = _read(path)
+    trainer, translate = _recognised(path, tree)
+    try:
+        made = Conversion(trainer, str(path), tree)
+        translate(made)
+    except RecursionError:
+        raise ConfigError(f"{path} has settings in settings too deep to be a config.") from None
+    return made
+
+
+def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Callable[[Conversion], None]]:
+    model = tree.get("model")
+    is_megatrain = bool(tree.keys() & {"dataset", "training"}) or (isinstance(model, dict) and "name" in model)
+    is_deepspeed = bool(tree.keys() & deepspeed.KEYS)
+    if is_megatrain and not is_deepspeed:
+        _check_sections(path, tree)
+        return "MegaTrain", megatrain.convert
+    if is_deepspeed and not is_megatrain:
+        return "DeepSpeed", deepspeed.convert
+    if tree.keys() & SECTIONS.keys() and not tree.keys() - SECTIONS.keys():
+        raise ConfigError(f"{path} is a config of megatier already; `megatier config show {path}` shows all of it.")
+    raise ConfigError(f"{path} is no config that is known here, which are {KINDS}.")
+
+
+def _check_sections(path: Path, tree: Mapping[str, Any]) -> None:
+    for name in megatrain.SECTIONS & tree.keys():
+        if not isinstance(tree[name], dict | None):
+            raise ConfigError(
+                f"{path}: {name} is a section, so `key: value` lines belong below it; found {tree[name]!r}."
+            )
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """JSON, or YAML, which takes 2e8 for text."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text: {error}. Give a YAML or JSON file.") from error
+    try:
+        tree = json.loads(text, object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise ConfigError(f"{path}: {error}") from error
+        try:
+            tree = parse_yaml(text, get_loader("yaml"))
+        except ConfigError as refusal:
+            raise ConfigError(f"{path} is {refusal}. Give a YAML or JSON file.") from refusal
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds no settings by name, but {str(tree)[:80]!r}. It must be {KINDS}.")
+    return {str(name): value for name, value in tree.items()}
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in tree:
+            raise ConfigError(f"{name} stands there twice. Take one of them out.")
+        tree[name] = value
+    return tree

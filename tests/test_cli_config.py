@@ -1,0 +1,112 @@
+"""`megatier config show`: all settings, and where they come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatier import config_file, config_text, hardware
+from megatier.cli import config, main
+from megatier.config import SECTIONS, parse_bytes
+
+ROOT = Path(__file__).parent.parent
+QUICKSTART = ROOT / "examples" / "quickstart.yaml"
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["config", "show", *words]) == 0
+    return capsys.readouterr().out
+
+
+def remark(text: str, key: str) -> str | None:
+    (line,) = [line for line in text.splitlines() if line.strip().startswith(f"{key}:")]
+    return line.partition("  # ")[2] or None
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "gpus", list)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_config_show_is_the_same_config_again(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_gpu: None
+) -> None:
+    again = tmp_path / "all.yaml"
+    again.write_text(shown(capsys, str(path)))
+    was, now = config_file.load(path), config_file.load(again)
+    assert (now.model.config, now.train, now.data, now.output) == (was.model.config, was.train, was.data, was.output)
+    assert (now.tiers.gpu, now.tiers.ram, now.tiers.nvme) == (was.tiers.gpu, was.tiers.ram, was.tiers.nvme)
+    found = yaml.safe_load(again.read_text())
+    assert {name: list(keys) for name, keys in found.items()} == {
+        name: list(section.__dataclass_fields__) for name, section in SECTIONS.items()
+    }
+
+
+def test_config_show_marks_where_settings_come_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_gpu: None
+) -> None:
+    monkeypatch.setattr(config, "default_budgets", lambda device: hardware.DefaultBudgets(1 << 30, 3 << 30))
+    words = ["--model.path=m", "--data.files", "texts", "--train.steps=7", "--tiers.nvme", "/mnt/a:5GiB"]
+    text = shown(capsys, *words)
+    assert "  steps: 7\n" in text
+    assert "  nvme: ['/mnt/a:5GiB']\n" in text
+    assert remark(text, "batch") == "default"
+    assert remark(text, "ram") == "from this machine, 3.0 GiB"
+    assert "  gpu: 1GiB  # from this machine, 1.0 GiB\n" in text
+    assert "  device: cpu  # from this machine\n" in text
+    assert "  compile: false  # from this machine\n" in text
+    assert remark(shown(capsys, *words, "--tiers.ram", "2GiB"), "ram") is None
+
+
+@pytest.mark.parametrize("name", ["2e-5", "no", "a: b", "ünïcode"])
+def test_config_show_keeps_names_that_look_like_something_else(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_gpu: None
+) -> None:
+    source, again = tmp_path / "source.yaml", tmp_path / "again.yaml"
+    source.write_text(json.dumps({"model": {"path": name}, "data": {"files": [name], "text_field": name}}))
+    again.write_text(shown(capsys, str(source)), encoding="utf-8")
+    found = config_file.load(again)
+    assert (found.model.path, found.data.files, found.data.text_field) == (name, (name,), name)
+
+
+def test_config_show_of_a_gpu_that_is_not_here_leaves_its_budgets_open(
+    capsys: pytest.CaptureFixture[str], no_gpu: None
+) -> None:
+    text = shown(capsys, str(QUICKSTART), "--tiers.device", "cuda", "--tiers.update_threads", "null")
+    assert "  compile: true  # from this machine\n" in text
+    assert "  update_threads: null\n" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["show", str(QUICKSTART), "--train.stesp", "3"], "did you mean train.steps?"),
+        (["show", str(QUICKSTART), "--train.batch", "0"], "train.batch is 0; it must be at least 1"),
+        (["show", "none.yaml"], "cannot read the config none.yaml"),
+    ],
+)
+def test_config_show_of_a_bad_config_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", *words]) == 2
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert message in error
+
+
+def test_config_show_of_a_converted_config(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_gpu: None) -> None:
+    source, made = ROOT / "examples" / "convert" / "megatrain.yaml", tmp_path / "run.yaml"
+    assert main(["convert", str(source), "--output", str(made)]) == 0
+    capsys.readouterr()
+    text = shown(capsys, str(made))
+    assert remark(text, "learning_rate") is None
+    assert remark(text, "slices") == "default"
+
+
+@pytest.mark.parametrize("num_bytes", [1, 1000, 1024, 17 << 20, 3 << 30, (3 << 30) + 1, 1 << 40])
+def test_exact_size_is_exact(num_bytes: int) -> None:
+    assert parse_bytes(str(config_text.exact_size(num_bytes))) == num_bytes
