@@ -11,7 +11,8 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from jsonargparse import get_loader
 
-from megatier.config import SECTIONS, ByteCount, parse_yaml
+from megatier.config import SECTIONS
+from megatier.config_values import ByteCount, parse_yaml
 
 INDENT = "  "
 

@@ -10,7 +10,8 @@ import yaml
 
 from megatier import config_file, config_text, hardware
 from megatier.cli import config, main
-from megatier.config import SECTIONS, parse_bytes
+from megatier.config import SECTIONS
+from megatier.config_values import parse_bytes
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from megatier import config, config_file
+from megatier import config, config_file, config_values
 from megatier.errors import ConfigError
 from megatier.train.outlet import run_console
 
@@ -65,7 +65,7 @@ def _kind(hint: Any) -> str:  # noqa: ANN401  type hints have no common type
     """What a setting takes."""
     if get_origin(hint) is Literal:
         return " | ".join(get_args(hint))
-    if hint == config.ByteCount:
+    if hint == config_values.ByteCount:
         return "SIZE"
     parts = [part for part in get_args(hint) if part is not NoneType]
     if NoneType in get_args(hint) and len(parts) == 1:

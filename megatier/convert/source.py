@@ -9,7 +9,8 @@ from typing import Any
 
 from jsonargparse import get_loader
 
-from megatier.config import SECTIONS, parse_yaml
+from megatier.config import SECTIONS
+from megatier.config_values import parse_yaml
 from megatier.convert import deepspeed, megatrain
 from megatier.convert.conversion import Conversion
 from megatier.errors import ConfigError
