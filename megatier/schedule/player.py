@@ -363,7 +363,7 @@ class Player:
 
     def _demand(self, timeline: Timeline) -> None:
         trains = any(access.phase is Phase.BACKWARD for access in timeline.accesses)
-        updated = [update.unit for update in timeline.updates] if self.policy.deferred else list(self.units)
+        updated = [update.unit for update in timeline.updates] if self.policy.deferred else list(self.placement.grad_homes)
         self._demanded.update(
             demanded_bytes(
                 timeline,
