@@ -18,9 +18,7 @@ SIZE = 2048
 
 
 def accesses(order: str) -> list[Access]:
-    """A unit's second use is its backward."""
-    phases = [Phase.BACKWARD if unit in order[:index] else Phase.FORWARD for index, unit in enumerate(order)]
-    return [Access(unit, phase, 0) for unit, phase in zip(order, phases, strict=True)]
+    return [Access(unit, Phase.FORWARD, 0) for unit in order]
 
 
 def placement(

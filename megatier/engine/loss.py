@@ -90,7 +90,7 @@ class FusedLoss:
     def run(
         self, hidden: Tensor, targets: Tensor, count: Tensor, *, passes: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Loss (fp32 scalar), gradient of hidden (its dtype) if it passes on, that of the head (fp32 [V, H]) if trained."""
+        """Loss (fp32 scalar); gradient of hidden (its dtype) if it passes on, of the head (fp32 [V, H]) if trained."""
         stage = self._head.stage
         use = stage.source.enter(self._head.unit, Phase.FORWARD, stage.gradients.group)
         weight = self._weight(use.bytes)

@@ -2,8 +2,9 @@
 
 A unit has one block per kind of state, one for its gradient, one more where gradients of several groups are summed in
 RAM, and one for its activation where that is offloaded. One that is frozen has weights alone; frozen elements of others
-lie behind the trained ones in the block of the weights, and no update touches them. A unit that spills may have several blocks per kind of state,
-for its generations: one holds, one may be kept as a savepoint, one may take an update that may yet be void.
+lie behind the trained ones in the block of the weights, and no update touches them. A unit that spills may have several
+blocks per kind of state, for its generations: one holds, one may be kept as a savepoint, one may take an update that
+may yet be void.
 """
 
 from __future__ import annotations
@@ -231,9 +232,7 @@ class UnitBlocks:
             for elements in self.frozen_chunks(unit):
                 with (
                     self.open_state(unit, elements, [Kind.WEIGHT]) as held,
-                    self.open_state(
-                        unit, elements, [Kind.WEIGHT], fresh=[Kind.WEIGHT], generation=other
-                    ) as state,
+                    self.open_state(unit, elements, [Kind.WEIGHT], fresh=[Kind.WEIGHT], generation=other) as state,
                 ):
                     replace(state, before=held.planes).carry_over()
                     state.write_back()

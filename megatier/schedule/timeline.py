@@ -156,30 +156,30 @@ def demanded_bytes(
         updated: units whose AdamW runs in it, one that is updated twice named twice.
     """
     moved: Counter[str] = Counter()
-    fed = [update.load for update in timeline.updates if update.load is not None]
-    for load in (*timeline.loads, *fed):
-        unit = units[load.unit]
-        size = block_bytes(unit, Kind.WEIGHT, policy)
-        fed_bytes = trained_bytes(unit, Kind.WEIGHT, policy) if load in fed else 0
-        way = ["ram_to_gpu"]
-        if placement.homes[load.unit, Kind.WEIGHT] is Tier.NVME:
-            way = ["nvme_to_gpu"] if policy.gpu_direct else ["nvme_to_ram", "ram_to_gpu"]
-        moved["ram_to_gpu"] += fed_bytes
-        for queue in way:
-            moved[queue] += size - fed_bytes
-    comes_back = {access.unit for access in timeline.accesses if access.phase is Phase.BACKWARD}
-    for name, unit in units.items():
-        if gradients and name in placement.grad_homes:
-            if placement.grad_homes[name] is not Tier.GPU:
-                moved["gpu_to_ram"] += policy.groups * grad_bytes(unit, policy)
-            if placement.grad_homes[name] is Tier.NVME:
-                moved["ram_to_nvme"] += grad_bytes(unit, policy)
-        if gradients and name in comes_back:
-            for queue in ("gpu_to_ram", "ram_to_gpu"):
-                moved[queue] += policy.groups * unit.activation_bytes
+    for load in timeline.loads:
+        for queue in _way(load.unit, placement, policy):
+            moved[queue] += block_bytes(units[load.unit], Kind.WEIGHT, policy)
+    for unit in (units[update.unit] for update in timeline.updates if update.load is not None):
+        fed = trained_bytes(unit, Kind.WEIGHT, policy)
+        moved["ram_to_gpu"] += fed
+        for queue in _way(unit.name, placement, policy):
+            moved[queue] += block_bytes(unit, Kind.WEIGHT, policy) - fed
+    for name, home in placement.grad_homes.items() if gradients else ():
+        moved["gpu_to_ram"] += policy.groups * grad_bytes(units[name], policy) if home is not Tier.GPU else 0
+        moved["ram_to_nvme"] += grad_bytes(units[name], policy) if home is Tier.NVME else 0
+    for unit in units.values() if gradients else ():
+        for queue in ("gpu_to_ram", "ram_to_gpu"):
+            moved[queue] += policy.groups * unit.activation_bytes
     for name in updated:
         moved.update(update_bytes(units[name], placement, policy))
     return {queue: size for queue, size in moved.items() if size}
+
+
+def _way(unit: str, placement: Placement, policy: Policy) -> tuple[str, ...]:
+    """The queues through which weights that no update feeds come to the GPU."""
+    if placement.homes[unit, Kind.WEIGHT] is not Tier.NVME:
+        return ("ram_to_gpu",)
+    return ("nvme_to_gpu",) if policy.gpu_direct else ("nvme_to_ram", "ram_to_gpu")
 
 
 def update_bytes(unit: UnitSpec, placement: Placement, policy: Policy) -> dict[str, int]:

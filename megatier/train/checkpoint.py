@@ -50,7 +50,12 @@ CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "cr
 
 def checkpoint_bytes(units: Sequence[Unit]) -> int:
     """Bytes of the arrays of one checkpoint."""
-    return 4 * sum(tensor.num_elements for name in ARRAYS for unit in units for tensor in tensors_of(unit, name))
+    return 4 * sum(tensor.num_elements for _, tensor in arrays_of(units))
+
+
+def arrays_of(units: Sequence[Unit]) -> Iterator[tuple[str, TensorSlice]]:
+    """Group and tensor of each array of a checkpoint."""
+    return ((name, tensor) for name in ARRAYS for unit in units for tensor in tensors_of(unit, name))
 
 
 def tensors_of(unit: Unit, name: str) -> tuple[TensorSlice, ...]:
@@ -195,17 +200,14 @@ def restore(session: Session, path: Path) -> None:
         TransferError: the drive failed.
     """
     root = path.resolve()
-    for name, tensor in ((name, t) for unit in session.units for name in ARRAYS for t in tensors_of(unit, name)):
+    for name, tensor in arrays_of(session.units):
         if not (root / name / tensor.name).exists() and (root / "params" / tensor.name).exists():
             raise CheckpointError(
                 f"{path} has no moments of {tensor.name}, which was frozen in its run. Freeze it as before, or export "
                 "the checkpoint and begin a run with that model."
             )
     grids = {
-        (name, tensor.name): _grid(root / name / tensor.name, tensor.shape)
-        for unit in session.units
-        for name in ARRAYS
-        for tensor in tensors_of(unit, name)
+        (name, tensor.name): _grid(root / name / tensor.name, tensor.shape) for name, tensor in arrays_of(session.units)
     }
     with _files(grids.values()) as files:
         for unit in session.units:

@@ -39,6 +39,7 @@ from megatier.train.checkpoint import (
     FORMAT,
     METADATA_FILE,
     WRITING,
+    arrays_of,
     becoming,
     check_room,
     checkpoint_bytes,
@@ -267,7 +268,7 @@ def write_metadata(folder: Path, units: Sequence[Unit], attributes: Mapping[str,
     groups = {name: root.create_group(name) for name in ARRAYS}
     like: dict[tuple[int, ...], Path] = {}
     """Metadata of each shape: arrays of one shape have the same, and zarr needs milliseconds for it."""
-    for name, tensor in ((name, tensor) for name in ARRAYS for unit in units for tensor in tensors_of(unit, name)):
+    for name, tensor in arrays_of(units):
         path = folder / name / tensor.name / METADATA_FILE
         if tensor.shape in like:
             path.parent.mkdir(mode=0o700, exist_ok=True)

@@ -19,6 +19,7 @@ from megatier.engine.step import Engine, EngineOptions
 from megatier.errors import ConfigError, mib
 from megatier.hardware import cores_usable, cpu_has_bf16, default_budgets, set_cuda_defaults
 from megatier.models.decoder import Unit, build_skeleton, decays, find_units
+from megatier.models.frozen import freeze
 from megatier.models.weights import Checkpoint, Initialiser, resolve
 from megatier.schedule.placement import CHUNK_ELEMENTS_MAX, Budgets, Placement, place
 from megatier.schedule.player import Player
@@ -215,6 +216,7 @@ def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
     """
     folder = resolve(config.model.path) if config.model.path is not None else None
     model = build_skeleton(read_model_config(config.model, folder), config.model.attention)
+    freeze(model, config.model.frozen)
     return model, Checkpoint(folder, model) if folder is not None else Initialiser(model, config.train.seed)
 
 

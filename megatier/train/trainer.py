@@ -191,9 +191,9 @@ def _describe(console: Console, config: RunConfig, session: Session, text: Packe
     num_trained = sum(tensor.num_elements for unit in session.units for tensor in unit.layout.trained.tensors)
     trained = f" ({format_count(num_trained)} trained)" if num_trained < num_parameters else ""
     console.print(
-        f"{format_count(num_parameters)} parameters{trained} in {len(session.units)} units, {config.model.compute_dtype}, on "
-        f"{session.engine.options.device}; {format_count(text.num_tokens)} tokens to train on; "
-        f"{nvme_path(session.store)}",
+        f"{format_count(num_parameters)} parameters{trained} in {len(session.units)} units, "
+        f"{config.model.compute_dtype}, on {session.engine.options.device}; "
+        f"{format_count(text.num_tokens)} tokens to train on; {nvme_path(session.store)}",
         highlight=False,
         soft_wrap=True,
     )
