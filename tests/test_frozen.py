@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 import megatier
 from megatier.cli import main
 from megatier.config import DataConfig, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
-from megatier.errors import CheckpointError, ConfigError
+from megatier.errors import CheckpointError, ConfigError, UnsupportedModelError
 from megatier.integrations.streamed import Streamed
 from megatier.models.decoder import find_units
 from megatier.models.frozen import freeze
@@ -444,6 +444,16 @@ def test_stream_refuses_a_model_of_which_nothing_is_trained() -> None:
         megatier.stream(model, tiers=TIERS)
     with megatier.stream(model, tiers=TIERS, frozen=["!model.norm"]) as streamed:
         assert loop_losses(streamed, settings(), (1,))
+
+
+def test_stream_refuses_a_model_with_other_modules_than_its_config_makes() -> None:
+    model = plain_model(exactness_config("tied"))
+    with pytest.raises(UnsupportedModelError, match="Sequential is no model of transformers"):
+        megatier.stream(torch.nn.Sequential(model), tiers=TIERS)  # type: ignore[arg-type]
+    layer = model.get_submodule("model.layers.0.mlp")
+    layer.up_proj = torch.nn.Sequential(layer.up_proj)  # as adapters do
+    with pytest.raises(UnsupportedModelError, match=r"no parameter model\.layers\.0\.mlp\.up_proj\.weight"):
+        megatier.stream(model, tiers=TIERS)
 
 
 @pytest.mark.parametrize("patterns", [("lm_head",), ("*", "!lm_head"), ("lm_head", "model.layers")])

@@ -89,6 +89,11 @@ def stream(
     Raises:
         PlanError, CapacityError, ConfigError, UnsupportedModelError: before weights are read.
     """
+    if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is no model of transformers. Give the model itself, with what is not trained in "
+            "frozen; of one with adapters, what merging them gives."
+        )
     model = model if isinstance(model, PreTrainedModel) else resolve(os.fspath(model))
     model_config = ModelConfig(  # for how it computes; the path is not read
         path="", compute_dtype=compute_dtype, attention=attention, compile=compile, fused_loss=fused_loss
@@ -424,6 +429,11 @@ class _InRam:
                 f"({type(skeleton).__name__}); only these are streamed."
             )
         self._parameters = dict(model.named_parameters())
+        if absent := [name for name, _ in skeleton.named_parameters() if name not in self._parameters]:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no parameter {absent[0]}, which its config makes. If it has adapters, merge "
+                "them first."
+            )
         for name, buffer in model.named_buffers():
             skeleton.get_buffer(name).copy_(buffer)
         for name, parameter in skeleton.named_parameters():
