@@ -451,7 +451,7 @@ def test_stream_refuses_a_model_with_other_modules_than_its_config_makes() -> No
     with pytest.raises(UnsupportedModelError, match="Sequential is no model of transformers"):
         megatier.stream(torch.nn.Sequential(model), tiers=TIERS)  # type: ignore[arg-type]
     layer = model.get_submodule("model.layers.0.mlp")
-    layer.up_proj = torch.nn.Sequential(layer.up_proj)  # as adapters do
+    layer.up_proj = torch.nn.Sequential(layer.get_submodule("up_proj"))  # as adapters do
     with pytest.raises(UnsupportedModelError, match=r"no parameter model\.layers\.0\.mlp\.up_proj\.weight"):
         megatier.stream(model, tiers=TIERS)
 

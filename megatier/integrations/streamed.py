@@ -431,8 +431,8 @@ class _InRam:
         self._parameters = dict(model.named_parameters())
         if absent := [name for name, _ in skeleton.named_parameters() if name not in self._parameters]:
             raise UnsupportedModelError(
-                f"{type(model).__name__} has no parameter {absent[0]}, which its config makes. If it has adapters, merge "
-                "them first."
+                f"{type(model).__name__} has no parameter {absent[0]}, which its config makes. Merge adapters "
+                "into it first."
             )
         for name, buffer in model.named_buffers():
             skeleton.get_buffer(name).copy_(buffer)
