@@ -32,6 +32,9 @@ class ModelConfig:
     """Folder with a Hugging Face model, or hub id. Exactly one of path and config is given."""
     config: dict[str, Any] | None = None
     """Hugging Face config to start from scratch: model_type and its keys, such as hidden_size."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that are not trained: names of parameters or modules, with * and ?; after ! what is trained all the
+    same. The last one that names a parameter decides. Such as model.embed_tokens,model.layers.[0-7] or *,!*.q_proj."""
     compute_dtype: Literal["bf16", "fp32"] = "bf16"
     """Type of the compute copy. Master weights and moments are fp32 either way."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
@@ -54,6 +57,9 @@ class ModelConfig:
                 "give exactly one of model.path (to go on with a model) and model.config (to start anew)."
             )
         _require(self.config is None or "model_type" in self.config, "model.config", self.config, "with a model_type")
+        _require(
+            all(name.strip("! ") for name in self.frozen), "model.frozen", list(self.frozen), "without empty names"
+        )
         _require(0 <= self.saved_share <= 1, "model.saved_share", self.saved_share, "from 0 to 1")
         _require(self.loss_chunk >= 1, "model.loss_chunk", self.loss_chunk, "at least 1 token")
 

@@ -23,6 +23,7 @@ from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfi
 from megatier.engine.step import Batch, StepResult
 from megatier.errors import PlanError
 from megatier.models.decoder import Unit, build_skeleton
+from megatier.models.frozen import freeze
 from megatier.models.weights import Initialiser
 from megatier.store.tier import Kind, Tier
 from megatier.train.session import Session, WeightReader
@@ -108,6 +109,7 @@ def opened(
     tokens: int = TOKENS,
     gpu_direct: bool = False,
     numerics: NumericsConfig = UNGUARDED,
+    frozen: Sequence[str] = (),
     **model_options: Any,
 ) -> Iterator[Session]:
     """A loaded session with the least budgets under which the place holds.
@@ -122,11 +124,12 @@ def opened(
         tokens: per sequence.
         gpu_direct: NVMe is read to the GPU past RAM.
         numerics: the guard; without it and without clipping, updates run inside the backward.
+        frozen: parameters that are not trained.
         model_options: of ModelConfig.
     """
     options = {"fused_loss": False, "loss_chunk": 20, **model_options}
     model_config = ModelConfig(config={"model_type": config.model_type}, **options)
-    session = _session(config, model_config, mount, place, train, numerics, device, tokens, gpu_direct)
+    session = _session(config, model_config, mount, place, train, numerics, device, tokens, gpu_direct, frozen)
     with session:
         session.load(source or Initialiser(session.model, 0))
         yield session
@@ -142,6 +145,7 @@ def _session(
     device: Any,
     tokens: int,
     gpu_direct: bool,
+    frozen: Sequence[str],
 ) -> Session:
     """Ask again with what each refusal says is missing."""
     gpu, ram = 1, 1
@@ -162,6 +166,7 @@ def _session(
         try:
             sections = model_config, tiers, train, numerics
             skeleton = build_skeleton(config, model_config.attention)
+            freeze(skeleton, frozen)
             session = Session(skeleton, *sections, tokens, savepoints=place.savepoints)
             if not _is_short_of_ram(session, place):
                 return session
@@ -198,12 +203,12 @@ def run_steps(session: Session, train: TrainConfig, num_steps: int = 5, seed: in
 
 
 def read_parameters(session: Session, kind: Kind) -> dict[str, Tensor]:
-    """Every parameter's fp32 master (Kind.WEIGHT) or moment, by name, on the CPU."""
+    """Every parameter's fp32 master (Kind.WEIGHT), or moment if it is trained, by name, on the CPU."""
     session.player.drain()
     found: dict[str, Tensor] = {}
     for unit in session.units:
-        plane = read_unit(session, unit, kind)
-        found |= {t.name: plane[t.start : t.stop].view(t.shape) for t in unit.layout.tensors}
+        plane, layout = read_unit(session, unit, kind), unit.layout if kind is Kind.WEIGHT else unit.layout.trained
+        found |= {t.name: plane[t.start : t.stop].view(t.shape) for t in layout.tensors}
     return found
 
 
@@ -211,7 +216,7 @@ def read_unit(session: Session, unit: Unit, kind: Kind) -> Tensor:
     """A whole plane with its padding, the fp32 master for Kind.WEIGHT."""
     if kind is Kind.WEIGHT:
         return session.read_master(unit, 0, unit.layout.num_elements)
-    return session.read_plane(unit, kind, 0, unit.layout.num_elements)
+    return session.read_plane(unit, kind, 0, unit.layout.num_trained)
 
 
 def outcome(session: Session, results: Sequence[StepResult]) -> Outcome:

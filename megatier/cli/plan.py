@@ -162,7 +162,8 @@ def _change_table(plan: Plan) -> Table:
 def _sentences(plan: Plan) -> Iterator[str]:
     from megatier.store.tier import Tier
 
-    yield f"{format_count(plan.num_parameters)} parameters, {format_count(plan.tokens)} tokens a step."
+    trained = f", {format_count(plan.num_trained)} of them trained" if plan.num_trained < plan.num_parameters else ""
+    yield f"{format_count(plan.num_parameters)} parameters{trained}, {format_count(plan.tokens)} tokens a step."
     yield f"Bound by {plan.forecast.bound_by}; compute alone takes {plan.attainment:.0%} of the step."
     beside = mib(round(plan.activations.peak))
     yield f"Beside tiers.gpu the GPU holds about {beside} of activations, loss and libraries."

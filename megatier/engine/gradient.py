@@ -50,7 +50,7 @@ class Gradients:
         *,
         groups: int,
     ) -> None:
-        """Dtype is the compute dtype; device is where sums are taken; groups are those of the step."""
+        """Layouts of what is trained; the compute dtype; where sums are taken; the groups of a step."""
         self._layouts, self._dtype, self._device, self._sink, self._norm = layouts, dtype, device, sink, norm
         self._groups = groups
         self._gaps = {name: _gaps(layout) for name, layout in layouts.items()}
@@ -67,6 +67,10 @@ class Gradients:
             counts.clear()
         self._sums.clear()
         self._buffers.clear()
+
+    def takes(self, unit: str, name: str) -> bool:
+        """Whether a parameter has a gradient: the others are frozen."""
+        return unit in self._layouts and any(tensor.name == name for tensor in self._layouts[unit].tensors)
 
     @property
     def is_open(self) -> bool:

@@ -82,16 +82,21 @@ class FusedLoss:
             loss = self._forward(hidden, self._weight(use.bytes), targets, count, None)
             use.leave()
             return loss
-        stage.gradients.expect(self._head.unit, 1)
+        if self._head.trains:
+            stage.gradients.expect(self._head.unit, 1)
         result: Tensor = _LossFunction.apply(self, hidden, stage.anchor, targets, count)  # type: ignore[no-untyped-call]
         return result
 
-    def run(self, hidden: Tensor, targets: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss (fp32 scalar), gradient of hidden (its dtype), gradient of the head (fp32 [V, H])."""
+    def run(
+        self, hidden: Tensor, targets: Tensor, count: Tensor, *, passes: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Loss (fp32 scalar); gradient of hidden (its dtype) if it passes on, of the head (fp32 [V, H]) if trained."""
         stage = self._head.stage
         use = stage.source.enter(self._head.unit, Phase.FORWARD, stage.gradients.group)
         weight = self._weight(use.bytes)
-        grads = (torch.empty_like(hidden), torch.zeros(weight.shape, dtype=torch.float32, device=weight.device))
+        to_hidden = torch.empty_like(hidden) if passes else None
+        to_head = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if self._head.trains else None
+        grads = to_hidden, to_head
         loss = self._forward(hidden, weight, targets, count, grads)
         use.leave()
         return loss, *grads
@@ -106,7 +111,12 @@ class FusedLoss:
         return self._head.leaves(weights)[0].detach()
 
     def _forward(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, count: Tensor, grads: tuple[Tensor, Tensor] | None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        count: Tensor,
+        grads: tuple[Tensor | None, Tensor | None] | None,
     ) -> Tensor:
         loss = hidden.new_zeros((), dtype=torch.float32)
         scale = count.reciprocal().float()
@@ -119,8 +129,10 @@ class FusedLoss:
                     continue
                 part, slope = self._slopes(logits, targets[rows], self._cap, scale)
                 loss += part
-                torch.mm(slope, weight, out=grads[0][rows])
-                add_product(grads[1], slope.t(), hidden[rows])
+                if (to_hidden := grads[0]) is not None:
+                    torch.mm(slope, weight, out=to_hidden[rows])
+                if (to_head := grads[1]) is not None:
+                    add_product(to_head, slope.t(), hidden[rows])
         return loss / count.float()
 
 
@@ -162,7 +174,7 @@ class _LossFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, fused: FusedLoss, hidden: Tensor, anchor: Tensor, targets: Tensor, count: Tensor) -> Tensor:  # noqa: ANN401
-        loss, hidden_grad, head_grad = fused.run(hidden.detach(), targets, count)
+        loss, hidden_grad, head_grad = fused.run(hidden.detach(), targets, count, passes=ctx.needs_input_grad[1])
         ctx.fused, ctx.hidden_grad, ctx.head_grad = fused, hidden_grad, head_grad
         return loss
 
@@ -170,8 +182,9 @@ class _LossFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         fused, hidden_grad, head_grad = ctx.fused, ctx.hidden_grad, ctx.head_grad
         ctx.fused = ctx.hidden_grad = ctx.head_grad = None
-        fused.deliver(head_grad.mul_(grad))
-        return None, hidden_grad.mul_(grad), None, None, None
+        if head_grad is not None:
+            fused.deliver(head_grad.mul_(grad))
+        return None, None if hidden_grad is None else hidden_grad.mul_(grad), None, None, None
 
 
 def _take_softcap(model: PreTrainedModel) -> float | None:

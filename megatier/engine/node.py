@@ -79,6 +79,8 @@ class Node:
             self._compiled = stage.compilation(module.forward, type(module).__name__)
         self._leaves: dict[int, list[Tensor]] = {}
         self._slices = {tensor.name: tensor for _, _, tensor in bindings}
+        self.is_trained = {name: stage.gradients.takes(unit, name) for name in self._slices}
+        """Of each parameter, in the order of `leaves`."""
         self.batched: list[bool | None] | None = None
         """Per flat argument, whether it is cut (None: it was no tensor while learning); None: not learnt yet."""
         for parameters, leaf, _ in bindings:
@@ -105,22 +107,29 @@ class Node:
         call = _Call(self, flat, spec, differentiable, tuple(key for key in collected if key != "hidden_states"))
         if not training:
             return call.run_plain()
+        if not (self.trains or call.differentiable):  # no gradient passes: no backward
+            return call.run_plain(is_cut=True)
         inputs = [flat[i] for i in call.differentiable]
         for i in call.differentiable:
             call.flat[i] = None
-        self.stage.gradients.expect(self.unit, call.num_slices)
+        if self.trains:
+            self.stage.gradients.expect(self.unit, call.num_slices)
         results = _UnitFunction.apply(call, self.stage.anchor, *inputs)  # type: ignore[no-untyped-call]
         return call.unpack(list(results))
 
     def leaves(self, weights: Tensor) -> list[Tensor]:
-        """Views of the unit's parameters in a slot, one per tensor, each an autograd leaf; cached by address."""
+        """Views of the unit's parameters in a slot, one per tensor, each an autograd leaf; cached by address.
+
+        Those that are frozen require no gradient.
+        """
         key = weights.data_ptr()
         if key not in self._leaves:
             # `.data`, for a version counter of its own: all slots of an arena share one, and a load into a neighbour
             # must not look like a change of weights that autograd has saved.
             plane = weights.data.view(self.stage.dtype)
             self._leaves[key] = [
-                plane[t.start : t.stop].view(t.shape).detach().requires_grad_() for t in self._slices.values()
+                plane[t.start : t.stop].view(t.shape).detach().requires_grad_(self.is_trained[t.name])
+                for t in self._slices.values()
             ]
         return self._leaves[key]
 
@@ -153,15 +162,26 @@ class Node:
         """Parameter names, in the order of `leaves`."""
         return list(self._slices)
 
+    @property
+    def trained(self) -> list[str]:
+        """Those of them that are trained."""
+        return [name for name in self._slices if self.is_trained[name]]
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of the parameters is trained; else a backward has gradients of inputs alone."""
+        return any(self.is_trained.values())
+
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
         """Copies of the weights lie in the module inside, for code that computes with them past its forward.
 
         They live until the backward, beside the slots.
         """
-        if torch.is_grad_enabled():
+        if self.trains and torch.is_grad_enabled():
             self.stage.gradients.expect(self.unit, 1)
-        copies = _Lent.apply(self, self.stage.anchor)  # type: ignore[no-untyped-call]
+        with torch.set_grad_enabled(self.trains and torch.is_grad_enabled()):
+            copies = _Lent.apply(self, self.stage.anchor)  # type: ignore[no-untyped-call]
         with self._bound(copies):
             yield
 
@@ -259,12 +279,14 @@ class _Call:
             if any(t is not None and t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors):
                 raise NonFiniteError(f"{what} of unit {self.node.unit} ({self.node.module_name}) is not finite")
 
-    def run_plain(self) -> Any:  # noqa: ANN401
-        """Without gradients, uncut: evaluation, and learning what is batched."""
+    def run_plain(self, *, is_cut: bool = False) -> Any:  # noqa: ANN401
+        """Without a backward; uncut for evaluation, and for learning what is batched."""
         stage = self.node.stage
         use = stage.source.enter(self.node.unit, Phase.FORWARD, stage.gradients.group)
         try:
-            results = self.run(self.node.leaves(use.bytes), self.flat)
+            leaves = self.node.leaves(use.bytes)
+            parts = [flat for _, flat in self.cut(())] if is_cut else [self.flat]
+            results = _join([self.run(leaves, flat) for flat in parts])
         finally:
             use.leave()
         return self.unpack(results)
@@ -351,12 +373,15 @@ class _UnitFunction(torch.autograd.Function):
                 outputs = [x if x is not None and x.requires_grad else None for x in made]
                 del made
             with stage.arithmetic():
-                found = _grads(outputs, _cut_grads(grads, rows, index, call.num_slices), [*slice_inputs, *leaves])
+                wanted = [*slice_inputs, *(leaf for leaf in leaves if leaf.requires_grad)]
+                found = _grads(outputs, _cut_grads(grads, rows, index, call.num_slices), wanted)
             del outputs
-            stage.gradients.add(node.unit, list(zip(node.names, found[len(slice_inputs) :], strict=True)))
+            if node.trains:
+                stage.gradients.add(node.unit, list(zip(node.trained, found[len(slice_inputs) :], strict=True)))
             input_grads.append(list(found[: len(slice_inputs)]))
         use.leave()
-        stage.gradients.close(node.unit)
+        if node.trains:
+            stage.gradients.close(node.unit)
         return (None, None, *_join_grads(input_grads, call))
 
 
@@ -367,14 +392,18 @@ class _Lent(torch.autograd.Function):
     def forward(ctx: Any, node: Node, anchor: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
         ctx.node = node
         use = node.stage.source.enter(node.unit, Phase.FORWARD, node.stage.gradients.group)
-        copies = tuple(leaf.detach().clone() for leaf in node.leaves(use.bytes))
+        leaves = node.leaves(use.bytes)
+        copies = tuple(leaf.detach().clone() for leaf in leaves)
         use.leave()
+        frozen = (copy for copy, leaf in zip(copies, leaves, strict=True) if not leaf.requires_grad)
+        ctx.mark_non_differentiable(*frozen)
         return copies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:  # noqa: ANN401
         node: Node = ctx.node
-        node.stage.gradients.add(node.unit, list(zip(node.names, grads, strict=True)))
+        parts = zip(node.names, grads, strict=True)
+        node.stage.gradients.add(node.unit, [(name, grad) for name, grad in parts if node.is_trained[name]])
         node.stage.gradients.close(node.unit)
         return None, None
 

@@ -100,7 +100,7 @@ class Engine:
     ) -> None:
         """Install nodes on every module that uses a unit. Buffers move to the device."""
         self.model, self._stream, self._optimizer, self.options = model, stream, optimizer, options
-        layouts = {unit.name: unit.layout for unit in units}
+        layouts = {unit.name: unit.layout.trained for unit in units if unit.layout.num_trained}
         gradients = Gradients(layouts, options.dtype, options.device, stream, optimizer, groups=options.groups)
         anchor = torch.zeros((), device=options.device, requires_grad=True)
         self._stage = Stage(

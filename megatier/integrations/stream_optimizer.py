@@ -22,16 +22,16 @@ SHARED = ("lr", "betas", "eps")
 class StreamedAdamW(Optimizer):
     """AdamW of a streamed model.
 
-    It has two groups, parameters with weight decay and those without (biases, norms). Learning rate, betas, eps and
-    decay are read by `step`, whenever the updates run. `state` is empty, and `state_dict` holds the settings alone:
-    the moments are in `Streamed.save`.
+    It has two groups, parameters with weight decay and those without (biases, norms); frozen ones are in neither.
+    Learning rate, betas, eps and decay are read by `step`, whenever the updates run. `state` is empty, and `state_dict`
+    holds the settings alone: the moments are in `Streamed.save`.
     """
 
     def __init__(self, streamed: Streamed, train: TrainConfig) -> None:
         """Made by Streamed."""
         self._streamed = streamed
         decayed = decays(streamed.model)
-        parameters = list(streamed.model.named_parameters())
+        parameters = [(name, p) for name, p in streamed.model.named_parameters() if p.requires_grad]
         groups = [
             {"params": [p for name, p in parameters if name in decayed], "weight_decay": train.weight_decay},
             {"params": [p for name, p in parameters if name not in decayed], "weight_decay": 0.0},

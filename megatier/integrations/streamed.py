@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -37,6 +37,7 @@ from megatier.errors import (
 from megatier.hardware import ram_available_bytes
 from megatier.integrations.stream_optimizer import StreamedAdamW
 from megatier.models.decoder import Unit, build_skeleton
+from megatier.models.frozen import freeze
 from megatier.models.weights import Checkpoint, export, resolve
 from megatier.schedule.trace import TraceEvent, write_trace
 from megatier.train.checkpoint import checkpoints, last_checkpoint, read_state, remove, restore, step_of
@@ -64,12 +65,13 @@ def stream(
     fused_loss: bool = True,
     compile: bool | None = None,
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa",
+    frozen: Sequence[str] = (),
 ) -> Streamed:
     """Place a model and its AdamW state on the tiers, for any loop.
 
     Args:
         model: a folder in Hugging Face's format or a hub id, whose weights stream in; or a model in RAM, which is
-            copied and stays as it is.
+            copied and stays as it is. Its parameters that require no gradient are frozen.
         tiers: budgets and mounts; None: from the machine, without NVMe.
         accumulation_steps: backwards per `optimizer.step`, at least 1. Each is one pass over the units.
         lr: learning rate; schedulers drive it, and the next three, in `optimizer.param_groups`.
@@ -82,10 +84,16 @@ def stream(
         fused_loss: head and loss as one chunked node: the model takes labels and gives a loss, and no logits.
         compile: compile layers and loss; None: on a GPU.
         attention: of transformers.
+        frozen: names or patterns of parameters that are not trained, or after "!" are (`models.frozen`).
 
     Raises:
         PlanError, CapacityError, ConfigError, UnsupportedModelError: before weights are read.
     """
+    if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is no model of transformers. Give the model itself, with what is not trained in "
+            "frozen; of one with adapters, what merging them gives."
+        )
     model = model if isinstance(model, PreTrainedModel) else resolve(os.fspath(model))
     model_config = ModelConfig(  # for how it computes; the path is not read
         path="", compute_dtype=compute_dtype, attention=attention, compile=compile, fused_loss=fused_loss
@@ -94,6 +102,7 @@ def stream(
     skeleton = build_skeleton(config, attention)
     reader: WeightReader
     reader = _InRam(model, skeleton) if isinstance(model, PreTrainedModel) else Checkpoint(model, skeleton)
+    freeze(skeleton, frozen, "frozen")
     train = TrainConfig(
         batch=accumulation_steps,
         groups=accumulation_steps,
@@ -409,7 +418,7 @@ class _InRam:
     """The weights of a model in RAM."""
 
     def __init__(self, model: PreTrainedModel, skeleton: PreTrainedModel) -> None:
-        """Copy buffers and generation settings.
+        """Copy buffers, generation settings, and which parameters are frozen.
 
         Raises:
             UnsupportedModelError: the model is not what its config makes.
@@ -420,8 +429,15 @@ class _InRam:
                 f"({type(skeleton).__name__}); only these are streamed."
             )
         self._parameters = dict(model.named_parameters())
+        if absent := [name for name, _ in skeleton.named_parameters() if name not in self._parameters]:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no parameter {absent[0]}, which its config makes. Merge adapters "
+                "into it first."
+            )
         for name, buffer in model.named_buffers():
             skeleton.get_buffer(name).copy_(buffer)
+        for name, parameter in skeleton.named_parameters():
+            parameter.requires_grad_(self._parameters[name].requires_grad)
         skeleton.generation_config = model.generation_config
 
     def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:

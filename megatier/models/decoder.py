@@ -81,13 +81,15 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
 def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
     """Cut a model into units, in module order, so that each parameter is in exactly one.
 
-    A decoder layer is one unit; so is any other outermost module that owns parameters (embedding, norm, head).
+    A decoder layer is one unit; so is any other outermost module that owns parameters (embedding, norm, head). What
+    requires no gradient is frozen.
 
     Raises:
         UnsupportedModelError: no decoder layers, a parameter shared in another way than embedding and head, a
             parameter that is no floating-point tensor, or one that is owned by a module round the layers.
     """
     names = _first_owners(model)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     layers = {id(layer) for layer in decoder_layers(model)}
     units: dict[str, Unit] = {}
     unit_of: dict[str, str] = {}
@@ -96,7 +98,8 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
         shared = sorted({unit_of[name] for name in shapes if name in unit_of})
         if not shared:
             unit_of.update(dict.fromkeys(shapes, module_name))
-            units[module_name] = Unit(module_name, (module_name,), Layout.of(shapes.items()), id(module) in layers)
+            layout = Layout.of(shapes.items(), frozen)
+            units[module_name] = Unit(module_name, (module_name,), layout, id(module) in layers)
             continue
         first = units[shared[0]]
         whole = set(shapes) == {t.name for t in first.layout.tensors}

@@ -1,8 +1,10 @@
 """The blocks of a run: their names in the store, and leases on runs of a unit's state where AdamW works on them.
 
 A unit has one block per kind of state, one for its gradient, one more where gradients of several groups are summed in
-RAM, and one for its activation where that is offloaded. A unit that spills may have several blocks per kind of state,
-for its generations: one holds, one may be kept as a savepoint, one may take an update that may yet be void.
+RAM, and one for its activation where that is offloaded. One that is frozen has weights alone; frozen elements of others
+lie behind the trained ones in the block of the weights, and no update touches them. A unit that spills may have several
+blocks per kind of state, for its generations: one holds, one may be kept as a savepoint, one may take an update that
+may yet be void.
 """
 
 from __future__ import annotations
@@ -15,8 +17,17 @@ import torch
 
 from megatier.schedule.gate import Gate
 from megatier.schedule.optimizer import Elements
-from megatier.schedule.placement import Placement, Policy, UnitSpec, bytes_per_element, grad_bytes, state_kinds
-from megatier.schedule.timeline import Load
+from megatier.schedule.placement import (
+    Placement,
+    Policy,
+    UnitSpec,
+    block_bytes,
+    bytes_per_element,
+    grad_bytes,
+    kinds_of,
+    state_kinds,
+)
+from megatier.schedule.timeline import Load, trained_bytes
 from megatier.store.store import TieredStore
 from megatier.store.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 from megatier.store.transfer import Transfer
@@ -70,7 +81,7 @@ class UnitBlocks:
         units: by name.
         placement: homes and slots.
         policy: dtype, groups, clip.
-        kinds: the kinds of state there are.
+        kinds: the kinds of state of a unit that is trained.
         valid: the generation of each unit's state that holds.
         kept: the place on NVMe that a savepoint keeps, of each unit that spills; empty without one.
     """
@@ -94,7 +105,7 @@ class UnitBlocks:
     def places(self, unit: str, kind: Kind) -> range:
         """The places that there are for a unit's state of one kind."""
         if self.placement.homes[unit, kind] is Tier.NVME:
-            return range(self.placement.generations)
+            return range(self.placement.generations if unit in self.placement.spilled else 1)
         return range(2 if unit in self.placement.speculative else 1)
 
     def spare(self, unit: str) -> Generation | None:
@@ -135,10 +146,20 @@ class UnitBlocks:
         return [reader] if shares and not reader.done() else []
 
     def chunks(self, name: str) -> list[Elements]:
-        """The runs of elements in which a unit's state is worked on."""
-        size = self.units[name].num_elements
-        step = self.placement.chunk_elements if self.is_cut(name) else size
-        return [(start, min(start + step, size)) for start in range(0, size, step)]
+        """The runs of elements in which a unit's state is worked on: those that are trained."""
+        return self._cut(name, 0, self.units[name].num_trained)
+
+    def frozen_chunks(self, name: str) -> list[Elements]:
+        """The runs of a unit's frozen elements, behind the trained ones."""
+        return self._cut(name, self.units[name].num_trained, self.units[name].num_elements)
+
+    def _cut(self, name: str, start: int, stop: int) -> list[Elements]:
+        step = self.placement.chunk_elements if self.is_cut(name) else max(1, stop - start)
+        return [(first, min(first + step, stop)) for first in range(start, stop, step)]
+
+    def whole(self, name: str, kind: Kind) -> tuple[int, int]:
+        """Bytes of a unit's block of one kind."""
+        return self.span(name, kind, (0, self.units[name].elements_of(kind)))
 
     def span(self, name: str, kind: Kind, elements: Elements) -> tuple[int, int]:
         """Bytes of a run of elements in a block of one kind."""
@@ -147,11 +168,11 @@ class UnitBlocks:
 
     def spilled(self, name: str) -> list[Kind]:
         """Kinds of a unit's state that are at home on NVMe."""
-        return [kind for kind in self.kinds if self.placement.homes[name, kind] is Tier.NVME]
+        return [kind for kind in self.kinds if self.placement.homes.get((name, kind)) is Tier.NVME]
 
     def is_cut(self, name: str) -> bool:
         """Whether a unit's update reads from NVMe, so that it is worked on in chunks."""
-        return bool(self.spilled(name)) or self.placement.grad_homes[name] is Tier.NVME
+        return bool(self.spilled(name)) or self.placement.grad_homes.get(name) is Tier.NVME
 
     @contextlib.contextmanager
     def open_state(
@@ -168,7 +189,7 @@ class UnitBlocks:
 
         Args:
             unit: its name.
-            elements: one of `chunks(unit)`.
+            elements: one of `chunks(unit)`; of weights also of `frozen_chunks(unit)`.
             kinds: planes wanted.
             fresh: planes of which every byte will be overwritten, so nothing is read.
             streamed: bring it to the GPU in any case, where it stays until `return_state`.
@@ -199,6 +220,29 @@ class UnitBlocks:
         ):
             yield replace(state, before=before.planes)
 
+    def share_frozen(self, unit: str) -> None:
+        """Put frozen elements into every place of a unit's weights, since no update carries them over.
+
+        From the generation that holds; call it when they were written there.
+        """
+        places = [Generation(place, place) for place in self.places(unit, Kind.WEIGHT)]
+        for other in places if len(places) > 1 else ():
+            if self.key(unit, Kind.WEIGHT, other) == self.key(unit, Kind.WEIGHT):
+                continue
+            for elements in self.frozen_chunks(unit):
+                with (
+                    self.open_state(unit, elements, [Kind.WEIGHT]) as held,
+                    self.open_state(unit, elements, [Kind.WEIGHT], fresh=[Kind.WEIGHT], generation=other) as state,
+                ):
+                    replace(state, before=held.planes).carry_over()
+                    state.write_back()
+
+    def feed_frozen(self, unit: str) -> None:
+        """Start bringing frozen weights to the GPU slot that the unit's update has fed with the others."""
+        if frozen := self.frozen_chunks(unit):
+            span = self.span(unit, Kind.WEIGHT, (frozen[0][0], frozen[-1][1]))
+            self.store.prefetch(self.key(unit, Kind.WEIGHT), Tier.GPU, span, wait=True)
+
     def make_room(self, load: Load, gate: Gate) -> None:
         """Free a load's GPU slot once the access that it displaces is over.
 
@@ -227,12 +271,15 @@ class UnitBlocks:
 
     def weight_bytes(self, unit: str) -> int:
         """Bytes of a unit's weights."""
-        return round_up(self.span(unit, Kind.WEIGHT, (0, self.units[unit].num_elements))[1])
+        return block_bytes(self.units[unit], Kind.WEIGHT, self.policy)
+
+    def trained_weight_bytes(self, unit: str) -> int:
+        """Bytes of a unit's weights that its update changes."""
+        return trained_bytes(self.units[unit], Kind.WEIGHT, self.policy)
 
     def passing_bytes(self, unit: str) -> int:
         """Bytes of a streamed unit's state that pass through slots of their own."""
-        whole = (0, self.units[unit].num_elements)
-        return sum(round_up(self.span(unit, kind, whole)[1]) for kind in self._passing)
+        return sum(block_bytes(self.units[unit], kind, self.policy) for kind in self._passing)
 
     @property
     def _passing(self) -> list[Kind]:
@@ -289,20 +336,14 @@ class UnitBlocks:
         return found
 
     def _register(self) -> None:
-        split, groups = self.policy.split, self.policy.groups
         for unit in self.units.values():
-            for kind in self.kinds:
-                size = unit.num_elements * bytes_per_element(kind, split=split)
+            for kind in kinds_of(unit, split=self.policy.split):
+                size = unit.elements_of(kind) * bytes_per_element(kind, split=self.policy.split)
                 home = self.placement.homes[unit.name, kind]
                 for place in self.places(unit.name, kind):
                     self.store.register(BlockSpec(block_key(unit.name, kind, place), size, home, kind))
-            home_of_grad = self.placement.grad_homes[unit.name]
-            size = grad_bytes(unit, self.policy)
-            if groups > 1 and home_of_grad is Tier.RAM:
-                self.store.register(BlockSpec(grad_key(unit.name), size, None, Kind.GRAD))
-                self.store.register(BlockSpec(sum_key(unit.name), size, Tier.RAM, Kind.GRAD))
-            else:
-                self.store.register(BlockSpec(grad_key(unit.name), size, home_of_grad, Kind.GRAD))
+            if unit.num_trained:
+                self._register_grad(unit)
             if unit.activation_bytes:
                 key = activation_key(unit.name)
                 self.store.register(BlockSpec(key, unit.activation_bytes, Tier.RAM, Kind.ACTIVATION))
@@ -310,6 +351,14 @@ class UnitBlocks:
             self.store.reserve(plan.tier, plan.kind, plan.slot_bytes, plan.num_slots)
         for tier in (Tier.GPU, Tier.RAM):  # no more than planned
             self.store.reserve(tier, None, PAGE_BYTES, 0)
+
+    def _register_grad(self, unit: UnitSpec) -> None:
+        home, size = self.placement.grad_homes[unit.name], grad_bytes(unit, self.policy)
+        if self.policy.groups > 1 and home is Tier.RAM:
+            self.store.register(BlockSpec(grad_key(unit.name), size, None, Kind.GRAD))
+            self.store.register(BlockSpec(sum_key(unit.name), size, Tier.RAM, Kind.GRAD))
+        else:
+            self.store.register(BlockSpec(grad_key(unit.name), size, home, Kind.GRAD))
 
 
 def block_key(unit: str, kind: Kind, place: int = 0) -> str:

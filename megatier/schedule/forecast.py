@@ -18,14 +18,14 @@ from megatier.schedule.placement import (
     Placement,
     Policy,
     UnitSpec,
-    bytes_per_element,
+    block_bytes,
     grad_bytes,
     state_kinds,
 )
 from megatier.schedule.rates import Rates
 from megatier.schedule.simulate import Job, Lane, least_seconds, simulate
-from megatier.schedule.timeline import Access, Load, Timeline, build
-from megatier.store.tier import Kind, Phase, Tier, round_up
+from megatier.schedule.timeline import Access, Load, Timeline, build, trained_bytes
+from megatier.store.tier import Kind, Phase, Tier
 
 NUM_STEPS = 3
 HOST_SECONDS = 0.03
@@ -204,7 +204,8 @@ class _Jobs:
         for index, access in enumerate(timeline.accesses):
             unit = self.units[access.unit]
             load = loads.get(index)
-            is_due = bool(timeline.updates) and unit.name not in self.updates and self.begun is not None
+            is_due = bool(timeline.updates) and self.begun is not None and unit.name not in self.updates
+            is_due = is_due and unit.num_trained > 0
             if is_due and unit.name not in self.placement.streamed:
                 copied = self._update(unit, fed.get(unit.name), uses)
                 if copied is not None:
@@ -215,7 +216,8 @@ class _Jobs:
                 arrivals[unit.name] = self._load(unit, load, uses)
             if is_due and unit.name in self.placement.streamed:
                 self._update_streamed(unit, arrivals[unit.name])
-            makes_grad = last_uses[unit.name, access.group] == index  # a fused head's forward does
+            # A fused head's forward does as well.
+            makes_grad = last_uses[unit.name, access.group] == index and unit.num_trained > 0
             uses.append(self._compute(access, arrivals.get(unit.name), makes_grad=makes_grad))
             if makes_grad:
                 self._ship(unit, access.group, uses[-1])
@@ -249,6 +251,13 @@ class _Jobs:
             last = self._add("ram_to_gpu", unit.name, size / pieces, read)
         return last
 
+    def _load_frozen(self, unit: UnitSpec, updated: int) -> int:
+        """What the update of a unit does not feed of its weights."""
+        size = self._bytes(unit, Kind.WEIGHT) - trained_bytes(unit, Kind.WEIGHT, self.policy)
+        if self.policy.gpu_direct:
+            return self._add("nvme_to_gpu", unit.name, size, updated)
+        return self._add("ram_to_gpu", unit.name, size, self._add("nvme_to_ram", unit.name, size, updated))
+
     def _slot_free(self, load: Load, uses: Sequence[int]) -> int | None:
         return uses[load.after_access] if load.after_access >= 0 else self.begun
 
@@ -256,11 +265,11 @@ class _Jobs:
         """AdamW where the unit's state is at home; returns what brings the weights it feeds."""
         gradient = self.grads.get(unit.name)
         if self.placement.updater(unit.name) is Tier.GPU:
-            self.updates[unit.name] = self._add("update_gpu", unit.name, unit.num_elements, self.begun, gradient)
+            self.updates[unit.name] = self._add("update_gpu", unit.name, unit.num_trained, self.begun, gradient)
             return None
-        spilled = sum(self._bytes(unit, kind) for kind in self._kinds() if self._is_spilled(unit, kind))
+        spilled = sum(trained_bytes(unit, kind, self.policy) for kind in self._kinds() if self._is_spilled(unit, kind))
         if not spilled and self.placement.grad_homes[unit.name] is not Tier.NVME:
-            self.updates[unit.name] = self._add("update", unit.name, unit.num_elements, self.begun, gradient)
+            self.updates[unit.name] = self._add("update", unit.name, unit.num_trained, self.begun, gradient)
             return None
         return self._update_spilled(unit, spilled, gradient, fed, uses)
 
@@ -271,7 +280,7 @@ class _Jobs:
         is_on_nvme = self.placement.grad_homes[unit.name] is Tier.NVME
         grad, gradient_first = (grad_bytes(unit, self.policy), gradient) if is_on_nvme else (0, None)
         is_speculative = unit.name in self.placement.speculative
-        amount = unit.num_elements * (1 + COPY_BYTES / UPDATE_BYTES * is_speculative)
+        amount = unit.num_trained * (1 + COPY_BYTES / UPDATE_BYTES * is_speculative)
         copied: int | None = None
         updated = -1
         for _ in range(pieces):
@@ -279,17 +288,20 @@ class _Jobs:
             read = self._add("nvme_to_ram", unit.name, (spilled + grad) / pieces, self.begun, free, gradient_first)
             updated = self._add("update_nvme", unit.name, amount / pieces, read, gradient)
             if fed is not None:
-                size = self._bytes(unit, Kind.WEIGHT) / pieces
+                size = trained_bytes(unit, Kind.WEIGHT, self.policy) / pieces
                 copied = self._add("ram_to_gpu", unit.name, size, updated, self._slot_free(fed, uses))
             write = self._add("ram_to_nvme", unit.name, spilled / pieces, updated)
             self.chunks.append(write)
+        if fed is not None and unit.frozen_elements:
+            copied = self._load_frozen(unit, updated)
         (self.speculated if is_speculative else self.updates)[unit.name] = updated
         return copied
 
     def _update_streamed(self, unit: UnitSpec, arrival: int) -> None:
         needs = [arrival, self.grads.get(unit.name), self.states.get(unit.name)]
-        self.updates[unit.name] = self._add("update_gpu", unit.name, unit.num_elements, *needs)
-        self._add("gpu_to_ram", unit.name, self._bytes(unit, Kind.WEIGHT), self.updates[unit.name])
+        self.updates[unit.name] = self._add("update_gpu", unit.name, unit.num_trained, *needs)
+        size = trained_bytes(unit, Kind.WEIGHT, self.policy)
+        self._add("gpu_to_ram", unit.name, size, self.updates[unit.name])
 
     def _exchange(self) -> None:
         """Streamed state home when the CPU is through, and to the GPU again."""
@@ -314,7 +326,7 @@ class _Jobs:
                 written = self._add("ram_to_nvme", unit.name, grad_bytes(unit, self.policy), shipped)
                 self.grad_slots[-1] = self.grads[unit.name] = written  # RAM slots are few
             if self.policy.groups > 1:
-                amount = unit.num_elements * SUM_BYTES[is_last] / UPDATE_BYTES
+                amount = unit.num_trained * SUM_BYTES[is_last] / UPDATE_BYTES
                 self.grads[unit.name] = self._add("update", unit.name, amount, shipped)
                 self.sums.append(self.grads[unit.name])
         if is_last and (not self.policy.deferred or unit.name in self.placement.speculative):
@@ -334,7 +346,7 @@ class _Jobs:
         return state_kinds(split=self.policy.split)
 
     def _bytes(self, unit: UnitSpec, kind: Kind) -> int:
-        return round_up(unit.num_elements * bytes_per_element(kind, split=self.policy.split))
+        return block_bytes(unit, kind, self.policy)
 
     def _is_spilled(self, unit: UnitSpec, kind: Kind) -> bool:
         return self.placement.homes[unit.name, kind] is Tier.NVME

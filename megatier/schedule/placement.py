@@ -40,6 +40,17 @@ class UnitSpec:
     """Padded parameters of the unit."""
     activation_bytes: int = 0
     """Boundary activation of one group, where it is offloaded to RAM."""
+    frozen_elements: int = 0
+    """Of the elements, the last ones, which have a weight and no more: no update, no gradient."""
+
+    @property
+    def num_trained(self) -> int:
+        """Elements with a gradient and a whole state; 0: the unit is never updated."""
+        return self.num_elements - self.frozen_elements
+
+    def elements_of(self, kind: Kind) -> int:
+        """Elements of a block of state."""
+        return self.num_elements if kind is Kind.WEIGHT else self.num_trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +112,12 @@ class Placement:
     slots: tuple[SlotPlan, ...]
     chunk_elements: int
     grad_homes: Mapping[str, Tier | None]
-    """Where a finished gradient waits for its update; None: only in a slot. On NVMe where RAM is too short for all."""
+    """Where a finished gradient of a unit that is trained waits for its update; None: only in a slot. On NVMe where RAM
+    is too short for all."""
     streamed: tuple[str, ...] = ()
     """Units at home in RAM whose state passes through GPU slots and is updated there, in forward order."""
     spilled: tuple[str, ...] = ()
-    """Units with state on NVMe, in forward order."""
+    """Units with state on NVMe, in forward order; not those that are frozen whole."""
     generations: int = 1
     """Of the state of each unit that spills."""
     speculative: tuple[str, ...] = ()
@@ -133,9 +145,19 @@ def state_kinds(*, split: bool) -> tuple[Kind, ...]:
     return tuple(kind for kind in STATE_KINDS if bytes_per_element(kind, split=split))
 
 
+def kinds_of(unit: UnitSpec, *, split: bool) -> tuple[Kind, ...]:
+    """The kinds of state that a unit has: weights alone where it is frozen."""
+    return state_kinds(split=split) if unit.num_trained else (Kind.WEIGHT,)
+
+
+def block_bytes(unit: UnitSpec, kind: Kind, policy: Policy) -> int:
+    """Bytes of a unit's block of state, in whole pages."""
+    return round_up(unit.elements_of(kind) * bytes_per_element(kind, split=policy.split))
+
+
 def grad_bytes(unit: UnitSpec, policy: Policy) -> int:
     """Bytes of a unit's gradient on its way: a summand of an fp32 sum over groups, else the compute dtype."""
-    return round_up(unit.num_elements * (4 if policy.groups > 1 or not policy.split else 2))
+    return round_up(unit.num_trained * (4 if policy.groups > 1 or not policy.split else 2))
 
 
 def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placement:
@@ -146,19 +168,19 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     """
     on_gpu = _choose_gpu(units, budgets, policy)
     rest = [unit for unit in units if unit.name not in on_gpu]
-    homes = {(name, kind): Tier.GPU for name in on_gpu for kind in state_kinds(split=policy.split)}
+    homes = {(unit.name, kind): Tier.GPU for unit in units if unit.name in on_gpu for kind in _kinds(unit, policy)}
     homed = sum(_state_size(unit, policy) + grad_bytes(unit, policy) for unit in units if unit.name in on_gpu)
     streamed = _choose_streamed(rest, homed, budgets, policy)
     gpu_slots = _gpu_slots(rest, homed, streamed, budgets, policy)
     names = tuple(unit.name for unit in streamed)
-    shipped = {unit.name: unit for unit in rest if unit.name not in names}
+    shipped = {unit.name: unit for unit in _trained(rest) if unit.name not in names}
     waiting = _waiting(units, rest, tuple(shipped.values()), budgets, policy)
     spills_grads = len(waiting) < len(shipped)
     ram_homes, ram_slots, chunk = _fill_ram(units, rest, tuple(waiting.values()), budgets, policy, spills_grads)
     if streamed and Tier.NVME in ram_homes.values():  # RAM is what is short
         return place(units, budgets, replace(policy, streamed_share=0.0))
     homes |= ram_homes
-    spilled = [unit for unit in rest if _spills(unit, homes, policy)]
+    spilled = [unit for unit in _trained(rest) if _spills(unit, homes, policy)]
     on_nvme = tuple(unit.name for unit in spilled)
     generations = policy.generations if policy.deferred else 1
     state, again = _state_bytes(units, homes, policy), _state_bytes(spilled, homes, policy)
@@ -172,7 +194,7 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
         raise PlanError("state on NVMe", state[Tier.NVME] + again[Tier.NVME], budgets.nvme, remedy)
     held = policy.deferred or policy.groups > 1
     on_ram = Tier.RAM if held else None
-    grad_homes: dict[str, Tier | None] = {unit.name: Tier.GPU for unit in units}
+    grad_homes: dict[str, Tier | None] = {unit.name: Tier.GPU for unit in _trained(units)}
     grad_homes |= {name: on_ram if name in waiting else Tier.NVME for name in shipped}
     other = Counter({Tier.GPU: 0, Tier.RAM: 0})
     other.update(again)
@@ -195,24 +217,28 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
 
 
 def _spills(unit: UnitSpec, homes: Mapping[tuple[str, Kind], Tier], policy: Policy) -> bool:
-    return any(homes[unit.name, kind] is Tier.NVME for kind in state_kinds(split=policy.split))
+    return any(homes[unit.name, kind] is Tier.NVME for kind in _kinds(unit, policy))
 
 
 def _state_bytes(units: Iterable[UnitSpec], homes: Mapping[tuple[str, Kind], Tier], policy: Policy) -> Counter[Tier]:
     """One generation of the units' state, by home."""
     total: Counter[Tier] = Counter()
     for unit in units:
-        for kind in state_kinds(split=policy.split):
-            total[homes[unit.name, kind]] += _size(unit, kind, policy)
+        for kind in _kinds(unit, policy):
+            total[homes[unit.name, kind]] += block_bytes(unit, kind, policy)
     return total
 
 
-def _size(unit: UnitSpec, kind: Kind, policy: Policy) -> int:
-    return round_up(unit.num_elements * bytes_per_element(kind, split=policy.split))
+def _kinds(unit: UnitSpec, policy: Policy) -> tuple[Kind, ...]:
+    return kinds_of(unit, split=policy.split)
+
+
+def _trained(units: Iterable[UnitSpec]) -> list[UnitSpec]:
+    return [unit for unit in units if unit.num_trained]
 
 
 def _state_size(unit: UnitSpec, policy: Policy) -> int:
-    return sum(_size(unit, kind, policy) for kind in state_kinds(split=policy.split))
+    return sum(block_bytes(unit, kind, policy) for kind in _kinds(unit, policy))
 
 
 def _choose_gpu(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> set[str]:
@@ -224,7 +250,7 @@ def _choose_gpu(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> 
     if Tier.GPU not in policy.state:
         return chosen
     used = 0
-    usual = _usual_elements(units)
+    usual = _usual_elements([unit.num_elements for unit in units])
     for unit in sorted(units, key=lambda unit: unit.num_elements <= usual):
         size = _state_size(unit, policy) + grad_bytes(unit, policy)
         rest = [other for other in units if other.name not in chosen and other is not unit]
@@ -234,16 +260,23 @@ def _choose_gpu(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> 
     return chosen
 
 
-def _usual_elements(units: Sequence[UnitSpec]) -> int:
+def _usual_elements(sizes: Sequence[int]) -> int:
     """Twice the size of the middle unit: what is above is larger than most."""
-    return 2 * sorted(unit.num_elements for unit in units)[len(units) // 2] if units else 0
+    return 2 * sorted(sizes)[len(sizes) // 2] if sizes else 0
 
 
 def _gpu_least(rest: Sequence[UnitSpec], policy: Policy) -> int:
     if not rest:
         return 0
-    largest = max(rest, key=lambda unit: unit.num_elements)
-    return min(len(rest), SLOTS_MIN) * (_size(largest, Kind.WEIGHT, policy) + grad_bytes(largest, policy))
+    weight = max(block_bytes(unit, Kind.WEIGHT, policy) for unit in rest)
+    grad, num_grads = _gpu_grads(rest, policy)
+    return min(len(rest), SLOTS_MIN) * weight + num_grads * grad
+
+
+def _gpu_grads(rest: Sequence[UnitSpec], policy: Policy) -> tuple[int, int]:
+    """Bytes and number of the slots through which gradients leave the GPU."""
+    sizes = [grad_bytes(unit, policy) for unit in _trained(rest)]
+    return max(sizes, default=0), min(len(sizes), SLOTS_MIN)
 
 
 def _choose_streamed(rest: Sequence[UnitSpec], homed: int, budgets: Budgets, policy: Policy) -> list[UnitSpec]:
@@ -251,18 +284,20 @@ def _choose_streamed(rest: Sequence[UnitSpec], homed: int, budgets: Budgets, pol
 
     Each has slots of its own, all of one size, so those larger than most (embeddings) are left to the CPU.
     """
-    if not (policy.deferred and policy.streamed_share and rest and Tier.RAM in policy.state):
+    trained = _trained(rest)
+    if not (policy.deferred and policy.streamed_share and trained and Tier.RAM in policy.state):
         return []
-    at_most = _usual_elements(rest)
-    usual = max(unit.num_elements for unit in rest if unit.num_elements <= at_most)
-    wanted = policy.streamed_share * sum(unit.num_elements for unit in rest)
+    at_most = _usual_elements([unit.num_trained for unit in trained])
+    usual = max(unit.num_trained for unit in trained if unit.num_trained <= at_most)
+    wanted = policy.streamed_share * sum(unit.num_trained for unit in trained)
     room = budgets.gpu - homed - _gpu_least(rest, policy)
+    passing = sum(block_bytes(UnitSpec("", usual), kind, policy) for kind in _passing(policy))
     chosen: list[UnitSpec] = []
-    for unit in rest:
-        cost = sum(_size(UnitSpec("", usual), kind, policy) for kind in _passing(policy)) + grad_bytes(unit, policy)
-        if unit.num_elements <= usual and unit.num_elements <= wanted and cost <= room:
+    for unit in trained:
+        cost = passing + grad_bytes(unit, policy)
+        if unit.num_trained <= usual and unit.num_trained <= wanted and cost <= room:
             chosen.append(unit)
-            wanted -= unit.num_elements
+            wanted -= unit.num_trained
             room -= cost
     return chosen
 
@@ -281,9 +316,10 @@ def _gpu_slots(
 ) -> tuple[SlotPlan, ...]:
     if not rest:
         return ()
-    largest_streamed = max(streamed, key=lambda unit: unit.num_elements, default=UnitSpec("", 0))
+    largest_streamed = max(streamed, key=lambda unit: unit.num_trained, default=UnitSpec("", 0))
     passing = [
-        SlotPlan(Tier.GPU, kind, _size(largest_streamed, kind, policy), len(streamed)) for kind in _passing(policy)
+        SlotPlan(Tier.GPU, kind, block_bytes(largest_streamed, kind, policy), len(streamed))
+        for kind in _passing(policy)
     ]
     used = homed + sum(grad_bytes(unit, policy) for unit in streamed)
     used += sum(plan.slot_bytes * plan.num_slots for plan in passing)
@@ -293,13 +329,12 @@ def _gpu_slots(
         what = f"GPU slots for the largest unit, {largest.name}"
         remedy = f"Raise tiers.gpu to at least {at_least(used + least)}."
         raise PlanError(what, used + least, budgets.gpu, remedy)
-    weight = _size(largest, Kind.WEIGHT, policy)
-    grad = max(grad_bytes(unit, policy) for unit in rest)
-    num_grads = min(len(rest), SLOTS_MIN)
+    weight = block_bytes(largest, Kind.WEIGHT, policy)
+    grad, num_grads = _gpu_grads(rest, policy)
     num_weights = min(len(rest), (budgets.gpu - used - num_grads * grad) // weight)
     return (
         SlotPlan(Tier.GPU, Kind.WEIGHT, weight, num_weights),
-        SlotPlan(Tier.GPU, Kind.GRAD, grad, num_grads),
+        *([SlotPlan(Tier.GPU, Kind.GRAD, grad, num_grads)] if num_grads else ()),
         *(passing if streamed else ()),
     )
 
@@ -371,8 +406,7 @@ def _fill_ram(
         for plan in slots:
             spare = (budgets.ram - used - everything) // round_up(plan.slot_bytes)
             slots = [replace(plan, num_slots=min(GRAD_DEPTH, plan.num_slots + spare))]
-        kinds = state_kinds(split=policy.split)
-        return {(unit.name, kind): Tier.RAM for unit in rest for kind in kinds}, tuple(slots), chunk
+        return {(unit.name, kind): Tier.RAM for unit in rest for kind in _kinds(unit, policy)}, tuple(slots), chunk
     if Tier.NVME not in policy.state or not budgets.nvme:
         raise _no_room(units, used + everything, everything, budgets, policy)
     chunk, pools = _chunk_slots(longest, used, budgets.ram, policy, spills_grads)
@@ -437,27 +471,29 @@ def _pool_bytes(pools: Iterable[SlotPlan]) -> int:
 
 def _spill(units: Sequence[UnitSpec], room: int, policy: Policy) -> dict[tuple[str, Kind], Tier]:
     """Weight planes first, then the rest, unit by unit, as RAM takes it."""
-    others = [kind for kind in state_kinds(split=policy.split) if kind is not Kind.WEIGHT]
-    blocks = [(unit, Kind.WEIGHT) for unit in units] + [(unit, kind) for unit in units for kind in others]
+    others = _passing(policy)
+    blocks = [(unit, Kind.WEIGHT) for unit in units] + [(unit, kind) for unit in _trained(units) for kind in others]
     homes = {}
     for unit, kind in blocks:
-        size = _size(unit, kind, policy)
+        size = block_bytes(unit, kind, policy)
         homes[unit.name, kind] = Tier.RAM if size <= room else Tier.NVME
         room -= size if size <= room else 0
     return homes
 
 
 def _spill_whole(units: Sequence[UnitSpec], room: int, policy: Policy) -> dict[tuple[str, Kind], Tier]:
-    """Weight planes first, twice; then the rest of whole units, whose second weight plane is not needed."""
-    kinds = state_kinds(split=policy.split)
-    homes = dict.fromkeys(((unit.name, kind) for unit in units for kind in kinds), Tier.NVME)
+    """Weight planes first, twice; then the rest of whole units, whose second weight plane is not needed.
+
+    Frozen units have one, once.
+    """
+    homes = dict.fromkeys(((unit.name, kind) for unit in units for kind in _kinds(unit, policy)), Tier.NVME)
     for unit in units:
-        if (size := 2 * _size(unit, Kind.WEIGHT, policy)) <= room:
+        if (size := (2 if unit.num_trained else 1) * block_bytes(unit, Kind.WEIGHT, policy)) <= room:
             homes[unit.name, Kind.WEIGHT] = Tier.RAM
             room -= size
-    for unit in units:
-        taken = 2 * _size(unit, Kind.WEIGHT, policy) if homes[unit.name, Kind.WEIGHT] is Tier.RAM else 0
+    for unit in _trained(units):
+        taken = 2 * block_bytes(unit, Kind.WEIGHT, policy) if homes[unit.name, Kind.WEIGHT] is Tier.RAM else 0
         if (size := _state_size(unit, policy) - taken) <= room:
-            homes |= {(unit.name, kind): Tier.RAM for kind in kinds}
+            homes |= {(unit.name, kind): Tier.RAM for kind in _kinds(unit, policy)}
             room -= size
     return homes

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -87,6 +88,8 @@ class Player:
         """Weights in compute's hands."""
         self._stashed: list[tuple[str, torch.Size, torch.dtype]] = []
         self._fetched: dict[str, tuple[torch.Tensor, Transfer]] = {}
+        self._offloaded: set[str] = set()
+        """Units that have stashed an activation: where nothing is trained below, no input waits for a backward."""
         self._updates_due = False
         """The last step's updates wait for a pass, or for `drain`, to submit them."""
         self.busy = {"load": "ram_to_gpu"}
@@ -315,6 +318,7 @@ class Player:
         """Start copying an activation (contiguous, on the GPU) to its place in RAM."""
         self.store.push(activation_key(unit), tensor)
         self._stashed.append((unit, tensor.shape, tensor.dtype))
+        self._offloaded.add(unit)
 
     def fetch(self, unit: str) -> torch.Tensor:
         """A stashed activation back on the GPU, ordered before what compute does next; and the one before it, ahead."""
@@ -363,12 +367,15 @@ class Player:
 
     def _demand(self, timeline: Timeline) -> None:
         trains = any(access.phase is Phase.BACKWARD for access in timeline.accesses)
-        updated = [update.unit for update in timeline.updates] if self.policy.deferred else list(self.units)
+        updated = (
+            [update.unit for update in timeline.updates] if self.policy.deferred else list(self.placement.grad_homes)
+        )
+        units = self.units.items()
         self._demanded.update(
             demanded_bytes(
                 timeline,
                 self.placement,
-                self.units,
+                {n: unit if n in self._offloaded else replace(unit, activation_bytes=0) for n, unit in units},
                 self.policy,
                 gradients=trains,
                 updated=updated if trains or self.policy.deferred else (),

@@ -13,7 +13,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatier.errors import PlanError
-from megatier.schedule.placement import Placement, Policy, UnitSpec, bytes_per_element, grad_bytes, state_kinds
+from megatier.schedule.placement import (
+    Placement,
+    Policy,
+    UnitSpec,
+    block_bytes,
+    bytes_per_element,
+    grad_bytes,
+    state_kinds,
+)
 from megatier.store.tier import Kind, Phase, Tier, round_up
 
 
@@ -77,7 +85,8 @@ def build(
     Args:
         accesses: the recorded order.
         placement: homes and GPU slots; units at home on the GPU are never loaded.
-        updates: the last step's updates run in this pass, each ahead of its unit's first access (deferred mode).
+        updates: the last step's updates run in this pass, each ahead of its unit's first access (deferred mode); what
+            is frozen has none.
         updated: units that need none, because theirs ran speculatively.
 
     Raises:
@@ -89,7 +98,8 @@ def build(
         return Timeline(tuple(accesses), tuple(loads), ())
     first_load = {load.unit: load for load in reversed(loads)}
     planned = []
-    for unit in dict.fromkeys(access.unit for access in accesses if access.unit not in updated):
+    trained = (access.unit for access in accesses if access.unit in placement.grad_homes)
+    for unit in dict.fromkeys(unit for unit in trained if unit not in updated):
         fed = placement.homes[unit, Kind.WEIGHT] is Tier.NVME
         planned.append(Update(unit, first_load[unit] if fed else None))
     fed_loads = {update.load for update in planned}
@@ -146,34 +156,40 @@ def demanded_bytes(
         updated: units whose AdamW runs in it, one that is updated twice named twice.
     """
     moved: Counter[str] = Counter()
-    fed = [update.load for update in timeline.updates if update.load is not None]
-    for load in (*timeline.loads, *fed):
-        size = _block_bytes(units[load.unit], Kind.WEIGHT, policy)
-        way = ["ram_to_gpu"]
-        if placement.homes[load.unit, Kind.WEIGHT] is Tier.NVME and load not in fed:
-            way = ["nvme_to_gpu"] if policy.gpu_direct else ["nvme_to_ram", "ram_to_gpu"]
-        for queue in way:
-            moved[queue] += size
-    for name, unit in units.items():
-        if gradients:
-            if placement.grad_homes[name] is not Tier.GPU:
-                moved["gpu_to_ram"] += policy.groups * grad_bytes(unit, policy)
-            if placement.grad_homes[name] is Tier.NVME:
-                moved["ram_to_nvme"] += grad_bytes(unit, policy)
-            for queue in ("gpu_to_ram", "ram_to_gpu"):
-                moved[queue] += policy.groups * unit.activation_bytes
+    for load in timeline.loads:
+        for queue in _way(load.unit, placement, policy):
+            moved[queue] += block_bytes(units[load.unit], Kind.WEIGHT, policy)
+    for unit in (units[update.unit] for update in timeline.updates if update.load is not None):
+        fed = trained_bytes(unit, Kind.WEIGHT, policy)
+        moved["ram_to_gpu"] += fed
+        for queue in _way(unit.name, placement, policy):
+            moved[queue] += block_bytes(unit, Kind.WEIGHT, policy) - fed
+    for name, home in placement.grad_homes.items() if gradients else ():
+        moved["gpu_to_ram"] += policy.groups * grad_bytes(units[name], policy) if home is not Tier.GPU else 0
+        moved["ram_to_nvme"] += grad_bytes(units[name], policy) if home is Tier.NVME else 0
+    for unit in units.values() if gradients else ():
+        for queue in ("gpu_to_ram", "ram_to_gpu"):
+            moved[queue] += policy.groups * unit.activation_bytes
     for name in updated:
         moved.update(update_bytes(units[name], placement, policy))
     return {queue: size for queue, size in moved.items() if size}
 
 
+def _way(unit: str, placement: Placement, policy: Policy) -> tuple[str, ...]:
+    """The queues through which weights that no update feeds come to the GPU."""
+    if placement.homes[unit, Kind.WEIGHT] is not Tier.NVME:
+        return ("ram_to_gpu",)
+    return ("nvme_to_gpu",) if policy.gpu_direct else ("nvme_to_ram", "ram_to_gpu")
+
+
 def update_bytes(unit: UnitSpec, placement: Placement, policy: Policy) -> dict[str, int]:
     """Bytes per queue that the update of a unit reads from NVMe and writes there."""
     kinds = [kind for kind in state_kinds(split=policy.split) if placement.homes[unit.name, kind] is Tier.NVME]
-    state = sum(_block_bytes(unit, kind, policy) for kind in kinds)
+    state = sum(trained_bytes(unit, kind, policy) for kind in kinds)
     grad = grad_bytes(unit, policy) if placement.grad_homes[unit.name] is Tier.NVME else 0
     return {"nvme_to_ram": state + grad, "ram_to_nvme": state}
 
 
-def _block_bytes(unit: UnitSpec, kind: Kind, policy: Policy) -> int:
-    return round_up(unit.num_elements * bytes_per_element(kind, split=policy.split))
+def trained_bytes(unit: UnitSpec, kind: Kind, policy: Policy) -> int:
+    """Bytes of a unit's block of state that its update changes: all but frozen weights."""
+    return round_up(unit.num_trained * bytes_per_element(kind, split=policy.split))

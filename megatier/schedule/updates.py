@@ -135,7 +135,7 @@ class Updates:
             size = self._blocks.passing_bytes(unit)
             self._demanded["state_to_gpu"] += 0 if self._is_ahead else size
             self._demanded["state_to_ram"] += size
-            self._demanded["gpu_to_ram"] += self._blocks.weight_bytes(unit)
+            self._demanded["gpu_to_ram"] += self._blocks.trained_weight_bytes(unit)
 
     def submit_sum(self, unit: str, group: int) -> None:
         """Add a group's gradient, which is in RAM or on its way there, to those before it."""
@@ -193,11 +193,11 @@ class Updates:
             self._submit_all()
         for transfer in self._all():
             transfer.wait()
-        for name in self._blocks.units:
-            for kind in self._blocks.kinds:
-                for place in self._blocks.places(name, kind):
-                    self._store.settle(block_key(name, kind, place))
-            if self._placement.grad_homes[name] is Tier.NVME:
+        for name, kind in self._placement.homes:
+            for place in self._blocks.places(name, kind):
+                self._store.settle(block_key(name, kind, place))
+        for name, home in self._placement.grad_homes.items():
+            if home is Tier.NVME:
                 self._store.settle(grad_key(name))
         for name in self._placement.streamed:
             self._blocks.drop_weights(name)
@@ -212,7 +212,7 @@ class Updates:
     def _submit_all(self) -> None:
         gradients = mark(self._store.clock, "gradients")
         for name, unit in self._blocks.units.items():
-            if name in self.speculation.updated:
+            if name in self.speculation.updated or not unit.num_trained:
                 continue
             self.submit(Update(name, None), gradients)
             self._demanded.update(update_bytes(unit, self._placement, self._policy))
@@ -307,6 +307,8 @@ class Updates:
                 self._read_ahead()
                 self._ahead.popleft()
                 self._update_chunk(unit, elements, old, new, feeds=feeds)
+            if feeds:
+                self._blocks.feed_frozen(unit)
         finally:
             while self._ahead and self._ahead[0][0] == unit:
                 self._ahead.popleft()

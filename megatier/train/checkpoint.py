@@ -1,8 +1,8 @@
 """Checkpoints: a run's state as named fp32 arrays in Zarr v3, whole or not there, whatever tier each byte came from.
 
     step-00000100/                       a Zarr group; its attribute "megatier" holds what is no array (`RunState`)
-        params/<name>                    master weights
-        exp_avg/<name>, exp_avg_sq/<name>
+        params/<name>                    master weights; of what is frozen, those that it computes with
+        exp_avg/<name>, exp_avg_sq/<name>   of what is trained
 
 Names are those of the model's parameters; a tied one comes once. `zarr.open_group(path)["params/lm_head.weight"][:]`
 reads a tensor.
@@ -30,6 +30,7 @@ from torch import Tensor
 from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, MegatierError, TransferError
 from megatier.models.decoder import Unit
 from megatier.store.chunkfile import ArrayReader, ChunkFiles, Grid
+from megatier.store.layout import TensorSlice
 from megatier.store.tier import Kind
 from megatier.train.run_directory import CHECKPOINT_FOLDER
 from megatier.train.session import Session
@@ -49,7 +50,17 @@ CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "cr
 
 def checkpoint_bytes(units: Sequence[Unit]) -> int:
     """Bytes of the arrays of one checkpoint."""
-    return 4 * len(ARRAYS) * sum(tensor.num_elements for unit in units for tensor in unit.layout.tensors)
+    return 4 * sum(tensor.num_elements for _, tensor in arrays_of(units))
+
+
+def arrays_of(units: Sequence[Unit]) -> Iterator[tuple[str, TensorSlice]]:
+    """Group and tensor of each array of a checkpoint."""
+    return ((name, tensor) for name in ARRAYS for unit in units for tensor in tensors_of(unit, name))
+
+
+def tensors_of(unit: Unit, name: str) -> tuple[TensorSlice, ...]:
+    """The tensors of a unit of which there are arrays of one name: frozen ones have no moments."""
+    return unit.layout.tensors if ARRAYS[name] is Kind.WEIGHT else unit.layout.trained.tensors
 
 
 def check_room(folder: Path, units: Sequence[Unit], num_kept: int) -> None:
@@ -189,17 +200,21 @@ def restore(session: Session, path: Path) -> None:
         TransferError: the drive failed.
     """
     root = path.resolve()
+    for name, tensor in arrays_of(session.units):
+        if not (root / name / tensor.name).exists() and (root / "params" / tensor.name).exists():
+            raise CheckpointError(
+                f"{path} has no moments of {tensor.name}, which was frozen in its run. Freeze it as before, or export "
+                "the checkpoint and begin a run with that model."
+            )
     grids = {
-        (name, tensor.name): _grid(root / name / tensor.name, tensor.shape)
-        for unit in session.units
-        for tensor in unit.layout.tensors
-        for name in ARRAYS
+        (name, tensor.name): _grid(root / name / tensor.name, tensor.shape) for name, tensor in arrays_of(session.units)
     }
     with _files(grids.values()) as files:
         for unit in session.units:
             for name, kind in ARRAYS.items():
                 planes = session.master_kinds if kind is Kind.WEIGHT else (kind,)
-                tensors = unit.layout.tensors
+                if not (tensors := tensors_of(unit, name)):
+                    continue
                 arrays = [(root / name / tensor.name, grids[name, tensor.name]) for tensor in tensors]
                 pieces = files.read(arrays)
                 session.fill(unit, planes, ((tensors[i].start + start, values) for i, start, values in pieces))

@@ -18,7 +18,6 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
-from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,14 @@ from megatier.train.checkpoint import (
     FORMAT,
     METADATA_FILE,
     WRITING,
+    arrays_of,
     becoming,
     check_room,
     checkpoint_bytes,
     digest_of,
     prune,
     remove_leftovers,
+    tensors_of,
 )
 from megatier.train.session import Session
 
@@ -126,7 +127,7 @@ class CheckpointWriter:
         kinds = {**{name: (kind,) for name, kind in ARRAYS.items()}, "params": self._session.master_kinds}
         for name in ARRAYS:
             files = self._opened.enter_context(ChunkFiles(chunk_elements, NUM_THREADS, NUM_STAGED))
-            self._writers.append(_PlaneWriter(self._session, files, self._partial / name, kinds[name], buffers))
+            self._writers.append(_PlaneWriter(self._session, files, self._partial, name, kinds[name], buffers))
         self._threads = ThreadPoolExecutor(len(ARRAYS), "megatier-checkpoint")
         self._opened.callback(self._threads.shutdown)  # first: what they fill goes
 
@@ -180,14 +181,22 @@ class _PlaneWriter:
     """Writes the masters, or one of the moments, to files of its own; from one thread at a time."""
 
     def __init__(
-        self, session: Session, files: ChunkFiles, folder: Path, kinds: Sequence[Kind], buffers: _Buffers
+        self,
+        session: Session,
+        files: ChunkFiles,
+        folder: Path,
+        name: str,
+        kinds: Sequence[Kind],
+        buffers: _Buffers,
     ) -> None:
+        """For the arrays of one name in the folder of a checkpoint."""
         self._player, self._store, self._blocks = session.player, session.store, session.player.blocks
-        self.files, self._folder, self._kinds, self._buffers = files, folder, kinds, buffers
+        self.files, self._folder, self._name, self._kinds = files, folder / name, name, kinds
+        self._buffers, self._weight_dtype = buffers, session.engine.options.dtype
 
     def write(self, unit: Unit, generation: Generation) -> None:
         """All of a unit's elements into chunks, the last of which may still be on their way to the drive."""
-        tensors = unit.layout.tensors
+        tensors = tensors_of(unit, self._name)
         writers = [ArrayWriter(self.files, self._folder / t.name, Grid.of(t.shape)) for t in tensors]
         with closing(self._runs(unit, generation)) as runs:
             for (start, stop), planes in runs:
@@ -197,9 +206,12 @@ class _PlaneWriter:
                         _copy_fp32(planes, lower - start + first, target)
 
     def _runs(self, unit: Unit, generation: Generation) -> Generator[tuple[tuple[int, int], list[Tensor]]]:
-        """Runs of a unit's elements and their planes, uint8, valid until the next; that is on its way meanwhile."""
-        size, step = unit.layout.num_elements, self._buffers.run_elements
-        runs = [(start, min(start + step, size)) for start in range(0, size, step)]
+        """Runs of a unit's elements and their planes, valid until the next; that is on its way meanwhile."""
+        runs = self._cut(0, unit.layout.num_trained)
+        if Kind.WEIGHT in self._kinds:
+            runs += self._cut(unit.layout.num_trained, unit.layout.num_elements)
+        if not runs:
+            return
         with ExitStack() as stack:
             ahead = self._ask(stack, unit, generation, runs[0], 0)
             for number, run in enumerate(runs):
@@ -213,33 +225,38 @@ class _PlaneWriter:
                         transfer.wait()
                 yield run, [plane for plane, _ in planes]
 
+    def _cut(self, start: int, stop: int) -> list[tuple[int, int]]:
+        step = self._buffers.run_elements
+        return [(first, min(first + step, stop)) for first in range(start, stop, step)]
+
     def _ask(
         self, stack: ExitStack, unit: Unit, generation: Generation, run: tuple[int, int], number: int
     ) -> list[tuple[Tensor, Transfer | None]]:
-        """Each plane of a run, and what brings it."""
+        """Each plane of a run, and what brings it; of frozen elements there are weights alone."""
         found: list[tuple[Tensor, Transfer | None]] = []
-        for kind in self._kinds:
+        for kind in self._kinds if run[0] < unit.layout.num_trained else (Kind.WEIGHT,):
             key, span = self._blocks.key(unit.name, kind, generation), self._blocks.span(unit.name, kind, run)
+            dtype = {Kind.WEIGHT: self._weight_dtype, Kind.REMAINDER: torch.int16}.get(kind, torch.float32)
             if self._blocks.placement.homes[unit.name, kind] is Tier.RAM:
                 lease = self._store.lease(key, Tier.RAM, span)
-                found.append((stack.enter_context(lease).bytes, None))
+                found.append((stack.enter_context(lease).bytes.view(dtype), None))
                 continue
             target = self._buffers.of(kind, number)
             transfer = self._store.copy_out(key, span, target)
             stack.callback(transfer.over)  # whatever happens, nothing fills a buffer that has gone to others
-            found.append((target, transfer))
+            found.append((target.view(dtype), transfer))
         return found
 
 
 def _copy_fp32(planes: Sequence[Tensor], first: int, target: Tensor) -> None:
-    """Elements from `first` on into fp32 [n]: of a master in two planes, or of one that is fp32 already."""
-    stop = first + target.numel()
+    """Elements from `first` on into fp32 [n]: of a master in two planes, or of one."""
+    source = planes[0][first : first + target.numel()]
     if len(planes) == 2:
-        weight, remainder = planes[0].view(torch.bfloat16), planes[1].view(torch.int16)
-        join_master(weight[first:stop], remainder[first:stop], target)
-    else:
-        source = planes[0].view(torch.float32)[first:stop]
+        join_master(source, planes[1][first : first + target.numel()], target)
+    elif source.dtype is torch.float32:
         _native.copy(target.data_ptr(), source.data_ptr(), 4 * target.numel())
+    else:  # frozen
+        target.copy_(source)
 
 
 def write_metadata(folder: Path, units: Sequence[Unit], attributes: Mapping[str, Any]) -> None:
@@ -251,7 +268,7 @@ def write_metadata(folder: Path, units: Sequence[Unit], attributes: Mapping[str,
     groups = {name: root.create_group(name) for name in ARRAYS}
     like: dict[tuple[int, ...], Path] = {}
     """Metadata of each shape: arrays of one shape have the same, and zarr needs milliseconds for it."""
-    for name, tensor in product(ARRAYS, chain.from_iterable(unit.layout.tensors for unit in units)):
+    for name, tensor in arrays_of(units):
         path = folder / name / tensor.name / METADATA_FILE
         if tensor.shape in like:
             path.parent.mkdir(mode=0o700, exist_ok=True)

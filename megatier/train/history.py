@@ -189,7 +189,8 @@ def _homes(session: Session, unit: str) -> Iterator[tuple[Kind, str]]:
     for kind in STATE_KINDS:
         if (unit, kind) in placement.homes:
             yield kind, placement.homes[unit, kind]
-    yield Kind.GRAD, placement.grad_homes[unit] or "slot"
+    if unit in placement.grad_homes:
+        yield Kind.GRAD, placement.grad_homes[unit] or "slot"
 
 
 # ---------------------------------------------------------------------- reading

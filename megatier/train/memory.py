@@ -2,7 +2,7 @@
 
 In hidden sizes a token, c = (outputs of a layer's products) / hidden + 1.4 is what a compiled layer saves at a saved
 share of 0.8. The peak is at the loss, when all layers have saved theirs, or in the backward, where one layer repeats
-what it did not save:
+what it did not save (a frozen layer is counted as if it were trained; one with nothing trained below it saves nothing):
 
     at the loss      saved + 4 x chunk x vocabulary + 4 x head parameters + 2 boundaries
     in the backward  saved + 2.3 c of one slice + 4 boundaries
@@ -66,11 +66,15 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
     width = COMPUTE_DTYPES[config.model.compute_dtype].itemsize
     boundary = work.rows * config.data.sequence_length * text.hidden_size * width
     layers = [unit for unit in work.units if unit.is_layer]
-    saved = sum(_saved(unit, text.hidden_size, config, work, compiles) for unit in layers) * boundary
+    lowest = next((i for i, unit in enumerate(work.units) if unit.layout.num_trained), 0)
+    reached = [unit for unit in work.units[lowest:] if unit.is_layer]  # below, nothing waits for a backward
+    saved = sum(_saved(unit, text.hidden_size, config, work, compiles) for unit in reached) * boundary
     largest = max((_products(unit, text.hidden_size) for unit in layers), default=0.0)
     chunk = config.model.loss_chunk if config.model.fused_loss else work.rows * config.data.sequence_length
     logits = 2 * width * min(chunk, work.rows * config.data.sequence_length) * text.vocab_size
-    head_sum = 4 * text.vocab_size * text.hidden_size if config.model.fused_loss else 0
+    head = model.get_output_embeddings()
+    makes_sum = config.model.fused_loss and (head is None or head.weight.requires_grad)
+    head_sum = 4 * text.vocab_size * text.hidden_size if makes_sum else 0
     mask = mask_bytes(config, work)
     in_layer = REPEATED * largest * boundary + width * mask
     return ActivationBytes(

@@ -62,6 +62,7 @@ class Plan:
 
     Attributes:
         num_parameters: all of them.
+        num_trained: of these.
         tokens: of a step.
         budgets: bytes per tier.
         accesses: the order in which a step uses its units.
@@ -82,6 +83,7 @@ class Plan:
     """
 
     num_parameters: int
+    num_trained: int
     tokens: int
     budgets: Budgets
     accesses: tuple[Access, ...]
@@ -125,6 +127,7 @@ class Plan:
         made = self.forecast
         return {
             "num_parameters": self.num_parameters,
+            "num_trained": self.num_trained,
             "tokens_per_step": self.tokens,
             "seconds": made.seconds,
             "tokens_per_s": self.tokens_per_s,
@@ -177,16 +180,17 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
     trial = Trial.of(model, find_units(model), config, rates, budgets, compiles=compiles)
     work, placement = trial.work, trial.placed()
     made = trial.forecast(placement)
-    sizes = {spec.name: spec.num_elements for spec in work.specs}
+    units = {spec.name: spec for spec in work.specs}
     state: Counter[tuple[Tier, Kind]] = Counter()
     for (name, kind), home in placement.homes.items():
-        state[home, kind] += sizes[name] * bytes_per_element(kind, split=work.policy.split)
+        state[home, kind] += units[name].elements_of(kind) * bytes_per_element(kind, split=work.policy.split)
     tokens = config.train.batch * config.data.sequence_length
     num_bytes = checkpoint_bytes(work.units)
     written_s = checkpoint_seconds(num_bytes, placement.state_bytes.get(Tier.NVME, 0), rates.drives)
     resident = placement.state_bytes.get(Tier.GPU, 0) + placement.state_bytes.get(Tier.RAM, 0)
     return Plan(
         sum(tensor.num_elements for unit in work.units for tensor in unit.layout.tensors),
+        sum(tensor.num_elements for unit in work.units for tensor in unit.layout.trained.tensors),
         tokens,
         budgets,
         trial.accesses,
@@ -203,7 +207,7 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         checkpoint_seconds(resident, 0, rates.drives),
         generation_bytes(trial, placement),
         hidden_at(trial, placement, tokens),
-        _changes(trial, tokens, tokens / made.seconds, spills=Tier.NVME in placement.homes.values()),
+        _changes(trial, tokens, tokens / made.seconds, spills=bool(placement.spilled)),
     )
 
 

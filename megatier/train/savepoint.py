@@ -132,6 +132,9 @@ class Savepoint:
         with _refusing(self.path, self.before):
             _read_arrays(session, self.path.resolve())
             _verify(session)
+            for unit in session.placement.spilled:  # other places hold what no checksum is known of
+                blocks.share_frozen(unit)
+            session.player.drain()
         prune(self.path.parent, 1)
 
 
@@ -235,14 +238,9 @@ def _planes(session: Session) -> list[Plane]:
     """In an order that is the same in every process."""
     blocks = session.player.blocks
     return [
-        Plane(block_key(unit, kind), blocks.key(unit, kind), _num_bytes(session, unit, kind), home)
+        Plane(block_key(unit, kind), blocks.key(unit, kind), blocks.whole(unit, kind)[1], home)
         for (unit, kind), home in sorted(session.placement.homes.items())
     ]
-
-
-def _num_bytes(session: Session, unit: str, kind: Kind) -> int:
-    blocks = session.player.blocks
-    return blocks.span(unit, kind, (0, blocks.units[unit].num_elements))[1]
 
 
 def _extents(session: Session) -> list[Extent]:
@@ -257,7 +255,7 @@ def _fingerprint(session: Session) -> str:
     for (unit, kind), home in session.placement.homes.items():
         keys = [block_key(unit, kind, place) for place in blocks.places(unit, kind)] if home is Tier.NVME else []
         stripes = [[astuple(stripe) for stripe in session.store.extents[key].stripes] for key in keys]
-        lies[block_key(unit, kind)] = [str(home), _num_bytes(session, unit, kind), stripes]
+        lies[block_key(unit, kind)] = [str(home), blocks.whole(unit, kind)[1], stripes]
     return digest_of(lies)
 
 
@@ -343,10 +341,14 @@ def _files(sizes: list[int]) -> ChunkFiles:
 def _verify(session: Session) -> None:
     """Read everything that was kept on NVMe once, a chunk ahead; the store compares its checksums."""
     blocks, store = session.player.blocks, session.store
-    runs = [(unit, elements) for unit in session.placement.spilled for elements in blocks.chunks(unit)]
-    for index, (unit, elements) in enumerate(runs):
-        for name, ahead in runs[index + 1 : index + 2]:
-            for kind in blocks.spilled(name):
+    runs: list[tuple[str, tuple[int, int], list[Kind]]] = []
+    for unit in blocks.units:
+        kinds = blocks.spilled(unit)
+        runs += [(unit, elements, kinds) for elements in blocks.chunks(unit) if kinds]
+        runs += [(unit, elements, [Kind.WEIGHT]) for elements in blocks.frozen_chunks(unit) if Kind.WEIGHT in kinds]
+    for index, (unit, elements, kinds) in enumerate(runs):
+        for name, ahead, ahead_kinds in runs[index + 1 : index + 2]:
+            for kind in ahead_kinds:
                 store.prefetch(blocks.key(name, kind), Tier.RAM, blocks.span(name, kind, ahead), wait=True)
-        with blocks.open_state(unit, elements, blocks.spilled(unit)):
+        with blocks.open_state(unit, elements, kinds):
             pass

@@ -19,6 +19,7 @@ from megatier.engine.step import Engine, EngineOptions
 from megatier.errors import ConfigError, mib
 from megatier.hardware import cores_usable, cpu_has_bf16, default_budgets, set_cuda_defaults
 from megatier.models.decoder import Unit, build_skeleton, decays, find_units
+from megatier.models.frozen import freeze
 from megatier.models.weights import Checkpoint, Initialiser, resolve
 from megatier.schedule.placement import CHUNK_ELEMENTS_MAX, Budgets, Placement, place
 from megatier.schedule.player import Player
@@ -82,7 +83,7 @@ class Session:
         gpu, ram = budgets_of(tiers, device)
         if device.type == "cuda":
             _limit_gpu(tiers.gpu_limit)
-        layouts = {unit.name: unit.layout for unit in self.units}
+        layouts = {unit.name: unit.layout.trained for unit in self.units if unit.layout.num_trained}
         with ExitStack() as stack:
             options = replace(work.options, shares=_shares(tiers, device), reuses=reuses)
             store = TieredStore.open(
@@ -127,7 +128,10 @@ class Session:
         self._opened.close()
 
     def load(self, source: WeightReader, progress: Callable[[Unit], None] = lambda _: None) -> None:
-        """Fill every unit's master weights, piece by piece; moments are zero already."""
+        """Fill every unit's master weights, piece by piece; moments are zero already.
+
+        Frozen weights are rounded to the compute dtype as torch does, to nearest even.
+        """
         for unit in self.units:
             self.fill(unit, self.master_kinds, source.read(unit))
             progress(unit)
@@ -145,44 +149,60 @@ class Session:
             unit: one of `units`.
             kinds: `master_kinds`, or one kind that is fp32.
             pieces: (first element, flat fp32) of the unit's layout, in increasing order; what they leave out is 0.
+                Frozen elements belong to the master alone.
         """
         ahead: tuple[int, Tensor] | None = None
-        buffer = torch.empty(max(stop - start for start, stop in self._runs(unit)))
-        for elements in self._runs(unit):
+        runs, is_master = list(self._runs(unit)), Kind.WEIGHT in kinds
+        buffer = torch.empty(max(stop - start for start, stop in runs))
+        for elements in runs:
+            is_frozen = elements[0] >= unit.layout.num_trained
+            if is_frozen and not is_master:
+                continue
             values = buffer[: elements[1] - elements[0]].zero_()
             ahead = _assemble(values, elements, pieces, ahead)
-            with self.player.blocks.open_state(unit.name, elements, kinds, fresh=kinds) as state:
-                if Kind.REMAINDER in kinds:
+            planes = (Kind.WEIGHT,) if is_frozen else kinds
+            with self.player.blocks.open_state(unit.name, elements, planes, fresh=planes) as state:
+                if Kind.REMAINDER in planes:
                     weight, remainder = state.planes[Kind.WEIGHT], state.planes[Kind.REMAINDER]
                     split_master(values, weight.view(self._dtype), remainder.view(torch.int16))
                 else:
-                    state.planes[kinds[0]].view(torch.float32).copy_(values)
+                    state.planes[planes[0]].view(self._dtype if is_master else torch.float32).copy_(values)
                 state.write_back()
+        if is_master:
+            self.player.blocks.share_frozen(unit.name)
 
     def _runs(self, unit: Unit) -> Iterator[tuple[int, int]]:
         """A unit's elements in runs of bounded size; one at home on the GPU, which is updated whole, is cut as well."""
-        for start, stop in self.player.blocks.chunks(unit.name):
+        blocks = self.player.blocks
+        for start, stop in (*blocks.chunks(unit.name), *blocks.frozen_chunks(unit.name)):
             for first in range(start, stop, CHUNK_ELEMENTS_MAX):
                 yield first, min(first + CHUNK_ELEMENTS_MAX, stop)
 
     def read_master(self, unit: Unit, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a unit's fp32 master weights, flat, on the CPU. Call `player.drain` first."""
-        if self._dtype is not torch.bfloat16:
-            return self.read_plane(unit, Kind.WEIGHT, start, stop)
-        weight, remainder = (self.read_plane(unit, kind, start, stop) for kind in (Kind.WEIGHT, Kind.REMAINDER))
-        master = torch.empty(stop - start)
-        join_master(weight, remainder, master)
+        """Elements [start, stop) of a unit's fp32 master weights, flat, on the CPU. Call `player.drain` first.
+
+        Frozen weights have no master: theirs is what the compute dtype holds.
+        """
+        weight = self.read_plane(unit, Kind.WEIGHT, start, stop)
+        master = weight.float()
+        if self._dtype is torch.bfloat16 and (trained := min(stop, unit.layout.num_trained) - start) > 0:
+            remainder = self.read_plane(unit, Kind.REMAINDER, start, start + trained)
+            join_master(weight[:trained], remainder, master[:trained])
         return master
 
     def read_plane(self, unit: Unit, kind: Kind, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of one kind of a unit's state, flat, on the CPU, in the kind's dtype."""
+        """Elements [start, stop) of one kind of a unit's state, flat, on the CPU, in the kind's dtype.
+
+        Only weights have frozen elements.
+        """
         dtype = {Kind.WEIGHT: self._dtype, Kind.REMAINDER: torch.int16}.get(kind, torch.float32)
         result = torch.empty(stop - start, dtype=dtype)
-        for first, last in self.player.blocks.chunks(unit.name):
+        blocks = self.player.blocks
+        for first, last in (*blocks.chunks(unit.name), *blocks.frozen_chunks(unit.name)):
             lower, upper = max(first, start), min(last, stop)
             if lower >= upper:
                 continue
-            with self.player.blocks.open_state(unit.name, (first, last), [kind]) as state:
+            with blocks.open_state(unit.name, (first, last), [kind]) as state:
                 plane = state.planes[kind].view(dtype)
                 result[lower - start : upper - start].copy_(plane[lower - first : upper - first])
         return result
@@ -196,6 +216,7 @@ def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
     """
     folder = resolve(config.model.path) if config.model.path is not None else None
     model = build_skeleton(read_model_config(config.model, folder), config.model.attention)
+    freeze(model, config.model.frozen)
     return model, Checkpoint(folder, model) if folder is not None else Initialiser(model, config.train.seed)
 
 

@@ -210,10 +210,11 @@ def _describe(console: Console, config: RunConfig, session: Session, text: Packe
     if isinstance(text, PackedText):
         tokens = f"{format_count(text.num_tokens)} tokens to train on"
     num_parameters = sum(tensor.num_elements for unit in session.units for tensor in unit.layout.tensors)
+    num_trained = sum(tensor.num_elements for unit in session.units for tensor in unit.layout.trained.tensors)
+    trained = f" ({format_count(num_trained)} trained)" if num_trained < num_parameters else ""
     console.print(
-        f"{format_count(num_parameters)} parameters in {len(session.units)} units, {config.model.compute_dtype}, on "
-        f"{session.engine.options.device}; {tokens}; "
-        f"{nvme_path(session.store)}",
+        f"{format_count(num_parameters)} parameters{trained} in {len(session.units)} units, "
+        f"{config.model.compute_dtype}, on {session.engine.options.device}; {tokens}; {nvme_path(session.store)}",
         highlight=False,
         soft_wrap=True,
     )

@@ -13,11 +13,13 @@ from megatier.config import ModelConfig, RunConfig
 from megatier.engine.activation import Activations
 from megatier.errors import PlanError, mib
 from megatier.models.decoder import Unit, build_skeleton
+from megatier.models.frozen import freeze
 from megatier.models.weights import resolve
 from megatier.schedule.forecast import Forecast, floor, forecast
 from megatier.schedule.placement import Budgets, Placement, place
 from megatier.schedule.rates import Rates
 from megatier.schedule.timeline import Access
+from megatier.store.layout import Layout
 from megatier.store.tier import Phase, Tier
 from megatier.train.memory import ActivationBytes, activation_bytes, interpolated
 from megatier.train.workload import Workload, read_model_config
@@ -126,16 +128,24 @@ def skeleton_of(config: ModelConfig) -> PreTrainedModel:
 
     Raises:
         UnsupportedModelError: transformers does not take its config, or it cannot be streamed.
+        ConfigError: a pattern of what is frozen names nothing.
     """
     folder = resolve(config.path) if config.path is not None else None
-    return build_skeleton(read_model_config(config, folder), config.attention)
+    model = build_skeleton(read_model_config(config, folder), config.attention)
+    freeze(model, config.frozen)
+    return model
 
 
 def _accesses(head: str, config: RunConfig, work: Workload) -> tuple[Access, ...]:
-    """The order in which a step uses its units: that of the modules. A fused loss makes the head's gradient at once."""
+    """The order in which a step uses its units: that of the modules. A fused loss makes the head's gradient at once.
+
+    A backward ends where nothing below is trained.
+    """
     uses = [(unit.name, name) for unit in work.units for name in unit.module_names if name != head]
     uses += [(unit.name, head) for unit in work.units if head in unit.module_names]
-    back = [use for use in reversed(uses) if use[1] != head or not config.model.fused_loss]
+    trained = {unit.name for unit in work.units if unit.layout.num_trained}
+    first = next(index for index, (unit, _) in enumerate(uses) if unit in trained)
+    back = [use for use in reversed(uses[first:]) if use[1] != head or not config.model.fused_loss]
     steps = []
     for group in range(config.train.groups):
         steps += [Access(unit, Phase.FORWARD, group) for unit, _ in uses]
@@ -148,6 +158,7 @@ def _compute_seconds(
 ) -> dict[tuple[str, Phase], float]:
     """Of one use by one group: 2 FLOPs a parameter and token forward, twice as many backward, and attention's.
 
+    Half of the backward's products are gradients of weights, which frozen ones have not.
     Causal attention: 2 x sequence x width FLOPs a token forward; twice that with a mask of all pairs, whose kernel also
     computes what is masked. A mask by blocks spares some of them, as many as documents are short; that is not counted.
     """
@@ -159,16 +170,19 @@ def _compute_seconds(
     pairs = (4 if config.has_mask else 2) * sequence * text.num_attention_heads * head_width
     seconds: dict[tuple[str, Phase], float] = {}
     for unit in work.units:
-        products = _active_elements(unit, experts, chosen) * 2 * tokens
+        products = _active_elements(unit.layout, experts, chosen) * 2 * tokens
+        idle = products - _active_elements(unit.layout.trained, experts, chosen) * 2 * tokens
         if unit.is_layer:
             forward = (products + pairs * tokens) / rates.flops_per_s
             seconds[unit.name, Phase.FORWARD] = forward
-            seconds[unit.name, Phase.BACKWARD] = forward * (2 + _repeated(config, work, unit, compiles))
+            backward = forward * (2 + _repeated(config, work, unit, compiles))
+            seconds[unit.name, Phase.BACKWARD] = backward - idle / rates.flops_per_s
         elif head in unit.module_names:
             fused = config.model.fused_loss
             each = products / rates.flops_per_s / len(unit.module_names)  # a tied embedding's uses share it
-            seconds[unit.name, Phase.FORWARD] = each * (3 if fused else 1)
-            seconds[unit.name, Phase.BACKWARD] = 0.0 if fused else 2 * each
+            backward = each if idle else 2 * each
+            seconds[unit.name, Phase.FORWARD] = each + backward if fused else each
+            seconds[unit.name, Phase.BACKWARD] = 0.0 if fused else backward
     return seconds
 
 
@@ -186,10 +200,10 @@ def _experts(text: Any) -> tuple[int, float]:  # noqa: ANN401 - a config of any 
     return experts, chosen / experts if experts else 1.0
 
 
-def _active_elements(unit: Unit, experts: int, chosen: float) -> float:
-    """Elements of the unit's products that one token takes part in: of experts, those it is sent to."""
+def _active_elements(layout: Layout, experts: int, chosen: float) -> float:
+    """Elements of a unit's products that one token takes part in: of experts, those it is sent to."""
     total = 0.0
-    for tensor in unit.layout.tensors:
+    for tensor in layout.tensors:
         if len(tensor.shape) < 2:
             continue
         is_expert = experts and len(tensor.shape) == 3 and tensor.shape[0] == experts

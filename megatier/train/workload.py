@@ -81,7 +81,13 @@ class Workload:
         hidden_bytes = rows * tokens * model.config.get_text_config().hidden_size * dtype.itemsize
         offloaded = {name for name, policy in activations.items() if policy is Activations.OFFLOAD}
         specs = tuple(
-            UnitSpec(u.name, u.layout.num_elements, hidden_bytes if u.name in offloaded else 0) for u in units
+            UnitSpec(
+                u.name,
+                u.layout.num_elements,
+                hidden_bytes if u.name in offloaded else 0,
+                u.layout.num_elements - u.layout.num_trained,
+            )
+            for u in units
         )
         policy = _policy(dtype, tiers, train, options, guard=numerics.guard, savepoints=savepoints)
         return cls(units, specs, activations, policy, options, rows)

@@ -1,0 +1,62 @@
+"""Frozen parameters: which of a model's parameters stay as they are, by patterns over their names.
+
+A pattern is the name of a parameter, or of a module with all that is below it; `*`, `?` and `[...]` are those of
+fnmatch, so that `*` takes dots too. After `!` it says what is trained all the same: of the patterns that name a
+parameter the last one decides. `["model.embed_tokens", "model.layers.[0-7]"]` freezes an embedding and eight layers,
+`["*", "!*.q_proj"]` all but the projections of queries.
+
+A frozen parameter is one that requires no gradient, in the skeleton as in any model of PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from megatier.errors import ConfigError
+
+
+def freeze(model: nn.Module, patterns: Sequence[str], setting: str = "model.frozen") -> None:
+    """Set which parameters of a model require a gradient; what no pattern names stays as it is.
+
+    A tied parameter has several names and goes by any of them.
+
+    Args:
+        model: a skeleton.
+        patterns: what is frozen, or trained after all.
+        setting: what to call them in messages.
+
+    Raises:
+        ConfigError: a pattern names no parameter, or all of them are frozen.
+    """
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    for pattern in patterns:
+        wanted = pattern.removeprefix("!")
+        found = [p for p in model.parameters() if any(_is_named(name, wanted) for name in names[id(p)])]
+        if not found:
+            raise ConfigError(f"{setting}: {pattern!r} names no parameter of this model. {_nearest(model, wanted)}")
+        for parameter in found:
+            parameter.requires_grad_(pattern != wanted)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"{setting}: every parameter of this model is frozen, so there is nothing to train. Name what is trained "
+            'after the others, such as "!model.layers.0".'
+        )
+
+
+def _is_named(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def _nearest(model: nn.Module, pattern: str) -> str:
+    """Names of parameters, and of the modules that own them, that look like it."""
+    parameters = [name for name, _ in model.named_parameters()]
+    owners = [name for name, module in model.named_modules() if name and next(module.parameters(), None) is not None]
+    near = get_close_matches(pattern, [*owners, *parameters], n=3, cutoff=0.5)
+    return f"Near it are {', '.join(near)}." if near else f"Its parameters have names such as {parameters[0]}."

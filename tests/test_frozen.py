@@ -1,0 +1,484 @@
+"""Frozen parameters cost no gradient and no state, and change no bit of what is trained."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_commands import after_step, command
+from small_commands import outcome as outcome_of
+from tiny_models import tiny_config
+from tiny_runs import (
+    KIB,
+    MIB,
+    PLACES,
+    SMALL,
+    ModelWeights,
+    Outcome,
+    Place,
+    exactness_config,
+    one_thread,
+    opened,
+    outcome,
+    plain_model,
+    random_groups,
+    read_parameters,
+    run_steps,
+)
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+import megatier
+from megatier.cli import main
+from megatier.config import DataConfig, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.errors import CheckpointError, ConfigError, UnsupportedModelError
+from megatier.integrations.streamed import Streamed
+from megatier.models.decoder import find_units
+from megatier.models.frozen import freeze
+from megatier.schedule.placement import Budgets
+from megatier.schedule.rates import DriveRates, Rates
+from megatier.store.blockfile import IoOptions
+from megatier.store.layout import CHECKED_ELEMENTS, Layout
+from megatier.store.tier import Kind, Tier
+from megatier.train.plan import make_plan
+from megatier.train.savepoint import drop_savepoint, save_savepoint
+from megatier.train.trial import skeleton_of
+
+RATES = Rates((DriveRates("a", 3e9, 2e9, 2.5e9),), 50e9, 50e9, 5e9, 150e9, 150e9, 1e12)
+FROZEN = {
+    "below": ("model.embed_tokens", "model.layers.0"),  # the backward ends above them
+    "above": ("lm_head", "model.norm", "model.layers.1"),  # gradients pass through
+    "inside": ("*", "!*.q_proj", "!*.down_proj", "!lm_head"),
+    "mixed": ("model.embed_tokens", "model.layers.0.self_attn", "model.layers.1", "!model.layers.1.mlp.up_proj"),
+}
+CONFIG = tiny_config("llama", **SMALL, vocab_size=6336, num_hidden_layers=4, attention_dropout=0.2)
+ROOMY = {
+    # Trained parts of units have at least 32,768 elements.
+    "gpu": PLACES["gpu"],
+    "ram": PLACES["ram"],
+    "ram_streamed": replace(PLACES["ram_streamed"], gpu=4 * MIB),
+    "nvme": PLACES["nvme"],
+    "nvme_twice": PLACES["nvme_twice"],
+    "nvme_grads": PLACES["nvme_grads"],
+    "ram_nvme": replace(PLACES["ram_nvme"], ram=140 * KIB),
+    "ram_nvme_twice": Place(tiers=("ram", "nvme"), ram=280 * KIB, generations=2),
+    "gpu_ram_nvme": replace(PLACES["gpu_ram_nvme"], gpu=900 * KIB, ram=140 * KIB),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def trained_on(place: Place, frozen: str, mount: Path, train: TrainConfig, **options: Any) -> Outcome:
+    """Five steps; what moved is what the placement demands."""
+    patterns = FROZEN.get(frozen, (frozen,))
+    with opened(CONFIG, mount, place, train, frozen=patterns, **options) as session:
+        held = {tier for tier, size in session.placement.state_bytes.items() if size}
+        assert held == {Tier(name) for name in place.tiers}
+        assert bool(session.placement.streamed) == bool(place.streamed and train.clip)
+        before = session.store.moved_bytes.copy()
+        results = run_steps(session, train, 4)
+        session.player.drain()
+        assert session.store.moved_bytes - before == session.player.demanded
+        return outcome(session, results)
+
+
+def settings(**changes: Any) -> TrainConfig:
+    return TrainConfig(**{"steps": 5, "batch": 6, "clip": 0.5, "weight_decay": 0.1, **changes})
+
+
+def test_layout_puts_frozen_tensors_behind_the_trained_ones() -> None:
+    shapes = [("a", (3, 5)), ("b", (130,)), ("c", (2,))]
+    assert Layout.of(shapes).trained == Layout.of(shapes)
+    layout = Layout.of(shapes, {"a"})
+    assert [(t.name, t.start) for t in layout.tensors] == [("b", 0), ("c", 256), ("a", CHECKED_ELEMENTS)]
+    assert (layout.num_trained, layout.num_elements) == (CHECKED_ELEMENTS, CHECKED_ELEMENTS + 2048)
+    assert [t.name for t in layout.trained.tensors] == ["b", "c"]
+    whole = Layout.of(shapes, {"a", "b", "c"})
+    assert (whole.num_trained, whole.num_elements, whole.trained.tensors) == (0, 2048, ())
+    assert IoOptions().chunk_bytes == 2 * CHECKED_ELEMENTS
+
+
+@pytest.mark.parametrize(("frozen", "groups"), [("below", 1), ("above", 3), ("inside", 1), ("mixed", 3)])
+def test_frozen_run_gives_the_same_bits_on_any_tier(frozen: str, groups: int, tmp_path: Path) -> None:
+    policies = ("keep", "recompute", "offload")
+    found = {
+        name: trained_on(place, frozen, tmp_path, settings(groups=groups, activations=policies[index % 3]))
+        for index, (name, place) in enumerate(ROOMY.items())
+        if groups == 1 or name != "nvme_grads"
+    }
+    assert [name for name, result in found.items() if result != found["ram"]] == []
+    assert found["ram"] != trained_on(ROOMY["ram"], "model.norm", tmp_path, settings(groups=groups))
+
+
+@pytest.mark.parametrize("frozen", ["below", "inside"])
+def test_frozen_run_without_clipping_gives_the_same_bits_on_any_tier(frozen: str, tmp_path: Path) -> None:
+    train = settings(clip=None, slices=2)
+    names = ("gpu", "ram", "nvme", "gpu_ram_nvme")
+    found = [trained_on(ROOMY[name], frozen, tmp_path, train, fused_loss=True) for name in names]
+    assert found == [found[0]] * len(names)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_frozen_run_on_a_gpu_gives_the_same_bits_on_any_tier(frozen: str, tmp_path: Path) -> None:
+    names = ("gpu", "ram", "ram_streamed", "nvme", "nvme_twice", "gpu_ram_nvme")
+    options: dict[str, Any] = {"device": "cuda", "compile": False}
+    found = [trained_on(ROOMY[name], frozen, tmp_path, settings(), **options) for name in names]
+    assert found == [found[0]] * len(names)
+
+
+def test_frozen_weights_stay_and_have_no_state(tmp_path: Path) -> None:
+    patterns = FROZEN["mixed"]
+    source = plain_model(CONFIG)
+    freeze(source, patterns)
+    train = settings()
+    with opened(CONFIG, tmp_path, ROOMY["nvme_twice"], train, source=ModelWeights(source), frozen=patterns) as session:
+        run_steps(session, train)
+        weights, moments = read_parameters(session, Kind.WEIGHT), read_parameters(session, Kind.EXP_AVG)
+        units = {unit.name: unit for unit in session.player.units.values()}
+        assert units["model.embed_tokens"].num_trained == 0
+        homes = {kind for unit, kind in session.placement.homes if unit == "model.embed_tokens"}
+        assert homes == {Kind.WEIGHT}
+        assert "model.embed_tokens" not in session.placement.grad_homes
+    for name, parameter in source.named_parameters():
+        assert (name in moments) == parameter.requires_grad
+        before = parameter.detach()
+        if parameter.requires_grad:
+            assert not torch.equal(weights[name], before)
+        else:
+            assert torch.equal(weights[name], before.bfloat16().float()), name
+
+
+CASES = {
+    "below": ("llama", ("model.embed_tokens", "model.layers.0")),
+    "above": ("llama", ("lm_head", "model.layers.1")),
+    "inside": ("llama", ("*", "!*.q_proj")),
+    "tied": ("llama_tied", ("lm_head",)),
+    "tied_alone": ("llama_tied", ("*", "!lm_head")),
+    "router": ("qwen3_moe", ("*.gate", "model.embed_tokens")),
+    "experts": ("qwen3_moe", ("*", "!*.gate")),
+    "embeddings": ("gpt2", ("transformer.wpe", "*.bias")),
+    "per_layer": ("gemma3n_text", ("*", "!model.embed_tokens_per_layer")),
+}
+
+
+def plain_gradients(
+    config: PretrainedConfig, model: PreTrainedModel, train: TrainConfig
+) -> tuple[float, dict[str, Tensor]]:
+    (batch,) = random_groups(train, config.get_text_config().vocab_size, 1)
+    torch.manual_seed(5)
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    found = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters() if p.requires_grad
+    }
+    return loss.item(), found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_beside_frozen_parameters_are_those_of_the_plain_model(case: str, tmp_path: Path) -> None:
+    family, patterns = CASES[case]
+    config = tiny_config(family)
+    attention = str(getattr(config, "_attn_implementation", None) or "sdpa")
+    model = plain_model(config, attention)
+    freeze(model, patterns)
+    train = TrainConfig(steps=1, batch=6, beta1=0.0, clip=1e9)
+    loss, expected = plain_gradients(config, model, train)
+    others = [] if case == "per_layer" else [("offload", "ram")]  # whose hidden states are four
+    for activations, place in [("keep", "ram"), ("recompute", "ram_nvme"), *others]:
+        run = replace(train, activations=activations)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"compute_dtype": "fp32", "source": ModelWeights(model), "frozen": patterns}
+        place_ = replace(PLACES[place], ram=MIB)
+        with opened(config, tmp_path, place_, run, attention=attention, **options) as session:
+            (result,) = run_steps(session, replace(run, learning_rate=0.0), 1)
+            found = read_parameters(session, Kind.EXP_AVG)
+        assert result.loss == loss
+        assert found.keys() == expected.keys()
+        assert [name for name, grad in expected.items() if not torch.equal(found[name], grad)] == [], activations
+
+
+def test_frozen_model_is_counted_by_what_is_trained(tmp_path: Path) -> None:
+    train, patterns = settings(), FROZEN["below"]
+    with opened(CONFIG, tmp_path, ROOMY["nvme"], train, frozen=patterns, numerics=NumericsConfig()) as session:
+        units = session.player.units.values()
+        state = session.placement.state_bytes[Tier.NVME]
+        assert state == sum(2 * unit.num_elements + 10 * unit.num_trained for unit in units)
+        trained = sum(unit.num_trained for unit in units)
+        accesses, backward = [], []
+        for number in (1, 2, 3):
+            before = session.store.moved_bytes.copy()
+            session.engine.train_step(number, 1e-2, random_groups(train, CONFIG.vocab_size, number))
+            moved = session.store.moved_bytes - before
+            accesses = session.player.accesses
+            if number > 1:
+                assert moved["ram_to_nvme"] == 12 * trained
+                assert moved["gpu_to_ram"] == 2 * trained
+        backward = [access.unit for access in accesses if access.phase == "backward"]
+        assert backward == ["lm_head", "model.norm", *(f"model.layers.{number}" for number in (3, 2, 1))]
+
+
+def test_units_of_a_model_whose_parameters_require_no_gradient_are_frozen() -> None:
+    model = plain_model(CONFIG)
+    model.model.embed_tokens.requires_grad_(False)
+    assert [unit.name for unit in find_units(model) if not unit.layout.num_trained] == ["model.embed_tokens"]
+
+
+def test_frozen_run_updated_before_the_norm_is_known_gives_the_same_bits(tmp_path: Path) -> None:
+    """Of two generations each has the frozen weights; one of the steps is clipped."""
+    train = settings(clip=1e9)
+    norms = trained_on(ROOMY["ram"], "inside", tmp_path, train).norms
+    train = settings(clip=0.999 * max(norms))
+    with opened(CONFIG, tmp_path, ROOMY["ram_nvme_twice"], train, frozen=FROZEN["inside"]) as session:
+        found = outcome(session, run_steps(session, train, 4))
+        assert session.player.updates.speculation.outcomes["void"] == 1
+        assert session.player.updates.speculation.outcomes["kept"]
+    assert found == trained_on(ROOMY["gpu"], "inside", tmp_path, train)
+
+
+@pytest.mark.parametrize("generations", [2, 3])
+def test_frozen_run_with_savepoints_gives_the_same_bits(generations: int, tmp_path: Path) -> None:
+    train, results = settings(clip=1e9), []
+    place = Place(tiers=("nvme",), generations=generations, savepoints=True)
+    with opened(CONFIG, tmp_path, place, train, frozen=FROZEN["mixed"]) as session:
+        torch.manual_seed(5)
+        for step in (1, 2, 3, 4):
+            results.append(session.engine.train_step(step, 1e-2, random_groups(train, CONFIG.vocab_size, step)))
+            session.player.drain()
+            if step in (1, 3):
+                save_savepoint(session, tmp_path / "savepoints", step, {})
+        found = outcome(session, results)
+        drop_savepoint(session, tmp_path / "savepoints")
+    assert found == trained_on(ROOMY["ram"], "mixed", tmp_path, train)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("frozen", "place"), [("below", "ram_streamed"), ("above", "gpu_ram_nvme"), ("inside", "nvme"), ("mixed", "nvme")]
+)
+def test_plan_foretells_the_order_and_the_bytes_of_a_frozen_run(
+    frozen: str, place: str, fused: bool, tmp_path: Path
+) -> None:
+    train, patterns = TrainConfig(batch=6), FROZEN[frozen]
+    with opened(CONFIG, tmp_path, ROOMY[place], train, frozen=patterns, fused_loss=fused) as session:
+        before: Counter[str] = Counter()
+        for step in (1, 2, 3):
+            before = session.player.demanded
+            session.engine.train_step(step, 1e-2, random_groups(train, CONFIG.vocab_size, step))
+        demanded = session.player.demanded - before
+        order = session.player.planned("train", updates=True).accesses
+        budgets = Budgets(*(session.store.usage(tier)["budget"] for tier in (Tier.GPU, Tier.RAM, Tier.NVME)))
+        homes, units = session.placement.homes, session.units
+    where = ROOMY[place]
+    config = RunConfig(
+        model=ModelConfig(config=CONFIG.to_dict(), fused_loss=fused, frozen=patterns),
+        data=DataConfig(files=("python-stdlib",), tokenizer="bytes", sequence_length=16),
+        tiers=TiersConfig(state=where.tiers, streamed_share=where.streamed),
+        train=train,
+    )
+    plan = make_plan(skeleton_of(config.model), config, RATES, budgets, compiles=False)
+    assert plan.accesses == order
+    assert plan.placement.homes == homes
+    assert Counter({queue: round(size) for queue, size in plan.forecast.moved_bytes.items()}) == demanded
+    sizes = [(unit.layout.num_elements, unit.layout.num_trained) for unit in units]
+    assert sum(plan.state_bytes.values()) == sum(2 * whole + 10 * trained for whole, trained in sizes)
+    assert plan.num_trained < plan.num_parameters
+    assert plan.checkpoint_bytes == 4 * plan.num_parameters + 8 * plan.num_trained
+    assert (
+        plan.compute_seconds
+        < make_plan(
+            skeleton_of(replace(config.model, frozen=())), config, RATES, budgets_for_all(budgets), compiles=False
+        ).compute_seconds
+    )
+
+
+def budgets_for_all(budgets: Budgets) -> Budgets:
+    return Budgets(budgets.gpu + 64 * MIB, budgets.ram + 64 * MIB, budgets.nvme + 64 * MIB)
+
+
+# ---------------------------------------------------------------------- whole runs
+
+RUN: dict[str, Any] = {
+    "model.frozen": "model.embed_tokens,model.layers.0,*.k_proj,model.layers.1.mlp",
+    "model.config.attention_dropout": 0.1,
+    "output.export_dtype": "fp32",
+    "train.steps": 5,
+}
+NVME: dict[str, Any] = {"tiers.state": "nvme", "tiers.gpu": "768KiB"}
+SPREAD: dict[str, Any] = {"tiers.state": "ram,nvme", "tiers.ram": "2600KiB", "tiers.gpu": "768KiB"}
+
+
+@pytest.fixture
+def _settings_put_back() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def ended_run(folder: Path, run: Mapping[str, Any], step: int = 4) -> Path:
+    def end() -> None:
+        raise ConfigError("ended by the test")
+
+    folder.mkdir(exist_ok=True)
+    (folder / "drive").mkdir(exist_ok=True)
+    words = {**run, "tiers.nvme": f"{folder / 'drive'}:64MiB"}
+    with after_step(step, end):
+        assert main(command(folder, words)) == 2
+    return folder / "run"
+
+
+@pytest.mark.usefixtures("_settings_put_back")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_frozen_run_goes_on_from_checkpoints_and_savepoints_to_the_same_bits(
+    dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = {**RUN, "model.compute_dtype": dtype}
+    (tmp_path / "whole").mkdir()
+    assert main(command(tmp_path / "whole", run)) == 0
+    assert "trained) in 6 units" in capsys.readouterr().out
+    whole = outcome_of(tmp_path / "whole" / "run")
+
+    saved = ended_run(tmp_path / "checkpoint", {**run, "output.checkpoint_every": 2})
+    arrays = {path.name for path in (saved / "checkpoints" / "step-00000002" / "exp_avg").iterdir()}
+    assert "model.layers.1.self_attn.q_proj.weight" in arrays
+    assert not {"model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"} & arrays
+    assert main(["resume", str(saved), *(f"--{name}={value}" for name, value in SPREAD.items())]) == 0
+    assert outcome_of(saved) == whole
+    again = tmp_path / "exported"
+    assert main(["export", str(saved), str(again), "--dtype", "fp32"]) == 0
+    for name in ("model.safetensors", "config.json"):
+        assert (again / name).read_bytes() == (saved / "model" / name).read_bytes()
+
+    more = {**NVME, "output.savepoint_every": 2, "tiers.generations": 3}
+    kept = ended_run(tmp_path / "savepoint", {**run, **more}, 5)
+    assert " units spill to NVMe and are updated in the backward" in capsys.readouterr().out
+    assert main(["resume", str(kept)]) == 0
+    assert "savepoint step-00000004: weights and moments in place" in capsys.readouterr().out
+    assert outcome_of(kept) == whole
+
+
+@pytest.mark.usefixtures("_settings_put_back")
+def test_frozen_weights_are_those_that_the_run_began_with(tmp_path: Path) -> None:
+    first = {"train.steps": 1, "train.learning_rate": 0, "output.export_dtype": "fp32"}
+    assert main(command(tmp_path, {**first, "output.directory": str(tmp_path / "first")})) == 0
+    start = tmp_path / "first" / "model"
+    run = {**RUN, "model.path": str(start), "data.tokenizer": None, "model.config.attention_dropout": None}
+    assert main(command(tmp_path, run)) == 0
+    before = load_file(start / "model.safetensors")
+    after = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    model = AutoModelForCausalLM.from_pretrained(start)
+    freeze(model, RUN["model.frozen"].split(","))
+    assert same == {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
+@pytest.mark.usefixtures("_settings_put_back")
+def test_train_and_plan_refuse_a_pattern_that_names_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = command(tmp_path, {"model.frozen": "model.embed_token"})
+    assert main(words) == 2
+    assert "names no parameter of this model. Near it are model.embed_tokens" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert main(command(tmp_path, {"model.frozen": "*"})) == 2
+    assert "nothing to train" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.usefixtures("_settings_put_back")
+def test_resume_with_other_parameters_frozen_is_refused_and_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = ended_run(tmp_path, {**RUN, "output.checkpoint_every": 2})
+    assert main(["resume", str(saved), "--model.frozen=model.embed_tokens"]) == 2
+    assert "model.frozen was" in capsys.readouterr().err
+    assert main(["resume", str(saved), "--model.frozen=model.embed_tokens", "--accept-changes"]) == 2
+    assert "has no moments of model.layers.0" in " ".join(capsys.readouterr().err.split())
+    everything = f"{RUN['model.frozen']},lm_head"
+    assert main(["resume", str(saved), f"--model.frozen={everything}", "--accept-changes"]) == 0
+
+
+# ---------------------------------------------------------------------- megatier.stream
+
+TIERS = TiersConfig(device="cpu", gpu=8 * MIB, ram=8 * MIB, update_threads=2, io_threads=2)
+
+
+def loop_losses(streamed: Streamed, train: TrainConfig, steps: Sequence[int]) -> list[float]:
+    losses = []
+    for step in steps:
+        (batch,) = random_groups(train, 160, step)
+        torch.manual_seed(step)
+        loss = streamed.model(**batch).loss
+        loss.backward()
+        streamed.optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_stream_freezes_what_requires_no_gradient_or_is_named(tmp_path: Path) -> None:
+    model, train = plain_model(exactness_config("tied")), settings()
+    patterns = ("model.layers.0", "*.k_proj")
+    with megatier.stream(model, tiers=TIERS, lr=1e-2, frozen=patterns) as named:
+        freeze(model, patterns)
+        with megatier.stream(model, tiers=TIERS, lr=1e-2) as streamed:
+            trained = [p for group in streamed.optimizer.param_groups for p in group["params"]]
+            assert len(trained) == sum(p.requires_grad for p in model.parameters())
+            assert loop_losses(streamed, train, (1, 2)) == loop_losses(named, train, (1, 2))
+            found = streamed.state_dict()
+            streamed.save(tmp_path)
+            later = loop_losses(streamed, train, (3,))
+        named.restore(tmp_path)
+        assert loop_losses(named, train, (3,)) == later
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found[name], parameter.detach().bfloat16().float()) != parameter.requires_grad, name
+    with (
+        megatier.stream(model, tiers=TIERS, frozen=["!*.k_proj"]) as other,
+        pytest.raises(CheckpointError, match="has no moments of"),
+    ):
+        other.restore(tmp_path)
+
+
+def test_stream_refuses_a_model_of_which_nothing_is_trained() -> None:
+    model = plain_model(exactness_config("tied")).requires_grad_(False)
+    with pytest.raises(ConfigError, match="frozen: every parameter of this model is frozen"):
+        megatier.stream(model, tiers=TIERS)
+    with megatier.stream(model, tiers=TIERS, frozen=["!model.norm"]) as streamed:
+        assert loop_losses(streamed, settings(), (1,))
+
+
+def test_stream_refuses_a_model_with_other_modules_than_its_config_makes() -> None:
+    model = plain_model(exactness_config("tied"))
+    with pytest.raises(UnsupportedModelError, match="Sequential is no model of transformers"):
+        megatier.stream(torch.nn.Sequential(model), tiers=TIERS)  # type: ignore[arg-type]
+    layer = model.get_submodule("model.layers.0.mlp")
+    layer.up_proj = torch.nn.Sequential(layer.get_submodule("up_proj"))  # as adapters do
+    with pytest.raises(UnsupportedModelError, match=r"no parameter model\.layers\.0\.mlp\.up_proj\.weight"):
+        megatier.stream(model, tiers=TIERS)
+
+
+@pytest.mark.parametrize("patterns", [("lm_head",), ("*", "!lm_head"), ("lm_head", "model.layers")])
+def test_lent_head_beside_frozen_parameters_gives_the_gradients_of_the_head_itself(patterns: tuple[str, ...]) -> None:
+    norms = []
+    for is_lent in (False, True):
+        (batch,) = random_groups(settings(), 2112, 1)
+        model = plain_model(exactness_config("untied")).eval()
+        with megatier.stream(model, tiers=TIERS, compute_dtype="fp32", fused_loss=False, frozen=patterns) as streamed:
+            streamed.model.eval()
+            head, inputs = streamed.model.lm_head, batch["input_ids"]
+            with streamed.one_forward(), streamed.lent_head() if is_lent else contextlib.nullcontext():
+                hidden = streamed.model.model(input_ids=inputs).last_hidden_state
+                logits = hidden @ head.weight.t() if is_lent else head(hidden)
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs.flatten())
+            loss.backward()
+            norms.append(streamed.grad_norm())
+            streamed.optimizer.step()
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
