@@ -56,6 +56,21 @@ def test_plan_override_changes_the_plan(tmp_path: Path) -> None:
     assert "nvme" not in second["homes"].values()
 
 
+def test_plan_names_the_bytes_of_gradients_that_ram_does_not_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for groups in (1, 2):
+        words = ["--tiers.ram", "4MiB", "--train.groups", str(groups), "--output", str(tmp_path / "plan.json")]
+        assert plan(*words) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert ("Sums of groups of" if groups > 1 else "Gradients of") in out
+        assert "lie on NVMe, because RAM is too short for them" in out
+        assert ("train.groups 1" if groups > 1 else "train.clip null") in out
+        found.append(json.loads((tmp_path / "plan.json").read_text())["spilled_gradient_bytes"])
+    assert 0 < found[0] < found[1]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -15,7 +15,15 @@ import torch
 
 from megatier.schedule.gate import Gate
 from megatier.schedule.optimizer import Elements
-from megatier.schedule.placement import Placement, Policy, UnitSpec, bytes_per_element, grad_bytes, state_kinds
+from megatier.schedule.placement import (
+    Placement,
+    Policy,
+    UnitSpec,
+    bytes_per_element,
+    final_grad_bytes,
+    grad_bytes,
+    state_kinds,
+)
 from megatier.schedule.timeline import Load
 from megatier.store.store import TieredStore
 from megatier.store.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
@@ -244,29 +252,51 @@ class UnitBlocks:
 
         A sum over groups was rounded into the front of its block.
         """
-        home, span = self.placement.grad_homes[name], self.grad_span(elements)
-        key = sum_key(name) if self.policy.groups > 1 and home is Tier.RAM else grad_key(name)
+        home, span = self.placement.grad_homes[name], self._grad_span(name, elements)
+        key = sum_key(name) if self.sums_in_ram(name) else grad_key(name)
         if home is None:  # lies in one slot, whole
             with self.store.lease(key, Tier.RAM) as lease:
                 yield lease.bytes[span[0] : span[1]]
             return
         with self.store.lease(key, Tier.GPU if home is Tier.GPU else Tier.RAM, span, wait=True) as lease:
-            yield lease.bytes
+            yield lease.bytes[: (elements[1] - elements[0]) * self._grad_width]
         if home is Tier.NVME:
             self.store.evict(key, Tier.RAM, span)
 
-    def grad_span(self, elements: Elements) -> tuple[int, int]:
-        """Bytes of a run of elements in a gradient in the compute dtype."""
-        width = 2 if self.policy.split else 4
-        return elements[0] * width, elements[1] * width
+    def sums_in_ram(self, name: str) -> bool:
+        """Whether the gradients of several groups are added up in RAM; else that is done on the GPU."""
+        is_home = self.placement.grad_homes[name] is Tier.RAM
+        return self.policy.groups > 1 and is_home and not self.placement.sums_on_gpu
 
-    def spill_grad(self, name: str) -> None:
-        """Start taking a gradient from its GPU slot to NVMe, chunk by chunk; waits for RAM slots."""
-        key = grad_key(name)
-        for span in map(self.grad_span, self.chunks(name)):
-            self.store.write_back(key, Tier.GPU, span, wait=True)
-            self.store.write_back(key, Tier.RAM, span)
-            self.store.evict(key, Tier.RAM, span)
+    def send_grad(self, name: str, *, final: bool) -> None:
+        """Start taking a gradient from its GPU slot to its home or slot in RAM, or to NVMe; waits for RAM slots.
+
+        A final one that was added up on the GPU is the front of its block.
+        """
+        key, unit = grad_key(name), self.units[name]
+        is_front = final and self.placement.sums_on_gpu
+        size = final_grad_bytes(unit, self.policy) if is_front else grad_bytes(unit, self.policy)
+        self.store.mark_dirty(key, Tier.GPU, (0, size))
+        if self.placement.grad_homes[name] is Tier.NVME:
+            step = self.placement.chunk_elements * self._grad_width
+            for start in range(0, size, step):
+                span = start, min(start + step, size)
+                self.store.write_back(key, Tier.GPU, span, wait=True)
+                self.store.write_back(key, Tier.RAM, span)
+                self.store.evict(key, Tier.RAM, span)
+        else:
+            self.store.write_back(key, Tier.GPU, (0, size), wait=True)
+        self.store.evict(key, Tier.GPU)
+
+    @property
+    def _grad_width(self) -> int:
+        return 2 if self.policy.split else 4
+
+    def _grad_span(self, name: str, elements: Elements) -> tuple[int, int]:
+        """Bytes of a run of elements in the final gradient; the last run on NVMe ends with a checksummed chunk."""
+        unit, width = self.units[name], self._grad_width
+        is_padded = self.placement.grad_homes[name] is Tier.NVME and elements[1] == unit.num_elements
+        return elements[0] * width, final_grad_bytes(unit, self.policy) if is_padded else elements[1] * width
 
     def read_ahead(self, name: str, elements: Elements, generation: Generation) -> int:
         """Start reading what a chunk's update needs from NVMe into RAM slots; returns its bytes."""
@@ -285,24 +315,22 @@ class UnitBlocks:
         """Blocks and spans that a chunk's update reads from NVMe."""
         found = [(self.key(name, kind, generation), self.span(name, kind, elements)) for kind in self.spilled(name)]
         if self.placement.grad_homes[name] is Tier.NVME:
-            found.append((grad_key(name), self.grad_span(elements)))
+            found.append((grad_key(name), self._grad_span(name, elements)))
         return found
 
     def _register(self) -> None:
-        split, groups = self.policy.split, self.policy.groups
+        split = self.policy.split
         for unit in self.units.values():
             for kind in self.kinds:
                 size = unit.num_elements * bytes_per_element(kind, split=split)
                 home = self.placement.homes[unit.name, kind]
                 for place in self.places(unit.name, kind):
                     self.store.register(BlockSpec(block_key(unit.name, kind, place), size, home, kind))
-            home_of_grad = self.placement.grad_homes[unit.name]
-            size = grad_bytes(unit, self.policy)
-            if groups > 1 and home_of_grad is Tier.RAM:
-                self.store.register(BlockSpec(grad_key(unit.name), size, None, Kind.GRAD))
-                self.store.register(BlockSpec(sum_key(unit.name), size, Tier.RAM, Kind.GRAD))
-            else:
-                self.store.register(BlockSpec(grad_key(unit.name), size, home_of_grad, Kind.GRAD))
+            size, home_of_grad = grad_bytes(unit, self.policy), self.placement.grad_homes[unit.name]
+            if self.sums_in_ram(unit.name):
+                self.store.register(BlockSpec(sum_key(unit.name), size, home_of_grad, Kind.GRAD))
+                home_of_grad = None
+            self.store.register(BlockSpec(grad_key(unit.name), size, home_of_grad, Kind.GRAD))
             if unit.activation_bytes:
                 key = activation_key(unit.name)
                 self.store.register(BlockSpec(key, unit.activation_bytes, Tier.RAM, Kind.ACTIVATION))

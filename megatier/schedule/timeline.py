@@ -13,7 +13,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatier.errors import PlanError
-from megatier.schedule.placement import Placement, Policy, UnitSpec, bytes_per_element, grad_bytes, state_kinds
+from megatier.schedule.placement import (
+    Placement,
+    Policy,
+    UnitSpec,
+    bytes_per_element,
+    final_grad_bytes,
+    grad_bytes,
+    state_kinds,
+)
 from megatier.store.tier import Kind, Phase, Tier, round_up
 
 
@@ -67,6 +75,10 @@ class Timeline:
             if update.load is not None:
                 found[update.load.access] = update
         return found
+
+    def last_uses(self) -> dict[tuple[str, int], int]:
+        """Index of each unit's last access in a group: the one that makes its gradient."""
+        return {(access.unit, access.group): index for index, access in enumerate(self.accesses)}
 
 
 def build(
@@ -149,29 +161,44 @@ def demanded_bytes(
     fed = [update.load for update in timeline.updates if update.load is not None]
     for load in (*timeline.loads, *fed):
         size = _block_bytes(units[load.unit], Kind.WEIGHT, policy)
-        way = ["ram_to_gpu"]
-        if placement.homes[load.unit, Kind.WEIGHT] is Tier.NVME and load not in fed:
-            way = ["nvme_to_gpu"] if policy.gpu_direct else ["nvme_to_ram", "ram_to_gpu"]
-        for queue in way:
+        for queue in way_up(Tier.RAM if load in fed else placement.homes[load.unit, Kind.WEIGHT], policy):
             moved[queue] += size
-    for name, unit in units.items():
-        if gradients:
-            if placement.grad_homes[name] is not Tier.GPU:
-                moved["gpu_to_ram"] += policy.groups * grad_bytes(unit, policy)
-            if placement.grad_homes[name] is Tier.NVME:
-                moved["ram_to_nvme"] += grad_bytes(unit, policy)
-            for queue in ("gpu_to_ram", "ram_to_gpu"):
-                moved[queue] += policy.groups * unit.activation_bytes
+    for unit in units.values() if gradients else ():
+        moved.update(gradient_bytes(unit, placement, policy))
+        for queue in ("gpu_to_ram", "ram_to_gpu"):
+            moved[queue] += policy.groups * unit.activation_bytes
     for name in updated:
         moved.update(update_bytes(units[name], placement, policy))
     return {queue: size for queue, size in moved.items() if size}
+
+
+def gradient_bytes(unit: UnitSpec, placement: Placement, policy: Policy) -> dict[str, int]:
+    """Bytes per queue that the gradients of a unit's groups move, until the last one is final."""
+    home, size = placement.grad_homes[unit.name], grad_bytes(unit, policy)
+    if home is Tier.GPU:
+        return {}
+    again = (policy.groups - 1) * size
+    out = again + (final_grad_bytes(unit, policy) if placement.sums_on_gpu else size)
+    moved = {"gpu_to_ram": out}
+    if home is Tier.NVME:
+        moved["ram_to_nvme"] = out
+    if placement.sums_on_gpu:
+        moved |= dict.fromkeys(way_up(home, policy), again)
+    return moved
+
+
+def way_up(home: Tier | None, policy: Policy) -> tuple[str, ...]:
+    """The queues through which bytes that no update feeds come to the GPU."""
+    if home is not Tier.NVME:
+        return ("ram_to_gpu",)
+    return ("nvme_to_gpu",) if policy.gpu_direct else ("nvme_to_ram", "ram_to_gpu")
 
 
 def update_bytes(unit: UnitSpec, placement: Placement, policy: Policy) -> dict[str, int]:
     """Bytes per queue that the update of a unit reads from NVMe and writes there."""
     kinds = [kind for kind in state_kinds(split=policy.split) if placement.homes[unit.name, kind] is Tier.NVME]
     state = sum(_block_bytes(unit, kind, policy) for kind in kinds)
-    grad = grad_bytes(unit, policy) if placement.grad_homes[unit.name] is Tier.NVME else 0
+    grad = final_grad_bytes(unit, policy) if placement.grad_homes[unit.name] is Tier.NVME else 0
     return {"nvme_to_ram": state + grad, "ram_to_nvme": state}
 
 

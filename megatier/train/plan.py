@@ -21,7 +21,7 @@ from megatier.models.decoder import find_units
 from megatier.schedule.forecast import HOST_SECONDS, QUEUES_OF_DISK, Forecast
 from megatier.schedule.placement import Budgets, Placement, bytes_per_element, place
 from megatier.schedule.rates import DriveRates, Rates
-from megatier.schedule.timeline import Access
+from megatier.schedule.timeline import Access, gradient_bytes
 from megatier.schedule.trace import TraceEvent
 from megatier.store.tier import Kind, Tier
 from megatier.train.checkpoint import checkpoint_bytes
@@ -67,6 +67,7 @@ class Plan:
         accesses: the order in which a step uses its units.
         placement: homes and slots.
         state_bytes: per tier and kind.
+        spilled_gradient_bytes: of gradients that a step writes to NVMe, and reads again: RAM is too short.
         activations: GPU memory beside the budget, estimated.
         forecast: of a step.
         compute_seconds: of a step, if nothing else took time.
@@ -86,6 +87,7 @@ class Plan:
     accesses: tuple[Access, ...]
     placement: Placement
     state_bytes: Mapping[tuple[Tier, Kind], int]
+    spilled_gradient_bytes: int
     activations: ActivationBytes
     forecast: Forecast
     compute_seconds: float
@@ -132,6 +134,7 @@ class Plan:
             "budget_bytes": dataclasses.asdict(self.budgets),
             "state_bytes": {f"{tier} {kind}": size for (tier, kind), size in self.state_bytes.items()},
             "other_bytes": {str(tier): size for tier, size in self.placement.other_bytes.items()},
+            "spilled_gradient_bytes": self.spilled_gradient_bytes,
             "activation_bytes": dataclasses.asdict(self.activations) | {"peak": self.activations.peak},
             "homes": {f"{unit} {kind}": str(tier) for (unit, kind), tier in self.placement.homes.items()},
             "streamed": list(self.placement.streamed),
@@ -189,6 +192,7 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         trial.accesses,
         placement,
         dict(state),
+        sum(gradient_bytes(spec, placement, work.policy).get("ram_to_nvme", 0) for spec in work.specs),
         trial.activations,
         made,
         trial.compute_seconds,

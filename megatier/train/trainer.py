@@ -202,7 +202,8 @@ def _describe(console: Console, config: RunConfig, session: Session, text: Packe
     if placement.spilled:
         console.print(_safety(config, placement), highlight=False, soft_wrap=True)
     if count := sum(home is Tier.NVME for home in placement.grad_homes.values()):
-        console.print(f"gradients of {count} units wait on NVMe, because RAM is too short for them", highlight=False)
+        words = "sums of groups" if placement.sums_on_gpu else "gradients"
+        console.print(f"{words} of {count} units lie on NVMe, because RAM is too short for them", highlight=False)
     print_placement(console, _tier_states(session))
 
 
