@@ -19,7 +19,7 @@ from megatier.hardware import gpus, mount_of
 from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import Rates, read_rates
 from megatier.train.metrics import format_count, format_seconds, format_share
-from megatier.train.probe import cached_rates
+from megatier.train.probe import cached_rates, io_threads
 
 if TYPE_CHECKING:
     from megatier.train.plan import Plan
@@ -73,6 +73,9 @@ def run(argv: Sequence[str]) -> int:
         _write(options.picture, draw(plan.events(), f"{options.config.name}, as planned"))
     for table in (_bytes_table(plan), _time_table(plan, rates), _change_table(plan)):
         console.print(table)
+    if loaded.tiers.nvme:
+        count, why = io_threads(loaded.tiers.io_threads, rates)
+        console.print(f"NVMe: {count} I/O threads each way, {why}.", highlight=False, soft_wrap=True)
     console.print(*_sentences(plan), sep="\n", markup=False, highlight=False)
     return 0
 

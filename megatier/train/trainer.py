@@ -191,7 +191,7 @@ def _describe(console: Console, config: RunConfig, session: Session, text: Packe
     console.print(
         f"{format_count(num_parameters)} parameters in {len(session.units)} units, {config.model.compute_dtype}, on "
         f"{session.engine.options.device}; {format_count(text.num_tokens)} tokens to train on; "
-        f"{nvme_path(session.store)}",
+        f"{nvme_path(session.store)}{_io_threads(session)}",
         highlight=False,
         soft_wrap=True,
     )
@@ -205,6 +205,11 @@ def _describe(console: Console, config: RunConfig, session: Session, text: Packe
         words = "sums of groups" if placement.sums_on_gpu else "gradients"
         console.print(f"{words} of {count} units lie on NVMe, because RAM is too short for them", highlight=False)
     print_placement(console, _tier_states(session))
+
+
+def _io_threads(session: Session) -> str:
+    count, why = session.io_threads
+    return f", {count} I/O threads each way ({why})" if session.store.files is not None else ""
 
 
 def _safety(config: RunConfig, placement: Placement) -> str:
