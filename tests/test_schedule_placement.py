@@ -198,7 +198,10 @@ def test_slots_serve_the_largest_unit_that_passes() -> None:
         assert min(len(passing), SLOTS_MIN) <= weight.num_slots <= len(passing)
         assert grad.slot_bytes >= max(grad_bytes(unit, policy) for unit in passing)
         if Tier.NVME in placement.homes.values():
-            for kind in state_kinds(split=policy.split):
+            kinds = state_kinds(split=policy.split)
+            has_weights = any(placement.homes[unit.name, Kind.WEIGHT] is Tier.NVME for unit in units)
+            assert ((Tier.RAM, Kind.WEIGHT) in slots) is has_weights
+            for kind in kinds if has_weights else kinds[1:]:
                 width = bytes_per_element(kind, split=policy.split)
                 assert slots[Tier.RAM, kind].slot_bytes >= min(placement.chunk_elements, longest) * width
             assert placement.chunk_elements % policy.align_elements == 0
@@ -402,6 +405,18 @@ def test_weight_planes_come_first_in_ram() -> None:
         assert not spilled or rest < min(spilled)
         seen["weights alone" if not others else "more"] += 1
     assert min(seen.values()) > 3
+
+
+def test_weights_that_are_all_in_ram_leave_the_room_of_their_slots_to_other_state() -> None:
+    policy = Policy(state=(Tier.RAM, Tier.NVME), chunk_elements=32 * KIB)
+    weights, grads = 2 * 320 * KIB, 2 * 320 * KIB
+    slots = (5 * 2, 3 * (2 + 4 + 4))  # bytes an element, of weights and of the rest
+    for room in (slots[1] * 32 * KIB, sum(slots) * 32 * KIB):
+        placement = place(LAYERS, Budgets(512 * KIB, grads + weights + room, 1 << 40), policy)
+        assert {placement.homes[unit.name, Kind.WEIGHT] for unit in LAYERS} == {Tier.RAM}
+        assert not placement.num_slots(Tier.RAM, Kind.WEIGHT)
+    spilled = place(LAYERS, Budgets(512 * KIB, grads + weights + slots[1] * 32 * KIB - 4096, 1 << 40), policy)
+    assert spilled.num_slots(Tier.RAM, Kind.WEIGHT) == 5
 
 
 @pytest.mark.parametrize(("split", "total"), [(True, 12), (False, 12)])

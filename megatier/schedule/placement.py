@@ -387,9 +387,13 @@ def _fill_ram(
     if Tier.NVME not in policy.state or not budgets.nvme:
         raise _no_room(units, used + everything, everything, budgets, policy)
     chunk, pools = _chunk_slots(longest, used, budgets.ram, policy, spills_grads)
-    used += _pool_bytes(pools)
+    others = [plan for plan in pools if plan.kind is not Kind.WEIGHT]
     spill = _spill_whole if policy.speculates else _spill
-    homes = spill(rest, budgets.ram - used if Tier.RAM in policy.state else 0, policy)
+    room = budgets.ram - used - _pool_bytes(others) if Tier.RAM in policy.state else 0
+    homes = spill(rest, room, policy)
+    if all(homes[unit.name, Kind.WEIGHT] is Tier.RAM for unit in rest):  # no weights pass through slots
+        return homes, (*slots, *others), chunk
+    homes = spill(rest, room + _pool_bytes(others) - _pool_bytes(pools), policy)
     return homes, (*slots, *pools), chunk
 
 
