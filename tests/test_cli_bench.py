@@ -46,6 +46,8 @@ def test_bench_prints_writes_and_keeps(drive: Path, tmp_path: Path, capsys: pyte
     for words in ("read", "mixed 14:12", "p99 a block", "sustained write", "no knee", "AdamW, 1 thread", "GFLOP/s"):
         assert words in text
     assert "note no GPU: the native memory copy stands for the link" in text
+    assert "I/O threads each way (4: " in " ".join(text.split())
+    assert "I/O threads each way, unless tiers.io_threads says otherwise" in text
     assert not list(drive.iterdir())
     report = json.loads(output.read_text())
     assert report["machine"]["device"] == "cpu"

@@ -36,6 +36,7 @@ def test_plan_prints_bytes_times_and_changes(capsys: pytest.CaptureFixture[str])
     assert plan() == 0
     out = capsys.readouterr().out
     assert all(word in out for word in ("nvme", "compute", "tokens/s", "one change", "Bound by"))
+    assert "NVMe: 4 I/O threads each way, the default; `megatier bench` finds what these mounts want." in out
 
 
 def test_plan_writes_json_and_a_picture(tmp_path: Path) -> None:
@@ -69,6 +70,21 @@ def test_plan_override_changes_the_plan(tmp_path: Path) -> None:
     first, second = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
     assert "nvme" in first["homes"].values()
     assert "nvme" not in second["homes"].values()
+
+
+def test_plan_names_the_bytes_of_gradients_that_ram_does_not_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for groups in (1, 2):
+        words = ["--tiers.ram", "4MiB", "--train.groups", str(groups), "--output", str(tmp_path / "plan.json")]
+        assert plan(*words) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert ("Sums of groups of" if groups > 1 else "Gradients of") in out
+        assert "lie on NVMe, because RAM is too short for them" in out
+        assert ("train.groups 1" if groups > 1 else "train.clip null") in out
+        found.append(json.loads((tmp_path / "plan.json").read_text())["spilled_gradient_bytes"])
+    assert 0 < found[0] < found[1]
 
 
 @pytest.mark.parametrize(

@@ -106,12 +106,28 @@ def test_exactness_updates_before_the_norm_is_known_give_the_same_bits(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("model", "dtype"), [("untied", "bf16"), ("untied", "fp32"), ("tied", "bf16"), ("moe", "bf16")]
+    ("model", "dtype", "groups", "clip", "place"),
+    [
+        ("untied", "bf16", 1, 0.5, "nvme_grads"),
+        ("untied", "fp32", 1, 0.5, "nvme_grads"),
+        ("tied", "bf16", 1, 0.5, "nvme_grads"),
+        ("moe", "bf16", 1, 0.5, "nvme_grads"),
+        ("untied", "bf16", 3, 0.5, "nvme_grads"),
+        ("untied", "bf16", 3, None, "nvme_grads_some"),
+        ("untied", "fp32", 3, 0.5, "nvme_grads_some"),
+        ("untied", "fp32", 3, None, "nvme_grads"),
+        ("tied", "bf16", 3, 0.5, "nvme_grads_some"),
+        ("tied", "bf16", 3, None, "nvme_grads"),
+        ("moe", "bf16", 3, 0.5, "nvme_grads"),
+    ],
 )
-def test_exactness_gradients_that_wait_on_nvme_give_the_same_bits(tmp_path: Path, model: str, dtype: str) -> None:
-    run = Run(model=model, dtype=dtype, slices=2, place="nvme_grads")
-    with opened(exactness_config(model), tmp_path, PLACES["nvme_grads"], run.train, compute_dtype=dtype) as session:
+def test_exactness_gradients_that_wait_on_nvme_give_the_same_bits(
+    tmp_path: Path, model: str, dtype: str, groups: int, clip: float | None, place: str
+) -> None:
+    run = Run(model=model, dtype=dtype, groups=groups, clip=clip, slices=2, place=place)
+    with opened(exactness_config(model), tmp_path, PLACES[place], run.train, compute_dtype=dtype) as session:
         assert Tier.NVME in session.placement.grad_homes.values()
+        assert session.placement.sums_on_gpu is (groups > 1)
     assert run(tmp_path) == replace(run, place="ram")(tmp_path)
 
 

@@ -27,6 +27,7 @@ PLACES = {
     "groups": (Budgets(16 * MIB, 100 * MIB, 200 * MIB), Policy(groups=3)),
     "twice": (Budgets(16 * MIB, 60 * MIB, 200 * MIB), Policy(state=(Tier.NVME,), generations=2)),
     "grads": (Budgets(16 * MIB, 12 * MIB, 200 * MIB), Policy(state=(Tier.NVME,), chunk_elements=MIB // 8)),
+    "group_grads": (Budgets(24 * MIB, 18 * MIB, 200 * MIB), Policy(groups=3, chunk_elements=MIB // 8)),
     "immediate": (Budgets(16 * MIB, 60 * MIB, 200 * MIB), Policy(state=(Tier.NVME,), deferred=False)),
 }
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from megatier.config_values import parse_bytes
-from megatier.errors import PlanError
+from megatier.errors import PlanError, at_least
 from megatier.schedule.placement import (
     SLOTS_MIN,
     Budgets,
@@ -145,10 +145,44 @@ def test_a_unit_on_the_gpu_is_there_whole_with_its_gradient() -> None:
             assert placement.updater(unit.name) is (Tier.GPU if is_updated_there else Tier.RAM)
 
 
-def test_gradients_wait_in_ram_where_updates_are_deferred_or_sums_are_taken() -> None:
-    for (_, _, policy), placement in FITTING:
+def test_gradients_wait_in_ram_or_on_nvme_where_updates_are_deferred_or_sums_are_taken() -> None:
+    seen: Counter[tuple[bool, bool]] = Counter()
+    for (_, budgets, policy), placement in FITTING:
         waits = {Tier.GPU, Tier.RAM} if policy.deferred or policy.groups > 1 else {Tier.GPU, None}
-        assert set(placement.grad_homes.values()) <= waits
+        can_spill = None not in waits and Tier.NVME in policy.state and budgets.nvme > 0
+        assert set(placement.grad_homes.values()) <= waits | ({Tier.NVME} if can_spill else set())
+        assert policy.groups > 1 or not placement.sums_on_gpu
+        spills = Tier.NVME in placement.grad_homes.values()
+        assert placement.sums_on_gpu or not (spills and policy.groups > 1)
+        seen[spills, policy.groups > 1] += 1
+    assert seen[True, True] > 0
+    assert seen[False, True] > 0
+
+
+def test_sums_of_groups_stay_in_ram_as_far_as_there_is_room() -> None:
+    policy = Policy(state=(Tier.RAM, Tier.NVME), groups=2, chunk_elements=2048, align_elements=2048)
+    sums = [grad_bytes(unit, policy) for unit in LAYERS]
+    counts = []
+    for ram in range(128 * KIB, sum(sums) + 2 * max(sums) + 128 * KIB, 64 * KIB):
+        placement = place(LAYERS, Budgets(1 << 20, ram, 1 << 40), policy)
+        in_ram = sum(home is Tier.RAM for home in placement.grad_homes.values())
+        assert placement.sums_on_gpu or in_ram == len(LAYERS)
+        counts.append(in_ram)
+    assert counts == sorted(counts)
+    assert {0, len(LAYERS)} < set(counts)
+
+
+def test_sums_of_groups_that_find_no_room_are_refused_with_their_bytes_and_what_helps() -> None:
+    policy = Policy(state=(Tier.RAM,), groups=2)
+    with pytest.raises(
+        PlanError, match=r"of it for sums of groups.*let NVMe hold state.*or lower train\.groups"
+    ) as caught:
+        place(LAYERS, Budgets(1 << 20, 512 * KIB, 0), policy)
+    sums = sum(grad_bytes(unit, policy) for unit in LAYERS)
+    assert caught.value.needed_bytes == sums + 2 * 4 * 64 * KIB
+    assert f"{at_least(sums)} of it" in caught.value.what
+    advised = replace(policy, state=(Tier.NVME,), chunk_elements=32 * KIB)
+    assert place(LAYERS, Budgets(1 << 20, 2048 * KIB, 1 << 40), advised).sums_on_gpu
 
 
 def test_slots_serve_the_largest_unit_that_passes() -> None:
@@ -164,7 +198,10 @@ def test_slots_serve_the_largest_unit_that_passes() -> None:
         assert min(len(passing), SLOTS_MIN) <= weight.num_slots <= len(passing)
         assert grad.slot_bytes >= max(grad_bytes(unit, policy) for unit in passing)
         if Tier.NVME in placement.homes.values():
-            for kind in state_kinds(split=policy.split):
+            kinds = state_kinds(split=policy.split)
+            has_weights = any(placement.homes[unit.name, Kind.WEIGHT] is Tier.NVME for unit in units)
+            assert ((Tier.RAM, Kind.WEIGHT) in slots) is has_weights
+            for kind in kinds if has_weights else kinds[1:]:
                 width = bytes_per_element(kind, split=policy.split)
                 assert slots[Tier.RAM, kind].slot_bytes >= min(placement.chunk_elements, longest) * width
             assert placement.chunk_elements % policy.align_elements == 0
@@ -219,7 +256,7 @@ def test_streamed_state_has_a_gpu_slot_per_unit_and_kind_but_none_for_weights_an
             assert plan.slot_bytes == round_up(max(sizes) * bytes_per_element(kind, split=policy.split))
         if policy.deferred:
             shipped = [unit for unit in units if placement.updater(unit.name) is Tier.RAM]
-            held = sum(grad_bytes(unit, policy) for unit in shipped)
+            held = sum(grad_bytes(unit, policy) for unit in shipped if placement.grad_homes[unit.name] is Tier.RAM)
             held += sum(round_up(unit.activation_bytes) for unit in units)
             slots = sum(round_up(plan.slot_bytes) * plan.num_slots for plan in placement.slots if plan.tier is Tier.RAM)
             assert placement.other_bytes[Tier.RAM] == held + slots
@@ -368,6 +405,18 @@ def test_weight_planes_come_first_in_ram() -> None:
         assert not spilled or rest < min(spilled)
         seen["weights alone" if not others else "more"] += 1
     assert min(seen.values()) > 3
+
+
+def test_weights_that_are_all_in_ram_leave_the_room_of_their_slots_to_other_state() -> None:
+    policy = Policy(state=(Tier.RAM, Tier.NVME), chunk_elements=32 * KIB)
+    weights, grads = 2 * 320 * KIB, 2 * 320 * KIB
+    slots = (5 * 2, 3 * (2 + 4 + 4))  # bytes an element, of weights and of the rest
+    for room in (slots[1] * 32 * KIB, sum(slots) * 32 * KIB):
+        placement = place(LAYERS, Budgets(512 * KIB, grads + weights + room, 1 << 40), policy)
+        assert {placement.homes[unit.name, Kind.WEIGHT] for unit in LAYERS} == {Tier.RAM}
+        assert not placement.num_slots(Tier.RAM, Kind.WEIGHT)
+    spilled = place(LAYERS, Budgets(512 * KIB, grads + weights + slots[1] * 32 * KIB - 4096, 1 << 40), policy)
+    assert spilled.num_slots(Tier.RAM, Kind.WEIGHT) == 5
 
 
 @pytest.mark.parametrize(("split", "total"), [(True, 12), (False, 12)])

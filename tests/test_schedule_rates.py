@@ -42,6 +42,15 @@ def test_rates_with_byte_units_are_bytes(tmp_path: Path) -> None:
     assert rates.drives == (DriveRates("a", 14e9, 1.0, float(1 << 30)),)
 
 
+def test_rates_of_a_drive_may_name_its_io_threads(tmp_path: Path) -> None:
+    drive = {"directory": "a", "read_bytes_per_s": 1, "write_bytes_per_s": 1, "mixed_bytes_per_s": 1}
+    assert read_rates(changed(tmp_path, drives=[drive])).io_threads is None
+    assert read_rates(changed(tmp_path, drives=[drive | {"io_threads": 8}] * 2)).io_threads == 16
+    for value in (0, 2.5, "many"):
+        with pytest.raises(ConfigError, match=r"io_threads is .* a positive number is expected, such as 8"):
+            read_rates(changed(tmp_path, drives=[drive | {"io_threads": value}]))
+
+
 def test_rates_without_drives_have_none(tmp_path: Path) -> None:
     figures = as_dict(RATES)
     del figures["drives"]

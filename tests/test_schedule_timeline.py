@@ -213,3 +213,20 @@ def test_update_bytes_count_a_gradient_on_nvme_once() -> None:
     timeline = build(accesses("abccba"), where, updates=False)
     found = demanded(timeline, where, Policy(), gradients=True, updates=False)
     assert found["ram_to_nvme"] == 2 * 6 * SIZE
+
+
+@pytest.mark.parametrize("gpu_direct", [False, True])
+def test_demanded_bytes_of_sums_that_come_to_the_gpu_again(gpu_direct: bool) -> None:
+    policy = Policy(groups=3, gpu_direct=gpu_direct, align_elements=SIZE)
+    homes = {"a": Tier.NVME, "b": Tier.RAM, "c": Tier.GPU}
+    where = replace(placement("abc", 1, gpu="abc"), grad_homes=homes, sums_on_gpu=True)
+    timeline = build(accesses("abccba"), where, updates=False)
+    found = demanded(timeline, where, policy, gradients=True, updates=False)
+    a, b = (UNITS[name].num_elements for name in "ab")
+    activations = 3 * sum(unit.activation_bytes for unit in UNITS.values())
+    assert found == {
+        "gpu_to_ram": 10 * (a + b) + activations,
+        "ram_to_nvme": 10 * a,
+        ("nvme_to_gpu" if gpu_direct else "nvme_to_ram"): 8 * a,
+        "ram_to_gpu": 8 * b + activations + (0 if gpu_direct else 8 * a),
+    }

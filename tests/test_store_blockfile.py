@@ -82,6 +82,15 @@ def test_write_then_read_gives_the_bytes(tmp_path: Path, direct: bool, checksums
     files.close()
 
 
+def test_files_go_on_with_another_number_of_threads(files: BlockFiles) -> None:
+    (extent,) = prepared(files, NUM_BYTES)
+    for count in (5, 1):
+        source = memory(NUM_BYTES, seed=count)
+        write(files, extent, source)
+        files.set_threads(count)
+        assert np.array_equal(read(files, extent, 0, NUM_BYTES), source)
+
+
 def test_fresh_extent_reads_as_zeros_with_valid_checksums(files: BlockFiles) -> None:
     (ragged,) = prepared(files, NUM_BYTES - CHUNK_BYTES // 2)
     assert ragged.num_bytes == NUM_BYTES

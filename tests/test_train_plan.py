@@ -75,7 +75,15 @@ def test_plan_of_documents_apart_computes_all_pairs_but_for_flex_attention() -> 
 
 @pytest.mark.parametrize(
     ("place", "groups"),
-    [("gpu", 1), ("ram", 3), ("ram_streamed", 1), ("ram_streamed", 3), ("nvme", 1), ("gpu_ram_nvme", 3)],
+    [
+        ("gpu", 1),
+        ("ram", 3),
+        ("ram_streamed", 1),
+        ("ram_streamed", 3),
+        ("nvme", 1),
+        ("gpu_ram_nvme", 3),
+        ("nvme_grads", 3),
+    ],
 )
 @pytest.mark.parametrize(("model", "fused"), [("untied", False), ("untied", True), ("tied", True), ("moe", False)])
 def test_plan_foretells_the_order_and_the_bytes_of_a_real_run(

@@ -69,9 +69,50 @@ def test_probe_drive_measures_and_leaves_nothing(tmp_path: Path) -> None:
     assert len(found.sustained_bytes_per_s) == 1
     assert found.knee_bytes is None
     assert any("blocks smaller than the store's" in note for note in found.notes)  # others may use the drive too
-    assert found.rates == DriveRates(
-        str(tmp_path), found.read.bytes_per_s, found.write.bytes_per_s, found.mixed.bytes_per_s
-    )
+    flows = (found.read, found.write, found.mixed)
+    assert dataclasses.astuple(found.rates) == (str(tmp_path), *(one.bytes_per_s for one in flows), found.io_threads)
+    assert tuple(found.trials) == (drive_probe.THREADS if found.is_direct else ())
+    assert found.io_threads in drive_probe.THREADS
+
+
+@pytest.mark.parametrize(
+    ("mixed", "write", "count"),
+    [
+        ((2.0, 2.0, 2.0), (3.0, 3.0, 3.0), 4),
+        ((2.0, 2.06, 2.05), (3.0, 3.0, 3.0), 4),
+        ((2.0, 2.4, 2.46), (3.0, 3.0, 3.0), 8),
+        ((2.0, 2.0, 2.0), (3.0, 3.5, 3.6), 8),
+        ((2.0, 2.2, 2.1), (3.0, 3.1, 3.6), 8),  # none is near both
+    ],
+)
+def test_fewest_threads_near_the_best_of_both_rates_are_taken(
+    mixed: tuple[float, ...], write: tuple[float, ...], count: int
+) -> None:
+    trials = dict(zip((4, 8, 16), zip(mixed, write, strict=True), strict=True))
+    assert drive_probe.fewest_threads(trials) == count
+
+
+def test_try_threads_takes_turns_and_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Drive:
+        threads, turns = 0, list[int]()
+
+        def set_threads(self, num_threads: int) -> None:
+            self.threads = num_threads
+
+        def mixed(self, seconds: float) -> Flow:
+            self.turns.append(self.threads)
+            return flow(GB * (9 if len(self.turns) == 1 else self.threads))  # one odd round
+
+        def write(self, seconds: float) -> Flow:
+            return flow(GB)
+
+    found = drive_probe.try_threads(drive := Drive(), SECONDS)  # type: ignore[arg-type]
+    assert drive.turns == [4, 8, 16, 8, 16, 4, 16, 4, 8]
+    assert {count: (round(mixed / GB), round(write / GB)) for count, (mixed, write) in found.items()} == {
+        4: (4, 1),
+        8: (8, 1),
+        16: (16, 1),
+    }
 
 
 def test_probe_drive_without_direct_says_so_and_reads_once(tmp_path: Path) -> None:
@@ -346,6 +387,33 @@ def test_rates_of_takes_the_first_gpu_and_the_most_threads(tmp_path: Path) -> No
 def test_rates_of_mounts_on_one_file_system_are_shared(tmp_path: Path) -> None:
     drive = figures(directory=str(tmp_path))
     assert [one.read_bytes_per_s for one in probe.rates_of([drive, drive], LINKS).drives] == [GB, GB]
+
+
+def test_io_threads_are_asked_for_or_measured_or_4() -> None:
+    eight = DriveRates("a", 1.0, 1.0, 1.0, 8)
+    assert probe.io_threads(None, None) == probe.io_threads(None, RATES)
+    assert probe.io_threads(None, None)[0] == IoOptions().num_threads
+    assert probe.io_threads(None, dataclasses.replace(RATES, drives=(eight,))) == (8, "as `megatier bench` found")
+    assert probe.io_threads(None, dataclasses.replace(RATES, drives=(eight, eight)))[0] == 16
+    unknown = dataclasses.replace(eight, io_threads=None)
+    assert probe.io_threads(None, dataclasses.replace(RATES, drives=(eight, unknown)))[0] == 4
+    assert probe.io_threads(None, dataclasses.replace(RATES, drives=(eight,) * 40))[0] == 256
+    assert probe.io_threads(3, dataclasses.replace(RATES, drives=(eight,))) == (3, "as set")
+
+
+def test_cached_io_threads_are_kept_and_shared_on_one_file_system(tmp_path: Path) -> None:
+    path, inner = tmp_path / "rates.json", tmp_path / "inner"
+    inner.mkdir()
+    drive = DriveRates(str(tmp_path), 6.0, 4.0, 5.0, 8)
+    probe.cache_rates(dataclasses.replace(RATES, drives=(drive,)), "cpu", path)
+    for directories in ([tmp_path], [tmp_path, inner]):
+        found = probe.cached_rates(directories, "cpu", path)
+        assert found is not None
+        assert found.io_threads == 8
+    entries = json.loads(path.read_text())
+    del entries[0]["drives"][0]["rates"]["io_threads"]  # written before they were measured
+    path.write_text(json.dumps(entries))
+    assert probe.cached_rates([tmp_path], "cpu", path) == with_drives(tmp_path)
 
 
 def test_cached_rates_are_those_measured(tmp_path: Path) -> None:

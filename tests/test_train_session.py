@@ -206,6 +206,25 @@ def test_session_kept_layers_change_no_bit(activations: str, tmp_path: Path) -> 
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
+@pytest.mark.parametrize(("asked", "found", "taken"), [(None, None, 4), (None, 8, 8), (2, 8, 2)])
+def test_session_takes_as_many_io_threads_as_were_measured(
+    asked: int | None, found: int | None, taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = Rates((DriveRates("a", 9e9, 9e9, 9e9, found),), 1e9, 1e9, 1e9, 1e9, 1e9, 1e12)
+    monkeypatch.setattr(session_module, "cached_rates", lambda *arguments: rates if found else None)
+    tiers = TiersConfig(
+        device="cpu", gpu=1 << 20, ram=8 << 20, nvme=(f"{tmp_path}:16MiB",), state=("nvme",), io_threads=asked
+    )
+    skeleton = build_skeleton(exactness_config("tied"), "sdpa")
+    model = ModelConfig(config={"model_type": "llama"})
+    with Session(skeleton, model, tiers, TrainConfig(), NumericsConfig(), 16) as session:
+        assert session.store.files is not None
+        assert session.store.files.options.num_threads == session.io_threads[0] == taken
+        assert session.io_threads[1].startswith(
+            "as set" if asked else "as `megatier bench`" if found else "the default"
+        )
+
+
 def test_session_stripes_by_the_rates_that_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drives = tuple(DriveRates(name, 9e9, 9e9, rate) for name, rate in (("a", 6e9), ("b", 2e9)))
     asked = []

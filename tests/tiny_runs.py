@@ -78,6 +78,7 @@ PLACES = {
     "gpu_ram_nvme": Place(tiers=("gpu", "ram", "nvme"), gpu=100 * KIB, ram=32 * KIB),
     "nvme_twice": Place(tiers=("nvme",), generations=2),
     "nvme_grads": Place(tiers=("nvme",), spills_grads=True),
+    "nvme_grads_some": Place(tiers=("nvme",), ram=64 * KIB, spills_grads=True),
 }
 
 

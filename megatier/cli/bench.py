@@ -59,6 +59,8 @@ def run(argv: Sequence[str]) -> int:
         links = probe_links(device, threads, seconds=options.seconds)
     _print_links(console, links)
     rates = rates_of(drives, links)
+    if rates.io_threads is not None:
+        _say(console, f"a run takes {rates.io_threads} I/O threads each way, unless tiers.io_threads says otherwise")
     if len(rates.drives) > len({drive.device for drive in drives}):
         _say(console, "note: some mounts share a device; a plan gets a share of its rates for each")
     _keep(console, dataclasses.replace(rates, drives=tuple(d.rates for d in drives if not d.flags)), links)
@@ -174,6 +176,11 @@ def _print_drive(console: Console, drive: DriveFigures) -> None:
         table.add_row("sustained write", f"{_rate(min(steps))} to {_rate(max(steps))}", "", "")
         found = "no knee" if drive.knee_bytes is None else f"after {mib(drive.knee_bytes)}"
         table.add_row("write cache ends", found, "", "")
+    if drive.io_threads is not None:
+        tried = "; ".join(
+            f"{n}: {_rate(mixed)} mixed, {_rate(write)} write" for n, (mixed, write) in drive.trials.items()
+        )
+        table.caption = f"with {drive.io_threads} I/O threads each way" + (f" ({tried})" if tried else "")
     _print(console, table, drive.notes, drive.flags)
 
 

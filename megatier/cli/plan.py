@@ -19,7 +19,7 @@ from megatier.hardware import gpus, mount_of
 from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import Rates, read_rates
 from megatier.train.metrics import format_count, format_seconds, format_share
-from megatier.train.probe import cached_rates
+from megatier.train.probe import cached_rates, io_threads
 
 if TYPE_CHECKING:
     from megatier.train.plan import Plan
@@ -74,6 +74,9 @@ def run(argv: Sequence[str]) -> int:
         _write(options.picture, draw(plan.events(), f"{options.config.name}, as planned"))
     for table in (_bytes_table(plan), _time_table(plan, rates), _change_table(plan)):
         console.print(table)
+    if loaded.tiers.nvme:
+        count, why = io_threads(loaded.tiers.io_threads, rates)
+        console.print(f"NVMe: {count} I/O threads each way, {why}.", highlight=False, soft_wrap=True)
     console.print(*_sentences(plan), sep="\n", markup=False, highlight=False)
     return 0
 
@@ -175,7 +178,7 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if plan.placement.streamed:
         yield f"{len(plan.placement.streamed)} units stream their state through the GPU."
     if count := list(plan.placement.grad_homes.values()).count(Tier.NVME):
-        yield f"Gradients of {count} units wait on NVMe, because RAM is too short for them: 4 bytes a parameter more."
+        yield _spilled_gradients(count, plan)
     if plan.hidden_at is not None:
         yield f"From {format_count(plan.hidden_at)} tokens a step on all but compute is hidden, if activations fit."
     yield f"A checkpoint has {mib(plan.checkpoint_bytes)}{_writing(plan)}."
@@ -187,6 +190,18 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if plan.written_bytes_per_step:
         day = mib(round(plan.written_bytes_per_day))
         yield f"NVMe takes {mib(round(plan.written_bytes_per_step))} of writes a step, {day} a day."
+
+
+def _spilled_gradients(count: int, plan: Plan) -> str:
+    """What gradients of so many units cost on NVMe, and what spares that."""
+    words, remedy = "Gradients", "and so do train.clip null and numerics.guard off."
+    if plan.placement.sums_on_gpu:
+        words, remedy = "Sums of groups", "and so does train.groups 1; fewer groups make it less."
+    size = mib(plan.spilled_gradient_bytes)
+    return (
+        f"{words} of {count} units lie on NVMe, because RAM is too short for them: {size} more written a step, and as "
+        f"much read. More tiers.ram spares that, {remedy}"
+    )
 
 
 def _writing(plan: Plan) -> str:

@@ -23,6 +23,7 @@ from megatier.schedule.placement import (
     UnitSpec,
     block_bytes,
     bytes_per_element,
+    final_grad_bytes,
     grad_bytes,
     kinds_of,
     state_kinds,
@@ -291,29 +292,51 @@ class UnitBlocks:
 
         A sum over groups was rounded into the front of its block.
         """
-        home, span = self.placement.grad_homes[name], self.grad_span(elements)
-        key = sum_key(name) if self.policy.groups > 1 and home is Tier.RAM else grad_key(name)
+        home, span = self.placement.grad_homes[name], self._grad_span(name, elements)
+        key = sum_key(name) if self.sums_in_ram(name) else grad_key(name)
         if home is None:  # lies in one slot, whole
             with self.store.lease(key, Tier.RAM) as lease:
                 yield lease.bytes[span[0] : span[1]]
             return
         with self.store.lease(key, Tier.GPU if home is Tier.GPU else Tier.RAM, span, wait=True) as lease:
-            yield lease.bytes
+            yield lease.bytes[: (elements[1] - elements[0]) * self._grad_width]
         if home is Tier.NVME:
             self.store.evict(key, Tier.RAM, span)
 
-    def grad_span(self, elements: Elements) -> tuple[int, int]:
-        """Bytes of a run of elements in a gradient in the compute dtype."""
-        width = 2 if self.policy.split else 4
-        return elements[0] * width, elements[1] * width
+    def sums_in_ram(self, name: str) -> bool:
+        """Whether the gradients of several groups are added up in RAM; else that is done on the GPU."""
+        is_home = self.placement.grad_homes[name] is Tier.RAM
+        return self.policy.groups > 1 and is_home and not self.placement.sums_on_gpu
 
-    def spill_grad(self, name: str) -> None:
-        """Start taking a gradient from its GPU slot to NVMe, chunk by chunk; waits for RAM slots."""
-        key = grad_key(name)
-        for span in map(self.grad_span, self.chunks(name)):
-            self.store.write_back(key, Tier.GPU, span, wait=True)
-            self.store.write_back(key, Tier.RAM, span)
-            self.store.evict(key, Tier.RAM, span)
+    def send_grad(self, name: str, *, final: bool) -> None:
+        """Start taking a gradient from its GPU slot to its home or slot in RAM, or to NVMe; waits for RAM slots.
+
+        A final one that was added up on the GPU is the front of its block.
+        """
+        key, unit = grad_key(name), self.units[name]
+        is_front = final and self.placement.sums_on_gpu
+        size = final_grad_bytes(unit, self.policy) if is_front else grad_bytes(unit, self.policy)
+        self.store.mark_dirty(key, Tier.GPU, (0, size))
+        if self.placement.grad_homes[name] is Tier.NVME:
+            step = self.placement.chunk_elements * self._grad_width
+            for start in range(0, size, step):
+                span = start, min(start + step, size)
+                self.store.write_back(key, Tier.GPU, span, wait=True)
+                self.store.write_back(key, Tier.RAM, span)
+                self.store.evict(key, Tier.RAM, span)
+        else:
+            self.store.write_back(key, Tier.GPU, (0, size), wait=True)
+        self.store.evict(key, Tier.GPU)
+
+    @property
+    def _grad_width(self) -> int:
+        return 2 if self.policy.split else 4
+
+    def _grad_span(self, name: str, elements: Elements) -> tuple[int, int]:
+        """Bytes of a run of elements in the final gradient; the last run on NVMe ends with a checksummed chunk."""
+        unit, width = self.units[name], self._grad_width
+        is_padded = self.placement.grad_homes[name] is Tier.NVME and elements[1] == unit.num_trained
+        return elements[0] * width, final_grad_bytes(unit, self.policy) if is_padded else elements[1] * width
 
     def read_ahead(self, name: str, elements: Elements, generation: Generation) -> int:
         """Start reading what a chunk's update needs from NVMe into RAM slots; returns its bytes."""
@@ -332,7 +355,7 @@ class UnitBlocks:
         """Blocks and spans that a chunk's update reads from NVMe."""
         found = [(self.key(name, kind, generation), self.span(name, kind, elements)) for kind in self.spilled(name)]
         if self.placement.grad_homes[name] is Tier.NVME:
-            found.append((grad_key(name), self.grad_span(elements)))
+            found.append((grad_key(name), self._grad_span(name, elements)))
         return found
 
     def _register(self) -> None:
@@ -354,11 +377,10 @@ class UnitBlocks:
 
     def _register_grad(self, unit: UnitSpec) -> None:
         home, size = self.placement.grad_homes[unit.name], grad_bytes(unit, self.policy)
-        if self.policy.groups > 1 and home is Tier.RAM:
-            self.store.register(BlockSpec(grad_key(unit.name), size, None, Kind.GRAD))
-            self.store.register(BlockSpec(sum_key(unit.name), size, Tier.RAM, Kind.GRAD))
-        else:
-            self.store.register(BlockSpec(grad_key(unit.name), size, home, Kind.GRAD))
+        if self.sums_in_ram(unit.name):
+            self.store.register(BlockSpec(sum_key(unit.name), size, home, Kind.GRAD))
+            home = None
+        self.store.register(BlockSpec(grad_key(unit.name), size, home, Kind.GRAD))
 
 
 def block_key(unit: str, kind: Kind, place: int = 0) -> str:

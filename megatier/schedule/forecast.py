@@ -19,12 +19,13 @@ from megatier.schedule.placement import (
     Policy,
     UnitSpec,
     block_bytes,
+    final_grad_bytes,
     grad_bytes,
     state_kinds,
 )
 from megatier.schedule.rates import Rates
 from megatier.schedule.simulate import Job, Lane, least_seconds, simulate
-from megatier.schedule.timeline import Access, Load, Timeline, build, trained_bytes
+from megatier.schedule.timeline import Access, Load, Timeline, build, trained_bytes, way_up
 from megatier.store.tier import Kind, Phase, Tier
 
 NUM_STEPS = 3
@@ -200,7 +201,7 @@ class _Jobs:
         loads = {load.access: load for load in timeline.loads}
         self.updates, self.speculated = self.speculated, {}
         arrivals: dict[str, int] = {}
-        last_uses = {(access.unit, access.group): index for index, access in enumerate(timeline.accesses)}
+        last_uses = timeline.last_uses()
         for index, access in enumerate(timeline.accesses):
             unit = self.units[access.unit]
             load = loads.get(index)
@@ -220,7 +221,8 @@ class _Jobs:
             makes_grad = last_uses[unit.name, access.group] == index and unit.num_trained > 0
             uses.append(self._compute(access, arrivals.get(unit.name), makes_grad=makes_grad))
             if makes_grad:
-                self._ship(unit, access.group, uses[-1])
+                before = uses[-2] if len(uses) > 1 else self.begun
+                self._ship(unit, access.group, uses[-1], before)
         self._exchange()
         self.begun = self._add("host", "step", HOST_SECONDS, uses[-1], *self.sums, *self._immediate())
         return self.begun
@@ -278,7 +280,7 @@ class _Jobs:
     ) -> int | None:
         pieces = self._num_pieces(unit)
         is_on_nvme = self.placement.grad_homes[unit.name] is Tier.NVME
-        grad, gradient_first = (grad_bytes(unit, self.policy), gradient) if is_on_nvme else (0, None)
+        grad, gradient_first = (final_grad_bytes(unit, self.policy), gradient) if is_on_nvme else (0, None)
         is_speculative = unit.name in self.placement.speculative
         amount = unit.num_trained * (1 + COPY_BYTES / UPDATE_BYTES * is_speculative)
         copied: int | None = None
@@ -313,24 +315,39 @@ class _Jobs:
                 home = self._add("state_to_ram", unit.name, size, *on_cpu, self.updates[unit.name])
             self.states[unit.name] = self._add("state_to_gpu", unit.name, size, home, self.begun)
 
-    def _ship(self, unit: UnitSpec, group: int, made: int) -> None:
-        """The gradient of a group leaves; without clipping its update follows at once."""
-        is_last = group == self.policy.groups - 1
+    def _ship(self, unit: UnitSpec, group: int, made: int, before: int | None) -> None:
+        """The gradient of a group leaves; without clipping its update follows at once.
+
+        `made` is the use that makes it, `before` the one before.
+        """
+        is_last, home = group == self.policy.groups - 1, self.placement.grad_homes[unit.name]
+        sums_on_gpu, size = self.placement.sums_on_gpu, grad_bytes(unit, self.policy)
+        if sums_on_gpu and home is not Tier.GPU and group:
+            made = self._add_sum(unit, made, before)
         self.grads[unit.name] = made
-        if self.placement.grad_homes[unit.name] is not Tier.GPU:
-            slot = self.sums[0] if self.policy.groups > 1 and len(self.sums) == GRAD_DEPTH else None
-            shipped = self._add("gpu_to_ram", unit.name, grad_bytes(unit, self.policy), made, slot)
+        if home is not Tier.GPU:
+            if sums_on_gpu and is_last:
+                size = final_grad_bytes(unit, self.policy)
+            slot = self.sums[0] if len(self.sums) == GRAD_DEPTH else None
+            shipped = self._add("gpu_to_ram", unit.name, size, made, slot)
             self.grad_slots.append(shipped)
             self.grads[unit.name] = shipped
-            if self.placement.grad_homes[unit.name] is Tier.NVME:
-                written = self._add("ram_to_nvme", unit.name, grad_bytes(unit, self.policy), shipped)
+            if home is Tier.NVME:
+                written = self._add("ram_to_nvme", unit.name, size, shipped)
                 self.grad_slots[-1] = self.grads[unit.name] = written  # RAM slots are few
-            if self.policy.groups > 1:
+            if self.policy.groups > 1 and not sums_on_gpu:
                 amount = unit.num_trained * SUM_BYTES[is_last] / UPDATE_BYTES
                 self.grads[unit.name] = self._add("update", unit.name, amount, shipped)
                 self.sums.append(self.grads[unit.name])
         if is_last and (not self.policy.deferred or unit.name in self.placement.speculative):
             self._update(unit, None, ())
+
+    def _add_sum(self, unit: UnitSpec, made: int, before: int | None) -> int:
+        """The sum of the groups before comes to the GPU, where this one's gradient is added."""
+        arrived, size = self.grads[unit.name], grad_bytes(unit, self.policy)
+        for queue in way_up(self.placement.grad_homes[unit.name], self.policy):
+            arrived = self._add(queue, unit.name, size, arrived, before)
+        return self._add("compute", f"{unit.name} sum", 0.0, made, arrived)
 
     def _immediate(self) -> Iterable[int]:
         """Without clipping a step's updates belong to it."""

@@ -114,6 +114,9 @@ class Placement:
     grad_homes: Mapping[str, Tier | None]
     """Where a finished gradient of a unit that is trained waits for its update; None: only in a slot. On NVMe where RAM
     is too short for all."""
+    sums_on_gpu: bool = False
+    """RAM is too short for the sums of several groups: those of all units are taken in GPU slots, to which they come
+    again, from RAM or NVMe, for each group."""
     streamed: tuple[str, ...] = ()
     """Units at home in RAM whose state passes through GPU slots and is updated there, in forward order."""
     spilled: tuple[str, ...] = ()
@@ -160,6 +163,12 @@ def grad_bytes(unit: UnitSpec, policy: Policy) -> int:
     return round_up(unit.num_trained * (4 if policy.groups > 1 or not policy.split else 2))
 
 
+def final_grad_bytes(unit: UnitSpec, policy: Policy) -> int:
+    """Bytes of its final gradient: the front of such a sum, in whole checksummed chunks."""
+    size = grad_bytes(unit, policy)
+    return min(round_up(2 * unit.num_trained, 2 * policy.align_elements), size) if policy.split else size
+
+
 def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placement:
     """Choose every home and every slot.
 
@@ -174,8 +183,7 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     gpu_slots = _gpu_slots(rest, homed, streamed, budgets, policy)
     names = tuple(unit.name for unit in streamed)
     shipped = {unit.name: unit for unit in _trained(rest) if unit.name not in names}
-    waiting = _waiting(units, rest, tuple(shipped.values()), budgets, policy)
-    spills_grads = len(waiting) < len(shipped)
+    waiting, spills_grads = _waiting(units, rest, tuple(shipped.values()), budgets, policy)
     ram_homes, ram_slots, chunk = _fill_ram(units, rest, tuple(waiting.values()), budgets, policy, spills_grads)
     if streamed and Tier.NVME in ram_homes.values():  # RAM is what is short
         return place(units, budgets, replace(policy, streamed_share=0.0))
@@ -207,6 +215,7 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
         (*gpu_slots, *ram_slots),
         chunk,
         grad_homes,
+        spills_grads and policy.groups > 1,
         names,
         on_nvme,
         generations,
@@ -351,30 +360,38 @@ def _waiting(
     shipped: Sequence[UnitSpec],
     budgets: Budgets,
     policy: Policy,
-) -> dict[str, UnitSpec]:
-    """Of the units whose gradients leave the GPU, those whose gradients wait for their update in RAM.
+) -> tuple[dict[str, UnitSpec], bool]:
+    """Of the units whose gradients leave the GPU, those whose gradients wait in RAM, and whether others spill theirs.
 
-    All, but where there would be no room for update chunks beside them and NVMe can take the others. A sum over groups
-    stays in RAM.
+    All wait there, but where there would be no room for update chunks beside them and NVMe can take the others. Where
+    sums of groups spill, RAM takes as many as it has room for; none is added up there.
     """
-    all_of_them = {unit.name: unit for unit in shipped}
-    if not (policy.deferred and policy.groups == 1 and Tier.NVME in policy.state and budgets.nvme):
+    all_of_them = {unit.name: unit for unit in shipped}, False
+    held = policy.deferred or policy.groups > 1
+    if not (shipped and held and Tier.NVME in policy.state and budgets.nvme):
         return all_of_them
     room = budgets.ram - _ram_fixed(units, (), policy)
-    wanted = sum(grad_bytes(unit, policy) for unit in shipped)
+    wanted = sum(grad_bytes(unit, policy) for unit in shipped) + _pool_bytes(_grad_slots(shipped, policy))
     if Tier.RAM in policy.state and wanted + sum(_state_size(unit, policy) for unit in rest) <= room:
         return all_of_them
-    longest = max((unit.num_elements for unit in rest), default=0)
+    longest = max(unit.num_elements for unit in rest)
     if wanted + _pool_bytes(_pools(longest, policy.align_elements, policy, spills_grads=False)) <= room:
         return all_of_them
-    chunk = policy.chunk_elements or min(longest, CHUNK_ELEMENTS_FAST)
+    chunk = round_up(policy.chunk_elements or min(longest, CHUNK_ELEMENTS_FAST), policy.align_elements)
     room -= _pool_bytes(_pools(longest, chunk, policy, spills_grads=True))
     waiting = {}
     for unit in shipped:
         if (size := grad_bytes(unit, policy)) <= room:
             waiting[unit.name] = unit
             room -= size
-    return waiting
+    return waiting, True
+
+
+def _grad_slots(waiting: Sequence[UnitSpec], policy: Policy) -> list[SlotPlan]:
+    """RAM slots through which gradients pass to their sums, or to their updates in the immediate mode."""
+    if not waiting or (policy.deferred and policy.groups == 1):
+        return []
+    return [SlotPlan(Tier.RAM, Kind.GRAD, max(grad_bytes(unit, policy) for unit in waiting), SLOTS_MIN)]
 
 
 def _fill_ram(
@@ -389,16 +406,10 @@ def _fill_ram(
 
     `waiting` are the units whose gradients go to RAM; where others spill theirs, `spills_grads`.
     """
-    slots: list[SlotPlan] = []
-    if waiting and (policy.groups > 1 or not policy.deferred):
-        slots.append(SlotPlan(Tier.RAM, Kind.GRAD, max(grad_bytes(unit, policy) for unit in waiting), SLOTS_MIN))
-    used = _ram_fixed(units, waiting, policy) + sum(round_up(plan.slot_bytes) * plan.num_slots for plan in slots)
+    slots = [] if spills_grads else _grad_slots(waiting, policy)
+    used = _ram_fixed(units, waiting, policy) + _pool_bytes(slots)
     if used > budgets.ram:
-        other = ", or set train.clip to null and numerics.guard to off." if policy.deferred else "."
-        if not waiting:  # no gradient counts
-            other = ", set train.activations to recompute, or train on fewer tokens a step."
-        remedy = f"Raise tiers.ram to at least {at_least(used)}{other}"
-        raise PlanError("gradients and activations in RAM", used, budgets.ram, remedy)
+        raise _no_room_for_gradients(used, waiting, budgets, policy)
     longest = max((unit.num_elements for unit in rest), default=0)
     everything = sum(_state_size(unit, policy) for unit in rest)
     if not rest or (Tier.RAM in policy.state and used + everything <= budgets.ram and not spills_grads):
@@ -410,10 +421,28 @@ def _fill_ram(
     if Tier.NVME not in policy.state or not budgets.nvme:
         raise _no_room(units, used + everything, everything, budgets, policy)
     chunk, pools = _chunk_slots(longest, used, budgets.ram, policy, spills_grads)
-    used += _pool_bytes(pools)
+    others = [plan for plan in pools if plan.kind is not Kind.WEIGHT]
     spill = _spill_whole if policy.speculates else _spill
-    homes = spill(rest, budgets.ram - used if Tier.RAM in policy.state else 0, policy)
+    room = budgets.ram - used - _pool_bytes(others) if Tier.RAM in policy.state else 0
+    homes = spill(rest, room, policy)
+    if all(homes[unit.name, Kind.WEIGHT] is Tier.RAM for unit in rest):  # no weights pass through slots
+        return homes, (*slots, *others), chunk
+    homes = spill(rest, room + _pool_bytes(others) - _pool_bytes(pools), policy)
     return homes, (*slots, *pools), chunk
+
+
+def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> PlanError:
+    """Why RAM does not take them when NVMe takes none."""
+    what, other = "gradients and activations in RAM", "."
+    if not waiting:  # no gradient counts
+        other = ", set train.activations to recompute, or train on fewer tokens a step."
+    elif policy.groups > 1:
+        sums = sum(grad_bytes(unit, policy) for unit in waiting)
+        what = f"gradients and activations in RAM, {at_least(sums)} of it for sums of groups,"
+        other = ", let NVMe hold state (tiers.nvme, tiers.state), so that sums go there, or lower train.groups."
+    elif policy.deferred:
+        other = ", or set train.clip to null and numerics.guard to off."
+    return PlanError(what, used, budgets.ram, f"Raise tiers.ram to at least {at_least(used)}{other}")
 
 
 def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budgets, policy: Policy) -> PlanError:
@@ -451,18 +480,18 @@ def _chunk_slots(
 
 def _pools(longest: int, chunk: int, policy: Policy, *, spills_grads: bool) -> list[SlotPlan]:
     """RAM slots for update chunks; two weight slots more, through which loads pass."""
-    kinds = [*state_kinds(split=policy.split), *([Kind.GRAD] if spills_grads else [])]
     depth = UPDATE_DEPTH + (SLOTS_MIN if policy.speculates else 0)
-    width = {Kind.GRAD: 2 if policy.split else 4}
-    return [
+    pools = [
         SlotPlan(
             Tier.RAM,
             kind,
-            min(chunk, longest) * width.get(kind, bytes_per_element(kind, split=policy.split)),
+            min(chunk, longest) * bytes_per_element(kind, split=policy.split),
             depth + (SLOTS_MIN if kind is Kind.WEIGHT else 0),
         )
-        for kind in kinds
+        for kind in state_kinds(split=policy.split)
     ]
+    grad = min(chunk * (2 if policy.split else 4), grad_bytes(UnitSpec("", longest), policy))
+    return [*pools, SlotPlan(Tier.RAM, Kind.GRAD, grad, depth)] if spills_grads else pools
 
 
 def _pool_bytes(pools: Iterable[SlotPlan]) -> int:

@@ -79,6 +79,8 @@ class Player:
         self._timelines: dict[tuple[str, bool, frozenset[str]], Timeline] = {}
         self.timeline: Timeline | None = None
         """What is being played; None while recording."""
+        self._grad_makers: frozenset[int] = frozenset()
+        """Accesses of this pass for whose gradient the sum of the groups before comes to the GPU, ahead."""
         self.accesses: list[Access] = []
         """Uses of this pass so far, in order."""
         self._pass = ""
@@ -125,6 +127,7 @@ class Player:
         self.timeline = self._planned(name, due=due)
         if name == "train":
             self.updates.speculation.begin()
+        self._grad_makers = self._awaiting_sums()
         if self.timeline is None:
             return
         self._demand(self.timeline)
@@ -152,6 +155,13 @@ class Player:
             planned = build(self._orders[name], self.placement, updates=due, updated=updated)
             self._timelines[name, due, updated] = planned
         return self._timelines[name, due, updated]
+
+    def _awaiting_sums(self) -> frozenset[int]:
+        if self.timeline is None or self._pass != "train" or not self.placement.sums_on_gpu:
+            return frozenset()
+        shipped = {unit for unit, home in self.placement.grad_homes.items() if home is not Tier.GPU}
+        uses = self.timeline.last_uses().items()
+        return frozenset(index for (unit, group), index in uses if group and unit in shipped)
 
     def end(self) -> None:
         """End a pass: its order is known from now on, and no weights stay in GPU slots.
@@ -263,6 +273,8 @@ class Player:
                 "needs the same order of units in every step; layer drop and data-dependent depth are not supported."
             )
         self.accesses.append(access)
+        if index in self._grad_makers:
+            self.updates.submit_fetch(unit)
         causes: Counter[str] = Counter()
         for transfer in (self.updates.of(unit), self._loads.get(index)):
             if transfer is not None:
@@ -277,9 +289,11 @@ class Player:
 
     def take_grad(self, unit: str) -> torch.Tensor:
         """A GPU buffer for the unit's gradient of this group: uint8, contents unspecified unless `sums_here`."""
-        lease = self._grads[unit] = self.store.lease(
-            grad_key(unit), Tier.GPU, fresh=not self.sums_here(unit), wait=True
-        )
+        if (fetched := self.updates.fetched(unit)) is not None:
+            fetched.over()
+        is_first = self.accesses[-1].group == 0
+        fresh = is_first or not self.sums_here(unit)
+        lease = self._grads[unit] = self.store.lease(grad_key(unit), Tier.GPU, fresh=fresh, wait=True)
         return lease.bytes
 
     def ship_grad(self, unit: str, *, group: int) -> None:
@@ -287,18 +301,13 @@ class Player:
 
         In the immediate mode its update starts at once.
         """
-        key, last = grad_key(unit), group == self.policy.groups - 1
+        last = group == self.policy.groups - 1
         self._grads.pop(unit).release()
         if group and (summed := self.updates.of(unit)) is not None:
             summed.wait()  # this gradient takes the place of the last group's
         if self.placement.grad_homes[unit] is not Tier.GPU:
-            self.store.mark_dirty(key, Tier.GPU)
-            if self.placement.grad_homes[unit] is Tier.NVME:
-                self.blocks.spill_grad(unit)
-            else:
-                self.store.write_back(key, Tier.GPU, wait=True)
-            self.store.evict(key, Tier.GPU)
-            if self.policy.groups > 1:
+            self.blocks.send_grad(unit, final=last)
+            if self.blocks.sums_in_ram(unit):
                 self.updates.submit_sum(unit, group)
         if last and self.policy.deferred:
             self.updates.submit_speculative(unit, mark(self.store.clock, unit))
@@ -306,8 +315,8 @@ class Player:
             self.updates.submit(Update(unit, None), mark(self.store.clock, unit))
 
     def sums_here(self, unit: str) -> bool:
-        """True where the gradient's groups are added up in its home on the GPU."""
-        return self.placement.grad_homes[unit] is Tier.GPU
+        """True where the gradient's groups are added up on the GPU: at home there, or RAM is too short for it."""
+        return self.placement.grad_homes[unit] is Tier.GPU or self.placement.sums_on_gpu
 
     def drain_gradients(self) -> None:
         """Wait until every gradient of the step is summed and measured (and, in the immediate mode, applied)."""

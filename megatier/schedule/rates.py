@@ -29,6 +29,8 @@ class DriveRates:
     write_bytes_per_s: float
     mixed_bytes_per_s: float
     """Read and written together, 14 to 12, when both go on at once; of a full-duplex drive up to the sum of both."""
+    io_threads: int | None = None
+    """Native threads each way with which it was measured; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,15 @@ class Rates:
     gpu_bytes: float | None = None
     """Memory of the GPU; None: not known, so that a plan cannot say whether activations fit."""
 
+    @property
+    def io_threads(self) -> int | None:
+        """Native threads each way that keep all drives busy at once; None where one drive's are not known."""
+        counts = [drive.io_threads for drive in self.drives if drive.io_threads is not None]
+        return sum(counts) if counts and len(counts) == len(self.drives) else None
+
 
 FIELDS = {field.name for field in dataclasses.fields(Rates)}
-OPTIONAL = {"gpu_bytes"}
+OPTIONAL = {"gpu_bytes", "io_threads"}
 DRIVE_FIELDS = {field.name for field in dataclasses.fields(DriveRates)}
 
 
@@ -96,8 +104,11 @@ def _figures(path: Path, given: Mapping[str, Any], names: set[str]) -> dict[str,
         if name == "directory" and not isinstance(value, str):
             raise ConfigError(f"{path}: directory is {value!r}; text is expected.")
         figure: Any = value if name == "directory" else _figure(value)
+        if name == "io_threads" and figure is not None:
+            figure = int(figure) if figure.is_integer() else None
         if figure is None and not (name in OPTIONAL and value is None):
-            raise ConfigError(f'{path}: {name} is {value!r}; a positive number is expected, such as 5.0e9 or "14GB".')
+            example = "8" if name == "io_threads" else '5.0e9 or "14GB"'
+            raise ConfigError(f"{path}: {name} is {value!r}; a positive number is expected, such as {example}.")
         figures[name] = figure
     return figures
 

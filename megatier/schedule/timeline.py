@@ -19,6 +19,7 @@ from megatier.schedule.placement import (
     UnitSpec,
     block_bytes,
     bytes_per_element,
+    final_grad_bytes,
     grad_bytes,
     state_kinds,
 )
@@ -75,6 +76,10 @@ class Timeline:
             if update.load is not None:
                 found[update.load.access] = update
         return found
+
+    def last_uses(self) -> dict[tuple[str, int], int]:
+        """Index of each unit's last access in a group: the one that makes its gradient."""
+        return {(access.unit, access.group): index for index, access in enumerate(self.accesses)}
 
 
 def build(
@@ -157,16 +162,15 @@ def demanded_bytes(
     """
     moved: Counter[str] = Counter()
     for load in timeline.loads:
-        for queue in _way(load.unit, placement, policy):
+        for queue in way_up(placement.homes[load.unit, Kind.WEIGHT], policy):
             moved[queue] += block_bytes(units[load.unit], Kind.WEIGHT, policy)
     for unit in (units[update.unit] for update in timeline.updates if update.load is not None):
         fed = trained_bytes(unit, Kind.WEIGHT, policy)
         moved["ram_to_gpu"] += fed
-        for queue in _way(unit.name, placement, policy):
+        for queue in way_up(placement.homes[unit.name, Kind.WEIGHT], policy):
             moved[queue] += block_bytes(unit, Kind.WEIGHT, policy) - fed
-    for name, home in placement.grad_homes.items() if gradients else ():
-        moved["gpu_to_ram"] += policy.groups * grad_bytes(units[name], policy) if home is not Tier.GPU else 0
-        moved["ram_to_nvme"] += grad_bytes(units[name], policy) if home is Tier.NVME else 0
+    for name in placement.grad_homes if gradients else ():
+        moved.update(gradient_bytes(units[name], placement, policy))
     for unit in units.values() if gradients else ():
         for queue in ("gpu_to_ram", "ram_to_gpu"):
             moved[queue] += policy.groups * unit.activation_bytes
@@ -175,9 +179,24 @@ def demanded_bytes(
     return {queue: size for queue, size in moved.items() if size}
 
 
-def _way(unit: str, placement: Placement, policy: Policy) -> tuple[str, ...]:
-    """The queues through which weights that no update feeds come to the GPU."""
-    if placement.homes[unit, Kind.WEIGHT] is not Tier.NVME:
+def gradient_bytes(unit: UnitSpec, placement: Placement, policy: Policy) -> dict[str, int]:
+    """Bytes per queue that the gradients of a unit's groups move, until the last one is final."""
+    home, size = placement.grad_homes[unit.name], grad_bytes(unit, policy)
+    if home is Tier.GPU:
+        return {}
+    again = (policy.groups - 1) * size
+    out = again + (final_grad_bytes(unit, policy) if placement.sums_on_gpu else size)
+    moved = {"gpu_to_ram": out}
+    if home is Tier.NVME:
+        moved["ram_to_nvme"] = out
+    if placement.sums_on_gpu:
+        moved |= dict.fromkeys(way_up(home, policy), again)
+    return moved
+
+
+def way_up(home: Tier | None, policy: Policy) -> tuple[str, ...]:
+    """The queues through which bytes that no update feeds come to the GPU."""
+    if home is not Tier.NVME:
         return ("ram_to_gpu",)
     return ("nvme_to_gpu",) if policy.gpu_direct else ("nvme_to_ram", "ram_to_gpu")
 
@@ -186,7 +205,7 @@ def update_bytes(unit: UnitSpec, placement: Placement, policy: Policy) -> dict[s
     """Bytes per queue that the update of a unit reads from NVMe and writes there."""
     kinds = [kind for kind in state_kinds(split=policy.split) if placement.homes[unit.name, kind] is Tier.NVME]
     state = sum(trained_bytes(unit, kind, policy) for kind in kinds)
-    grad = grad_bytes(unit, policy) if placement.grad_homes[unit.name] is Tier.NVME else 0
+    grad = final_grad_bytes(unit, policy) if placement.grad_homes[unit.name] is Tier.NVME else 0
     return {"nvme_to_ram": state + grad, "ram_to_nvme": state}
 
 

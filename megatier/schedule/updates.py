@@ -90,6 +90,8 @@ class Updates:
         self._demanded: Counter[str] = Counter()
         self._last: dict[str, Transfer] = {}
         """Each unit's update or sum that was submitted last, but for speculative updates."""
+        self._fetched: dict[str, Transfer] = {}
+        """Sums of groups on their way to the GPU that nobody has taken yet."""
         self._ahead: deque[tuple[str, Elements, Generation]] = deque()
         """Chunks of spilled state that are due, in the order of their lane."""
         self._is_ahead = False
@@ -142,6 +144,14 @@ class Updates:
         self.speculation.drop(unit)
         self._last[unit] = self._in_ram.submit(unit, 0, partial(self._accumulate, unit, group))
 
+    def submit_fetch(self, unit: str) -> None:
+        """Bring the sum of the groups before to the GPU, for this group's gradient to be added."""
+        self._fetched[unit] = self._in_ram.submit(unit, 0, partial(self._fetch, unit))
+
+    def fetched(self, unit: str) -> Transfer | None:
+        """After which the unit's sum is there, or on its way; once."""
+        return self._fetched.pop(unit, None)
+
     def submit_speculative(self, unit: str, gradient: Transfer | None) -> None:
         """A unit's gradient is final: update it at once, if this pass speculates."""
         summed = self._last.get(unit) if self._policy.groups > 1 else None
@@ -174,8 +184,9 @@ class Updates:
 
     def over(self) -> None:
         """Wait until every update, every sum and the exchange have ended, well or not."""
-        for transfer in self._all():
+        for transfer in (*self._all(), *self._fetched.values()):
             transfer.over()
+        self._fetched.clear()
 
     def drain(self, *, due: bool) -> None:
         """Finish every update and every write-back, and give up what was tried and not decided.
@@ -293,6 +304,9 @@ class Updates:
                 self._optimizer.accumulate(unit, total.bytes, part.bytes, group=group)
         finally:
             self._store.evict(part_key, Tier.RAM)
+
+    def _fetch(self, unit: str) -> None:
+        self._store.prefetch(grad_key(unit), Tier.GPU, wait=True)
 
     # ------------------------------------------------------------------ lane update_nvme
 

@@ -156,6 +156,12 @@ class BlockFiles:
             self.close()
             raise
 
+    def set_threads(self, num_threads: int) -> None:
+        """Go on with so many native threads each way. Nothing is in flight."""
+        self._readers.close()
+        self._writers.close()
+        self._readers, self._writers = (_native.ThreadPool(num_threads, QUEUE_DEPTH_MAX) for _ in range(2))
+
     @property
     def used_bytes(self) -> int:
         """Bytes reserved over all mounts."""

@@ -13,8 +13,8 @@ import secrets
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -36,6 +36,14 @@ DEPTH = 4
 """Blocks in flight in each direction."""
 MIXED_READS, MIXED_WRITES = 7, 6
 """14 to 12: what a spilled parameter is read and written in a step."""
+
+THREADS = (4, 8, 16)
+"""Native threads each way that are tried. DEPTH blocks have 16 requests, so more would find nothing to do."""
+TRIAL_ROUNDS = 3
+TRIAL_SHARE = 0.1
+"""Of the time of a flow, for each number of threads in each round, mixed and writing."""
+AS_FAST = 0.97
+"""Of the best rates: the fewest threads that reach it are taken."""
 
 DRIVE_LIMIT_BYTES_PER_S = 16e9
 """PCIe 5.0 with 4 lanes carries 15.8 GB/s, each way."""
@@ -133,14 +141,18 @@ class DriveFigures:
     """Rate of each GiB of a long write; empty where none was asked for."""
     knee_bytes: int | None
     """Bytes after which a long write got slower for good: the drive's write cache; None: no such point."""
+    io_threads: int | None = None
+    """Native threads each way with which read, write and mixed were measured."""
+    trials: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    """Median rates, mixed and writing, in bytes per second by threads each way; empty where none were tried."""
     notes: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
 
     @property
     def rates(self) -> DriveRates:
         """For a plan."""
-        flows = (self.read, self.write, self.mixed)
-        return DriveRates(self.directory, *(flow.bytes_per_s for flow in flows))
+        read, write, mixed = (flow.bytes_per_s for flow in (self.read, self.write, self.mixed))
+        return DriveRates(self.directory, read, write, mixed, self.io_threads)
 
 
 class BlockTraffic:
@@ -188,6 +200,10 @@ class BlockTraffic:
     def is_direct(self) -> bool:
         """Whether the page cache is out of it."""
         return self._files.is_direct
+
+    def set_threads(self, num_threads: int) -> None:
+        """Go on with so many native threads each way."""
+        self._files.set_threads(num_threads)
 
     def read(self, seconds: float) -> Flow:
         """Read the file from its start, again and again; through the page cache once, since then RAM would answer."""
@@ -304,11 +320,11 @@ def probe_drive(
     options: IoOptions | None = None,
     pin: bool = False,
 ) -> DriveFigures:
-    """Measure one mount with a file of the mount's size, filled before.
+    """Measure one mount with a file of the mount's size, filled before, with as many threads as it is best with.
 
     Args:
         mount: directory and size of the file, rounded down to whole blocks.
-        seconds: of each of the three flows.
+        seconds: of each of the three flows. The numbers of threads take 1.8 times as long, all together.
         sustained_bytes: of the long write; 0: none. It goes first, so that the others meet a write cache that is full.
         options: how block files are accessed.
         pin: page-lock the slots, as on a machine with a GPU.
@@ -323,8 +339,12 @@ def probe_drive(
     device, directory = block_device(mount.directory), mount.directory
     with BlockTraffic(directory, num_bytes // block_bytes, block_bytes, options, pin=pin) as traffic:
         sustained = traffic.sustained(sustained_bytes) if sustained_bytes else ()
+        is_direct, io_threads = traffic.is_direct, options.num_threads
+        trials = try_threads(traffic, seconds * TRIAL_SHARE) if is_direct else {}  # else RAM answers for a part
+        if trials:
+            io_threads = fewest_threads(trials)
+            traffic.set_threads(io_threads)
         write, mixed, read = traffic.write(seconds), traffic.mixed(seconds), traffic.read(seconds)
-        is_direct = traffic.is_direct
     knee_step = knee(sustained)
     figures = DriveFigures(
         directory=str(directory),
@@ -341,8 +361,33 @@ def probe_drive(
         mixed=mixed,
         sustained_bytes_per_s=sustained,
         knee_bytes=None if knee_step is None else knee_step * max(SUSTAINED_STEP_BYTES, block_bytes),
+        io_threads=io_threads,
+        trials=trials,
     )
     return replace(figures, notes=drive_notes(figures), flags=drive_flags(figures))
+
+
+def try_threads(traffic: BlockTraffic, seconds: float) -> dict[int, tuple[float, float]]:
+    """Median rates, mixed and writing, in bytes per second, by number of THREADS; they take turns: drives waver."""
+    found: dict[int, list[tuple[float, float]]] = {count: [] for count in THREADS}
+    for number in range(TRIAL_ROUNDS):
+        first = number % len(THREADS)
+        for count in THREADS[first:] + THREADS[:first]:
+            traffic.set_threads(count)
+            found[count].append((traffic.mixed(seconds).bytes_per_s, traffic.write(seconds).bytes_per_s))
+    return {
+        count: (statistics.median(m for m, _ in r), statistics.median(w for _, w in r)) for count, r in found.items()
+    }
+
+
+def fewest_threads(trials: Mapping[int, tuple[float, float]]) -> int:
+    """The smallest number whose rates are near the best; else that of the best mixed one.
+
+    A lone read beside writes waits longer the more threads write.
+    """
+    best = [max(rates) for rates in zip(*trials.values(), strict=True)]
+    near = [n for n, rates in trials.items() if all(r >= AS_FAST * b for r, b in zip(rates, best, strict=True))]
+    return min(near, default=max(trials, key=lambda count: trials[count][0]))
 
 
 def drive_flags(figures: DriveFigures) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from megatier.models.decoder import find_units
 from megatier.schedule.forecast import HOST_SECONDS, QUEUES_OF_DISK, Forecast
 from megatier.schedule.placement import Budgets, Placement, bytes_per_element, place
 from megatier.schedule.rates import DriveRates, Rates
-from megatier.schedule.timeline import Access
+from megatier.schedule.timeline import Access, gradient_bytes
 from megatier.schedule.trace import TraceEvent
 from megatier.store.tier import Kind, Tier
 from megatier.train.checkpoint import checkpoint_bytes
@@ -68,6 +68,7 @@ class Plan:
         accesses: the order in which a step uses its units.
         placement: homes and slots.
         state_bytes: per tier and kind.
+        spilled_gradient_bytes: of gradients that a step writes to NVMe, and reads again: RAM is too short.
         activations: GPU memory beside the budget, estimated.
         mask_bytes: of these, the mask that keeps documents apart.
         forecast: of a step.
@@ -89,6 +90,7 @@ class Plan:
     accesses: tuple[Access, ...]
     placement: Placement
     state_bytes: Mapping[tuple[Tier, Kind], int]
+    spilled_gradient_bytes: int
     activations: ActivationBytes
     mask_bytes: int
     forecast: Forecast
@@ -137,6 +139,7 @@ class Plan:
             "budget_bytes": dataclasses.asdict(self.budgets),
             "state_bytes": {f"{tier} {kind}": size for (tier, kind), size in self.state_bytes.items()},
             "other_bytes": {str(tier): size for tier, size in self.placement.other_bytes.items()},
+            "spilled_gradient_bytes": self.spilled_gradient_bytes,
             "activation_bytes": dataclasses.asdict(self.activations) | {"peak": self.activations.peak},
             "mask_bytes": self.mask_bytes,
             "homes": {f"{unit} {kind}": str(tier) for (unit, kind), tier in self.placement.homes.items()},
@@ -196,6 +199,7 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         trial.accesses,
         placement,
         dict(state),
+        sum(gradient_bytes(spec, placement, work.policy).get("ram_to_nvme", 0) for spec in work.specs),
         trial.activations,
         mask_bytes(config, work),
         made,

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from megatier.train.drive_probe import DriveFigures
     from megatier.train.link_probe import LinkFigures
 
+IO_THREADS, IO_THREADS_MAX = 4, 256
+"""Where nothing was measured, and of all drives together."""
+
 
 def rates_of(drives: Iterable[DriveFigures], links: LinkFigures) -> Rates:
     """What a plan needs of all that was measured: the first GPU, AdamW with the most threads.
@@ -134,12 +137,30 @@ def cached_rates(directories: Sequence[Path], device: str, path: Path | None = N
     return None
 
 
+def io_threads(asked: int | None, rates: Rates | None) -> tuple[int, str]:
+    """Native threads that read and write NVMe in a run, each way, and why so many.
+
+    Args:
+        asked: `tiers.io_threads`.
+        rates: of the run's mounts, where they were measured.
+    """
+    if asked is not None:
+        return asked, "as set"
+    if rates is None or rates.io_threads is None:
+        return IO_THREADS, "the default; `megatier bench` finds what these mounts want"
+    return min(rates.io_threads, IO_THREADS_MAX), "as `megatier bench` found"
+
+
 def _shared(drives: Sequence[DriveRates], facts: Sequence[dict[str, Any]]) -> tuple[DriveRates, ...]:
     """The rates of a file system in equal parts for the directories that lie on it."""
     parts = [facts.count(here) for here in facts]
     return tuple(
         DriveRates(
-            drive.directory, drive.read_bytes_per_s / n, drive.write_bytes_per_s / n, drive.mixed_bytes_per_s / n
+            drive.directory,
+            drive.read_bytes_per_s / n,
+            drive.write_bytes_per_s / n,
+            drive.mixed_bytes_per_s / n,
+            None if drive.io_threads is None else -(-drive.io_threads // n),
         )
         for drive, n in zip(drives, parts, strict=True)
     )
@@ -159,7 +180,8 @@ def _is_whole(entry: object) -> bool:
     rates = {field.name for field in dataclasses.fields(DriveRates)}
     try:
         assert isinstance(entry, dict)
-        drives_are_whole = all(drive["facts"] and drive["rates"].keys() == rates for drive in entry["drives"])
+        measured = [drive["rates"].keys() | {"io_threads"} for drive in entry["drives"] if drive["facts"]]
+        drives_are_whole = measured == [rates] * len(entry["drives"])  # the threads are not in older ones
         return bool(entry["machine"]) and entry["links"].keys() == links and drives_are_whole
     except (AssertionError, AttributeError, KeyError, TypeError):
         return False

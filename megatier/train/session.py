@@ -23,9 +23,10 @@ from megatier.models.frozen import freeze
 from megatier.models.weights import Checkpoint, Initialiser, resolve
 from megatier.schedule.placement import CHUNK_ELEMENTS_MAX, Budgets, Placement, place
 from megatier.schedule.player import Player
+from megatier.schedule.rates import Rates
 from megatier.store.store import TieredStore
 from megatier.store.tier import Kind, Tier
-from megatier.train.probe import cached_rates
+from megatier.train.probe import cached_rates, io_threads
 from megatier.train.workload import COMPUTE_DTYPES, Workload, read_model_config
 
 
@@ -44,6 +45,7 @@ class Session:
         units: in module order.
         engine: steps and evaluation.
         player: the timeline at work; its placement and store.
+        io_threads: native threads that read and write NVMe, each way, and why so many.
     """
 
     def __init__(
@@ -85,7 +87,11 @@ class Session:
             _limit_gpu(tiers.gpu_limit)
         layouts = {unit.name: unit.layout.trained for unit in self.units if unit.layout.num_trained}
         with ExitStack() as stack:
-            options = replace(work.options, shares=_shares(tiers, device), reuses=reuses)
+            measured = _measured(tiers, device)
+            self.io_threads = io_threads(tiers.io_threads, measured)
+            drives = measured.drives if measured is not None and len(tiers.mounts) > 1 else ()
+            shares = tuple(drive.mixed_bytes_per_s for drive in drives)
+            options = replace(work.options, num_threads=self.io_threads[0], shares=shares, reuses=reuses)
             store = TieredStore.open(
                 gpu=gpu, ram=ram, nvme=tiers.nvme, device=str(device), run_id=run_id, options=options
             )
@@ -257,10 +263,9 @@ def budgets_of(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
     )
 
 
-def _shares(tiers: TiersConfig, device: torch.device) -> tuple[float, ...]:
-    """Rates of the mounts, where `megatier bench` measured them on this machine: stripes follow them."""
-    found = cached_rates([mount.directory for mount in tiers.mounts], device.type) if len(tiers.mounts) > 1 else None
-    return tuple(drive.mixed_bytes_per_s for drive in found.drives) if found is not None else ()
+def _measured(tiers: TiersConfig, device: torch.device) -> Rates | None:
+    """Rates of the mounts, where `megatier bench` measured them on this machine: stripes and threads follow them."""
+    return cached_rates([mount.directory for mount in tiers.mounts], device.type) if tiers.mounts else None
 
 
 def _limit_gpu(limit_bytes: int | None) -> None:

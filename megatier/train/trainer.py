@@ -214,7 +214,8 @@ def _describe(console: Console, config: RunConfig, session: Session, text: Packe
     trained = f" ({format_count(num_trained)} trained)" if num_trained < num_parameters else ""
     console.print(
         f"{format_count(num_parameters)} parameters{trained} in {len(session.units)} units, "
-        f"{config.model.compute_dtype}, on {session.engine.options.device}; {tokens}; {nvme_path(session.store)}",
+        f"{config.model.compute_dtype}, on {session.engine.options.device}; {tokens}; "
+        f"{nvme_path(session.store)}{_io_threads(session)}",
         highlight=False,
         soft_wrap=True,
     )
@@ -225,8 +226,14 @@ def _describe(console: Console, config: RunConfig, session: Session, text: Packe
     if placement.spilled:
         console.print(_safety(config, placement), highlight=False, soft_wrap=True)
     if count := sum(home is Tier.NVME for home in placement.grad_homes.values()):
-        console.print(f"gradients of {count} units wait on NVMe, because RAM is too short for them", highlight=False)
+        words = "sums of groups" if placement.sums_on_gpu else "gradients"
+        console.print(f"{words} of {count} units lie on NVMe, because RAM is too short for them", highlight=False)
     print_placement(console, _tier_states(session))
+
+
+def _io_threads(session: Session) -> str:
+    count, why = session.io_threads
+    return f", {count} I/O threads each way ({why})" if session.store.files is not None else ""
 
 
 def _safety(config: RunConfig, placement: Placement) -> str:

@@ -71,7 +71,7 @@ class Workload:
         """
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         options = IoOptions(
-            num_threads=tiers.io_threads,
+            num_threads=tiers.io_threads or IoOptions().num_threads,
             direct=tiers.direct_io == "auto",
             checksums=tiers.checksums,
             gpu_direct=tiers.gpu_direct,
