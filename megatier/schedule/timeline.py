@@ -169,9 +169,8 @@ def demanded_bytes(
         moved["ram_to_gpu"] += fed
         for queue in way_up(placement.homes[unit.name, Kind.WEIGHT], policy):
             moved[queue] += block_bytes(unit, Kind.WEIGHT, policy) - fed
-    for name in placement.grad_homes if gradients else ():
-        moved.update(gradient_bytes(units[name], placement, policy))
     for unit in units.values() if gradients else ():
+        moved.update(gradient_bytes(unit, placement, policy))
         for queue in ("gpu_to_ram", "ram_to_gpu"):
             moved[queue] += policy.groups * unit.activation_bytes
     for name in updated:
@@ -181,8 +180,8 @@ def demanded_bytes(
 
 def gradient_bytes(unit: UnitSpec, placement: Placement, policy: Policy) -> dict[str, int]:
     """Bytes per queue that the gradients of a unit's groups move, until the last one is final."""
-    home, size = placement.grad_homes[unit.name], grad_bytes(unit, policy)
-    if home is Tier.GPU:
+    home, size = placement.grad_homes.get(unit.name, Tier.GPU), grad_bytes(unit, policy)
+    if home is Tier.GPU:  # or none, where all is frozen
         return {}
     again = (policy.groups - 1) * size
     out = again + (final_grad_bytes(unit, policy) if placement.sums_on_gpu else size)
