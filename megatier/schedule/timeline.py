@@ -58,6 +58,11 @@ class Timeline:
     """In the order they are issued; those fed by an update are not repeated here."""
     updates: tuple[Update, ...]
 
+    @property
+    def trained(self) -> frozenset[str]:
+        """Units with a backward."""
+        return frozenset(access.unit for access in self.accesses if access.phase is Phase.BACKWARD)
+
     def load_of(self) -> list[Load | Update | None]:
         """Per access, what brings its weights (None: they are on the GPU already)."""
         found: list[Load | Update | None] = [None] * len(self.accesses)
@@ -132,7 +137,7 @@ def demanded_bytes(
     units: Mapping[str, UnitSpec],
     policy: Policy,
     *,
-    gradients: bool,
+    gradients: Iterable[str],
     updated: Iterable[str],
 ) -> dict[str, int]:
     """Bytes per queue that one pass of the timeline must move.
@@ -142,7 +147,7 @@ def demanded_bytes(
         placement: homes.
         units: sizes by name.
         policy: dtype, groups, clip.
-        gradients: it has backwards, so gradients leave and offloaded activations go and come.
+        gradients: units with a backward in it: gradients leave, and offloaded activations go and come.
         updated: units whose AdamW runs in it, one that is updated twice named twice.
     """
     moved: Counter[str] = Counter()
@@ -154,17 +159,23 @@ def demanded_bytes(
             way = ["nvme_to_gpu"] if policy.gpu_direct else ["nvme_to_ram", "ram_to_gpu"]
         for queue in way:
             moved[queue] += size
-    for name, unit in units.items():
-        if gradients:
-            if placement.grad_homes[name] is not Tier.GPU:
-                moved["gpu_to_ram"] += policy.groups * grad_bytes(unit, policy)
-            if placement.grad_homes[name] is Tier.NVME:
-                moved["ram_to_nvme"] += grad_bytes(unit, policy)
-            for queue in ("gpu_to_ram", "ram_to_gpu"):
-                moved[queue] += policy.groups * unit.activation_bytes
+    for name in gradients:
+        moved.update(gradient_bytes(units[name], placement, policy))
     for name in updated:
         moved.update(update_bytes(units[name], placement, policy))
     return {queue: size for queue, size in moved.items() if size}
+
+
+def gradient_bytes(unit: UnitSpec, placement: Placement, policy: Policy) -> dict[str, int]:
+    """Bytes per queue that a unit's gradients, and its offloaded activations, move in a step."""
+    activations = policy.groups * unit.activation_bytes
+    leaves = placement.grad_homes[unit.name] is not Tier.GPU
+    spills = placement.grad_homes[unit.name] is Tier.NVME
+    return {
+        "gpu_to_ram": activations + policy.groups * grad_bytes(unit, policy) * leaves,
+        "ram_to_gpu": activations,
+        "ram_to_nvme": grad_bytes(unit, policy) * spills,
+    }
 
 
 def update_bytes(unit: UnitSpec, placement: Placement, policy: Policy) -> dict[str, int]:
