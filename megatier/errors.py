@@ -150,7 +150,7 @@ class StepAbandonedError(MegatierError):
 
 
 class TimelineError(MegatierError):
-    """A step used its units in another order than the first step did."""
+    """A step used its units in another order than the first step did, or one that the first step left out."""
 
 
 class StallError(MegatierError):

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -52,8 +52,8 @@ class Model:
         """It depends on the weights, so that stale ones show."""
         return 3 * self.planes[unit, Kind.WEIGHT].to(torch.int32) % 1000 + group
 
-    def update(self, factor: int = 1) -> None:
-        for unit in self.units:
+    def update(self, factor: int = 1, left_out: Collection[str] = ()) -> None:
+        for unit in (unit for unit in self.units if unit.name not in left_out):
             total = sum((self.grad(unit.name, group) for group in range(self.policy.groups)), torch.tensor(0))
             apply({kind: self.planes[unit.name, kind] for kind in state_kinds(split=self.policy.split)}, factor * total)
 
@@ -162,10 +162,11 @@ class Run:
         self.player.drain()
         return self.store.moved_bytes - before
 
-    def train_step(self, *, clipped: bool = False, skipped: bool = False) -> None:
+    def train_step(self, *, clipped: bool = False, skipped: bool = False, left_out: Collection[str] = ()) -> None:
         self.player.begin("train")
         for access in self.order():
-            self.use(*access)
+            if access[0] not in left_out:
+                self.use(*access)
         self.player.end()
         self.player.drain_gradients()
         if skipped:
@@ -174,7 +175,7 @@ class Run:
         self.adder.factor = 2 if clipped else 1
         if self.policy.deferred:
             self.player.defer_updates(clipped=clipped)
-        self.model.update(self.adder.factor)
+        self.model.update(self.adder.factor, left_out)
 
     def evaluate(self) -> None:
         self.player.drain()

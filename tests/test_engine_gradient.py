@@ -178,3 +178,79 @@ def test_gradients_new_group_forgets_what_an_abandoned_one_left() -> None:
     gradients.begin_group(0)
     send(gradients, [parts(1), parts(2)])
     assert torch.equal(tray.measured[0], flat(parts(1)) + flat(parts(2)))
+
+
+def test_gradients_use_without_a_backward_is_forgotten_when_the_backward_is_over() -> None:
+    tray = Tray()
+    gradients = collector(tray)
+    gradients.expect("unit", 1)
+    before = gradients.is_open
+    gradients.end_group()
+    assert (before, gradients.is_open) == (True, False)
+    assert tray.shipped == tray.measured == []
+
+
+def test_gradients_of_the_other_use_go_out_when_one_has_no_backward() -> None:
+    tray = Tray()
+    gradients = collector(tray)
+    gradients.expect("unit", 1)
+    gradients.expect("unit", 1)
+    gradients.add("unit", list(parts(0).items()))
+    gradients.close("unit")
+    assert tray.shipped == []
+    gradients.end_group()
+    assert torch.equal(tray.measured[0], flat(parts(0)))
+    assert len(tray.shipped) == 1
+
+
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("used", [0, 1, 2])
+def test_gradients_of_groups_that_left_the_unit_out_are_zero(used: int, sums: bool) -> None:
+    tray = Tray(sums=sums)
+    gradients = collector(tray, groups=3)
+    for group in range(3):
+        gradients.begin_group(group)
+        if group == used:
+            send(gradients, [parts(0)])
+        gradients.end_group()
+    assert tray.groups == [0, 1, 2]
+    shipped = [buffer.view(torch.float32)[: LAYOUT.num_elements] for buffer in tray.shipped]
+    if sums:
+        assert torch.equal(shipped[-1], flat(parts(0)))
+        assert torch.equal(tray.measured[0], flat(parts(0)))
+    else:
+        assert torch.equal(sum(shipped, torch.zeros(LAYOUT.num_elements)), flat(parts(0)))
+        assert [bool(buffer.any()) for buffer in shipped] == [group == used for group in range(3)]
+
+
+def test_gradients_unit_that_all_groups_left_out_has_none_and_the_next_step_begins_anew() -> None:
+    tray = Tray()
+    gradients = collector(tray, groups=2)
+    for used in (False, True):
+        for group in range(2):
+            gradients.begin_group(group)
+            if used:
+                send(gradients, [parts(group)])
+            gradients.end_group()
+        assert tray.groups == [0, 1] * used
+
+
+def test_gradients_group_ends_with_the_backward_that_it_watches() -> None:
+    gradients = collector(Tray())
+    seen = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            gradients.expect("unit", 1)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            gradients.watch_backward()
+            seen.append(gradients.is_open)
+            return grad
+
+    Watched.apply(Watched.apply(torch.ones((), requires_grad=True))).backward()  # type: ignore[no-untyped-call]
+    assert seen == [True, True]
+    assert not gradients.is_open

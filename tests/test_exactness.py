@@ -291,7 +291,7 @@ def check_trace(session: Session, timeline: Timeline) -> None:
 def demanded(session: Session, timeline: Timeline) -> dict[str, int]:
     player, streamed = session.player, session.placement.streamed
     moved = demanded_bytes(
-        timeline, session.placement, player.units, player.policy, gradients=True, updated=player.units
+        timeline, session.placement, player.units, player.policy, gradients=player.units, updated=player.units
     )
     if streamed:  # 10 bytes of state go and come; the weights, which come anyway, go home
         num_elements = sum(player.units[name].num_elements for name in streamed)

@@ -41,11 +41,13 @@ def padded_batch() -> dict[str, Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels.masked_fill(mask == 0, -100)}
 
 
-def plain_gradients(config: PretrainedConfig, attention: str) -> tuple[float, Gradients, ModelWeights]:
+def plain_gradients(
+    config: PretrainedConfig, attention: str, batch: dict[str, Tensor] | None = None
+) -> tuple[float, Gradients, ModelWeights]:
     """Loss and gradients of the plain model; parameters that are not used have a gradient of 0."""
     model = plain_model(config, attention)
     torch.manual_seed(3)
-    loss = model(**padded_batch(), use_cache=False).loss
+    loss = model(**(batch or padded_batch()), use_cache=False).loss
     loss.backward()
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     return loss.item(), grads, ModelWeights(model)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 import math
 import subprocess
@@ -348,13 +349,56 @@ def test_checkpoint_wrong_expert_is_refused_by_name(
 
 
 def test_checkpoint_form_that_only_transformers_converts_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.core_model_loading import Transpose, WeightConverter
+    from transformers.core_model_loading import PermuteForRope, WeightConverter
 
     model = build_skeleton(tiny_config("llama"), "sdpa")
-    converter = WeightConverter("wide.weight", "lm_head.weight", operations=[Transpose(0, 1)])
+    converter = WeightConverter("wide.weight", "lm_head.weight", operations=[PermuteForRope()])
     monkeypatch.setattr("megatier.models.conversion.get_model_conversion_mapping", lambda model: [converter])
-    with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight.*Transpose"):
-        assemble(model, {"wide.weight": (64, 160)})
+    with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight.*PermuteForRope"):
+        assemble(model, {"wide.weight": (160, 64)})
+
+
+def test_checkpoint_with_a_transposed_matrix_is_read_and_written_by_columns(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    stored = load_file(llama / "model.safetensors")
+    patch(llama, {"lm_head.weight": None, "wide.weight": stored["lm_head.weight"].t().contiguous()})
+    converter = WeightConverter("wide.weight", "lm_head.weight", operations=[Transpose(0, 1)])
+    mapping = "get_model_conversion_mapping"
+    monkeypatch.setattr(f"megatier.models.conversion.{mapping}", lambda model: [copy.deepcopy(converter)])
+    model = build_skeleton(tiny_config("llama"), "sdpa")
+    units = find_units(model)
+    blocks = flat_blocks(Checkpoint(llama, model), units)
+    found = tensors_of(blocks, units)
+    assert [name for name in stored if not torch.equal(found[name], stored[name])] == []
+
+    def hub_names(_: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            ("wide.weight" if n == "lm_head.weight" else n): t.t() if n == "lm_head.weight" else t
+            for n, t in tensors.items()
+        }
+
+    monkeypatch.setattr("megatier.models.conversion.revert_weight_conversion", hub_names)
+    export(tmp_path / "out", model, units, reader(blocks), torch.float32, 1 << 30)
+    written, patched = load_file(tmp_path / "out" / "model.safetensors"), load_file(llama / "model.safetensors")
+    assert written.keys() == patched.keys()
+    assert torch.equal(written["wide.weight"], patched["wide.weight"])
+
+
+def test_checkpoint_transposed_in_a_way_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.core_model_loading import Chunk, Transpose, WeightConverter
+
+    model = build_skeleton(tiny_config("llama"), "sdpa")
+    cut = WeightConverter("wide.weight", ["lm_head.weight", "other.weight"], operations=[Transpose(0, 1), Chunk(0)])
+    for converter, shape in (
+        (WeightConverter("wide.weight", "lm_head.weight", operations=[Transpose(0, 2)]), (4, 5, 6)),
+        (cut, (64, 320)),
+    ):
+        monkeypatch.setattr("megatier.models.conversion.get_model_conversion_mapping", lambda model, c=converter: [c])
+        with pytest.raises(UnsupportedModelError, match="stored transposed"):
+            assemble(model, {"wide.weight": shape})
 
 
 def header(entries: object, data: bytes = bytes(64)) -> bytes:

@@ -52,7 +52,7 @@ def test_forecast_moves_the_bytes_that_the_timeline_demands(name: str) -> None:
     ran = placement.speculative
     timeline = build(accesses(policy.groups), placement, updates=policy.deferred, updated=ran)
     units = {unit.name: unit for unit in UNITS}
-    demanded = Counter(demanded_bytes(timeline, placement, units, policy, gradients=True, updated=units))
+    demanded = Counter(demanded_bytes(timeline, placement, units, policy, gradients=units, updated=units))
     for unit in placement.streamed:
         demanded["gpu_to_ram"] += 2 * units[unit].num_elements
         demanded["state_to_gpu"] += 10 * units[unit].num_elements

@@ -189,9 +189,45 @@ def test_unit_out_of_order_is_refused_by_name(start: Callable[..., Run]) -> None
     run = start("nvme")
     run.train_step()
     run.player.begin("train")
-    run.use("u0", Phase.FORWARD, 0)
-    with pytest.raises(TimelineError, match=r"use 1 of this pass is u2 \(forward, group 0\)"):
-        run.player.enter("u2", Phase.FORWARD, 0)
+    run.use("u1", Phase.FORWARD, 0)
+    with pytest.raises(TimelineError, match=r"use 2 of this pass is u0 \(forward, group 0\)"):
+        run.player.enter("u0", Phase.FORWARD, 0)
+    assert len(run.player.accesses) == 2, "nothing was used on the way to the error"
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("deferred", "groups"), [(True, 1), (True, 3), (False, 1), (False, 3)])
+@pytest.mark.parametrize("name", list(PLACES))
+def test_units_that_a_step_leaves_out_are_not_updated_and_the_next_steps_have_them_again(
+    start: Callable[..., Run], name: str, deferred: bool, groups: int, split: bool
+) -> None:
+    tight = 180 << 10 if name == "mixed" and split and groups == 1 else 0
+    run = start(name, ram=tight, deferred=deferred, groups=groups, split=split)
+    for left_out in ((), ("u0", "u1"), ("u1", "u2"), (), ("u4",), ("u0", "u1", "u2", "u3", "u4"), ()):
+        within(partial(run.train_step, left_out=left_out))
+    run.evaluate()
+    run.check_state()
+    assert run.store.moved_bytes - run_in_moves(run) == run.player.demanded
+
+
+def test_unit_used_in_a_forward_but_not_in_its_backward_is_refused(start: Callable[..., Run]) -> None:
+    run = start("ram")
+    run.train_step()
+    run.player.begin("train")
+    for access in run.order()[:-1]:
+        run.use(*access)
+    with pytest.raises(TimelineError, match=r"ended before u0 \(backward, group 0\)"):
+        run.player.end()
+    run.player.drain()
+    within(run.train_step)
+    run.check_state()
+
+
+def test_unit_that_the_first_step_left_out_is_refused_with_a_remedy(start: Callable[..., Run]) -> None:
+    run = start("ram")
+    run.train_step(left_out=("u1",))
+    with pytest.raises(TimelineError, match=r"use 1 of this pass is u1 .* image into each batch of the first step"):
+        run.train_step()
 
 
 def test_more_uses_than_recorded_are_refused(start: Callable[..., Run]) -> None:
@@ -205,9 +241,10 @@ def test_more_uses_than_recorded_are_refused(start: Callable[..., Run]) -> None:
 def test_pass_that_ends_early_is_refused_and_the_next_one_works(start: Callable[..., Run]) -> None:
     run = start("nvme")
     run.evaluate()
-    run.player.begin("evaluate")
+    run.train_step()
+    run.player.begin("train")
     run.use("u0", Phase.FORWARD, 0)
-    with pytest.raises(TimelineError, match=r"ended before u1 \(forward, group 0\)"):
+    with pytest.raises(TimelineError, match=r"ended before u0 \(backward, group 0\)"):
         run.player.end()
     within(run.evaluate)
     within(run.train_step)

@@ -142,7 +142,8 @@ UNITS = {name: UnitSpec(name, SIZE * (number + 1), 100 * number) for number, nam
 
 
 def demanded(timeline: Timeline, where: Placement, policy: Policy, *, gradients: bool, updates: bool) -> dict[str, int]:
-    return demanded_bytes(timeline, where, UNITS, policy, gradients=gradients, updated=UNITS if updates else ())
+    trained, updated = UNITS if gradients else (), UNITS if updates else ()
+    return demanded_bytes(timeline, where, UNITS, policy, gradients=trained, updated=updated)
 
 
 def test_demanded_bytes_of_an_evaluation_are_its_loads() -> None:
@@ -194,7 +195,7 @@ def test_demanded_bytes_without_streaming_are_none() -> None:
     units = {name: UnitSpec(name, SIZE) for name in "abc"}
     where = placement("abc", 0, gpu="abc")
     timeline = build(accesses("abccba"), where, updates=True)
-    assert demanded_bytes(timeline, where, units, Policy(), gradients=True, updated=units) == {}
+    assert demanded_bytes(timeline, where, units, Policy(), gradients=units, updated=units) == {}
 
 
 def test_update_bytes_count_planes_on_nvme_alone() -> None:

@@ -53,7 +53,7 @@ def test_updates_run_in_forward_order_and_feed_the_loads(start: Callable[..., Ru
     assert timeline is not None
     assert all(update.load is not None for update in timeline.updates)
     demanded = demanded_bytes(
-        timeline, run.placement, run.player.units, run.policy, gradients=True, updated=run.player.units
+        timeline, run.placement, run.player.units, run.policy, gradients=run.player.units, updated=run.player.units
     )
     assert moved == demanded
     state = sum(12 * unit.num_elements for unit in UNITS)

@@ -17,12 +17,12 @@ from unittest.mock import patch
 import torch
 from tiny_models import tiny_config
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.step import Batch, StepResult
 from megatier.errors import PlanError
-from megatier.models.decoder import Unit, build_skeleton
+from megatier.models.decoder import Unit, auto_class, build_skeleton
 from megatier.models.frozen import freeze
 from megatier.models.weights import Initialiser
 from megatier.store.tier import Kind, Tier
@@ -336,7 +336,8 @@ class ModelWeights:
 def plain_model(config: PretrainedConfig, attention: str = "sdpa") -> PreTrainedModel:
     """The model as Hugging Face builds it, in fp32, training, with every parameter moved off its default."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    options = {"dtype": torch.float32, "attn_implementation": attention}
+    model = auto_class(config).from_config(config, **options)  # type: ignore[no-untyped-call]
     assert isinstance(model, PreTrainedModel)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,8 +1,11 @@
 """Gradients of units: summed in fp32 over slices, uses and groups, rounded once to the compute dtype, handed over.
 
-A unit's gradient of a group is whole when every forward use has had its backward. One summand in one group needs no
-sum: the gradient is written as autograd made it. Parameters without a gradient count as zero; everything is
-addressed by parameter, never by a running offset.
+A unit's gradient of a group is whole when every forward use has had its backward, or when the backward is over without
+having come to all of them. One summand in one group needs no sum: the gradient is written as autograd made it.
+Parameters without a gradient count as zero; everything is addressed by parameter, never by a running offset.
+
+A unit to which no backward of a step came has no gradient and is not updated, as in torch. Where only some of a step's
+groups left it out, theirs is zero.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from megatier.store.layout import Layout
 
@@ -58,11 +62,16 @@ class Gradients:
         self._left: Counter[str] = Counter()
         self._sums: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
+        self._shipped: Counter[str] = Counter()
+        """Groups of this step whose gradients of a unit are out."""
+        self._is_watched = False
         self.group = 0
 
     def begin_group(self, group: int) -> None:
         """Forget what an abandoned group left behind."""
-        self.group = group
+        self.group, self._is_watched = group, False
+        if not group:
+            self._shipped.clear()
         for counts in (self._summands, self._left):
             counts.clear()
         self._sums.clear()
@@ -74,13 +83,28 @@ class Gradients:
 
     @property
     def is_open(self) -> bool:
-        """Whether a forward use of this group has had no backward yet."""
+        """Whether a forward use of this group may still have its backward."""
         return any(self._left.values())
 
     def expect(self, unit: str, num_slices: int) -> None:
         """A forward use happened; a backward in so many slices will follow."""
         self._summands[unit] += num_slices
         self._left[unit] += 1
+
+    def watch_backward(self) -> None:
+        """Call it inside a backward, which is that of this group: the group is over when it is."""
+        if not self._is_watched:
+            self._is_watched = True
+            Variable._execution_engine.queue_callback(self.end_group)
+
+    def end_group(self) -> None:
+        """The backward is over, and came to no more uses."""
+        for unit in [unit for unit, left in self._left.items() if left and unit in (*self._sums, *self._buffers)]:
+            self._ship(unit)  # what its other uses made
+        self._left.clear()
+        if self.group == self._groups - 1:
+            for unit in list(self._shipped):
+                self._catch_up(unit, self._groups)
 
     def add(self, unit: str, parts: Sequence[tuple[str, Tensor | None]]) -> None:
         """Gradients of one slice of one use, by parameter name."""
@@ -100,14 +124,25 @@ class Gradients:
     def close(self, unit: str) -> None:
         """A use's backward is over; after the last, the group's gradient goes out."""
         self._left[unit] -= 1
-        if self._left[unit]:
-            return
-        total = self._sums.pop(unit, None)
-        last = self.group == self._groups - 1
+        if not self._left[unit]:
+            self._ship(unit)
+
+    def _ship(self, unit: str) -> None:
+        self._catch_up(unit, self.group)
+        self._send(unit, self.group, self._sums.pop(unit, None))
+
+    def _catch_up(self, unit: str, group: int) -> None:
+        """Groups before this one that left the unit out have a gradient of zero."""
+        for missing in range(self._shipped[unit], group):
+            self._send(unit, missing, torch.zeros((), device=self._device))
+
+    def _send(self, unit: str, group: int, total: Tensor | None) -> None:
+        """Hand over what was summed; None: the one summand is in the sink's buffer already."""
+        last = group == self._groups - 1
         taken = self._buffers.pop(unit) if unit in self._buffers else self._sink.take_grad(unit)
         buffer = taken.view(torch.float32 if self._groups > 1 else self._dtype)
         if total is not None:
-            if self.group and self._sink.sums_here(unit):
+            if group and self._sink.sums_here(unit):
                 buffer.add_(total)
             else:
                 buffer.copy_(total)
@@ -116,7 +151,8 @@ class Gradients:
                 rounded = buffer.to(self._dtype)
                 buffer = taken.view(self._dtype)[: rounded.numel()].copy_(rounded)
             self._norm.measure(unit, buffer)
-        self._sink.ship_grad(unit, group=self.group)
+        self._sink.ship_grad(unit, group=group)
+        self._shipped[unit] = group + 1
 
     def _target(self, unit: str) -> tuple[Tensor, bool]:
         """Flat buffer of all elements, and whether this is its first summand."""

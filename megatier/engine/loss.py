@@ -13,9 +13,12 @@ Source: the fused linear cross-entropy of Liger Kernel (arXiv 2410.10989).
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -134,6 +137,36 @@ class FusedLoss:
                 if (to_head := grads[1]) is not None:
                     add_product(to_head, slope.t(), hidden[rows])
         return loss / count.float()
+
+
+class StepLoss:
+    """A model's loss function, divided by what the whole step counts. Some models do not pass that on to it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Take the place of the model's own."""
+        self.divisor: int | None = None
+        """Tokens that the step counts; None: the mean over the batch."""
+        self._function: Callable[..., Tensor] = model.loss_function
+        model.loss_function = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - whatever the model gives
+        """The loss."""
+        if self.divisor is not None:
+            kwargs["num_items_in_batch"] = self.divisor
+        return self._function(*args, **kwargs)
+
+
+def check_calls_loss_function(model: PreTrainedModel, remedy: str) -> None:
+    """Most models take their loss by way of `loss_function`.
+
+    Raises:
+        UnsupportedModelError: this one does not.
+    """
+    if "loss_function" not in inspect.unwrap(type(model).forward).__code__.co_names:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} of transformers {transformers.__version__} takes its loss by itself, where it "
+            f"cannot be replaced; {remedy}, or take another version of transformers."
+        )
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, cap: float | None) -> Tensor:

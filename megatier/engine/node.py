@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,8 @@ from transformers.utils.output_capturing import _active_collector
 from megatier.engine.activation import Activations, Rebinding, Replay, dropping
 from megatier.engine.compilation import Compiled
 from megatier.engine.stage import Stage
-from megatier.errors import ConfigError, NonFiniteError, StreamedModelError, UnsupportedModelError
+from megatier.engine.unbound import make_unbound
+from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from megatier.store.layout import TensorSlice
 from megatier.store.tier import Phase
 
@@ -36,24 +37,6 @@ _collector: ContextVar[dict[str, Any] | None] = _active_collector  # type: ignor
 """Where Hugging Face collects what its hooks capture, such as router logits."""
 
 CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
-
-
-class _Unbound(nn.Parameter):
-    """A parameter on meta that names the device of its weights: Llama 4 sends token ids to its embedding's."""
-
-    streams_to: torch.device
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self.streams_to
-
-    def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise StreamedModelError(
-            f"a weight of shape {tuple(self.shape)} lies on megatier's tiers, not in the model, which moves nowhere. "
-            "Streamed.read(name) gives its fp32 master, Streamed.export(folder) writes all."
-        )
-
-    cpu = cuda = numpy = tolist = item = _refuse
 
 
 class Node:
@@ -86,8 +69,7 @@ class Node:
         for parameters, leaf, _ in bindings:
             unbound = parameters[leaf]
             assert unbound is not None
-            unbound.__class__ = _Unbound
-            unbound.streams_to = stage.device  # type: ignore[attr-defined]
+            make_unbound(unbound, stage.device, stage.dtype)
         module.forward = self.__call__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
@@ -353,6 +335,7 @@ class _UnitFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         call: _Call = ctx.call
         node, stage = call.node, call.node.stage
+        stage.gradients.watch_backward()
         fetched = _fetch(ctx)
         use = stage.source.enter(node.unit, Phase.BACKWARD, stage.gradients.group)
         input_grads: list[list[Tensor | None]] = []

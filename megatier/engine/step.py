@@ -23,11 +23,12 @@ from transformers import PreTrainedModel, masking_utils
 from megatier.engine.activation import Activations
 from megatier.engine.compilation import Compilation
 from megatier.engine.gradient import Gradients, GradSink
-from megatier.engine.loss import IGNORED, FusedLoss
+from megatier.engine.loss import IGNORED, FusedLoss, StepLoss, check_calls_loss_function
 from megatier.engine.matmul import Fp32Products
 from megatier.engine.node import Node
 from megatier.engine.optimizer import AdamW
 from megatier.engine.stage import Stage, WeightSource, learning
+from megatier.engine.unbound import refused_outside
 from megatier.errors import NonFiniteError, UnsupportedModelError
 from megatier.models.decoder import Unit, bindings
 
@@ -98,7 +99,11 @@ class Engine:
     def __init__(
         self, model: PreTrainedModel, units: Sequence[Unit], stream: Stream, optimizer: AdamW, options: EngineOptions
     ) -> None:
-        """Install nodes on every module that uses a unit. Buffers move to the device."""
+        """Install nodes on every module that uses a unit. Buffers move to the device.
+
+        Raises:
+            UnsupportedModelError: the loss cannot be fused with this model's head.
+        """
         self.model, self._stream, self._optimizer, self.options = model, stream, optimizer, options
         layouts = {unit.name: unit.layout.trained for unit in units if unit.layout.num_trained}
         gradients = Gradients(layouts, options.dtype, options.device, stream, optimizer, groups=options.groups)
@@ -128,7 +133,9 @@ class Engine:
         }
         head = model.get_output_embeddings()
         if options.fused_loss:
+            check_calls_loss_function(model, "set model.fused_loss to false")
             FusedLoss(model, next(n for n in self._nodes.values() if n.module is head), options.loss_chunk)
+        self._step_loss = StepLoss(model)
         self._is_learnt = options.slices == 1
         self._skips = 0
         """Steps that were left out since the last one that was not."""
@@ -143,10 +150,12 @@ class Engine:
                 attention stops wherever they do not go on by 1.
 
         Raises:
-            UnsupportedModelError: this model's attention would not stop there.
+            UnsupportedModelError: this model's attention would not stop there, or groups would not share its loss.
             NonFiniteError: loss or gradient is NaN or infinite, once more in a row than may be left out; no update of
                 this step was applied (deferred), or none after the named unit's (immediate).
         """
+        if len(groups) > 1:
+            check_calls_loss_function(self.model, "set train.groups to 1")
         self._learn(groups[0])
         if not self.model.training:  # walks over every module
             self.model.train()
@@ -245,7 +254,8 @@ class Engine:
         self._stage.gradients.group = 0  # the order of units is recorded with their group
         self._stream.begin(name)
         try:
-            yield
+            with refused_outside(self.model):
+                yield
         except BaseException:
             self._stream.cancel()
             raise
@@ -270,12 +280,11 @@ class Engine:
         return StepResult(loss, norm, 0.0, parameter or "loss")
 
     def _loss(self, batch: Batch, counted: int | None) -> Tensor:
-        inputs: dict[str, object] = dict(self._on_device(batch))
-        if counted is not None:
-            inputs["num_items_in_batch"] = counted
+        self._step_loss.divisor = counted
         is_packed = "position_ids" in batch
-        with _answering(_document_numbers if is_packed else _is_in_order) as asked:
-            loss: Tensor = self.model(**inputs, use_cache=False).loss
+        answer = _document_numbers if is_packed else _is_in_order
+        with _answering(answer) as asked, refused_outside(self.model):
+            loss: Tensor = self.model(**self._on_device(batch), use_cache=False).loss
         if is_packed and not asked:
             self._stream.cancel()
             raise UnsupportedModelError(

@@ -27,6 +27,7 @@ from transformers.utils.generic import ModelOutput
 
 from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.step import StepResult
+from megatier.engine.unbound import refused_outside
 from megatier.errors import (
     BlockNotFoundError,
     CapacityError,
@@ -237,7 +238,7 @@ class Streamed:
         self._check_open()
         if torch.is_grad_enabled():
             self._begin_group()
-            run: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            run = refused_outside(self.model)
         else:
             self._settle("An evaluation")
             run = self._engine.evaluation(evaluation)
@@ -264,7 +265,8 @@ class Streamed:
                 "the model was opened with fused_loss and gives no logits: pass labels, or call megatier.stream with "
                 "fused_loss=False."
             )
-        with self.one_forward():
+        sees = sorted(name for name, value in kwargs.items() if name.startswith("pixel_values") and value is not None)
+        with self.one_forward(" ".join(["evaluate", *sees])):  # with images, evaluations use other units
             return self._without_logits(forward(*args, **kwargs))
 
     def _without_logits(self, outputs: Any) -> Any:  # noqa: ANN401
@@ -425,8 +427,8 @@ class _InRam:
         """
         if type(model) is not type(skeleton):
             raise UnsupportedModelError(
-                f"{type(model).__name__} is no causal language model as transformers loads it "
-                f"({type(skeleton).__name__}); only these are streamed."
+                f"{type(model).__name__} is not the language or vision-language model that transformers loads for its "
+                f"config ({type(skeleton).__name__}); only these are streamed."
             )
         self._parameters = dict(model.named_parameters())
         if absent := [name for name, _ in skeleton.named_parameters() if name not in self._parameters]:

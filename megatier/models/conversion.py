@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,6 +19,7 @@ from transformers.core_model_loading import (
     Chunk,
     Concatenate,
     MergeModulelist,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -38,6 +39,8 @@ class Run:
     name: str
     start: int
     num_elements: int
+    num_columns: int = 0
+    """Of the matrix that they are, where it is read column by column; 0: they are read as they lie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,8 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, A
         else:
             raise UnsupportedModelError(f"{target}: two tensors of the checkpoint claim to be it; one is {name}.")
     for target, by_pattern in parts.items():
-        assemblies |= _converted(converter_of[next(iter(by_pattern))], target, by_pattern)
+        expected = tuple(state[target].shape) if target in state else None
+        assemblies |= _converted(converter_of[next(iter(by_pattern))], target, by_pattern, expected)
     return assemblies
 
 
@@ -110,9 +114,12 @@ def hub_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def _converted(
-    converter: WeightConverter, target: str, by_pattern: Mapping[str, list[Assembly]]
+    converter: WeightConverter, target: str, by_pattern: Mapping[str, list[Assembly]], expected: Shape | None
 ) -> dict[str, Assembly]:
-    """Apply a converter's operations; the names follow its target patterns, of which `target` contains the first."""
+    """Apply a converter's operations; the names follow its target patterns, of which `target` contains the first.
+
+    Where the model expects the stored shape, an operation that looks at it changes nothing.
+    """
     lists = [by_pattern[pattern] for pattern in converter.source_patterns if pattern in by_pattern]
     for operation in converter.operations:
         if isinstance(operation, MergeModulelist):
@@ -122,6 +129,9 @@ def _converted(
         elif isinstance(operation, Chunk) and len(lists) == len(lists[0]) == 1:
             chunks = _chunk(target, lists[0][0], len(converter.target_patterns), operation.dim)
             lists = [[chunk] for chunk in chunks]
+        elif isinstance(operation, Transpose) and len(lists) == len(lists[0]) == 1:
+            if not (operation.check_dims and lists[0][0].shape == expected):
+                lists = [[_transpose(target, lists[0][0], operation.dim0, operation.dim1)]]
         else:
             raise UnsupportedModelError(
                 f"{target}: the checkpoint stores it in a form that only transformers can convert ({operation}). "
@@ -165,15 +175,28 @@ def _chunk(target: str, tensor: Assembly, num_chunks: int, dim: int) -> list[Ass
     return [Assembly(part, tuple(chunk)) for chunk in runs]
 
 
+def _transpose(target: str, tensor: Assembly, dim0: int, dim1: int) -> Assembly:
+    *stack, rows, columns = tensor.shape
+    feed, runs = deque(tensor.runs), list[Run]()
+    if {dim0 % len(tensor.shape), dim1 % len(tensor.shape)} == {len(stack), len(stack) + 1}:
+        for _ in range(math.prod(stack)):
+            runs += [replace(run, num_columns=columns) for run in _take(feed, rows * columns) if not run.num_columns]
+    if len(runs) != math.prod(stack):
+        raise UnsupportedModelError(f"{target}: shape {tensor.shape} is stored transposed in a way that is not known.")
+    return Assembly((*stack, columns, rows), tuple(runs))
+
+
 def _take(feed: deque[Run], num_elements: int) -> Iterable[Run]:
     """Remove the next elements from the front of a sequence of runs."""
     while num_elements:
         run = feed.popleft()
         taken = min(run.num_elements, num_elements)
         if taken < run.num_elements:
+            if run.num_columns:
+                raise UnsupportedModelError(f"{run.name} is stored transposed, and would have to be cut.")
             feed.appendleft(Run(run.name, run.start + taken, run.num_elements - taken))
         num_elements -= taken
-        yield Run(run.name, run.start, taken)
+        yield replace(run, num_elements=taken)
 
 
 def _inverted(assemblies: Mapping[str, Assembly], shapes: Mapping[str, Shape]) -> dict[str, Assembly]:
@@ -182,7 +205,8 @@ def _inverted(assemblies: Mapping[str, Assembly], shapes: Mapping[str, Shape]) -
     for own_name, assembly in assemblies.items():
         position = 0
         for run in assembly.runs:
-            pieces[run.name].append((run.start, Run(own_name, position, run.num_elements)))
+            rows = run.num_elements // run.num_columns if run.num_columns else 0
+            pieces[run.name].append((run.start, Run(own_name, position, run.num_elements, rows)))
             position += run.num_elements
     return {
         name: Assembly(shape, tuple(run for _, run in sorted(pieces[name], key=lambda piece: piece[0])))

@@ -1,4 +1,4 @@
-"""The units of any Hugging Face causal language model, and its skeleton: the model without its weights.
+"""The units of any Hugging Face decoder, with a vision tower or without, and its skeleton: the model without weights.
 
 A skeleton keeps Hugging Face's own modules and buffers; its parameters stay on the meta device for good. Weights exist
 only inside blocks, and are bound into the modules while a unit runs.
@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from megatier.errors import UnsupportedModelError
 from megatier.store.layout import Layout, TensorSlice
@@ -43,12 +43,12 @@ Binding = tuple[dict[str, Tensor | None], str, TensorSlice]
 
 
 def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    """Build a causal language model whose parameters are fp32 on meta and whose buffers are real, on the CPU.
+    """Build a causal or vision-language model whose parameters are fp32 on meta and whose buffers are real, on the CPU.
 
     Buffers hold what a normally constructed model holds. The caller's config is not touched.
 
     Args:
-        config: of a decoder-only model.
+        config: of a decoder-only model; with a vision tower in it, the whole model is built.
         attention: Hugging Face's name, such as `sdpa`. Where a model has no `sdpa` (GPT-OSS), `eager` takes its place.
 
     Raises:
@@ -66,9 +66,8 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
         )
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=_attention_of(config, attention)
-            )
+            options = {"dtype": torch.float32, "attn_implementation": _attention_of(config, attention)}
+            model = auto_class(config).from_config(config, **options)  # type: ignore[no-untyped-call]
     except BUILD_FAILURES as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedModelError(f"{config.model_type} cannot be built from this config: {reason}") from error
@@ -78,11 +77,22 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     return model
 
 
+def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """What makes the whole model of a config: for some that have a vision tower, the causal class leaves it out."""
+    sees = getattr(config, "vision_config", None) is not None
+    return (
+        AutoModelForImageTextToText
+        if sees and _model_class(AutoModelForImageTextToText, config)
+        else AutoModelForCausalLM
+    )
+
+
 def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
     """Cut a model into units, in module order, so that each parameter is in exactly one.
 
-    A decoder layer is one unit; so is any other outermost module that owns parameters (embedding, norm, head). What
-    requires no gradient is frozen.
+    A decoder layer is one unit; so is any other outermost module that owns parameters (embedding, norm, head). Outside
+    the decoder it is the outermost module without a list in it: a block of a vision tower, its embeddings, a projector.
+    What requires no gradient is frozen.
 
     Raises:
         UnsupportedModelError: no decoder layers, a parameter shared in another way than embedding and head, a
@@ -184,8 +194,15 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def _attention_of(config: PretrainedConfig, attention: str) -> str:
-    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    model_class = _model_class(auto_class(config), config)
     return "eager" if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True) else attention
+
+
+def _model_class(
+    auto: type[AutoModelForCausalLM] | type[AutoModelForImageTextToText], config: PretrainedConfig
+) -> object:
+    """The class that an auto class makes of a config; None where it makes none."""
+    return auto._model_mapping.get(type(config), None)
 
 
 def _materialise_buffers(model: PreTrainedModel) -> None:
@@ -200,12 +217,20 @@ def _materialise_buffers(model: PreTrainedModel) -> None:
     with torch.random.fork_rng(devices=[]):
         model.initialize_weights()
     for name, buffer in buffers.items():
-        if buffer.is_floating_point() and buffer.isnan().any():
+        if buffer.dtype is not torch.bool and bool(_is_unset(buffer).any()):
             raise UnsupportedModelError(f"{type(model).__name__}: nothing initialises the buffer {name}.")
 
 
 def _unset(buffer: Tensor) -> Tensor:
-    return buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer.zero_()
+    """Fill it with what no initialisation leaves behind, but for bool."""
+    if buffer.is_floating_point() or buffer.is_complex():
+        return buffer.fill_(float("nan"))
+    return buffer.zero_() if buffer.dtype is torch.bool else buffer.fill_(torch.iinfo(buffer.dtype).min)
+
+
+def _is_unset(buffer: Tensor) -> Tensor:
+    has_nan = buffer.is_floating_point() or buffer.is_complex()
+    return buffer.isnan() if has_nan else buffer == torch.iinfo(buffer.dtype).min
 
 
 def _first_owners(model: PreTrainedModel) -> dict[int, str]:
@@ -214,17 +239,24 @@ def _first_owners(model: PreTrainedModel) -> dict[int, str]:
 
 
 def _unit_modules(model: PreTrainedModel, layers: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Layers and the outermost other modules that own parameters, in module order."""
-    inside = None
+    """Layers, and the outermost other modules that own parameters or, outside the decoder, hold no list; in order."""
+    inside, decoder = None, {id(module) for module in model.get_decoder().modules()}
     for name, module in model.named_modules():
         owned = [leaf for leaf, parameter in module._parameters.items() if parameter is not None]
-        if (inside is not None and name.startswith(inside)) or not (id(module) in layers or owned):
+        is_whole = id(module) in layers or owned or (id(module) not in decoder and _is_one_piece(module))
+        if (inside is not None and name.startswith(inside)) or not is_whole:
             continue
         if id(module) not in layers and any(id(child) in layers for child in module.modules()):
             full_name = f"{name}.{owned[0]}".lstrip(".")
             raise _unsupported(model, full_name, "belongs to a module round the decoder layers, so it cannot be a unit")
         inside = f"{name}."
         yield name, module
+
+
+def _is_one_piece(module: nn.Module) -> bool:
+    """It has parameters, and no list of modules, which somebody else would call one by one."""
+    has_list = any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in module.modules())
+    return not has_list and next(module.parameters(), None) is not None
 
 
 def _checked_shape(model: PreTrainedModel, name: str, parameter: Tensor) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 """Weights in and out of Hugging Face's formats, in pieces of CHUNK_ELEMENTS: the model is never whole in memory.
 
+A matrix that is stored transposed (an expert of Qwen3-VL-MoE) is whole in memory while it is read or written.
+
 `Initialiser` and `Checkpoint` are the two sources of a run's first weights. Both read a unit as a stream of
-(first element in the unit's layout, fp32 values); what they leave out is the layout's padding. A piece is valid until
-the next one is asked for.
+(first element in the unit's layout, fp32 values), without the layout's padding. A piece is valid until the next one.
 """
 
 from __future__ import annotations
@@ -45,8 +46,7 @@ INDEX_FILE = "model.safetensors.index.json"
 class Initialiser:
     """Weights as Hugging Face's own `_init_weights` draws them, one unit at a time.
 
-    A unit's values depend on the seed and on its own name, not on the other units. A unit exists whole in fp32 while
-    it is read.
+    A unit's values depend on the seed and on its own name alone. A unit exists whole in fp32 while it is read.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
@@ -140,6 +140,11 @@ class Checkpoint:
             dtype = DTYPES[stored.dtype]
             with stored.path.open("rb", buffering=0) as file:
                 file.seek(stored.offset + run.start * dtype.itemsize)
+                if run.num_columns:
+                    matrix = torch.empty(run.num_elements * dtype.itemsize, dtype=torch.uint8)
+                    _read_exactly(file, matrix, stored)
+                    yield from _by_columns(matrix.view(dtype), run.num_columns).float().split(CHUNK_ELEMENTS)
+                    continue
                 for start, stop in _chunks(run.num_elements):
                     piece = raw[: (stop - start) * dtype.itemsize]
                     _read_exactly(file, piece, stored)
@@ -322,12 +327,13 @@ class _Outgoing:
         return self._buffers[source].dtype if source in self._buffers else self._dtype
 
     def _pieces(self, run: Run) -> Iterator[Tensor]:
-        for start, stop in _chunks(run.num_elements):
+        for start, stop in [(0, run.num_elements)] if run.num_columns else _chunks(run.num_elements):
             if run.name in self._buffers:
-                yield self._buffers[run.name].flatten()[run.start + start : run.start + stop]
+                piece = self._buffers[run.name].flatten()[run.start + start : run.start + stop]
             else:
                 unit, first = self._places[run.name]
-                yield self._read(unit, first + run.start + start, first + run.start + stop).to(self._dtype)
+                piece = self._read(unit, first + run.start + start, first + run.start + stop).to(self._dtype)
+            yield _by_columns(piece, run.num_columns) if run.num_columns else piece
 
 
 def _cut(num_bytes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
@@ -418,6 +424,12 @@ def _read_exactly(file: RawIOBase, piece: Tensor, stored: StoredTensor) -> None:
         if not count:
             raise TransferError("reading weights", "disk", str(stored.path), position, 0)
         view = view[count:]
+
+
+def _by_columns(elements: Tensor, num_columns: int) -> Tensor:
+    """The elements of a matrix that lies row by row, flat."""
+    columns: Tensor = elements.view(-1, num_columns).t()
+    return columns.flatten()
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -26,7 +26,16 @@ from megatier.schedule.blocks import UnitBlocks, activation_key, grad_key
 from megatier.schedule.gate import Gate
 from megatier.schedule.optimizer import Optimizer
 from megatier.schedule.placement import Placement, Policy, UnitSpec
-from megatier.schedule.timeline import Access, Load, Timeline, Update, build, demanded_bytes
+from megatier.schedule.timeline import (
+    Access,
+    Load,
+    Timeline,
+    Update,
+    build,
+    demanded_bytes,
+    gradient_bytes,
+    update_bytes,
+)
 from megatier.schedule.trace import Recorder, TraceEvent
 from megatier.schedule.updates import Updates
 from megatier.store.store import Lease, TieredStore
@@ -75,8 +84,10 @@ class Player:
         """Register all blocks and slots with the store, which must be fresh, and start the lanes."""
         self.store, self.placement, self.policy = store, placement, policy
         self.units = {unit.name: unit for unit in units}
+        self._trained = frozenset(placement.grad_homes)
         self._orders: dict[str, tuple[Access, ...]] = {}
-        self._timelines: dict[tuple[str, bool, frozenset[str]], Timeline] = {}
+        self._timelines: dict[tuple[str, frozenset[str]], Timeline] = {}
+        """By pass, and the units that it updates."""
         self.timeline: Timeline | None = None
         """What is being played; None while recording."""
         self._grad_makers: frozenset[int] = frozenset()
@@ -92,7 +103,13 @@ class Player:
         self._fetched: dict[str, tuple[torch.Tensor, Transfer]] = {}
         self._offloaded: set[str] = set()
         """Units that have stashed an activation: where nothing is trained below, no input waits for a backward."""
-        self._updates_due = False
+        self._summed: set[str] = set()
+        """Units of which this step has handed over a group's gradient."""
+        self._final: set[str] = set()
+        """Units whose gradient of this step is final."""
+        self._left_out: set[tuple[str, int]] = set()
+        """Units that this pass did not use, though its record has them, with their group."""
+        self._updates_due: frozenset[str] = frozenset()
         """The last step's updates wait for a pass, or for `drain`, to submit them."""
         self.busy = {"load": "ram_to_gpu"}
         """What each lane is at: the cause of a stall behind it."""
@@ -118,14 +135,17 @@ class Player:
         self._pass, self.accesses, self._loads = name, [], {}
         self._stashed.clear()
         self._fetched.clear()
+        self._left_out.clear()
         self.gate.reset()
         if (exchange := self.updates.exchange) is not None and exchange.failed():
             exchange.wait()
         if name not in self._orders:
             self.drain()
-        due, self._updates_due = self._updates_due, False
-        self.timeline = self._planned(name, due=due)
+        due, self._updates_due = self._updates_due, frozenset()
+        self.timeline = self._planned(name, due)
         if name == "train":
+            self._summed.clear()
+            self._final.clear()
             self.updates.speculation.begin()
         self._grad_makers = self._awaiting_sums()
         if self.timeline is None:
@@ -144,17 +164,18 @@ class Player:
         for update in streamed:  # in the slot that its weights are loaded into
             self.updates.submit(update, gradients, first_loads[update.unit])
         if name == "train":
-            self.updates.submit_exchange(goes_home=due, comes_again=True)
+            self.updates.submit_exchange(goes_home=bool(due), comes_again=True)
 
-    def _planned(self, name: str, *, due: bool) -> Timeline | None:
+    def _planned(self, name: str, due: frozenset[str]) -> Timeline | None:
         """The pass's timeline; None before its order is known."""
         if name not in self._orders:
             return None
-        updated = self.updates.speculation.updated
-        if (name, due, updated) not in self._timelines:
-            planned = build(self._orders[name], self.placement, updates=due, updated=updated)
-            self._timelines[name, due, updated] = planned
-        return self._timelines[name, due, updated]
+        due -= self.updates.speculation.updated
+        if (name, due) not in self._timelines:
+            others = self.units.keys() - due
+            planned = build(self._orders[name], self.placement, updates=bool(due), updated=others)
+            self._timelines[name, due] = planned
+        return self._timelines[name, due]
 
     def _awaiting_sums(self) -> frozenset[int]:
         if self.timeline is None or self._pass != "train" or not self.placement.sums_on_gpu:
@@ -167,16 +188,16 @@ class Player:
         """End a pass: its order is known from now on, and no weights stay in GPU slots.
 
         Raises:
-            TimelineError: units of the recorded order were not used.
+            TimelineError: units were used in a forward, and not in the backward that the recorded order has.
         """
-        if self.timeline is not None and len(self.accesses) < len(self.timeline.accesses):
-            left = self.timeline.accesses[len(self.accesses)]
-            self.cancel()
-            raise TimelineError(
-                f"the pass ended before {left.unit} ({left.phase}, group {left.group}), which step 1 used. megatier "
-                "needs the same order of units in every step."
-            )
-        if self.timeline is None:
+        if self.timeline is not None:
+            try:
+                self._pass_over(None)
+            except TimelineError:
+                self.cancel()
+                raise
+            self._demand_less(self.timeline)
+        else:
             on_demand = [
                 Load(access.unit, index, 0, None, -1)
                 for index, access in enumerate(self.accesses)
@@ -206,7 +227,7 @@ class Player:
             clipped: the gradients are to be scaled, so speculative updates are void.
         """
         self.updates.speculation.decide(clipped=clipped)
-        self._updates_due = True
+        self._updates_due = frozenset(self._final)
 
     def drop_updates(self) -> None:
         """The gradients are not to be applied: no update is due, and speculative ones are void, as if clipped."""
@@ -218,8 +239,8 @@ class Player:
         Raises:
             TransferError, NonFiniteError: what stopped an update.
         """
-        due, self._updates_due = self._updates_due, False
-        self.updates.drain(due=due)
+        due, self._updates_due = self._updates_due, frozenset()
+        self.updates.drain(due)
 
     def planned(self, name: str, *, updates: bool) -> Timeline:
         """The timeline of a recorded pass, in which no unit or every unit is updated."""
@@ -263,18 +284,36 @@ class Player:
             TimelineError: the order is not the recorded one.
             TransferError, IntegrityError: the weights could not be brought.
         """
-        asked = Instant(self.store.clock)
-        access, index = Access(unit, phase, group), len(self.accesses)
-        if self.timeline is not None and (
-            index >= len(self.timeline.accesses) or self.timeline.accesses[index] != access
-        ):
-            raise TimelineError(
-                f"use {index} of this pass is {unit} ({phase}, group {group}), not what step 1 recorded. megatier "
-                "needs the same order of units in every step; layer drop and data-dependent depth are not supported."
-            )
-        self.accesses.append(access)
-        if index in self._grad_makers:
+        access = Access(unit, phase, group)
+        done = len(self.accesses)
+        if self.timeline is not None and self.timeline.accesses[done : done + 1] != (access,):
+            self._pass_over(access)
+        if len(self.accesses) in self._grad_makers and unit in self._summed:
             self.updates.submit_fetch(unit)
+        return self._use(access)
+
+    def _pass_over(self, access: Access | None) -> None:
+        """Use and leave what this pass leaves out before an access (None: before its end), so that its loads go on."""
+        assert self.timeline is not None
+        done, skipped, left_out = len(self.accesses), list[Access](), set(self._left_out)
+        for recorded in self.timeline.accesses[done:]:
+            if recorded == access:
+                break
+            place = recorded.unit, recorded.group
+            if place not in left_out and (recorded.phase is Phase.BACKWARD or recorded in self.accesses):
+                raise _another_order(done, access, recorded)
+            left_out.add(place)
+            skipped.append(recorded)
+        else:
+            if access is not None:
+                raise _another_order(done, access, None)
+        self._left_out = left_out
+        for recorded in skipped:
+            self._use(recorded).leave()
+
+    def _use(self, access: Access) -> Use:
+        asked, unit, index = Instant(self.store.clock), access.unit, len(self.accesses)
+        self.accesses.append(access)
         causes: Counter[str] = Counter()
         for transfer in (self.updates.of(unit), self._loads.get(index)):
             if transfer is not None:
@@ -291,8 +330,7 @@ class Player:
         """A GPU buffer for the unit's gradient of this group: uint8, contents unspecified unless `sums_here`."""
         if (fetched := self.updates.fetched(unit)) is not None:
             fetched.over()
-        is_first = self.accesses[-1].group == 0
-        fresh = is_first or not self.sums_here(unit)
+        fresh = unit not in self._summed or not self.sums_here(unit)
         lease = self._grads[unit] = self.store.lease(grad_key(unit), Tier.GPU, fresh=fresh, wait=True)
         return lease.bytes
 
@@ -302,6 +340,9 @@ class Player:
         In the immediate mode its update starts at once.
         """
         last = group == self.policy.groups - 1
+        self._summed.add(unit)
+        if last:
+            self._final.add(unit)
         self._grads.pop(unit).release()
         if group and (summed := self.updates.of(unit)) is not None:
             summed.wait()  # this gradient takes the place of the last group's
@@ -375,22 +416,39 @@ class Player:
         return self._demanded + self.updates.demanded
 
     def _demand(self, timeline: Timeline) -> None:
-        trains = any(access.phase is Phase.BACKWARD for access in timeline.accesses)
-        updated = (
-            [update.unit for update in timeline.updates] if self.policy.deferred else list(self.placement.grad_homes)
-        )
-        units = self.units.items()
+        used = timeline.with_backward
+        updated = [update.unit for update in timeline.updates] if self.policy.deferred else used & self._trained
+        units = self._as_offloaded()
         self._demanded.update(
-            demanded_bytes(
-                timeline,
-                self.placement,
-                {n: unit if n in self._offloaded else replace(unit, activation_bytes=0) for n, unit in units},
-                self.policy,
-                gradients=trains,
-                updated=updated if trains or self.policy.deferred else (),
-            )
+            demanded_bytes(timeline, self.placement, units, self.policy, gradients=used, updated=updated)
         )
+
+    def _demand_less(self, timeline: Timeline) -> None:
+        """Units that a step left out have no gradient, and in the immediate mode no update."""
+        units = self._as_offloaded()
+        for name in (timeline.with_backward & self._trained) - self._final:
+            self._demanded.subtract(gradient_bytes(units[name], self.placement, self.policy))
+            if not self.policy.deferred:
+                self._demanded.subtract(update_bytes(units[name], self.placement, self.policy))
+
+    def _as_offloaded(self) -> dict[str, UnitSpec]:
+        """The units, of which those that stash nothing have no activations to move."""
+        return {n: u if n in self._offloaded else replace(u, activation_bytes=0) for n, u in self.units.items()}
 
     def _evict_weights(self) -> None:
         for name in self.units:
             self.blocks.drop_weights(name)
+
+
+def _another_order(index: int, access: Access | None, recorded: Access | None) -> TimelineError:
+    """Compute used something else (None: nothing more) than what was recorded (None: nothing like it follows)."""
+    if access is not None:
+        use = f"{access.unit} ({access.phase}, group {access.group})"
+        what = f"use {index} of this pass is {use}, not what step 1 recorded"
+    else:
+        assert recorded is not None
+        what = f"the pass ended before {recorded.unit} ({recorded.phase}, group {recorded.group}), which step 1 used"
+    return TimelineError(
+        f"{what}. megatier needs the same order of units in every step. A step may leave units out, such as a vision "
+        "tower where there is no image, if the first one used them: put an image into each batch of the first step."
+    )

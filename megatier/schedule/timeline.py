@@ -67,6 +67,11 @@ class Timeline:
     """In the order they are issued; those fed by an update are not repeated here."""
     updates: tuple[Update, ...]
 
+    @property
+    def with_backward(self) -> frozenset[str]:
+        """Units with a backward."""
+        return frozenset(access.unit for access in self.accesses if access.phase is Phase.BACKWARD)
+
     def load_of(self) -> list[Load | Update | None]:
         """Per access, what brings its weights (None: they are on the GPU already)."""
         found: list[Load | Update | None] = [None] * len(self.accesses)
@@ -147,7 +152,7 @@ def demanded_bytes(
     units: Mapping[str, UnitSpec],
     policy: Policy,
     *,
-    gradients: bool,
+    gradients: Iterable[str],
     updated: Iterable[str],
 ) -> dict[str, int]:
     """Bytes per queue that one pass of the timeline must move.
@@ -157,7 +162,7 @@ def demanded_bytes(
         placement: homes.
         units: sizes by name.
         policy: dtype, groups, clip.
-        gradients: it has backwards, so gradients leave and offloaded activations go and come.
+        gradients: units with a backward in it: gradients leave, and offloaded activations go and come.
         updated: units whose AdamW runs in it, one that is updated twice named twice.
     """
     moved: Counter[str] = Counter()
@@ -169,27 +174,26 @@ def demanded_bytes(
         moved["ram_to_gpu"] += fed
         for queue in way_up(placement.homes[unit.name, Kind.WEIGHT], policy):
             moved[queue] += block_bytes(unit, Kind.WEIGHT, policy) - fed
-    for unit in units.values() if gradients else ():
-        moved.update(gradient_bytes(unit, placement, policy))
-        for queue in ("gpu_to_ram", "ram_to_gpu"):
-            moved[queue] += policy.groups * unit.activation_bytes
+    for name in gradients:
+        moved.update(gradient_bytes(units[name], placement, policy))
     for name in updated:
         moved.update(update_bytes(units[name], placement, policy))
     return {queue: size for queue, size in moved.items() if size}
 
 
 def gradient_bytes(unit: UnitSpec, placement: Placement, policy: Policy) -> dict[str, int]:
-    """Bytes per queue that the gradients of a unit's groups move, until the last one is final."""
+    """Bytes per queue that a unit's gradients move until the last is final, and its offloaded activations, in a step."""
+    activations = policy.groups * unit.activation_bytes
+    moved = Counter({"gpu_to_ram": activations, "ram_to_gpu": activations})
     home, size = placement.grad_homes.get(unit.name, Tier.GPU), grad_bytes(unit, policy)
     if home is Tier.GPU:  # or none, where all is frozen
-        return {}
+        return moved
     again = (policy.groups - 1) * size
     out = again + (final_grad_bytes(unit, policy) if placement.sums_on_gpu else size)
-    moved = {"gpu_to_ram": out}
-    if home is Tier.NVME:
-        moved["ram_to_nvme"] = out
-    if placement.sums_on_gpu:
-        moved |= dict.fromkeys(way_up(home, policy), again)
+    moved["gpu_to_ram"] += out
+    moved["ram_to_nvme"] += out if home is Tier.NVME else 0
+    for queue in way_up(home, policy) if placement.sums_on_gpu else ():
+        moved[queue] += again
     return moved
 
 

@@ -27,7 +27,7 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from megatier.errors import StepAbandonedError
@@ -188,20 +188,20 @@ class Updates:
             transfer.over()
         self._fetched.clear()
 
-    def drain(self, *, due: bool) -> None:
+    def drain(self, due: Collection[str]) -> None:
         """Finish every update and every write-back, and give up what was tried and not decided.
 
         Streamed state is at home after it.
 
         Args:
-            due: every unit's update is due and no pass has submitted it.
+            due: units whose update is due, and that no pass has submitted.
 
         Raises:
             TransferError, NonFiniteError: what stopped an update.
         """
         self.speculation.abandon()
         if due:
-            self._submit_all()
+            self._submit_all(due)
         for transfer in self._all():
             transfer.wait()
         for name, kind in self._placement.homes:
@@ -220,10 +220,10 @@ class Updates:
         for lane in self.queues:
             lane.close()
 
-    def _submit_all(self) -> None:
+    def _submit_all(self, due: Collection[str]) -> None:
         gradients = mark(self._store.clock, "gradients")
         for name, unit in self._blocks.units.items():
-            if name in self.speculation.updated or not unit.num_trained:
+            if name not in due or name in self.speculation.updated:
                 continue
             self.submit(Update(name, None), gradients)
             self._demanded.update(update_bytes(unit, self._placement, self._policy))
