@@ -182,7 +182,7 @@ def demanded_bytes(
 
 
 def gradient_bytes(unit: UnitSpec, placement: Placement, policy: Policy) -> dict[str, int]:
-    """Bytes per queue that a unit's gradients move until the last is final, and its offloaded activations, in a step."""
+    """Bytes per queue that a unit's gradients move until the last is final, and its offloaded activations, a step."""
     activations = policy.groups * unit.activation_bytes
     moved = Counter({"gpu_to_ram": activations, "ram_to_gpu": activations})
     home, size = placement.grad_homes.get(unit.name, Tier.GPU), grad_bytes(unit, policy)
