@@ -25,6 +25,7 @@ from megatier.errors import PlanError
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.weights import Initialiser
 from megatier.store.tier import Kind, Tier
+from megatier.train.checkpoint import parameter_shapes
 from megatier.train.session import Session, WeightReader
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -200,11 +201,13 @@ def run_steps(session: Session, train: TrainConfig, num_steps: int = 5, seed: in
 def read_parameters(session: Session, kind: Kind) -> dict[str, Tensor]:
     """Every parameter's fp32 master (Kind.WEIGHT) or moment, by name, on the CPU."""
     session.player.drain()
-    found: dict[str, Tensor] = {}
+    found: dict[str, list[Tensor]] = {}
+    shapes = parameter_shapes(session.units)
     for unit in session.units:
         plane = read_unit(session, unit, kind)
-        found |= {t.name: plane[t.start : t.stop].view(t.shape) for t in unit.layout.tensors}
-    return found
+        for tensor in unit.layout.tensors:
+            found.setdefault(tensor.name, []).append(plane[tensor.start : tensor.stop])
+    return {name: torch.cat(parts).view(shapes[name]) for name, parts in found.items()}
 
 
 def read_unit(session: Session, unit: Unit, kind: Kind) -> Tensor:
@@ -324,7 +327,8 @@ class ModelWeights:
 
     def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
         for tensor in unit.layout.tensors:
-            yield tensor.start, self._parameters[tensor.name].detach().flatten()
+            start, stop = tensor.elements
+            yield tensor.start, self._parameters[tensor.name].detach().flatten()[start:stop]
 
 
 def plain_model(config: PretrainedConfig, attention: str = "sdpa") -> PreTrainedModel:

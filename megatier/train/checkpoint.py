@@ -52,6 +52,11 @@ def checkpoint_bytes(units: Sequence[Unit]) -> int:
     return 4 * len(ARRAYS) * sum(tensor.num_elements for unit in units for tensor in unit.layout.tensors)
 
 
+def parameter_shapes(units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
+    """Of each array, by the parameter's name; units that hold parts of one share it."""
+    return {tensor.name: tensor.parameter_shape for unit in units for tensor in unit.layout.tensors}
+
+
 def check_room(folder: Path, units: Sequence[Unit], num_kept: int) -> None:
     """Refuse a run whose drive cannot take its checkpoints: those that are kept and the one that is written.
 
@@ -190,9 +195,8 @@ def restore(session: Session, path: Path) -> None:
     """
     root = path.resolve()
     grids = {
-        (name, tensor.name): _grid(root / name / tensor.name, tensor.shape)
-        for unit in session.units
-        for tensor in unit.layout.tensors
+        (name, parameter): _grid(root / name / parameter, shape)
+        for parameter, shape in parameter_shapes(session.units).items()
         for name in ARRAYS
     }
     with _files(grids.values()) as files:
@@ -201,8 +205,8 @@ def restore(session: Session, path: Path) -> None:
                 planes = session.master_kinds if kind is Kind.WEIGHT else (kind,)
                 tensors = unit.layout.tensors
                 arrays = [(root / name / tensor.name, grids[name, tensor.name]) for tensor in tensors]
-                pieces = files.read(arrays)
-                session.fill(unit, planes, ((tensors[i].start + start, values) for i, start, values in pieces))
+                pieces = files.read(arrays, [tensor.elements for tensor in tensors])
+                session.fill(unit, planes, ((tensors[i].place(first), values) for i, first, values in pieces))
     session.player.drain()
 
 
@@ -217,7 +221,7 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
         TransferError: the drive failed.
     """
     root = path.resolve() / "params"
-    grids = {tensor.name: _grid(root / tensor.name, tensor.shape) for unit in units for tensor in unit.layout.tensors}
+    grids = {name: _grid(root / name, shape) for name, shape in parameter_shapes(units).items()}
     with _files(grids.values()) as files:
         readers = {name: ArrayReader(files, root / name, grid) for name, grid in grids.items()}
 
@@ -226,7 +230,8 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
             for tensor in unit.layout.tensors:
                 lower, upper = max(start, tensor.start), min(stop, tensor.stop)
                 if lower < upper:
-                    readers[tensor.name].copy(lower - tensor.start, values[lower - start : upper - start])
+                    first = tensor.offset + lower - tensor.start
+                    readers[tensor.name].copy(first, values[lower - start : upper - start])
             return values
 
         yield read

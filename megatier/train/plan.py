@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from megatier.config import RunConfig
 from megatier.errors import PlanError
-from megatier.models.decoder import find_units
+from megatier.models.experts import cut_units
 from megatier.schedule.forecast import HOST_SECONDS, QUEUES_OF_DISK, Forecast
 from megatier.schedule.placement import Budgets, Placement, bytes_per_element, place
 from megatier.schedule.rates import DriveRates, Rates
@@ -171,7 +171,7 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         PlanError: it does not fit; names what is short.
         UnsupportedModelError: the model cannot be streamed.
     """
-    trial = Trial.of(model, find_units(model), config, rates, budgets, compiles=compiles)
+    trial = Trial.of(model, cut_units(model, config.model.expert_parts), config, rates, budgets, compiles=compiles)
     work, placement = trial.work, trial.placed()
     made = trial.forecast(placement)
     sizes = {spec.name: spec.num_elements for spec in work.specs}

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from megatier.config import RunConfig
 from megatier.errors import PlanError
-from megatier.models.decoder import find_units
+from megatier.models.experts import cut_units
 from megatier.schedule.forecast import Forecast
 from megatier.schedule.placement import Budgets, Placement
 from megatier.schedule.rates import Rates
@@ -113,7 +113,7 @@ def _trials(
     model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, *, compiles: bool, fixed: frozenset[str]
 ) -> Iterator[tuple[dict[str, Any], Trial]]:
     """Every combination that the batch allows and that differs from the others, the simplest first."""
-    units = find_units(model)
+    units = cut_units(model, config.model.expert_parts)
     for computed in _computed(config, compiles, fixed):
         trial = Trial.of(model, units, changed(config, computed), rates, budgets, compiles=compiles)
         for placed in _placed(config, budgets, fixed, defers=trial.work.policy.deferred):

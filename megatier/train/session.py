@@ -18,7 +18,8 @@ from megatier.engine.optimizer import AdamW, Hyperparameters, join_master, split
 from megatier.engine.step import Engine, EngineOptions
 from megatier.errors import ConfigError, mib
 from megatier.hardware import cores_usable, cpu_has_bf16, default_budgets, set_cuda_defaults
-from megatier.models.decoder import Unit, build_skeleton, decays, find_units
+from megatier.models.decoder import Unit, build_skeleton, decays
+from megatier.models.experts import cut_units
 from megatier.models.weights import Checkpoint, Initialiser, resolve
 from megatier.schedule.placement import CHUNK_ELEMENTS_MAX, Budgets, Placement, place
 from megatier.schedule.player import Player
@@ -74,7 +75,7 @@ class Session:
         Raises:
             PlanError, CapacityError, ConfigError, RunLockedError, UnsupportedModelError: before training starts.
         """
-        units = find_units(model)
+        units = cut_units(model, model_config.expert_parts)
         work = Workload.of(model, units, model_config, tiers, train, numerics, tokens, savepoints=savepoints)
         self.model, self.units = model, work.units
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]

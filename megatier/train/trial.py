@@ -64,7 +64,7 @@ class Trial:
 
         Args:
             model: the skeleton.
-            units: all of `find_units(model)`.
+            units: all of the model's (`models.experts.cut_units`).
             config: the run's settings.
             rates: the machine's.
             budgets: bytes of each tier.
@@ -159,8 +159,9 @@ def _compute_seconds(
     seconds: dict[tuple[str, Phase], float] = {}
     for unit in work.units:
         products = _active_elements(unit, experts, chosen) * 2 * tokens
-        if unit.is_layer:
-            forward = (products + 2 * sequence * width * tokens) / rates.flops_per_s
+        if unit.is_layer or unit.experts is not None:
+            attention = 2 * sequence * width * tokens if unit.is_layer else 0
+            forward = (products + attention) / rates.flops_per_s / len(unit.module_names)  # its uses share it
             seconds[unit.name, Phase.FORWARD] = forward
             seconds[unit.name, Phase.BACKWARD] = forward * (2 + _repeated(config, work, unit, compiles))
         elif head in unit.module_names:
@@ -191,7 +192,7 @@ def _active_elements(unit: Unit, experts: int, chosen: float) -> float:
     for tensor in unit.layout.tensors:
         if len(tensor.shape) < 2:
             continue
-        is_expert = experts and len(tensor.shape) == 3 and tensor.shape[0] == experts
+        is_expert = experts and len(tensor.shape) == 3 and tensor.parameter_shape[0] == experts
         total += tensor.num_elements * (chosen if is_expert else 1.0)
     return total
 

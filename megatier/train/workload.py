@@ -61,7 +61,7 @@ class Workload:
 
         Args:
             model: a skeleton (`models.decoder.build_skeleton`).
-            units: all of `find_units(model)`.
+            units: all of the model's (`models.experts.cut_units`).
             model_config: compute dtype.
             tiers: chunk, streaming, I/O.
             train: groups, slices, activations, clipping.
@@ -141,9 +141,21 @@ def _policy(
 
 
 def _activations(units: Sequence[Unit], train: TrainConfig) -> dict[str, Activations]:
-    """Policy per unit: the setting, but for the last layers that keep; only layers have something worth offloading."""
+    """Policy per unit: the setting, but for the last layers that keep; only layers have something worth offloading.
+
+    Experts that are units follow their layer. One input of a unit is offloaded, and such layers have several: they
+    recompute instead.
+    """
     layers = [unit.name for unit in units if unit.is_layer]
     kept = set(layers[max(0, len(layers) - train.kept_layers) :])
-    others = Activations.KEEP if train.activations == "keep" else Activations.RECOMPUTE
-    policies = {name: Activations.KEEP if name in kept else Activations(train.activations) for name in layers}
-    return {unit.name: policies.get(unit.name, others) for unit in units}
+    wanted = Activations(train.activations)
+    others = Activations.KEEP if wanted is Activations.KEEP else Activations.RECOMPUTE
+    policies: dict[str, Activations] = {}
+    of_layer = others
+    for unit in units:
+        if unit.is_layer:
+            policy = wanted if len(unit.module_names) == 1 else others
+            of_layer = policies[unit.name] = Activations.KEEP if unit.name in kept else policy
+        else:
+            policies[unit.name] = others if unit.experts is None else of_layer
+    return policies
