@@ -249,6 +249,7 @@ class Run:
     saved_share: float = 0.8
     fused_loss: bool = False
     loss_chunk: int = 20
+    expert_parts: int = 1
     gpu_direct: bool = False
     guard: bool = False
     """Without it and without clipping, updates run inside the backward."""
@@ -281,6 +282,7 @@ class Run:
             "saved_share": self.saved_share,
             "fused_loss": self.fused_loss,
             "loss_chunk": self.loss_chunk,
+            "expert_parts": self.expert_parts,
             "gpu_direct": self.gpu_direct,
         }
         with (

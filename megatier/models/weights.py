@@ -297,7 +297,8 @@ class _Outgoing:
         self._places = places_of(units)
         state = model.state_dict(keep_vars=True)
         self._buffers = {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
-        self._ranks = {name: rank for rank, name in enumerate((*self._buffers, *self._places))}
+        own = [name for name in state if name in self._places]  # in the order of whole layers, however they are cut
+        self._ranks = {name: rank for rank, name in enumerate((*self._buffers, *own))}
         layout = hub_layout(model, {name: state[name] for name in (*self._places, *self._buffers)})
         # Wider dtypes first: then every tensor of a file is aligned to its own element size. Among them units from
         # front to back, also where the hub splits their tensors: whoever reads in chunks reads each once.

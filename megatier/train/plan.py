@@ -26,7 +26,7 @@ from megatier.schedule.trace import TraceEvent
 from megatier.store.tier import Kind, Tier
 from megatier.train.checkpoint import checkpoint_bytes
 from megatier.train.memory import ActivationBytes
-from megatier.train.trial import Trial
+from megatier.train.trial import Trial, with_parts
 
 HIDDEN = 1.05
 """A step counts as bound by compute while it takes at most this many times as long as compute."""
@@ -172,7 +172,10 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         UnsupportedModelError: the model cannot be streamed.
     """
     trial = Trial.of(model, cut_units(model, config.model.expert_parts), config, rates, budgets, compiles=compiles)
-    work, placement = trial.work, trial.placed()
+    try:
+        work, placement = trial.work, trial.placed()
+    except PlanError as short:
+        raise with_parts(short, model, config, rates, budgets, compiles=compiles) from short
     made = trial.forecast(placement)
     sizes = {spec.name: spec.num_elements for spec in work.specs}
     state: Counter[tuple[Tier, Kind]] = Counter()

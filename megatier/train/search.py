@@ -22,7 +22,7 @@ from megatier.schedule.forecast import Forecast
 from megatier.schedule.placement import Budgets, Placement
 from megatier.schedule.rates import Rates
 from megatier.store.tier import Phase
-from megatier.train.trial import Trial
+from megatier.train.trial import Trial, with_parts
 
 GROUPS = (1, 2, 4, 8)
 SLICES = (1, 2, 4, 8)
@@ -105,7 +105,7 @@ def search(
             best = Choice(free, trial, placement, made, tokens / made.seconds)
     if best is None:
         assert refused is not None, "there is at least one trial"
-        raise refused
+        raise with_parts(refused, model, config, rates, budgets, compiles=compiles)
     return best
 
 

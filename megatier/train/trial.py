@@ -13,6 +13,7 @@ from megatier.config import ModelConfig, RunConfig
 from megatier.engine.activation import Activations
 from megatier.errors import PlanError, mib
 from megatier.models.decoder import Unit, build_skeleton
+from megatier.models.experts import cut_units
 from megatier.models.weights import resolve
 from megatier.schedule.forecast import Forecast, floor, forecast
 from megatier.schedule.placement import Budgets, Placement, place
@@ -20,7 +21,7 @@ from megatier.schedule.rates import Rates
 from megatier.schedule.timeline import Access
 from megatier.store.tier import Phase, Tier
 from megatier.train.memory import ActivationBytes, activation_bytes, interpolated
-from megatier.train.workload import Workload, read_model_config
+from megatier.train.workload import Workload, advised, read_model_config
 
 REPEATED = ((0.0, 0.7), (0.1, 0.6), (0.15, 0.55), (0.3, 0.39), (0.5, 0.16), (0.8, 0.03), (1.0, 0.0))
 """Saved share, and what part of a compiled layer's forward its backward repeats, measured on layers of 8B shape. At 0,
@@ -119,6 +120,17 @@ class Trial:
     def compute_seconds(self) -> float:
         """Of a step, if nothing else took time. Summed exactly, so that as many tokens in more groups take as long."""
         return math.fsum(self.seconds.get((access.unit, access.phase), 0.0) for access in self.accesses)
+
+
+def with_parts(
+    short: PlanError, model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, *, compiles: bool
+) -> PlanError:
+    """A trial's refusal, with the `model.expert_parts` that would do (`workload.advised`)."""
+
+    def place_with(parts: int) -> None:
+        Trial.of(model, cut_units(model, parts), config, rates, budgets, compiles=compiles).placed()
+
+    return advised(short, model, config.model.expert_parts, place_with)
 
 
 def skeleton_of(config: ModelConfig) -> PreTrainedModel:
