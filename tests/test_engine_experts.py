@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_families import attention_of, far, plain_gradients, streamed_gradients
 from tiny_models import FUSED, tiny_config
-from tiny_runs import PLACES, Run, one_thread
+from tiny_runs import PLACES, Run, one_thread, run_in_fresh_process
 
 from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.errors import PlanError
@@ -101,6 +101,17 @@ def test_compiled_parts_give_the_same_bits_by_every_policy(tmp_path: Path) -> No
     results = [replace(run, place=place, activations=a)(tmp_path) for place, a in pairs]
     assert results[1:] == results[:2]
     assert results[0] != MOE(tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiles", [False, True])
+def test_parts_on_cuda_give_the_same_bits_on_any_tier_with_any_activation_policy(
+    compiles: bool, tmp_path: Path
+) -> None:
+    run = replace(MOE, device="cuda", compile=compiles, fused_loss=True)
+    runs = [replace(run, place=place, activations=activations) for place, activations in PAIRS[::4]]
+    first, *others = run_in_fresh_process(runs, tmp_path)
+    assert [other for other in others if other != first] == []
 
 
 def tiers(gpu: int) -> TiersConfig:
