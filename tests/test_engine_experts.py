@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ import pytest
 import torch
 from test_families import attention_of, far, plain_gradients, streamed_gradients
 from tiny_models import FUSED, tiny_config
-from tiny_runs import PLACES, Run, one_thread, run_in_fresh_process
+from tiny_runs import PLACES, Run, one_thread, opened, run_in_fresh_process
+from torch import nn
 
 from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
-from megatier.errors import PlanError
+from megatier.errors import PlanError, UnsupportedModelError
 from megatier.models.decoder import build_skeleton
 from megatier.models.weights import Initialiser
 from megatier.store.tier import Kind, Tier
@@ -78,9 +81,9 @@ PAIRS = [(place, ACTIVATIONS[(row + shift) % 3]) for shift in range(3) for row, 
 
 MATRIX = [
     pytest.param(MOE, 3, id="bf16"),
-    pytest.param(replace(MOE, dtype="fp32", clip=None, groups=3), 3, id="fp32-unclipped-3x1"),
-    pytest.param(replace(MOE, groups=3, slices=2), 5, id="bf16-3x2"),
-    pytest.param(replace(MOE, expert_parts=3, fused_loss=True, clip=None), 4, id="bf16-unclipped-three"),
+    pytest.param(replace(MOE, dtype="fp32", clip=None, groups=3), 5, id="fp32-unclipped-3x1"),
+    pytest.param(replace(MOE, groups=3, slices=2), 7, id="bf16-3x2"),
+    pytest.param(replace(MOE, expert_parts=3, fused_loss=True, clip=None), 5, id="bf16-unclipped-three"),
     pytest.param(MOE, 1, id="all", marks=pytest.mark.slow),
 ]
 
@@ -93,6 +96,7 @@ def test_parts_give_the_same_bits_on_any_tier_with_any_activation_policy(run: Ru
     assert [pair for pair, result in found.items() if result != first] == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # in transformers
 def test_compiled_parts_give_the_same_bits_by_every_policy(tmp_path: Path) -> None:
@@ -152,3 +156,48 @@ def test_slots_of_parts_are_as_small_as_the_largest_part() -> None:
             sizes.append(slots.slot_bytes)
             assert slots.slot_bytes == 2 * max(unit.layout.num_elements for unit in session.units)
     assert sizes[1] < sizes[0] / 3
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "read",
+    [lambda gate, x: nn.functional.linear(x, gate.weight), lambda gate, x: x.float() @ gate.weight.float().T],
+    ids="ab",
+)
+def test_router_that_is_read_past_its_own_forward_is_refused(
+    read: Any, training: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = import_module("transformers.models.qwen3_moe.modeling_qwen3_moe").Qwen3MoeSparseMoeBlock
+    forward = block.forward
+    monkeypatch.setattr(block, "forward", lambda self, x: forward(self, x) + 0 * read(self.gate, x).sum())
+    config = tiny_config("qwen3_moe")
+    train = TrainConfig(steps=1, batch=2)
+    batch = {"input_ids": torch.tensor([[5, 9]] * 2), "labels": torch.tensor([[5, 9]] * 2)}
+    for parts in (1, 2):
+        with opened(config, tmp_path, PLACES["ram"], train, expert_parts=parts) as session, ExitStack() as stack:
+            if parts > 1:
+                stack.enter_context(pytest.raises(UnsupportedModelError, match=r"outside of the module .*expert_parts"))
+            if training:
+                session.engine.train_step(1, 1e-3, [batch])
+            else:
+                session.engine.evaluate([batch])
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+def test_parts_to_which_no_token_is_sent_have_gradients_of_zero(implementation: str, tmp_path: Path) -> None:
+    """What a product leaves unset is NaN in the deterministic mode."""
+    config = tiny_config("qwen3_moe", output_router_logits=False)
+    config._experts_implementation = implementation
+    ids = torch.tensor([[5, 9]] * 4)
+    source, was = plain_gradients(config, "sdpa")[2], torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        batch = {"input_ids": ids, "labels": ids}
+        results = [streamed_gradients(config, tmp_path, source, batch=batch, expert_parts=parts) for parts in (1, 8)]
+    finally:
+        torch.use_deterministic_algorithms(was)
+    (loss, expected), (found_loss, found) = results
+    assert found_loss == loss
+    assert far(found, expected, NEAR) == {}
+    experts = found["model.layers.0.mlp.experts.down_proj"].flatten(1).any(1)
+    assert 2 <= int(experts.sum()) <= 4

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatier.engine.activation import Activations
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage
+from megatier.engine.unbound import Guarded
 from megatier.models.decoder import Binding
 
 
@@ -37,6 +38,7 @@ class ExpertsNode(Node):
         super().__init__(stage, unit, unit, module, bindings, activations=activations)
         module.forward = forward
         self._experts = experts
+        guard(self)
 
     def run(self, leaves: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """What these experts add, [tokens, hidden], for (hidden states, indices, weights) of all experts."""
@@ -59,6 +61,14 @@ class ExpertsNode(Node):
         finally:
             for name, value in before.items():
                 setattr(self.module, name, value)
+
+
+def guard(node: Node) -> None:
+    """Refuse what computes with the node's weights past its module."""
+    for parameters, leaf, _ in node.bindings:
+        unbound = parameters[leaf]
+        assert unbound is not None
+        unbound.__class__ = Guarded
 
 
 def join(nodes: Iterable[Node]) -> None:

@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,8 @@ from transformers.utils.output_capturing import _active_collector
 from megatier.engine.activation import Activations, Rebinding, Replay, dropping
 from megatier.engine.compilation import Compiled
 from megatier.engine.stage import Stage
-from megatier.errors import ConfigError, NonFiniteError, StreamedModelError, UnsupportedModelError
+from megatier.engine.unbound import Unbound
+from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from megatier.store.layout import TensorSlice
 from megatier.store.tier import Phase
 
@@ -36,24 +37,6 @@ _collector: ContextVar[dict[str, Any] | None] = _active_collector  # type: ignor
 """Where Hugging Face collects what its hooks capture, such as router logits."""
 
 CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
-
-
-class _Unbound(nn.Parameter):
-    """A parameter on meta that names the device of its weights: Llama 4 sends token ids to its embedding's."""
-
-    streams_to: torch.device
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self.streams_to
-
-    def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise StreamedModelError(
-            f"a weight of shape {tuple(self.shape)} lies on megatier's tiers, not in the model, which moves nowhere. "
-            "Streamed.read(name) gives its fp32 master, Streamed.export(folder) writes all."
-        )
-
-    cpu = cuda = numpy = tolist = item = _refuse
 
 
 class Node:
@@ -72,7 +55,7 @@ class Node:
         """Replace the module's forward on the instance."""
         self.stage, self.unit, self.module_name, self.module = stage, unit, module_name, module
         self.activations = activations
-        self._bindings = bindings
+        self.bindings = bindings
         self._forward: Callable[..., Any] = module.forward
         self._compiled: Compiled[..., Any] | None = None
         if stage.compilation is not None and not isinstance(module, nn.Embedding):
@@ -84,7 +67,7 @@ class Node:
         for parameters, leaf, _ in bindings:
             unbound = parameters[leaf]
             assert unbound is not None
-            unbound.__class__ = _Unbound
+            unbound.__class__ = Unbound
             unbound.streams_to = stage.device  # type: ignore[attr-defined]
         module.forward = self.__call__
 
@@ -133,13 +116,13 @@ class Node:
     @contextlib.contextmanager
     def _bound(self, leaves: Sequence[Tensor]) -> Iterator[None]:
         by_name = dict(zip(self._slices, leaves, strict=True))
-        before = [parameters[leaf] for parameters, leaf, _ in self._bindings]
-        for parameters, leaf, tensor in self._bindings:
+        before = [parameters[leaf] for parameters, leaf, _ in self.bindings]
+        for parameters, leaf, tensor in self.bindings:
             parameters[leaf] = by_name[tensor.name]
         try:
             yield
         finally:
-            for (parameters, leaf, _), parameter in zip(self._bindings, before, strict=True):
+            for (parameters, leaf, _), parameter in zip(self.bindings, before, strict=True):
                 parameters[leaf] = parameter
 
     @property

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from megatier.engine.activation import Activations
 from megatier.engine.compilation import Compilation
-from megatier.engine.experts import ExpertsNode, join
+from megatier.engine.experts import ExpertsNode, guard, join
 from megatier.engine.gradient import Gradients, GradSink
 from megatier.engine.loss import IGNORED, FusedLoss
 from megatier.engine.matmul import Fp32Products
@@ -248,7 +248,10 @@ class Engine:
         module, activations = self.model.get_submodule(name), self.options.activations[unit.name]
         if unit.experts is not None:
             return ExpertsNode(self._stage, unit.name, module, places, unit.experts, activations=activations)
-        return Node(self._stage, unit.name, name, module, places, activations=activations)
+        node = Node(self._stage, unit.name, name, module, places, activations=activations)
+        if unit.is_layer and len(unit.module_names) > 1:
+            guard(node)
+        return node
 
     def _train_group(self, step: int, group: int, batch: Batch, divisor: int | None) -> Tensor:
         self.begin_group(group)
