@@ -49,6 +49,9 @@ class ModelConfig:
     """Head and loss as one chunked node, so that logits never exist whole."""
     loss_chunk: int = 1024
     """Tokens per chunk of the fused loss, at least 1."""
+    expert_parts: int = 1
+    """Units that the experts of a layer are cut into, at least 1, so that slots need not take all of them at once. At 1
+    a layer is one unit. Changes the order of sums."""
 
     def __post_init__(self) -> None:
         """Check each value."""
@@ -62,6 +65,7 @@ class ModelConfig:
         )
         _require(0 <= self.saved_share <= 1, "model.saved_share", self.saved_share, "from 0 to 1")
         _require(self.loss_chunk >= 1, "model.loss_chunk", self.loss_chunk, "at least 1 token")
+        _require(self.expert_parts >= 1, "model.expert_parts", self.expert_parts, "at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -71,10 +71,10 @@ def streamed_gradients(
         return result.loss, read_parameters(session, Kind.EXP_AVG)
 
 
-def far(found: Gradients, expected: Gradients) -> dict[str, float]:
-    """Relative distance of the gradients that are further than 1e-4 from what is expected."""
+def far(found: Gradients, expected: Gradients, most: float = 1e-4) -> dict[str, float]:
+    """Relative distance of the gradients that are further than `most` from what is expected."""
     distances = {name: float((found[name] - g).norm() / g.norm().clamp(min=1e-30)) for name, g in expected.items()}
-    return {name: distance for name, distance in distances.items() if distance > 1e-4}
+    return {name: distance for name, distance in distances.items() if distance > most}
 
 
 def attention_of(config: PretrainedConfig) -> str:

@@ -337,6 +337,23 @@ def test_export_and_stream_of_the_folder_give_the_same_weights(tmp_path: Path) -
     assert same(dict(loaded.named_parameters()), expected)
 
 
+def test_stream_of_experts_in_parts_reads_and_writes_whole_parameters(tmp_path: Path) -> None:
+    plain = plain_model(exactness_config("moe"))
+    with megatier.stream(plain, tiers=TIERS, compute_dtype="fp32", expert_parts=3) as streamed:
+        assert same(streamed.state_dict(), dict(plain.named_parameters()))
+        loop(streamed, train_config("moe", groups=1), 160, last=1)
+        expected = streamed.state_dict()
+        assert not same(expected, dict(plain.named_parameters()))
+        assert all(torch.equal(streamed.read(name), value) for name, value in expected.items())
+        streamed.export(tmp_path / "model", dtype="fp32")
+        streamed.save(tmp_path / "saved")
+    with megatier.stream(tmp_path / "model", tiers=TIERS, compute_dtype="fp32", expert_parts=2) as streamed:
+        assert same(streamed.state_dict(), expected)
+    with megatier.stream(plain, tiers=TIERS, compute_dtype="fp32") as streamed:
+        streamed.restore(tmp_path / "saved")
+        assert same(streamed.state_dict(), expected)
+
+
 def same(found: dict[str, Any], expected: dict[str, Tensor]) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, tiny_config
+from tiny_models import FAMILIES, FUSED, tiny_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
@@ -21,6 +21,7 @@ from megatier.errors import ConfigError, TransferError, UnsupportedModelError
 from megatier.models import weights
 from megatier.models.conversion import assemble
 from megatier.models.decoder import Unit, build_skeleton, find_units
+from megatier.models.experts import cut_units, places_of
 from megatier.models.shards import read_header
 from megatier.models.weights import Checkpoint, Initialiser, export, resolve
 
@@ -50,17 +51,21 @@ def flat_blocks(source: Initialiser | Checkpoint, units: tuple[Unit, ...]) -> di
 
 
 def tensors_of(blocks: dict[str, Tensor], units: tuple[Unit, ...]) -> dict[str, Tensor]:
-    return {t.name: blocks[u.name][t.start : t.stop].view(t.shape) for u in units for t in u.layout.tensors}
+    """Every parameter, put together of its parts."""
+    return {
+        name: torch.cat([blocks[u.name][t.start : t.stop] for u, t in parts]).view(parts[0][1].parameter_shape)
+        for name, parts in places_of(units).items()
+    }
 
 
 def reader(blocks: dict[str, Tensor]) -> Read:
     return lambda unit, start, stop: blocks[unit.name][start:stop]
 
 
-def fresh(family: str) -> tuple[PreTrainedModel, tuple[Unit, ...], dict[str, Tensor]]:
+def fresh(family: str, parts: int = 1) -> tuple[PreTrainedModel, tuple[Unit, ...], dict[str, Tensor]]:
     """Skeleton, units, and initial values moved off their 0 and 1, so that no error can hide."""
     model = build_skeleton(tiny_config(family), "sdpa")
-    units = find_units(model)
+    units = cut_units(model, parts)
     blocks = flat_blocks(Initialiser(model, seed=1), units)
     generator = torch.Generator().manual_seed(2)
     for block in blocks.values():
@@ -131,14 +136,45 @@ def test_export_family_is_what_transformers_loads_and_saves(family: str, tmp_pat
         assert torch.equal(buffer, found[name].float()), name
 
 
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("family", FUSED)
+def test_weights_in_parts_go_out_as_those_of_a_whole_model_and_come_back(
+    family: str, parts: int, tmp_path: Path
+) -> None:
+    model, units, blocks = fresh(family, parts)
+    export(tmp_path / "cut", model, units, reader(blocks), torch.float32, SHARD_BYTES)
+    expected, whole = tensors_of(blocks, units), find_units(model)
+    blocks = {unit.name: torch.zeros(unit.layout.num_elements) for unit in whole}
+    for name, [(unit, tensor)] in places_of(whole).items():
+        blocks[unit.name][tensor.start : tensor.stop] = expected[name].flatten()
+    export(tmp_path / "whole", model, whole, reader(blocks), torch.float32, SHARD_BYTES)
+    assert {path.name for path in tmp_path.glob("cut/*")} == {path.name for path in tmp_path.glob("whole/*")}
+    assert all(path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes() for path in tmp_path.glob("cut/*"))
+    checkpoint = Checkpoint(tmp_path / "whole", skeleton_of(tmp_path / "whole"))
+    found = tensors_of(flat_blocks(checkpoint, units), units)
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
 # Initialiser
 
 
-@pytest.mark.parametrize("family", ["llama_tied", "gpt2", "gemma3_text", "qwen3_moe", "qwen3_next", "gpt_oss", "lfm2"])
-def test_initialiser_family_draws_from_the_distributions_of_a_normal_model(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "parts"),
+    [
+        ("llama_tied", 1),
+        ("gpt2", 1),
+        ("gemma3_text", 1),
+        ("qwen3_moe", 1),
+        ("qwen3_next", 1),
+        ("gpt_oss", 1),
+        ("lfm2", 1),
+        *((family, 2) for family in FUSED),
+    ],
+)
+def test_initialiser_family_draws_from_the_distributions_of_a_normal_model(family: str, parts: int) -> None:
     """GPT-2 scales its residual projections by depth, Qwen3-Next draws A_log and dt_bias in ways of its own."""
     model = build_skeleton(tiny_config(family), "sdpa")
-    units = find_units(model)
+    units = cut_units(model, parts)
     ours = tensors_of(flat_blocks(Initialiser(model, seed=3), units), units)
     torch.manual_seed(3)
     normal = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)

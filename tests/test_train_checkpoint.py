@@ -64,7 +64,10 @@ def go_on_elsewhere(run: Run, before: str, after: str, folder: Path) -> None:
     whole, device = run(folder), torch.device(run.device)
     config, options = (
         exactness_config(run.model),
-        cast("dict[str, Any]", {"compute_dtype": run.dtype, "compile": run.compile}),
+        cast(
+            "dict[str, Any]",
+            {"compute_dtype": run.dtype, "compile": run.compile, "expert_parts": run.expert_parts},
+        ),
     )
     with opened(config, folder, PLACES[before], run.train, device=run.device, **options) as session:
         torch.manual_seed(run.seed)
@@ -94,6 +97,41 @@ def test_run_with_arrays_of_many_chunks_goes_on_to_the_same_bits(
     for module in (checkpoint, checkpoint_writer):
         monkeypatch.setattr(module, "Grid", SmallGrid)
     go_on_elsewhere(run, "ram_nvme", "gpu_ram", tmp_path)
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("shares_chunks", [False, True])
+def test_run_with_experts_in_parts_goes_on_to_the_same_bits(
+    clip: float | None, shares_chunks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without clipping, layers are written from the last to the first, and chunks have rows of several parts."""
+    if shares_chunks:
+        for module in (checkpoint, checkpoint_writer):
+            monkeypatch.setattr(module, "Grid", SmallGrid)
+    go_on_elsewhere(Run(model="moe", expert_parts=2, clip=clip), "gpu_ram_nvme", "ram", tmp_path)
+
+
+@pytest.mark.parametrize("frozen", [(), ("model.layers.[01]", "*.experts.down_proj")])
+def test_checkpoint_of_experts_in_parts_is_that_of_whole_ones_and_loads_in_any_number(
+    frozen: tuple[str, ...], tmp_path: Path
+) -> None:
+    run, config = Run(model="moe", clip=None), exactness_config("moe")
+    states: list[dict[Kind, dict[str, torch.Tensor]]] = []
+    found: list[dict[Path, bytes]] = []
+    path = tmp_path
+    for number, parts in enumerate((1, 2, 3, 1)):
+        with opened(config, tmp_path, PLACES["nvme"], run.train, expert_parts=parts, frozen=frozen) as session:
+            if number:
+                restore(session, path)
+            else:
+                steps(session, run.train, 1, 1)
+            states.append({kind: read_parameters(session, kind) for kind in (Kind.WEIGHT, Kind.EXP_AVG)})
+            path = saved(session, tmp_path / str(number), 1)
+        found.append({file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()})
+    assert all(files == found[0] for files in found)
+    for kind, tensors in states[0].items():
+        for state in states[1:]:
+            assert [name for name, tensor in tensors.items() if not torch.equal(state[kind][name], tensor)] == []
 
 
 @pytest.mark.gpu

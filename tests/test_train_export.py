@@ -77,6 +77,22 @@ def test_export_of_a_checkpoint_is_what_the_run_exports(
     assert {path.name for path in (tmp_path / "x").iterdir()} == {"as the run", "masters"}
 
 
+def test_export_of_a_run_with_experts_in_parts_is_that_of_whole_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(tmp_path / "a", "moe", model__expert_parts=3, tiers__state="ram", tiers__gpu="128KiB")
+    assert "expert_parts: 3" in (run / "config.yaml").read_text()
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert files(tmp_path / "out") == files(run / "model")
+    shutil.rmtree(run / "model")
+    shutil.rmtree(run / "checkpoints" / "step-00000002")
+    capsys.readouterr()
+    assert main(["resume", str(run), "--model.expert_parts=2"]) == 2
+    assert "model.expert_parts was 3 and is 2" in capsys.readouterr().err
+    assert main(["resume", str(run)]) == 0
+    assert files(tmp_path / "out") == files(run / "model")
+
+
 def test_export_of_a_step_is_the_model_after_that_step(tmp_path: Path) -> None:
     run = trained(tmp_path / "two", train__schedule="constant")
     once = trained(tmp_path / "one", train__schedule="constant", train__steps=1)

@@ -144,7 +144,7 @@ def test_search_of_126_layers_finds_units_once_and_simulates_few_trials(monkeypa
 
         return call
 
-    for module, name in ((searching, "find_units"), (trials, "place"), (trials, "floor"), (trials, "forecast")):
+    for module, name in ((searching, "cut_units"), (trials, "place"), (trials, "floor"), (trials, "forecast")):
         monkeypatch.setattr(module, name, counted(getattr(module, name)))
     drives = (DriveRates("a", 14e9, 12e9, 20e9),)
     rates = Rates(drives, 53e9, 53e9, 6.3e9, 181e9, 160e9, 590e12, gpu_bytes=150.7e9)
@@ -158,7 +158,7 @@ def test_search_of_126_layers_finds_units_once_and_simulates_few_trials(monkeypa
     budgets = Budgets(60 << 30, 1843 << 30, 16 << 40)
     choice = search(skeleton_of(config.model), config, rates, budgets, compiles=True)
     assert choice.settings["train.activations"] == "offload"
-    assert done["find_units"] == 1
+    assert done["cut_units"] == 1
     assert done["forecast"] <= 4  # of 320 trials
     assert done["floor"] <= 24
     assert done["place"] <= 160

@@ -128,6 +128,15 @@ def test_vision_gradients_are_those_of_the_plain_model(family: str, tmp_path: Pa
         assert different == [], activations
 
 
+def test_vision_model_with_experts_in_parts_has_nearly_the_gradients_of_the_plain_model(tmp_path: Path) -> None:
+    config, batch = vision_config("qwen3_vl_moe"), image_batch("qwen3_vl_moe")
+    loss, expected, source = plain_gradients(config, "sdpa", batch)
+    for parts, activations in ((2, "keep"), (3, "recompute")):
+        found_loss, found = streamed_gradients(config, tmp_path, source, activations, batch=batch, expert_parts=parts)
+        assert found_loss == loss
+        assert far(found, expected, 1e-5) == {}
+
+
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_vision_fused_loss_gives_nearly_the_plain_gradients(family: str, tmp_path: Path) -> None:
     config, batch = vision_config(family), image_batch(family)
@@ -264,7 +273,8 @@ def test_vision_export_is_what_transformers_loads_and_saves(family: str, tmp_pat
     assert changed(expected, trained)
 
 
-def test_vision_experts_stored_transposed_as_on_the_hub_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", [1, 3])
+def test_vision_experts_stored_transposed_as_on_the_hub_are_read(parts: int, tmp_path: Path) -> None:
     model = plain_model(vision_config("qwen3_vl_moe"))
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -277,8 +287,11 @@ def test_vision_experts_stored_transposed_as_on_the_hub_are_read(tmp_path: Path)
         changed(dict(model.named_parameters()), AutoModelForImageTextToText.from_pretrained(tmp_path).state_dict())
         == set()
     )
-    with streamed(tmp_path) as found:
+    with streamed(tmp_path, expert_parts=parts) as found:
         assert changed(dict(model.named_parameters()), found.state_dict()) == set()
+        found.export(tmp_path / "ours", dtype="fp32")
+    ours = AutoModelForImageTextToText.from_pretrained(tmp_path / "ours").state_dict()
+    assert changed(dict(model.named_parameters()), ours) == set()
 
 
 # ---- what is refused

@@ -150,6 +150,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+FUSED = (
+    "qwen3_moe",
+    "qwen2_moe",
+    "qwen3_next",
+    "mixtral",
+    "olmoe",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "minimax_m2",
+)
+"""Those whose experts share parameters, a row for each, and can be cut."""
+
+
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
     """Config of one of FAMILIES; `overrides` go on top, such as dropout rates."""
     options = {**FAMILIES[family], **overrides}

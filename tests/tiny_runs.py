@@ -26,6 +26,7 @@ from megatier.models.decoder import Unit, auto_class, build_skeleton
 from megatier.models.frozen import freeze
 from megatier.models.weights import Initialiser
 from megatier.store.tier import Kind, Tier
+from megatier.train.checkpoint import parameter_shapes
 from megatier.train.session import Session, WeightReader
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -206,11 +207,13 @@ def run_steps(session: Session, train: TrainConfig, num_steps: int = 5, seed: in
 def read_parameters(session: Session, kind: Kind) -> dict[str, Tensor]:
     """Every parameter's fp32 master (Kind.WEIGHT), or moment if it is trained, by name, on the CPU."""
     session.player.drain()
-    found: dict[str, Tensor] = {}
+    found: dict[str, list[Tensor]] = {}
+    shapes = parameter_shapes(session.units)
     for unit in session.units:
         plane, layout = read_unit(session, unit, kind), unit.layout if kind is Kind.WEIGHT else unit.layout.trained
-        found |= {t.name: plane[t.start : t.stop].view(t.shape) for t in layout.tensors}
-    return found
+        for tensor in layout.tensors:
+            found.setdefault(tensor.name, []).append(plane[tensor.start : tensor.stop])
+    return {name: torch.cat(parts).view(shapes[name]) for name, parts in found.items()}
 
 
 def read_unit(session: Session, unit: Unit, kind: Kind) -> Tensor:
@@ -252,6 +255,7 @@ class Run:
     saved_share: float = 0.8
     fused_loss: bool = False
     loss_chunk: int = 20
+    expert_parts: int = 1
     gpu_direct: bool = False
     guard: bool = False
     """Without it and without clipping, updates run inside the backward."""
@@ -284,6 +288,7 @@ class Run:
             "saved_share": self.saved_share,
             "fused_loss": self.fused_loss,
             "loss_chunk": self.loss_chunk,
+            "expert_parts": self.expert_parts,
             "gpu_direct": self.gpu_direct,
         }
         with (
@@ -330,7 +335,8 @@ class ModelWeights:
 
     def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
         for tensor in unit.layout.tensors:
-            yield tensor.start, self._parameters[tensor.name].detach().flatten()
+            start, stop = tensor.elements
+            yield tensor.start, self._parameters[tensor.name].detach().flatten()[start:stop]
 
 
 def plain_model(config: PretrainedConfig, attention: str = "sdpa") -> PreTrainedModel:

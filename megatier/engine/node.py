@@ -55,7 +55,7 @@ class Node:
         """Replace the module's forward on the instance."""
         self.stage, self.unit, self.module_name, self.module = stage, unit, module_name, module
         self.activations = activations
-        self._bindings = bindings
+        self.bindings = bindings
         self._forward: Callable[..., Any] = module.forward
         self._compiled: Compiled[..., Any] | None = None
         if stage.compilation is not None and not isinstance(module, nn.Embedding):
@@ -124,13 +124,13 @@ class Node:
     @contextlib.contextmanager
     def _bound(self, leaves: Sequence[Tensor]) -> Iterator[None]:
         by_name = dict(zip(self._slices, leaves, strict=True))
-        before = [parameters[leaf] for parameters, leaf, _ in self._bindings]
-        for parameters, leaf, tensor in self._bindings:
+        before = [parameters[leaf] for parameters, leaf, _ in self.bindings]
+        for parameters, leaf, tensor in self.bindings:
             parameters[leaf] = by_name[tensor.name]
         try:
             yield
         finally:
-            for (parameters, leaf, _), parameter in zip(self._bindings, before, strict=True):
+            for (parameters, leaf, _), parameter in zip(self.bindings, before, strict=True):
                 parameters[leaf] = parameter
 
     @property

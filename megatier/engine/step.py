@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from megatier.engine.activation import Activations
 from megatier.engine.compilation import Compilation
+from megatier.engine.experts import ExpertsNode, guard, join
 from megatier.engine.gradient import Gradients, GradSink
 from megatier.engine.loss import IGNORED, FusedLoss, StepLoss, check_calls_loss_function
 from megatier.engine.matmul import Fp32Products
@@ -30,7 +31,7 @@ from megatier.engine.optimizer import AdamW
 from megatier.engine.stage import Stage, WeightSource, learning
 from megatier.engine.unbound import refused_outside
 from megatier.errors import NonFiniteError, UnsupportedModelError
-from megatier.models.decoder import Unit, bindings
+from megatier.models.decoder import Binding, Unit, bindings
 
 Batch = Mapping[str, Tensor]
 REMEDY = "Lower train.learning_rate, set train.clip, or look at the data of this step."
@@ -120,17 +121,9 @@ class Engine:
         )
         bound = [(unit, name, bindings(model, unit, name)) for unit in units for name in unit.module_names]
         _move_buffers(model, options)
-        self._nodes = {
-            name: Node(
-                self._stage,
-                unit.name,
-                name,
-                model.get_submodule(name),
-                places,
-                activations=options.activations[unit.name],
-            )
-            for unit, name, places in bound
-        }
+        nodes = [self._node(unit, name, places) for unit, name, places in bound]
+        self._nodes = {node.module_name: node for node in nodes}
+        join(nodes)
         head = model.get_output_embeddings()
         if options.fused_loss:
             check_calls_loss_function(model, "set model.fused_loss to false")
@@ -260,6 +253,15 @@ class Engine:
             self._stream.cancel()
             raise
         self._stream.end()
+
+    def _node(self, unit: Unit, name: str, places: Sequence[Binding]) -> Node:
+        module, activations = self.model.get_submodule(name), self.options.activations[unit.name]
+        if unit.experts is not None:
+            return ExpertsNode(self._stage, unit.name, module, places, unit.experts, activations=activations)
+        node = Node(self._stage, unit.name, name, module, places, activations=activations)
+        if unit.is_layer and len(unit.module_names) > 1:
+            guard(node)
+        return node
 
     def _train_group(self, step: int, group: int, batch: Batch, divisor: int | None) -> Tensor:
         self.begin_group(group)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from megatier.errors import StreamedModelError, UnsupportedModelError
+
+HARMLESS = (Tensor.detach, Tensor.data.__get__, Tensor.grad.__get__)  # type: ignore[attr-defined, union-attr]
+"""What gives a tensor on meta to those who look at places, and do not compute."""
 
 
 class Unbound(nn.Parameter):
@@ -38,6 +42,31 @@ class Unbound(nn.Parameter):
         )
 
     cpu = cuda = numpy = tolist = item = _refuse
+
+
+class Guarded(Unbound):
+    """Of a layer whose modules are nodes of their own: nobody else may compute with it.
+
+    Torch does not refuse it: some products with a tensor on meta read whatever lies at address 0.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Any,  # noqa: ANN401 - whatever torch does with a tensor
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        if all(isinstance(x, Unbound) for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)):
+            with torch._C.DisableTorchFunctionSubclass():
+                result = function(*args, **(kwargs or {}))
+            if not torch.is_tensor(result) or isinstance(result, Unbound) or function in HARMLESS:
+                return result
+        raise UnsupportedModelError(
+            "this model computes with a weight outside of the module that owns it, where it is not bound. "
+            "Set model.expert_parts to 1: then a layer is one unit."
+        )
 
 
 def make_unbound(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> None:

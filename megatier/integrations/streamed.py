@@ -36,11 +36,14 @@ from megatier.errors import (
     UnsupportedModelError,
 )
 from megatier.hardware import ram_available_bytes
+from megatier.integrations.in_ram import InRam
 from megatier.integrations.stream_optimizer import StreamedAdamW
 from megatier.models.decoder import Unit, build_skeleton
+from megatier.models.experts import places_of
 from megatier.models.frozen import freeze
 from megatier.models.weights import Checkpoint, export, resolve
 from megatier.schedule.trace import TraceEvent, write_trace
+from megatier.store.layout import TensorSlice
 from megatier.train.checkpoint import checkpoints, last_checkpoint, read_state, remove, restore, step_of
 from megatier.train.checkpoint_writer import CheckpointWriter
 from megatier.train.export import SHARD_BYTES
@@ -67,6 +70,7 @@ def stream(
     compile: bool | None = None,
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa",
     frozen: Sequence[str] = (),
+    expert_parts: int = 1,
 ) -> Streamed:
     """Place a model and its AdamW state on the tiers, for any loop.
 
@@ -86,6 +90,7 @@ def stream(
         compile: compile layers and loss; None: on a GPU.
         attention: of transformers.
         frozen: names or patterns of parameters that are not trained, or after "!" are (`models.frozen`).
+        expert_parts: units that the experts of a layer are cut into, where slots shall not take all of them at once.
 
     Raises:
         PlanError, CapacityError, ConfigError, UnsupportedModelError: before weights are read.
@@ -97,12 +102,17 @@ def stream(
         )
     model = model if isinstance(model, PreTrainedModel) else resolve(os.fspath(model))
     model_config = ModelConfig(  # for how it computes; the path is not read
-        path="", compute_dtype=compute_dtype, attention=attention, compile=compile, fused_loss=fused_loss
+        path="",
+        compute_dtype=compute_dtype,
+        attention=attention,
+        compile=compile,
+        fused_loss=fused_loss,
+        expert_parts=expert_parts,
     )
     config = model.config if isinstance(model, PreTrainedModel) else read_model_config(model_config, model)
     skeleton = build_skeleton(config, attention)
     reader: WeightReader
-    reader = _InRam(model, skeleton) if isinstance(model, PreTrainedModel) else Checkpoint(model, skeleton)
+    reader = InRam(model, skeleton) if isinstance(model, PreTrainedModel) else Checkpoint(model, skeleton)
     freeze(skeleton, frozen, "frozen")
     train = TrainConfig(
         batch=accumulation_steps,
@@ -319,13 +329,12 @@ class Streamed:
     def read(self, name: str) -> Tensor:
         """The fp32 master of a parameter, by its name in the model, after all steps so far; a copy on the CPU."""
         self._settle("Reading weights")
-        for unit in self._session.units:
-            for tensor in unit.layout.tensors:
-                if tensor.name == name:
-                    return self._session.read_master(unit, tensor.start, tensor.stop).view(tensor.shape)
-        raise BlockNotFoundError(
-            f"{type(self.model).__name__} has no parameter {name!r}; a tied one has its first name"
-        )
+        places = places_of(self._session.units)
+        if name not in places:
+            raise BlockNotFoundError(
+                f"{type(self.model).__name__} has no parameter {name!r}; a tied one has its first name"
+            )
+        return self._read(places[name])
 
     def state_dict(self) -> dict[str, Tensor]:
         """All fp32 masters by name, a tied one once, and persistent buffers; copies on the CPU.
@@ -334,14 +343,19 @@ class Streamed:
             CapacityError: they do not fit RAM; `export` and `save` stream.
         """
         self._settle("Reading weights")
-        tensors = [(unit, tensor) for unit in self._session.units for tensor in unit.layout.tensors]
-        needed = 4 * sum(tensor.num_elements for _, tensor in tensors)
+        places = places_of(self._session.units)
+        needed = 4 * sum(tensor.num_elements for parts in places.values() for _, tensor in parts)
         if needed > (free := ram_available_bytes()):
             raise CapacityError("ram", needed, free, "Write the weights to files with export(folder): that streams.")
         state = self.model.state_dict(keep_vars=True)
         buffers = {name: tensor.cpu() for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
+        return {name: self._read(parts) for name, parts in places.items()} | buffers
+
+    def _read(self, parts: Sequence[tuple[Unit, TensorSlice]]) -> Tensor:
+        """A whole parameter."""
         read = self._session.read_master
-        return {t.name: read(unit, t.start, t.stop).view(t.shape) for unit, t in tensors} | buffers
+        found = [read(unit, tensor.start, tensor.stop) for unit, tensor in parts]
+        return (found[0] if len(found) == 1 else torch.cat(found)).view(parts[0][1].parameter_shape)
 
     def export(
         self,
@@ -414,37 +428,6 @@ class Streamed:
                 f"{what} in the middle of a step: end it with optimizer.step() first, or drop it with abandon()."
             )
         self._session.player.drain()
-
-
-class _InRam:
-    """The weights of a model in RAM."""
-
-    def __init__(self, model: PreTrainedModel, skeleton: PreTrainedModel) -> None:
-        """Copy buffers, generation settings, and which parameters are frozen.
-
-        Raises:
-            UnsupportedModelError: the model is not what its config makes.
-        """
-        if type(model) is not type(skeleton):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} is not the language or vision-language model that transformers loads for its "
-                f"config ({type(skeleton).__name__}); only these are streamed."
-            )
-        self._parameters = dict(model.named_parameters())
-        if absent := [name for name, _ in skeleton.named_parameters() if name not in self._parameters]:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has no parameter {absent[0]}, which its config makes. Merge adapters "
-                "into it first."
-            )
-        for name, buffer in model.named_buffers():
-            skeleton.get_buffer(name).copy_(buffer)
-        for name, parameter in skeleton.named_parameters():
-            parameter.requires_grad_(self._parameters[name].requires_grad)
-        skeleton.generation_config = model.generation_config
-
-    def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
-        for tensor in unit.layout.tensors:
-            yield tensor.start, self._parameters[tensor.name].detach().flatten()
 
 
 def _entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -113,6 +113,14 @@ def hub_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[st
     raise UnsupportedModelError(f"{type(model).__name__}: no checkpoint layout is known that loads back unchanged.")
 
 
+def taken(assembly: Assembly, start: int, num_elements: int) -> tuple[Run, ...]:
+    """The runs of some consecutive elements of a tensor."""
+    feed = deque(assembly.runs)
+    for _ in _take(feed, start):
+        pass
+    return tuple(_take(feed, num_elements))
+
+
 def _converted(
     converter: WeightConverter, target: str, by_pattern: Mapping[str, list[Assembly]], expected: Shape | None
 ) -> dict[str, Assembly]:

@@ -33,9 +33,12 @@ class Unit:
     name: str
     """Name of the owning module, such as `model.layers.0`."""
     module_names: tuple[str, ...]
-    """The modules that use the parameters; two when an embedding is tied to the head, embedding first."""
+    """The modules that use the parameters; two when an embedding is tied to the head, embedding first. Where the
+    experts of a layer are units of their own, the other modules of the layer."""
     layout: Layout
     is_layer: bool
+    experts: tuple[int, int] | None = None
+    """Of a fused experts module the range [start, stop) that this unit is; None: the unit is whole modules."""
 
 
 Binding = tuple[dict[str, Tensor | None], str, TensorSlice]

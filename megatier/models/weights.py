@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from megatier.errors import CapacityError, ConfigError, TransferError, UnsupportedModelError
-from megatier.models.conversion import Assembly, Run, assemble, hub_layout
+from megatier.models.conversion import Assembly, Run, assemble, hub_layout, taken
 from megatier.models.decoder import Unit, bindings
+from megatier.models.experts import places_of
 from megatier.models.shards import DTYPES, StoredTensor, read_header, write_header
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class Initialiser:
     @torch.no_grad()
     def _initialised(self, unit: Unit) -> dict[str, Tensor]:
         """Put real tensors in the unit's places for as long as the initialisation runs."""
-        places = bindings(self._model, unit, unit.module_names[0])
+        modules = unit.module_names if unit.is_layer else unit.module_names[:1]  # a tied head has nothing of its own
+        places = [place for module in modules for place in bindings(self._model, unit, module)]
         kept = [parameters[leaf] for parameters, leaf, _ in places]
         values = {tensor.name: nn.Parameter(torch.full(tensor.shape, math.nan)) for tensor in unit.layout.tensors}
         for parameters, leaf, tensor in places:
@@ -81,7 +83,8 @@ class Initialiser:
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(_seed_of(self._seed, unit.name))
-                self._init_weights(unit.module_names[0])
+                for module in modules:
+                    self._init_weights(module)
         finally:
             for (parameters, leaf, _), parameter in zip(places, kept, strict=True):
                 parameters[leaf] = parameter
@@ -127,15 +130,17 @@ class Checkpoint:
         """
         for tensor in unit.layout.tensors:
             position = tensor.start
-            for piece in self._read(self._assemblies[tensor.name]):
+            for piece in self._read(taken(self._assemblies[tensor.name], tensor.offset, tensor.num_elements)):
                 yield position, piece
                 position += piece.numel()
 
-    def _read(self, assembly: Assembly) -> Iterator[Tensor]:
-        """The elements of one tensor as fp32. The two buffers are reused, so a piece is valid until the next."""
-        raw = torch.empty(4 * min(CHUNK_ELEMENTS, math.prod(assembly.shape)), dtype=torch.uint8)
+    def _read(self, runs: Sequence[Run]) -> Iterator[Tensor]:
+        """Their elements as fp32. The two buffers are reused, so a piece is valid until the next."""
+        raw = torch.empty(
+            4 * min(CHUNK_ELEMENTS, max((run.num_elements for run in runs), default=0)), dtype=torch.uint8
+        )
         values = torch.empty(len(raw) // 4)
-        for run in assembly.runs:
+        for run in runs:
             stored = self._stored[run.name]
             dtype = DTYPES[stored.dtype]
             with stored.path.open("rb", buffering=0) as file:
@@ -184,8 +189,9 @@ class Checkpoint:
 
     def _refuse_unequal(self, first: str, second: str) -> None:
         """A tied weight that is stored twice must be stored with the same values, else one of them would be lost."""
-        pairs = zip(self._read(self._assemblies[first]), self._read(self._assemblies[second]), strict=True)
-        if not all(torch.equal(one, other) for one, other in pairs):
+        one, other = self._assemblies[first].runs, self._assemblies[second].runs
+        pairs = zip(self._read(one), self._read(other), strict=True)
+        if not all(torch.equal(*pair) for pair in pairs):
             raise UnsupportedModelError(
                 f"{self._where(second)} differs from {first}, but the config ties them. Set tie_word_embeddings: false."
             )
@@ -195,7 +201,7 @@ class Checkpoint:
         for name, buffer in model.state_dict().items():
             if name not in parameters:
                 flat, position = buffer.view(-1), 0
-                for piece in self._read(self._assemblies[name]):
+                for piece in self._read(self._assemblies[name].runs):
                     flat[position : position + piece.numel()] = piece
                     position += piece.numel()
 
@@ -244,7 +250,7 @@ def export(
     Args:
         folder: new or empty.
         model: the skeleton; its persistent buffers are written in their own dtype.
-        units: all of `find_units(model)`.
+        units: all of the model's.
         read: gives elements [start, stop) of a unit's layout as a flat fp32 CPU tensor; asked from front to back where
             the written tensors are in that order.
         dtype: of the written weights; rounding is torch's, to nearest even.
@@ -293,10 +299,11 @@ class _Outgoing:
         dtype: torch.dtype,
     ) -> None:
         self._read, self._dtype = read, dtype
-        self._places = {tensor.name: (unit, tensor.start) for unit in units for tensor in unit.layout.tensors}
+        self._places = places_of(units)
         state = model.state_dict(keep_vars=True)
         self._buffers = {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
-        self._ranks = {name: rank for rank, name in enumerate((*self._buffers, *self._places))}
+        own = [name for name in state if name in self._places]  # in the order of whole layers, however they are cut
+        self._ranks = {name: rank for rank, name in enumerate((*self._buffers, *own))}
         layout = hub_layout(model, {name: state[name] for name in (*self._places, *self._buffers)})
         # Wider dtypes first: then every tensor of a file is aligned to its own element size. Among them units from
         # front to back, also where the hub splits their tensors: whoever reads in chunks reads each once.
@@ -327,13 +334,22 @@ class _Outgoing:
         return self._buffers[source].dtype if source in self._buffers else self._dtype
 
     def _pieces(self, run: Run) -> Iterator[Tensor]:
-        for start, stop in [(0, run.num_elements)] if run.num_columns else _chunks(run.num_elements):
-            if run.name in self._buffers:
-                piece = self._buffers[run.name].flatten()[run.start + start : run.start + stop]
-            else:
-                unit, first = self._places[run.name]
-                piece = self._read(unit, first + run.start + start, first + run.start + stop).to(self._dtype)
-            yield _by_columns(piece, run.num_columns) if run.num_columns else piece
+        first, last = run.start, run.start + run.num_elements
+        if run.num_columns:
+            yield _by_columns(torch.cat(list(self._elements(run.name, first, last))), run.num_columns)
+            return
+        for start, stop in _chunks(run.num_elements):
+            yield from self._elements(run.name, first + start, first + stop)
+
+    def _elements(self, name: str, first: int, last: int) -> Iterator[Tensor]:
+        """Those of a tensor of the model, flat, from each unit that holds some."""
+        if name in self._buffers:
+            yield self._buffers[name].flatten()[first:last]
+            return
+        for unit, tensor in self._places[name]:
+            lower, upper = max(first, tensor.elements[0]), min(last, tensor.elements[1])
+            if lower < upper:
+                yield self._read(unit, tensor.place(lower), tensor.place(upper)).to(self._dtype)
 
 
 def _cut(num_bytes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:

@@ -21,6 +21,8 @@ from megatier.store.tier import STATE_KINDS, Kind, Tier, round_up
 
 SLOTS_MIN = 2
 """One unit computes while the next arrives."""
+GPU_SLOTS = "GPU slots"
+"""What is short where a unit is too large."""
 GRAD_DEPTH = 4
 """Gradients of groups in RAM at once, where there is room: the CPU adds up the last one slower than they come."""
 UPDATE_DEPTH = 3
@@ -335,7 +337,7 @@ def _gpu_slots(
     largest = max(rest, key=lambda unit: unit.num_elements)
     least = _gpu_least(rest, policy)
     if used + least > budgets.gpu:
-        what = f"GPU slots for the largest unit, {largest.name}"
+        what = f"{GPU_SLOTS} for the largest unit, {largest.name}"
         remedy = f"Raise tiers.gpu to at least {at_least(used + least)}."
         raise PlanError(what, used + least, budgets.gpu, remedy)
     weight = block_bytes(largest, Kind.WEIGHT, policy)

@@ -184,17 +184,26 @@ class ChunkFiles:
         while self._flying:
             self._finish_write()
 
-    def read(self, arrays: Sequence[tuple[Path, Grid]]) -> Iterator[tuple[int, int, Tensor]]:
+    def read(
+        self, arrays: Sequence[tuple[Path, Grid]], wanted: Sequence[tuple[int, int]] | None = None
+    ) -> Iterator[tuple[int, int, Tensor]]:
         """(which array, first element, fp32 [n]), each array from front to back; valid until the next is asked for.
 
         Args:
             arrays: folder and grid of each. Folders are resolved already: no link may lead out of them.
+            wanted: elements [start, stop) of each; None: all of them.
 
         Raises:
             DamagedCheckpointError: a file is missing, of another size, no plain file in this folder, or damaged.
             TransferError: the drive failed.
         """
-        chunks = [(index, chunk) for index, (_, grid) in enumerate(arrays) for chunk in grid.chunks()]
+        bounds = [(0, math.prod(grid.shape)) for _, grid in arrays] if wanted is None else wanted
+        chunks = [
+            (index, chunk)
+            for index, ((_, grid), (start, stop)) in enumerate(zip(arrays, bounds, strict=True))
+            for chunk in grid.chunks()
+            if start < chunk.start + chunk.num_elements and chunk.start < stop
+        ]
         waiting, reading = iter(chunks), deque[Staged]()
         for index, chunk in chunks:
             while self._free and (ahead := next(waiting, None)) is not None:
@@ -202,7 +211,9 @@ class ChunkFiles:
                 reading.append(self._begin_read(folder / ahead[1].key, grid.chunk_elements))
             staged = reading.popleft()
             self._finish_read(staged)
-            yield index, chunk.start, staged.values(chunk.num_elements)
+            first = max(bounds[index][0], chunk.start)
+            values = staged.values(min(bounds[index][1] - chunk.start, chunk.num_elements))
+            yield index, first, values[first - chunk.start :]
             self._free.append(staged)
 
     def fetch(self, path: Path, chunk_elements: int) -> Tensor:

@@ -22,23 +22,41 @@ CHECKED_ELEMENTS = 32 << 10
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """One parameter inside its unit."""
+    """One parameter inside its unit, or a run of its elements where several units share it."""
 
     name: str
     """Full parameter name in the model, such as `model.layers.0.mlp.up_proj.weight`."""
     shape: tuple[int, ...]
     start: int
     """First element inside the unit."""
+    whole: tuple[int, ...] | None = None
+    """Shape of the parameter, where the slice is a run of its elements only; None: the slice is all of it."""
+    offset: int = 0
+    """First element of the slice inside its parameter."""
+
+    @property
+    def parameter_shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self.shape if self.whole is None else self.whole
 
     @property
     def num_elements(self) -> int:
-        """Elements of the parameter itself, without padding."""
+        """Elements of the slice itself, without padding."""
         return math.prod(self.shape)
 
     @property
     def stop(self) -> int:
         """One past the last element."""
         return self.start + self.num_elements
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        """The elements [start, stop) of the parameter that the slice holds."""
+        return self.offset, self.offset + self.num_elements
+
+    def place(self, element: int) -> int:
+        """Where an element of the parameter lies in the unit."""
+        return self.start + element - self.offset
 
 
 @dataclass(frozen=True, slots=True)

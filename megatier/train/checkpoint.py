@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -50,17 +51,27 @@ CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "cr
 
 def checkpoint_bytes(units: Sequence[Unit]) -> int:
     """Bytes of the arrays of one checkpoint."""
-    return 4 * sum(tensor.num_elements for _, tensor in arrays_of(units))
+    return 4 * sum(math.prod(shape) for shape in arrays_of(units).values())
 
 
-def arrays_of(units: Sequence[Unit]) -> Iterator[tuple[str, TensorSlice]]:
-    """Group and tensor of each array of a checkpoint."""
-    return ((name, tensor) for name in ARRAYS for unit in units for tensor in tensors_of(unit, name))
+def arrays_of(units: Sequence[Unit]) -> dict[tuple[str, str], tuple[int, ...]]:
+    """Shape of each array of a checkpoint, by group and parameter; units that hold parts of a parameter share it."""
+    return {
+        (name, tensor.name): tensor.parameter_shape
+        for name in ARRAYS
+        for unit in units
+        for tensor in tensors_of(unit, name)
+    }
 
 
 def tensors_of(unit: Unit, name: str) -> tuple[TensorSlice, ...]:
-    """The tensors of a unit of which there are arrays of one name: frozen ones have no moments."""
+    """The tensors of a unit that lie in arrays of one group: frozen ones have no moments."""
     return unit.layout.tensors if ARRAYS[name] is Kind.WEIGHT else unit.layout.trained.tensors
+
+
+def parameter_shapes(units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
+    """Of all parameters by name, frozen ones too."""
+    return {parameter: shape for (name, parameter), shape in arrays_of(units).items() if name == "params"}
 
 
 def check_room(folder: Path, units: Sequence[Unit], num_kept: int) -> None:
@@ -199,25 +210,23 @@ def restore(session: Session, path: Path) -> None:
         CheckpointError: the arrays are not those of this model, or damaged.
         TransferError: the drive failed.
     """
-    root = path.resolve()
-    for name, tensor in arrays_of(session.units):
-        if not (root / name / tensor.name).exists() and (root / "params" / tensor.name).exists():
+    root, arrays = path.resolve(), arrays_of(session.units)
+    for name, parameter in arrays:
+        if not (root / name / parameter).exists() and (root / "params" / parameter).exists():
             raise CheckpointError(
-                f"{path} has no moments of {tensor.name}, which was frozen in its run. Freeze it as before, or export "
+                f"{path} has no moments of {parameter}, which was frozen in its run. Freeze it as before, or export "
                 "the checkpoint and begin a run with that model."
             )
-    grids = {
-        (name, tensor.name): _grid(root / name / tensor.name, tensor.shape) for name, tensor in arrays_of(session.units)
-    }
+    grids = {(name, parameter): _grid(root / name / parameter, shape) for (name, parameter), shape in arrays.items()}
     with _files(grids.values()) as files:
         for unit in session.units:
             for name, kind in ARRAYS.items():
                 planes = session.master_kinds if kind is Kind.WEIGHT else (kind,)
                 if not (tensors := tensors_of(unit, name)):
                     continue
-                arrays = [(root / name / tensor.name, grids[name, tensor.name]) for tensor in tensors]
-                pieces = files.read(arrays)
-                session.fill(unit, planes, ((tensors[i].start + start, values) for i, start, values in pieces))
+                places = [(root / name / tensor.name, grids[name, tensor.name]) for tensor in tensors]
+                pieces = files.read(places, [tensor.elements for tensor in tensors])
+                session.fill(unit, planes, ((tensors[i].place(first), values) for i, first, values in pieces))
     session.player.drain()
 
 
@@ -232,7 +241,7 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
         TransferError: the drive failed.
     """
     root = path.resolve() / "params"
-    grids = {tensor.name: _grid(root / tensor.name, tensor.shape) for unit in units for tensor in unit.layout.tensors}
+    grids = {name: _grid(root / name, shape) for name, shape in parameter_shapes(units).items()}
     with _files(grids.values()) as files:
         readers = {name: ArrayReader(files, root / name, grid) for name, grid in grids.items()}
 
@@ -241,7 +250,8 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
             for tensor in unit.layout.tensors:
                 lower, upper = max(start, tensor.start), min(stop, tensor.stop)
                 if lower < upper:
-                    readers[tensor.name].copy(lower - tensor.start, values[lower - start : upper - start])
+                    first = tensor.offset + lower - tensor.start
+                    readers[tensor.name].copy(first, values[lower - start : upper - start])
             return values
 
         yield read

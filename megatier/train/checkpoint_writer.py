@@ -12,12 +12,14 @@ zarr writes the metadata and `chunkfile` the bytes. The folder has a hidden name
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from megatier.schedule.blocks import Generation
 from megatier.schedule.placement import bytes_per_element
 from megatier.store.arena import Arena
 from megatier.store.chunkfile import ArrayWriter, ChunkFiles, Grid
+from megatier.store.layout import TensorSlice
 from megatier.store.tier import Kind, Tier, round_up
 from megatier.store.transfer import Transfer
 from megatier.train.checkpoint import (
@@ -44,6 +47,7 @@ from megatier.train.checkpoint import (
     check_room,
     checkpoint_bytes,
     digest_of,
+    parameter_shapes,
     prune,
     remove_leftovers,
     tensors_of,
@@ -89,8 +93,7 @@ class CheckpointWriter:
         self._began = time.perf_counter()
         player = session.player
         last = player.read_state("begin", self._begin)
-        # The immediate mode updates in the backward.
-        for unit in session.units if session.optimizer.hyper.deferred else reversed(session.units):
+        for unit in _in_order(session):
             work = partial(self._write_unit, unit, player.blocks.valid[unit.name])
             last = player.read_state(unit.name, work, last, unit.name)
         self._end = player.read_state("end", partial(self._finish, last))
@@ -118,15 +121,18 @@ class CheckpointWriter:
         remove_leftovers(self._folder)
         check_room(self._folder, self._session.units, 0)
         self._partial.mkdir(mode=0o700)
-        layouts = [unit.layout for unit in self._session.units]
-        chunk_elements = max(Grid.of(tensor.shape).chunk_elements for layout in layouts for tensor in layout.tensors)
+        units = self._session.units
+        layouts = [unit.layout for unit in units]
+        chunk_elements = max(Grid.of(shape).chunk_elements for shape in parameter_shapes(units).values())
+        num_shared = max(sum(tensor.whole is not None for tensor in layout.tensors) for layout in layouts)
+        num_staged = max(NUM_STAGED, num_shared + 1)  # a chunk of each may wait for its rest, from the next unit
         self._opened.callback(self._writers.clear)  # the lane remembers its last work
         run_elements = min(RUN_ELEMENTS, max(layout.num_elements for layout in layouts))
         buffers = _Buffers(self._session, run_elements)
         self._opened.callback(buffers.close)
         kinds = {**{name: (kind,) for name, kind in ARRAYS.items()}, "params": self._session.master_kinds}
         for name in ARRAYS:
-            files = self._opened.enter_context(ChunkFiles(chunk_elements, NUM_THREADS, NUM_STAGED))
+            files = self._opened.enter_context(ChunkFiles(chunk_elements, NUM_THREADS, num_staged))
             self._writers.append(_PlaneWriter(self._session, files, self._partial, name, kinds[name], buffers))
         self._threads = ThreadPoolExecutor(len(ARRAYS), "megatier-checkpoint")
         self._opened.callback(self._threads.shutdown)  # first: what they fill goes
@@ -193,17 +199,28 @@ class _PlaneWriter:
         self._player, self._store, self._blocks = session.player, session.store, session.player.blocks
         self.files, self._folder, self._name, self._kinds = files, folder / name, name, kinds
         self._buffers, self._weight_dtype = buffers, session.engine.options.dtype
+        self._arrays: dict[str, ArrayWriter] = {}
+        """Of parameters that are not whole yet."""
 
     def write(self, unit: Unit, generation: Generation) -> None:
         """All of a unit's elements into chunks, the last of which may still be on their way to the drive."""
         tensors = tensors_of(unit, self._name)
-        writers = [ArrayWriter(self.files, self._folder / t.name, Grid.of(t.shape)) for t in tensors]
+        writers = [self._array(tensor) for tensor in tensors]
         with closing(self._runs(unit, generation)) as runs:
             for (start, stop), planes in runs:
                 for tensor, writer in zip(tensors, writers, strict=True):
                     lower, upper = max(start, tensor.start), min(stop, tensor.stop)
                     for first, target in writer.rooms(upper - lower) if lower < upper else ():
                         _copy_fp32(planes, lower - start + first, target)
+
+    def _array(self, tensor: TensorSlice) -> ArrayWriter:
+        """The array of a parameter. The units that hold parts of it come in the order of its elements."""
+        array = self._arrays.pop(tensor.name, None)
+        if array is None:
+            array = ArrayWriter(self.files, self._folder / tensor.name, Grid.of(tensor.parameter_shape))
+        if tensor.elements[1] < math.prod(tensor.parameter_shape):
+            self._arrays[tensor.name] = array
+        return array
 
     def _runs(self, unit: Unit, generation: Generation) -> Generator[tuple[tuple[int, int], list[Tensor]]]:
         """Runs of a unit's elements and their planes, valid until the next; that is on its way meanwhile."""
@@ -248,6 +265,14 @@ class _PlaneWriter:
         return found
 
 
+def _in_order(session: Session) -> list[Unit]:
+    """The order of the updates, in the immediate mode that of the backward; but parts of a parameter from its first."""
+    if session.optimizer.hyper.deferred:
+        return list(session.units)
+    layers = groupby(session.units, key=lambda unit: unit.module_names[0] if unit.experts is not None else unit.name)
+    return list(chain.from_iterable(reversed([list(units) for _, units in layers])))
+
+
 def _copy_fp32(planes: Sequence[Tensor], first: int, target: Tensor) -> None:
     """Elements from `first` on into fp32 [n]: of a master in two planes, or of one."""
     source = planes[0][first : first + target.numel()]
@@ -268,15 +293,15 @@ def write_metadata(folder: Path, units: Sequence[Unit], attributes: Mapping[str,
     groups = {name: root.create_group(name) for name in ARRAYS}
     like: dict[tuple[int, ...], Path] = {}
     """Metadata of each shape: arrays of one shape have the same, and zarr needs milliseconds for it."""
-    for name, tensor in arrays_of(units):
-        path = folder / name / tensor.name / METADATA_FILE
-        if tensor.shape in like:
+    for (name, parameter), shape in arrays_of(units).items():
+        path = folder / name / parameter / METADATA_FILE
+        if shape in like:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            shutil.copyfile(like[tensor.shape], path)
+            shutil.copyfile(like[shape], path)
             continue
-        grid, like[tensor.shape] = Grid.of(tensor.shape), path
+        grid, like[shape] = Grid.of(shape), path
         groups[name].create_array(
-            tensor.name,
+            parameter,
             shape=grid.shape,
             chunks=grid.chunk_shape,
             dtype="float32",

@@ -15,6 +15,7 @@ Fitted to nine runs of two Llama shapes on a GPU, with which tests/test_train_me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,9 @@ SAVED = ((0.0, 0.0), (0.1, 0.21), (0.15, 0.27), (0.3, 0.48), (0.6, 0.83), (0.8, 
 """Saved share, and what is then saved over what is saved at 0.8, measured; but always the input."""
 REPEATED = 2.3
 """What one layer's backward holds while it repeats its forward, over what the layer saves at 0.8."""
+INPUTS_CUT = 4
+"""Boundary activations that a layer saves at least whose experts are units: inputs of both norms, of the attention and
+of the experts."""
 BOUNDARIES = {"loss": 2, "backward": 4}
 """Boundary activations under way, with their gradients."""
 
@@ -65,9 +69,9 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
     text = model.config.get_text_config()
     width = COMPUTE_DTYPES[config.model.compute_dtype].itemsize
     boundary = work.rows * config.data.sequence_length * text.hidden_size * width
-    layers = [unit for unit in work.units if unit.is_layer]
+    layers = [unit for unit in work.units if _is_of_layer(unit)]
     lowest = next((i for i, unit in enumerate(work.units) if unit.layout.num_trained), 0)
-    reached = [unit for unit in work.units[lowest:] if unit.is_layer]  # below, nothing waits for a backward
+    reached = [unit for unit in work.units[lowest:] if _is_of_layer(unit)]  # below, nothing waits for a backward
     saved = sum(_saved(unit, text.hidden_size, config, work, compiles) for unit in reached) * boundary
     largest = max((_products(unit, text.hidden_size) for unit in layers), default=0.0)
     chunk = config.model.loss_chunk if config.model.fused_loss else work.rows * config.data.sequence_length
@@ -89,15 +93,21 @@ def mask_bytes(config: RunConfig, work: Workload) -> int:
     return work.rows * config.data.sequence_length**2 if config.has_mask else 0
 
 
+def _is_of_layer(unit: Unit) -> bool:
+    """Whether it is one, or the experts of one."""
+    return unit.is_layer or unit.experts is not None
+
+
 def _saved(unit: Unit, hidden: int, config: RunConfig, work: Workload, compiles: bool) -> float:
-    """Boundary activations' worth that a layer saves."""
+    """Boundary activations' worth that a layer saves, or its part."""
     policy = work.activations[unit.name]
     if policy is Activations.OFFLOAD:
         return 0.0
+    inputs = 0.0 if unit.experts is not None else 1.0 if len(unit.module_names) == 1 else INPUTS_CUT
     share = config.model.saved_share if compiles else 1.0
     if policy is Activations.RECOMPUTE or not share:
-        return 1.0
-    return max(1.0, interpolated(SAVED, share) * _products(unit, hidden))
+        return inputs
+    return max(inputs, interpolated(SAVED, share) * _products(unit, hidden))
 
 
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
@@ -107,6 +117,10 @@ def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
 
 
 def _products(unit: Unit, hidden: int) -> float:
-    """Outputs of a layer's products, in hidden sizes; of experts as if a token went to one."""
-    rows = [tensor.shape[-2] for tensor in unit.layout.tensors if len(tensor.shape) >= 2]
-    return sum(rows) / hidden + BESIDE_PRODUCTS
+    """Outputs of a layer's products, in hidden sizes; of experts as if a token went to one, of a part to its share."""
+    rows = [
+        tensor.shape[-2] * tensor.num_elements / math.prod(tensor.parameter_shape)
+        for tensor in unit.layout.tensors
+        if len(tensor.shape) >= 2
+    ]
+    return sum(rows) / hidden + (BESIDE_PRODUCTS if unit.experts is None else 0.0)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from megatier.config import RunConfig
 from megatier.errors import PlanError
-from megatier.models.decoder import find_units
+from megatier.models.experts import cut_units
 from megatier.schedule.forecast import HOST_SECONDS, QUEUES_OF_DISK, Forecast
 from megatier.schedule.placement import Budgets, Placement, bytes_per_element, place
 from megatier.schedule.rates import DriveRates, Rates
@@ -26,7 +26,7 @@ from megatier.schedule.trace import TraceEvent
 from megatier.store.tier import Kind, Tier
 from megatier.train.checkpoint import checkpoint_bytes
 from megatier.train.memory import ActivationBytes, mask_bytes
-from megatier.train.trial import Trial
+from megatier.train.trial import Trial, with_parts
 
 HIDDEN = 1.05
 """A step counts as bound by compute while it takes at most this many times as long as compute."""
@@ -180,8 +180,11 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         PlanError: it does not fit; names what is short.
         UnsupportedModelError: the model cannot be streamed.
     """
-    trial = Trial.of(model, find_units(model), config, rates, budgets, compiles=compiles)
-    work, placement = trial.work, trial.placed()
+    trial = Trial.of(model, cut_units(model, config.model.expert_parts), config, rates, budgets, compiles=compiles)
+    try:
+        work, placement = trial.work, trial.placed()
+    except PlanError as short:
+        raise with_parts(short, model, config, rates, budgets, compiles=compiles) from short
     made = trial.forecast(placement)
     units = {spec.name: spec for spec in work.specs}
     state: Counter[tuple[Tier, Kind]] = Counter()

@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 
 from megatier.config import RunConfig
 from megatier.errors import PlanError
-from megatier.models.decoder import find_units
+from megatier.models.experts import cut_units
 from megatier.schedule.forecast import Forecast
 from megatier.schedule.placement import Budgets, Placement
 from megatier.schedule.rates import Rates
 from megatier.store.tier import Phase
-from megatier.train.trial import Trial
+from megatier.train.trial import Trial, with_parts
 
 GROUPS = (1, 2, 4, 8)
 SLICES = (1, 2, 4, 8)
@@ -105,7 +105,7 @@ def search(
             best = Choice(free, trial, placement, made, tokens / made.seconds)
     if best is None:
         assert refused is not None, "there is at least one trial"
-        raise refused
+        raise with_parts(refused, model, config, rates, budgets, compiles=compiles)
     return best
 
 
@@ -113,7 +113,7 @@ def _trials(
     model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, *, compiles: bool, fixed: frozenset[str]
 ) -> Iterator[tuple[dict[str, Any], Trial]]:
     """Every combination that the batch allows and that differs from the others, the simplest first."""
-    units = find_units(model)
+    units = cut_units(model, config.model.expert_parts)
     for computed in _computed(config, compiles, fixed):
         trial = Trial.of(model, units, changed(config, computed), rates, budgets, compiles=compiles)
         for placed in _placed(config, budgets, fixed, defers=trial.work.policy.deferred):

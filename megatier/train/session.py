@@ -16,9 +16,10 @@ from megatier.config import ModelConfig, NumericsConfig, RunConfig, TiersConfig,
 from megatier.engine.compilation import Compilation
 from megatier.engine.optimizer import AdamW, Hyperparameters, join_master, split_master
 from megatier.engine.step import Engine, EngineOptions
-from megatier.errors import ConfigError, mib
+from megatier.errors import ConfigError, PlanError, mib
 from megatier.hardware import cores_usable, cpu_has_bf16, default_budgets, set_cuda_defaults
-from megatier.models.decoder import Unit, build_skeleton, decays, find_units
+from megatier.models.decoder import Unit, build_skeleton, decays
+from megatier.models.experts import cut_units
 from megatier.models.frozen import freeze
 from megatier.models.weights import Checkpoint, Initialiser, resolve
 from megatier.schedule.placement import CHUNK_ELEMENTS_MAX, Budgets, Placement, place
@@ -27,7 +28,7 @@ from megatier.schedule.rates import Rates
 from megatier.store.store import TieredStore
 from megatier.store.tier import Kind, Tier
 from megatier.train.probe import cached_rates, io_threads
-from megatier.train.workload import COMPUTE_DTYPES, Workload, read_model_config
+from megatier.train.workload import COMPUTE_DTYPES, Workload, advised, read_model_config
 
 
 class WeightReader(Protocol):
@@ -77,8 +78,13 @@ class Session:
         Raises:
             PlanError, CapacityError, ConfigError, RunLockedError, UnsupportedModelError: before training starts.
         """
-        units = find_units(model)
-        work = Workload.of(model, units, model_config, tiers, train, numerics, tokens, savepoints=savepoints)
+
+        def cut(parts: int) -> Workload:
+            units = cut_units(model, parts)
+            return Workload.of(model, units, model_config, tiers, train, numerics, tokens, savepoints=savepoints)
+
+        parts = model_config.expert_parts
+        work = cut(parts)
         self.model, self.units = model, work.units
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         device = choose_device(tiers)
@@ -97,7 +103,10 @@ class Session:
             )
             self.store = stack.enter_context(store)
             budgets = Budgets(gpu, ram, store.usage(Tier.NVME)["budget"])
-            self.placement: Placement = place(work.specs, budgets, work.policy)
+            try:
+                self.placement: Placement = place(work.specs, budgets, work.policy)
+            except PlanError as short:
+                raise advised(short, model, parts, lambda n: place(cut(n).specs, budgets, work.policy)) from short
             decay, deferred = train.weight_decay, work.policy.deferred
             hyper = Hyperparameters(train.beta1, train.beta2, train.eps, decay, train.clip, deferred)
             threads = tiers.update_threads or cores_usable()

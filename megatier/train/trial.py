@@ -13,6 +13,7 @@ from megatier.config import ModelConfig, RunConfig
 from megatier.engine.activation import Activations
 from megatier.errors import PlanError, mib
 from megatier.models.decoder import Unit, build_skeleton
+from megatier.models.experts import cut_units
 from megatier.models.frozen import freeze
 from megatier.models.weights import resolve
 from megatier.schedule.forecast import Forecast, floor, forecast
@@ -22,7 +23,7 @@ from megatier.schedule.timeline import Access
 from megatier.store.layout import Layout
 from megatier.store.tier import Phase, Tier
 from megatier.train.memory import ActivationBytes, activation_bytes, interpolated
-from megatier.train.workload import Workload, read_model_config
+from megatier.train.workload import Workload, advised, read_model_config
 
 REPEATED = ((0.0, 0.7), (0.1, 0.6), (0.15, 0.55), (0.3, 0.39), (0.5, 0.16), (0.8, 0.03), (1.0, 0.0))
 """Saved share, and what part of a compiled layer's forward its backward repeats, measured on layers of 8B shape. At 0,
@@ -66,7 +67,7 @@ class Trial:
 
         Args:
             model: the skeleton.
-            units: all of `find_units(model)`.
+            units: all of the model's (`models.experts.cut_units`).
             config: the run's settings.
             rates: the machine's.
             budgets: bytes of each tier.
@@ -123,6 +124,17 @@ class Trial:
         return math.fsum(self.seconds.get((access.unit, access.phase), 0.0) for access in self.accesses)
 
 
+def with_parts(
+    short: PlanError, model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, *, compiles: bool
+) -> PlanError:
+    """A trial's refusal, with the `model.expert_parts` that would do (`workload.advised`)."""
+
+    def place_with(parts: int) -> None:
+        Trial.of(model, cut_units(model, parts), config, rates, budgets, compiles=compiles).placed()
+
+    return advised(short, model, config.model.expert_parts, place_with)
+
+
 def skeleton_of(config: ModelConfig) -> PreTrainedModel:
     """The model without its weights.
 
@@ -172,11 +184,13 @@ def _compute_seconds(
     for unit in work.units:
         products = _active_elements(unit.layout, experts, chosen) * 2 * tokens
         idle = products - _active_elements(unit.layout.trained, experts, chosen) * 2 * tokens
-        if unit.is_layer:
-            forward = (products + pairs * tokens) / rates.flops_per_s
+        if unit.is_layer or unit.experts is not None:
+            uses = len(unit.module_names)  # they share it
+            attention = pairs * tokens if unit.is_layer else 0
+            forward = (products + attention) / rates.flops_per_s / uses
             seconds[unit.name, Phase.FORWARD] = forward
             backward = forward * (2 + _repeated(config, work, unit, compiles))
-            seconds[unit.name, Phase.BACKWARD] = backward - idle / rates.flops_per_s
+            seconds[unit.name, Phase.BACKWARD] = backward - idle / rates.flops_per_s / uses
         elif head in unit.module_names:
             fused = config.model.fused_loss
             each = products / rates.flops_per_s / len(unit.module_names)  # a tied embedding's uses share it
@@ -206,7 +220,7 @@ def _active_elements(layout: Layout, experts: int, chosen: float) -> float:
     for tensor in layout.tensors:
         if len(tensor.shape) < 2:
             continue
-        is_expert = experts and len(tensor.shape) == 3 and tensor.shape[0] == experts
+        is_expert = experts and len(tensor.shape) == 3 and tensor.parameter_shape[0] == experts
         total += tensor.num_elements * (chosen if is_expert else 1.0)
     return total
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,9 +14,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTraine
 
 from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.activation import Activations
-from megatier.errors import UnsupportedModelError
+from megatier.errors import PlanError, UnsupportedModelError
 from megatier.models.decoder import Unit
-from megatier.schedule.placement import Policy, UnitSpec
+from megatier.models.experts import most_parts
+from megatier.schedule.placement import GPU_SLOTS, Policy, UnitSpec
 from megatier.store.blockfile import IoOptions
 from megatier.store.tier import Tier
 
@@ -61,7 +62,7 @@ class Workload:
 
         Args:
             model: a skeleton (`models.decoder.build_skeleton`).
-            units: all of `find_units(model)`.
+            units: all of the model's (`models.experts.cut_units`).
             model_config: compute dtype.
             tiers: chunk, streaming, I/O.
             train: groups, slices, activations, clipping.
@@ -91,6 +92,33 @@ class Workload:
         )
         policy = _policy(dtype, tiers, train, options, guard=numerics.guard, savepoints=savepoints)
         return cls(units, specs, activations, policy, options, rows)
+
+
+def advised(short: PlanError, model: PreTrainedModel, parts: int, place_with: Callable[[int], object]) -> PlanError:
+    """A refusal; where a unit is too large for its slots, with the `model.expert_parts` that would do.
+
+    Args:
+        short: what was refused.
+        model: its skeleton.
+        parts: that were refused.
+        place_with: tries another number of parts; raises PlanError if something is short.
+    """
+    most = most_parts(model) if short.what.startswith(GPU_SLOTS) else 1
+    for tried in sorted({most, *(2**power for power in range(most.bit_length()))}):
+        if tried > parts and _fits_slots(tried, place_with):
+            remedy = f"{short.remedy} Or set model.expert_parts to {tried}: then slots take part of a layer's experts."
+            return PlanError(short.what, short.needed_bytes, short.had_bytes, remedy)
+    return short
+
+
+def _fits_slots(parts: int, place_with: Callable[[int], object]) -> bool:
+    try:
+        place_with(parts)
+    except UnsupportedModelError:
+        return False
+    except PlanError as short:
+        return not short.what.startswith(GPU_SLOTS)
+    return True
 
 
 def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedConfig:
@@ -147,9 +175,21 @@ def _policy(
 
 
 def _activations(units: Sequence[Unit], train: TrainConfig) -> dict[str, Activations]:
-    """Policy per unit: the setting, but for the last layers that keep; only layers have something worth offloading."""
+    """Policy per unit: the setting, but for the last layers that keep; only layers have something worth offloading.
+
+    Experts that are units follow their layer. One input of a unit is offloaded, and such layers have several: they
+    recompute instead.
+    """
     layers = [unit.name for unit in units if unit.is_layer]
     kept = set(layers[max(0, len(layers) - train.kept_layers) :])
-    others = Activations.KEEP if train.activations == "keep" else Activations.RECOMPUTE
-    policies = {name: Activations.KEEP if name in kept else Activations(train.activations) for name in layers}
-    return {unit.name: policies.get(unit.name, others) for unit in units}
+    wanted = Activations(train.activations)
+    others = Activations.KEEP if wanted is Activations.KEEP else Activations.RECOMPUTE
+    policies: dict[str, Activations] = {}
+    of_layer = others
+    for unit in units:
+        if unit.is_layer:
+            policy = wanted if len(unit.module_names) == 1 else others
+            of_layer = policies[unit.name] = Activations.KEEP if unit.name in kept else policy
+        else:
+            policies[unit.name] = others if unit.experts is None else of_layer
+    return policies

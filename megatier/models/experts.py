@@ -1,0 +1,135 @@
+"""Layers whose experts are units of their own, so that no slot has to take a whole layer.
+
+A fused experts module of transformers has one parameter for all experts, the first dimension of which is the expert,
+and skips what the router sends to an expert that it does not have. So a range of experts runs by itself: on rows of the
+parameters, with the indices shifted. A layer with such a module becomes one unit for each range, and one for all its
+other modules, each of which is bound when it runs. Units are not nested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
+from itertools import pairwise
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from megatier.errors import ConfigError, UnsupportedModelError
+from megatier.models.decoder import Unit, find_units
+from megatier.store.layout import Layout, TensorSlice
+
+WHOLE = "Set model.expert_parts to 1: then a layer is one unit."
+
+
+def cut_units(model: PreTrainedModel, parts: int) -> tuple[Unit, ...]:
+    """Cut a model into units, the experts of each layer into several.
+
+    Args:
+        model: a skeleton.
+        parts: units that the experts of a layer are, as even as can be; with 1 they are part of their layer's.
+
+    Raises:
+        ConfigError: there are fewer experts.
+        UnsupportedModelError: as in `find_units`; or the model has no fused experts, or some that cannot be cut.
+    """
+    units = find_units(model)
+    if parts == 1:
+        return units
+    found = [unit for whole in units for unit in _cut(model, whole, parts)]
+    if len(found) == len(units):
+        raise UnsupportedModelError(
+            f"model.expert_parts is {parts}, but {type(model).__name__} has no fused experts. {WHOLE}"
+        )
+    return tuple(found)
+
+
+def most_parts(model: PreTrainedModel) -> int:
+    """Parts that the experts of every layer can be cut into; 1 where there are none."""
+    return min((_count(module) for _, module in _experts_in(model)), default=1)
+
+
+def places_of(units: Sequence[Unit]) -> dict[str, list[tuple[Unit, TensorSlice]]]:
+    """Where each parameter lies, in the order of its elements: in one unit, or in several that hold a part each."""
+    found: dict[str, list[tuple[Unit, TensorSlice]]] = {}
+    for unit in units:
+        for tensor in unit.layout.tensors:
+            found.setdefault(tensor.name, []).append((unit, tensor))
+    return found
+
+
+def _cut(model: PreTrainedModel, unit: Unit, parts: int) -> Iterator[Unit]:
+    """The unit itself, or one of the layer's other modules, then one for each range of experts."""
+    layer = model.get_submodule(unit.name)
+    fused = {f"{unit.name}.{name}": module for name, module in _experts_in(layer)} if unit.is_layer else {}
+    if not fused:
+        yield unit
+        return
+    for name, module in fused.items():
+        _check(name, module, parts)
+    inside = tuple(f"{name}." for name in fused)
+    others = [tensor for tensor in unit.layout.tensors if not tensor.name.startswith(inside)]
+    modules = tuple(_others(unit.name, layer, inside))
+    frozen = {tensor.name for tensor in unit.layout.tensors} - {tensor.name for tensor in unit.layout.trained.tensors}
+    yield replace(unit, module_names=modules, layout=Layout.of([(t.name, t.shape) for t in others], frozen))
+    for name, module in fused.items():
+        tensors = [tensor for tensor in unit.layout.tensors if tensor.name.startswith(f"{name}.")]
+        bounds = [part * _count(module) // parts for part in range(parts + 1)]
+        for start, stop in pairwise(bounds):
+            layout = _rows(tensors, start, stop, frozen)
+            yield Unit(f"{name}[{start}:{stop}]", (name,), layout, is_layer=False, experts=(start, stop))
+
+
+def _rows(tensors: Sequence[TensorSlice], start: int, stop: int, frozen: Set[str]) -> Layout:
+    """Of the rows [start, stop) of parameters, those that are trained before those that are frozen."""
+    layout = Layout.of([(tensor.name, (stop - start, *tensor.shape[1:])) for tensor in tensors], frozen)
+    slices = [
+        replace(rows, whole=tensor.shape, offset=start * (tensor.num_elements // tensor.shape[0]))
+        for rows, tensor in zip(layout.tensors, tensors, strict=True)
+    ]
+    return replace(layout, tensors=tuple(slices))
+
+
+def _experts_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that hold all experts in parameters of three dimensions, of which the first is the expert."""
+    for name, child in module.named_modules():
+        owned = [parameter for parameter in child._parameters.values() if parameter is not None]
+        if any(parameter.dim() == 3 and parameter.shape[0] == _count(child) for parameter in owned):
+            yield name, child
+
+
+def _count(module: nn.Module) -> int:
+    """Experts of a module; 0 where it says nothing of any."""
+    count = getattr(module, "num_experts", 0)
+    return count if isinstance(count, int) else 0
+
+
+def _others(name: str, layer: nn.Module, inside: tuple[str, ...]) -> Iterator[str]:
+    """The outermost modules of a layer that have parameters and no experts."""
+    for leaf, child in layer.named_children():
+        child_name = f"{name}.{leaf}"
+        if f"{child_name}.".startswith(inside) or not any(True for _ in child.parameters()):
+            continue
+        if not any(experts.startswith(f"{child_name}.") for experts in inside):
+            yield child_name
+            continue
+        yield from _others(child_name, child, inside)
+    owned = [leaf for leaf, parameter in layer._parameters.items() if parameter is not None]
+    if owned:
+        raise UnsupportedModelError(
+            f"{name}.{owned[0]} belongs to a module round the experts, so that they cannot be cut. {WHOLE}"
+        )
+
+
+def _check(name: str, module: nn.Module, parts: int) -> None:
+    """What transformers does not mark as fused may use its parameters in any way, so it is not cut."""
+    kind, count = type(module).__name__, _count(module)
+    if parts > count:
+        raise ConfigError(f"model.expert_parts is {parts}, but {name} has {count} experts: set it to at most {count}.")
+    if not hasattr(module, "is_transposed"):
+        raise UnsupportedModelError(f"the experts of {name} ({kind}) take no indices, so they cannot be cut. {WHOLE}")
+    if any(parameter.shape[0] != count for parameter in module.parameters()):
+        raise UnsupportedModelError(f"{name} ({kind}) has parameters that are not of single experts. {WHOLE}")
+    implementation = getattr(module.config, "_experts_implementation", None)
+    if module.has_bias and implementation == "eager":
+        raise UnsupportedModelError(f"the eager experts of {name} ({kind}) do not skip what is not theirs. {WHOLE}")

@@ -1,0 +1,248 @@
+"""Experts in parts: the numbers of the plain model, the same bits on every tier, and smaller slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_families import attention_of, far, plain_gradients, streamed_gradients
+from tiny_models import FUSED, tiny_config
+from tiny_runs import (
+    PLACES,
+    Run,
+    exactness_config,
+    one_thread,
+    opened,
+    outcome,
+    run_in_fresh_process,
+    run_steps,
+)
+from torch import nn
+
+from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.errors import PlanError, UnsupportedModelError
+from megatier.models.decoder import build_skeleton
+from megatier.models.frozen import freeze
+from megatier.models.weights import Initialiser
+from megatier.store.tier import Kind, Tier
+from megatier.train.session import Session
+
+NEAR = 1e-5
+MOE = Run(model="moe", expert_parts=2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_family_in_parts_has_the_loss_and_nearly_the_gradients_of_the_plain_model(family: str, tmp_path: Path) -> None:
+    """A token goes to two experts, whose outputs make the same sum in any parts: in the forward no bit changes."""
+    config = tiny_config(family)
+    loss, expected, source = plain_gradients(config, attention_of(config))
+    for parts, activations in ((2, "keep"), (3, "recompute")):
+        found_loss, found = streamed_gradients(config, tmp_path, source, activations, expert_parts=parts)
+        assert found_loss == loss
+        assert found.keys() == expected.keys()
+        assert far(found, expected, NEAR) == {}
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_family_in_parts_and_slices_has_nearly_the_gradients_of_the_plain_model(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family)
+    loss, expected, source = plain_gradients(config, attention_of(config))
+    found_loss, found = streamed_gradients(config, tmp_path, source, slices=2, expert_parts=2)
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert far(found, expected, NEAR) == {}
+
+
+def test_router_in_parts_learns_from_the_auxiliary_loss_too(tmp_path: Path) -> None:
+    gates = []
+    for coefficient in (0.0, 0.5):
+        config = tiny_config("qwen3_moe", router_aux_loss_coef=coefficient)
+        loss, expected, source = plain_gradients(config, "sdpa")
+        found_loss, found = streamed_gradients(config, tmp_path, source, expert_parts=2)
+        assert found_loss == loss
+        assert far(found, expected, NEAR) == {}
+        gates.append(found["model.layers.0.mlp.gate.weight"])
+    assert not torch.allclose(gates[0], gates[1], rtol=1e-2)
+
+
+def test_experts_one_by_one_have_the_loss_of_the_plain_model(tmp_path: Path) -> None:
+    config = tiny_config("qwen3_moe")
+    loss, expected, source = plain_gradients(config, "sdpa")
+    found_loss, found = streamed_gradients(config, tmp_path, source, expert_parts=8)
+    assert found_loss == loss
+    assert far(found, expected, NEAR) == {}
+
+
+ACTIVATIONS = ("keep", "recompute", "offload")
+PAIRS = [(place, ACTIVATIONS[(row + shift) % 3]) for shift in range(3) for row, place in enumerate(PLACES)]
+"""Of every nine all places, and each policy with a third of them."""
+
+
+MATRIX = [
+    pytest.param(MOE, 3, id="bf16"),
+    pytest.param(replace(MOE, dtype="fp32", clip=None, groups=3), 5, id="fp32-unclipped-3x1"),
+    pytest.param(replace(MOE, groups=3, slices=2), 7, id="bf16-3x2"),
+    pytest.param(replace(MOE, expert_parts=3, fused_loss=True, clip=None), 5, id="bf16-unclipped-three"),
+    pytest.param(MOE, 1, id="all", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("run", "every"), MATRIX)
+def test_parts_give_the_same_bits_on_any_tier_with_any_activation_policy(run: Run, every: int, tmp_path: Path) -> None:
+    pairs = [pair for pair in PAIRS if pair[0] != "nvme_grads" or (run.clip and run.groups == 1)][::every]
+    found = {pair: replace(run, place=pair[0], activations=pair[1])(tmp_path) for pair in pairs}
+    first = next(iter(found.values()))
+    assert [pair for pair, result in found.items() if result != first] == []
+
+
+FROZEN = {
+    "layer": ("model.embed_tokens", "model.layers.0.mlp.experts"),
+    "half": ("*.experts.down_proj", "*.self_attn"),
+    "all but routers": ("*", "!*.mlp.gate"),
+}
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_parts_with_frozen_parameters_give_the_same_bits_on_any_tier(
+    frozen: str, clip: float | None, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"expert_parts": 2, "frozen": FROZEN[frozen]}
+    pairs: list[tuple[str, Any]] = [("gpu", "keep"), ("nvme", "recompute"), ("ram", "offload")]
+    found = []
+    for place, activations in pairs:
+        train = TrainConfig(steps=4, batch=6, clip=clip, activations=activations, weight_decay=0.1)
+        with opened(exactness_config("moe"), tmp_path, PLACES[place], train, **options) as session:
+            found.append(outcome(session, run_steps(session, train, 4)))
+    assert found[1:] == found[:2]
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_parts_with_frozen_parameters_have_nearly_the_gradients_of_the_plain_model(frozen: str, tmp_path: Path) -> None:
+    config = tiny_config("qwen3_moe")
+    loss, expected, source = plain_gradients(config, "sdpa")
+    skeleton = build_skeleton(config, "sdpa")
+    freeze(skeleton, FROZEN[frozen])
+    trained = {name: expected[name] for name, parameter in skeleton.named_parameters() if parameter.requires_grad}
+    found_loss, found = streamed_gradients(config, tmp_path, source, expert_parts=2, frozen=FROZEN[frozen])
+    assert found_loss == loss
+    assert found.keys() == trained.keys()
+    assert far(found, trained, NEAR) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # in transformers
+def test_compiled_parts_give_the_same_bits_by_every_policy(tmp_path: Path) -> None:
+    run = replace(MOE, compile=True)
+    pairs = [("gpu", "keep"), ("nvme", "recompute"), ("ram_streamed", "offload")]
+    results = [replace(run, place=place, activations=a)(tmp_path) for place, a in pairs]
+    assert results[1:] == results[:2]
+    assert results[0] != MOE(tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiles", [False, True])
+def test_parts_on_cuda_give_the_same_bits_on_any_tier_with_any_activation_policy(
+    compiles: bool, tmp_path: Path
+) -> None:
+    run = replace(MOE, device="cuda", compile=compiles, fused_loss=True)
+    runs = [replace(run, place=place, activations=activations) for place, activations in PAIRS[::4]]
+    first, *others = run_in_fresh_process(runs, tmp_path)
+    assert [other for other in others if other != first] == []
+
+
+def tiers(gpu: int) -> TiersConfig:
+    return TiersConfig(device="cpu", gpu=gpu, ram=64 << 20, state=("ram",))
+
+
+def session_of(gpu: int, parts: int, **options: Any) -> Session:
+    skeleton = build_skeleton(tiny_config("qwen3_moe", moe_intermediate_size=96, **options), "sdpa")
+    model = ModelConfig(config={"model_type": "qwen3_moe"}, expert_parts=parts)
+    train = TrainConfig(steps=1, batch=2)
+    return Session(skeleton, model, tiers(gpu), train, NumericsConfig(), 16)
+
+
+def test_layer_too_large_for_its_slots_is_refused_and_runs_in_the_parts_that_are_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"Or set model\.expert_parts to 4: then slots take part") as refused:
+        session_of(400 << 10, 1)
+    assert refused.value.what == "GPU slots for the largest unit, model.layers.0"
+    with pytest.raises(PlanError, match=r"model\.expert_parts to 4"):
+        session_of(400 << 10, 2)
+    with session_of(400 << 10, 4) as session:
+        session.load(Initialiser(session.model, 0))
+        ids = torch.arange(32).view(2, 16)
+        assert session.engine.train_step(1, 1e-3, [{"input_ids": ids, "labels": ids}]).loss > 0
+        assert session.placement.other_bytes[Tier.GPU] <= 400 << 10
+
+
+def test_parts_that_do_not_help_are_not_named() -> None:
+    with pytest.raises(PlanError, match=r"at least [\d.]+ MiB\.$") as refused:
+        session_of(4 << 10, 1)
+    assert "expert_parts" not in str(refused.value)
+
+
+def test_slots_of_parts_are_as_small_as_the_largest_part() -> None:
+    sizes = []
+    for parts in (1, 4):
+        with session_of(8 << 20, parts, vocab_size=32) as session:
+            [slots] = [plan for plan in session.placement.slots if (plan.tier, plan.kind) == (Tier.GPU, Kind.WEIGHT)]
+            sizes.append(slots.slot_bytes)
+            assert slots.slot_bytes == 2 * max(unit.layout.num_elements for unit in session.units)
+    assert sizes[1] < sizes[0] / 3
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "read",
+    [lambda gate, x: nn.functional.linear(x, gate.weight), lambda gate, x: x.float() @ gate.weight.float().T],
+    ids="ab",
+)
+def test_router_that_is_read_past_its_own_forward_is_refused(
+    read: Any, training: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = import_module("transformers.models.qwen3_moe.modeling_qwen3_moe").Qwen3MoeSparseMoeBlock
+    forward = block.forward
+    monkeypatch.setattr(block, "forward", lambda self, x: forward(self, x) + 0 * read(self.gate, x).sum())
+    config = tiny_config("qwen3_moe")
+    train = TrainConfig(steps=1, batch=2)
+    batch = {"input_ids": torch.tensor([[5, 9]] * 2), "labels": torch.tensor([[5, 9]] * 2)}
+    for parts in (1, 2):
+        with opened(config, tmp_path, PLACES["ram"], train, expert_parts=parts) as session, ExitStack() as stack:
+            if parts > 1:
+                stack.enter_context(pytest.raises(UnsupportedModelError, match=r"outside of the module .*expert_parts"))
+            if training:
+                session.engine.train_step(1, 1e-3, [batch])
+            else:
+                session.engine.evaluate([batch])
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+def test_parts_to_which_no_token_is_sent_have_gradients_of_zero(implementation: str, tmp_path: Path) -> None:
+    """What a product leaves unset is NaN in the deterministic mode."""
+    config = tiny_config("qwen3_moe", output_router_logits=False)
+    config._experts_implementation = implementation
+    ids = torch.tensor([[5, 9]] * 4)
+    source, was = plain_gradients(config, "sdpa")[2], torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        batch = {"input_ids": ids, "labels": ids}
+        results = [streamed_gradients(config, tmp_path, source, batch=batch, expert_parts=parts) for parts in (1, 8)]
+    finally:
+        torch.use_deterministic_algorithms(was)
+    (loss, expected), (found_loss, found) = results
+    assert found_loss == loss
+    assert far(found, expected, NEAR) == {}
+    experts = found["model.layers.0.mlp.experts.down_proj"].flatten(1).any(1)
+    assert 2 <= int(experts.sum()) <= 4
