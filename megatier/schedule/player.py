@@ -416,7 +416,7 @@ class Player:
         return self._demanded + self.updates.demanded
 
     def _demand(self, timeline: Timeline) -> None:
-        used = timeline.with_backward
+        used = timeline.learning
         updated = [update.unit for update in timeline.updates] if self.policy.deferred else used & self._trained
         units = self._as_offloaded()
         self._demanded.update(
@@ -426,7 +426,7 @@ class Player:
     def _demand_less(self, timeline: Timeline) -> None:
         """Units that a step left out have no gradient, and in the immediate mode no update."""
         units = self._as_offloaded()
-        for name in (timeline.with_backward & self._trained) - self._final:
+        for name in (timeline.learning & self._trained) - self._final:
             self._demanded.subtract(gradient_bytes(units[name], self.placement, self.policy))
             if not self.policy.deferred:
                 self._demanded.subtract(update_bytes(units[name], self.placement, self.policy))

@@ -68,9 +68,10 @@ class Timeline:
     updates: tuple[Update, ...]
 
     @property
-    def with_backward(self) -> frozenset[str]:
-        """Units with a backward."""
-        return frozenset(access.unit for access in self.accesses if access.phase is Phase.BACKWARD)
+    def learning(self) -> frozenset[str]:
+        """All units, if the pass has a backward: a fused head, which makes its gradient in the forward, has none."""
+        has_backward = any(access.phase is Phase.BACKWARD for access in self.accesses)
+        return frozenset(access.unit for access in self.accesses) if has_backward else frozenset()
 
     def load_of(self) -> list[Load | Update | None]:
         """Per access, what brings its weights (None: they are on the GPU already)."""
