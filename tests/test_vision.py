@@ -160,11 +160,13 @@ def test_vision_in_bf16_has_nearly_the_loss_of_fp32(family: str, tmp_path: Path)
 # ---- steps, some of them without images
 
 
-def mixed_run(family: str, mount: Path, place: str, activations: Any = "keep", **options: Any) -> Outcome:
+def mixed_run(
+    family: str, mount: Path, place: str, activations: Any = "keep", clip: float | None = 0.5, **options: Any
+) -> Outcome:
     """Five steps of two groups; all groups of the first have images, those of the others some or none."""
-    train = TrainConfig(steps=5, batch=2 * BATCH, groups=2, activations=activations, weight_decay=0.1, **options)
+    train = TrainConfig(steps=5, batch=2 * BATCH, groups=2, activations=activations, weight_decay=0.1, clip=clip)
     config = vision_config(family)
-    with opened(config, mount, PLACES[place], train, compute_dtype="bf16") as session:
+    with opened(config, mount, PLACES[place], train, compute_dtype="bf16", **options) as session:
         results = []
         for number, images in enumerate([(True, True), (False, True), (False, False), (True, False), (True, True)]):
             groups = [
@@ -183,6 +185,21 @@ def test_steps_with_and_without_images_equal_every_bit_wherever_the_state_lies(
     places = ["ram", "nvme", "gpu_ram_nvme"] + ["ram_streamed", "nvme_twice"] * (clip is not None)
     for place in places:
         assert mixed_run(family, tmp_path, place, "recompute", clip=clip) == expected, place
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of the compiler's own imports
+@pytest.mark.parametrize(
+    ("family", "compiles"), [*((family, False) for family in VISION_FAMILIES), ("qwen3_vl", True), ("llava", True)]
+)
+def test_steps_with_and_without_images_on_a_gpu_equal_every_bit_wherever_the_state_lies(
+    family: str, compiles: bool, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"device": "cuda", "compile": compiles, "tokens": text_batch()["input_ids"].shape[1]}
+    places = [("gpu", "keep"), ("ram", "recompute"), ("ram_streamed", "offload"), ("nvme_twice", "keep")]
+    expected, *found = [mixed_run(family, tmp_path, place, policy, **options) for place, policy in places]
+    assert [place for place, other in zip(places[1:], found, strict=True) if other != expected] == []
+    assert expected.losses == pytest.approx(mixed_run(family, tmp_path, "gpu").losses, rel=1e-2)
 
 
 def test_step_without_images_leaves_the_vision_tower_and_its_moments_as_they_are() -> None:
