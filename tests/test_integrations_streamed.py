@@ -263,6 +263,29 @@ def test_lent_head_in_evaluations_among_others_gives_the_same_loss(tmp_path: Pat
         assert len(losses) == 1
 
 
+@pytest.mark.parametrize("fused_loss", [True, False])
+@pytest.mark.parametrize("place", ["gpu", "ram_nvme"])
+def test_evaluations_in_inference_mode_leave_no_trace_in_the_steps(
+    place: str, fused_loss: bool, tmp_path: Path
+) -> None:
+    """Lightning validates in it; what is made there could be in no backward."""
+    train = train_config("tied", groups=1)
+    outcomes = []
+    for evaluates in (False, True):
+        with streamed_on(place, tmp_path, train, fused_loss=fused_loss) as (session, streamed):
+            torch.manual_seed(5)
+            results = []
+            for step in (1, 2, 3):
+                if evaluates:
+                    streamed.model.eval()
+                    with torch.inference_mode():
+                        assert streamed.model(**random_groups(train, 160, 99)[0]).loss.isfinite()
+                    streamed.model.train()
+                results += loop(streamed, train, 160, first=step, last=step)
+            outcomes.append(outcome(session, results))
+    assert outcomes[0] == outcomes[1]
+
+
 def loss_past_the_head(streamed: Streamed, batch: Any) -> Tensor:
     """A forward that multiplies by the head's weight itself."""
     model: Any = streamed.model

@@ -239,20 +239,23 @@ class Engine:
 
     @contextmanager
     def evaluation(self, name: str = "evaluate") -> Iterator[None]:
-        """One forward without gradients inside. Updates that are due have been drained.
+        """One forward without gradients inside, in whatever mode. Updates that are due have been drained.
+
+        What is bound in inference mode and kept, such as a home's weights, could be in no backward: so it is left.
 
         Args:
             name: of all that use the units in this one's order.
         """
         self._stage.gradients.group = 0  # the order of units is recorded with their group
-        self._stream.begin(name)
-        try:
-            with refused_outside(self.model):
-                yield
-        except BaseException:
-            self._stream.cancel()
-            raise
-        self._stream.end()
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._stream.begin(name)
+            try:
+                with refused_outside(self.model):
+                    yield
+            except BaseException:
+                self._stream.cancel()
+                raise
+            self._stream.end()
 
     def _node(self, unit: Unit, name: str, places: Sequence[Binding]) -> Node:
         module, activations = self.model.get_submodule(name), self.options.activations[unit.name]
