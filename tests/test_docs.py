@@ -1,14 +1,16 @@
 """The commands and the Python of the documents run as they stand, page by page, from top to bottom.
 
 A block behind `<!-- not run by the tests: REASON -->` is reported as skipped: it needs a GPU, a network, a large
-machine or a long time.
+machine or a long time. One behind `<!-- needs PACKAGE -->` runs where that package is, and may warn.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
 import shlex
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,8 @@ STARTS = {
 }
 """What each of the three users types first."""
 FENCE = re.compile(
-    r"^(?:<!-- not run by the tests: (?P<reason>.+?) -->\n)?```(?P<language>sh|python)\n(?P<code>.*?)^```$",
+    r"^(?:<!-- (?:not run by the tests: (?P<reason>.+?)|needs (?P<package>\w+)) -->\n)?"
+    r"```(?P<language>sh|python)\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -40,6 +43,8 @@ class Block:
     code: str
     reason: str | None
     """Why the tests do not run it."""
+    package: str | None
+    """What it needs beyond the tests' own."""
 
     @property
     def name(self) -> str:
@@ -50,7 +55,7 @@ def blocks(page: str) -> Iterator[Block]:
     text = (ROOT / page).read_text(encoding="utf-8")
     for found in FENCE.finditer(text):
         line = text.count("\n", 0, found.start("code")) + 1
-        yield Block(page, line, found["language"], found["code"], found["reason"])
+        yield Block(page, line, found["language"], found["code"], found["reason"], found["package"])
 
 
 def commands(block: Block) -> Iterator[list[str]]:
@@ -76,10 +81,13 @@ def test_page_runs_as_it_stands(page: str, workplace: None) -> None:
         pytest.importorskip("accelerate")
     names: dict[str, object] = {"__name__": page}
     for block in blocks(page):
-        if block.reason is not None:
+        if block.reason is not None or (block.package and importlib.util.find_spec(block.package) is None):
             continue
         if block.language == "python":
-            exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), names)
+            with warnings.catch_warnings():
+                if block.package:
+                    warnings.simplefilter("default")
+                exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), names)
             continue
         for program, *words in commands(block):
             assert program == "megatier", block.name

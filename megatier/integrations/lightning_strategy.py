@@ -1,0 +1,211 @@
+"""MegatierStrategy: Lightning's Trainer over a streamed model.
+
+    with megatier.stream("path", accumulation_steps=2) as streamed:
+        Trainer(strategy=MegatierStrategy(streamed), accumulate_grad_batches=2).fit(Module(streamed), loader)
+
+The LightningModule holds `streamed.model`, and its `configure_optimizers` gives `streamed.optimizer`. Needs the extra
+`lightning`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from megatier.errors import ConfigError
+from megatier.integrations.streamed import Streamed
+
+LIGHTNING_FILE = "lightning.ckpt"
+"""In a checkpoint: what Lightning keeps, beside masters and moments."""
+
+
+class MegatierStrategy(SingleDeviceStrategy):
+    """Lightning's loop, data, schedules, callbacks and logs over megatier's step.
+
+    Clipping and accumulation are those of the Trainer. A checkpoint is a folder: Lightning's file, and `step-...` with
+    masters and moments; one of weights alone has an export for `from_pretrained` instead, from which nothing resumes.
+    """
+
+    parallel_devices: tuple[torch.device, ...] = ()
+    """Those that the Trainer was told, set by it."""
+    num_nodes = 1
+
+    def __init__(self, streamed: Streamed) -> None:
+        """Take a streamed model; it stays open after the run."""
+        is_cuda = streamed.device.type == "cuda"  # Lightning wants the GPU's number
+        super().__init__(torch.device("cuda", torch.cuda.current_device()) if is_cuda else streamed.device)
+        self.streamed = streamed
+
+    def setup(self, trainer: Trainer) -> None:
+        """Lightning's, and what a run that broke off left of a step is dropped.
+
+        Raises:
+            ConfigError: Trainer or LightningModule ask for what a streamed model has not.
+        """
+        module = self.lightning_module
+        _refuse(
+            (
+                tuple(self.parallel_devices) != (self.root_device,) or self.num_nodes > 1,
+                f"the streamed model computes on {self.root_device} alone; give the Trainer devices=1 and num_nodes=1.",
+            ),
+            (
+                type(self.precision_plugin) is not Precision,
+                "the precision of a streamed model is compute_dtype of megatier.stream; leave precision out.",
+            ),
+            (
+                all(child is not self.streamed.model for child in module.children()),
+                f"{type(module).__name__} does not hold the streamed model: make streamed.model an attribute of it.",
+            ),
+        )
+        self.streamed.abandon()
+        super().setup(trainer)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """What training needs beyond evaluating.
+
+        Raises:
+            ConfigError: Trainer or LightningModule ask for what a streamed model has not.
+        """
+        module, declared = self.lightning_module, self.streamed.accumulation_steps
+        with self._without_model():
+            others = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        _refuse(
+            (
+                not module.automatic_optimization,
+                "manual optimization is not for this strategy: leave automatic_optimization on, or write the loop "
+                "yourself over megatier.stream.",
+            ),
+            (
+                trainer.accumulate_grad_batches != declared,
+                f"accumulate_grad_batches is {trainer.accumulate_grad_batches}, and megatier.stream was told "
+                f"accumulation_steps={declared}; name the same number in both.",
+            ),
+            (
+                trainer.gradient_clip_algorithm == "value" or is_overridden("configure_gradient_clipping", module),
+                "a streamed model is clipped by its global norm: give the Trainer gradient_clip_val alone.",
+            ),
+            (bool(others), f"{', '.join(others)}: only streamed parameters are trained; freeze all others."),
+        )
+        self.streamed.clip = trainer.gradient_clip_val or None
+        super().setup_optimizers(trainer)
+        _refuse(
+            (
+                self.optimizers != [self.streamed.optimizer],
+                "a streamed model brings its optimizer: configure_optimizers has to give streamed.optimizer.",
+            )
+        )
+
+    def on_train_start(self) -> None:
+        """Batches must make whole steps.
+
+        Raises:
+            ConfigError: an epoch, or what is trained between two validations, ends within a step.
+        """
+        trainer, steps = self.lightning_module.trainer, self.streamed.accumulation_steps
+        counts = {"an epoch": trainer.num_training_batches}
+        if trainer.enable_validation:
+            counts["val_check_interval"] = trainer.val_check_batch
+        for what, count in counts.items():
+            if isinstance(count, int) and count % steps:  # of an iterable dataset nobody knows
+                raise ConfigError(
+                    f"{what} has {count} batches, no multiple of accumulate_grad_batches ({steps}), and every step of "
+                    "a streamed model has as many. Set limit_train_batches or val_check_interval to a multiple."
+                )
+
+    def on_validation_start(self) -> None:
+        """Weights are read next."""
+        self._drop_cut_step()
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """What cannot be trained is refused before state is loaded."""
+        return True
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        storage_options: Any = None,  # noqa: ANN401 - Lightning's
+    ) -> None:
+        """Write a folder; it takes the place of one of that name when it is whole.
+
+        Raises:
+            StreamedModelError: in the middle of a step.
+            CapacityError, TransferError: see `Streamed.save` and `Streamed.export`.
+        """
+        self._drop_cut_step()
+        target = Path(filepath)
+        partial = target.with_name(f".{target.name}.partial")
+        self.remove_checkpoint(partial)
+        write = self.streamed.save if "optimizer_states" in checkpoint else self.streamed.export
+        write(partial)
+        super().save_checkpoint(checkpoint, partial / LIGHTNING_FILE, storage_options)
+        self.remove_checkpoint(target)
+        partial.rename(target)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Masters, moments and the number of the step; Lightning takes the rest from what this returns.
+
+        Raises:
+            CheckpointError: see `Streamed.restore`.
+        """
+        self.streamed.restore(checkpoint_path)
+        loaded: dict[str, Any] = super().load_checkpoint(Path(checkpoint_path) / LIGHTNING_FILE, weights_only)
+        return loaded
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Of what the LightningModule has beside the streamed model: metrics, frozen modules."""
+        with self._without_model():
+            state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """The same."""
+        with self._without_model():
+            super().load_model_state_dict(checkpoint, strict)
+
+    def model_to_device(self) -> None:
+        """The same."""
+        with self._without_model():
+            super().model_to_device()
+
+    def teardown(self) -> None:
+        """Lightning's; the streamed model stays where it is."""
+        with self._without_model():
+            super().teardown()
+
+    def _drop_cut_step(self) -> None:
+        """Lightning may end between the backwards of a step (max_time, an exception); it makes no update of them."""
+        trainer = self.lightning_module.trainer
+        if trainer.should_stop or trainer.interrupted:
+            self.streamed.abandon()
+
+    @contextlib.contextmanager
+    def _without_model(self) -> Iterator[None]:
+        """Inside, the LightningModule is without the streamed model, which moves nowhere and has no state dict."""
+        module: LightningModule = self.lightning_module
+        names = [name for name, child in module._modules.items() if child is self.streamed.model]
+        for name in names:
+            setattr(module, name, None)
+        try:
+            yield
+        finally:
+            for name in names:
+                setattr(module, name, self.streamed.model)
+
+
+def _refuse(*refusals: tuple[bool, str]) -> None:
+    for holds, message in refusals:
+        if holds:
+            raise ConfigError(message)
