@@ -122,6 +122,21 @@ def test_family_whose_batch_is_not_the_first_dimension_refuses_slices(tmp_path: 
         streamed_gradients(config, tmp_path, source, slices=2)
 
 
+def test_family_with_several_hidden_states_offloads_them_all(tmp_path: Path) -> None:
+    config = tiny_config("gemma3n_text")
+    loss, expected, source = plain_gradients(config, attention_of(config))
+    found_loss, found = streamed_gradients(config, tmp_path, source, "offload")
+    assert found_loss == loss
+    assert [name for name, grad in expected.items() if not torch.equal(found[name], grad)] == []
+
+
+def test_batch_larger_than_what_offload_has_room_for_is_named(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    source = plain_gradients(config, attention_of(config))[2]
+    with pytest.raises(ConfigError, match=r"the input of model\.layers\.0 has \d+ bytes; by train\.batch"):
+        streamed_gradients(config, tmp_path, source, "offload", tokens=TOKENS - 1)
+
+
 RECURRENT = {"qwen3_next": "linear_attention", "qwen3_5_text": "linear_attention", "lfm2": "conv"}
 """Families with layers that carry a state over the borders of documents."""
 NO_BALANCE = {name: {"router_aux_loss_coef": 0.0} for name in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")}

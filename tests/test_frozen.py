@@ -138,6 +138,17 @@ def test_frozen_run_on_a_gpu_gives_the_same_bits_on_any_tier(frozen: str, tmp_pa
     assert found == [found[0]] * len(names)
 
 
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_frozen_all_but_a_fused_head_moves_what_is_demanded(clip: float | None, tmp_path: Path) -> None:
+    train = settings(clip=clip)
+    with opened(CONFIG, tmp_path, ROOMY["nvme"], train, frozen=("*", "!lm_head"), fused_loss=True) as session:
+        before = session.store.moved_bytes.copy()
+        run_steps(session, train, 3)
+        session.player.drain()
+        assert session.store.moved_bytes - before == session.player.demanded
+        assert session.player.demanded["gpu_to_ram"]
+
+
 def test_frozen_weights_stay_and_have_no_state(tmp_path: Path) -> None:
     patterns = FROZEN["mixed"]
     source = plain_model(CONFIG)

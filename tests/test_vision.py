@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from megatier.engine.loss import check_calls_loss_function
 from megatier.errors import TimelineError, UnsupportedModelError
 from megatier.integrations.streamed import Streamed
 from megatier.models.decoder import build_skeleton, find_units
+from megatier.models.frozen import freeze
 from megatier.models.weights import Initialiser
 from megatier.store.tier import Kind
 
@@ -167,13 +168,15 @@ def mixed_run(
     train = TrainConfig(steps=5, batch=2 * BATCH, groups=2, activations=activations, weight_decay=0.1, clip=clip)
     config = vision_config(family)
     with opened(config, mount, PLACES[place], train, compute_dtype="bf16", **options) as session:
-        results = []
+        results, before = [], session.store.moved_bytes.copy()
         for number, images in enumerate([(True, True), (False, True), (False, False), (True, False), (True, True)]):
             groups = [
                 image_batch(family, seed=2 * number + k) if has_image else text_batch(seed=2 * number + k)
                 for k, has_image in enumerate(images)
             ]
             results.append(session.engine.train_step(number + 1, 1e-2, groups))
+        session.player.drain()
+        assert session.store.moved_bytes - before == session.player.demanded
         return outcome(session, results)
 
 
@@ -232,6 +235,45 @@ def test_group_without_images_adds_nothing_to_the_gradients_of_one_with_images(h
             step(model, *groups)
             found.append(of_vision(read_parameters(model._session, Kind.EXP_AVG)))
     assert changed(*found) == set()
+
+
+PROJECTOR = ("*", "!*multi_modal_projector*")
+LOWER = ("model.language_model.embed_tokens", "model.language_model.layers.[01]")
+
+
+def trained_names(frozen: Sequence[str]) -> set[str]:
+    model = build_skeleton(vision_config("llava"), "sdpa")
+    freeze(model, frozen)
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("frozen", [PROJECTOR, (*PROJECTOR, "!lm_head")])
+def test_groups_with_and_without_images_train_the_projector_in_any_order(frozen: Any, fused: bool) -> None:
+    image, text, found = image_batch("llava"), text_batch(), []
+    for groups in ((image, text), (text, image)):
+        options = {"accumulation_steps": 2, "frozen": frozen, "fused_loss": fused}
+        with streamed(plain_model(vision_config("llava")), **options) as model:
+            before = model.state_dict()
+            for _ in range(2):
+                step(model, *groups)
+            found.append(model.state_dict())
+            assert changed(before, found[-1]) == trained_names(frozen)
+    assert changed(*found) == set()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("frozen", [PROJECTOR, LOWER])
+def test_step_without_images_goes_on_where_lower_layers_are_frozen(frozen: Any, fused: bool) -> None:
+    with streamed(plain_model(vision_config("llava")), frozen=frozen, fused_loss=fused) as model:
+        step(model, image_batch("llava"))
+        before = model.state_dict()
+        step(model, text_batch())
+        after = model.state_dict()
+        of_images = trained_names(frozen) & of_vision(before).keys()
+        assert changed(before, after) == trained_names(frozen) - of_images
+        step(model, image_batch("llava", seed=2))
+        assert of_images and of_images & changed(after, model.state_dict())
 
 
 def test_first_step_without_images_is_named_when_images_come() -> None:

@@ -31,7 +31,7 @@ class GradSink(Protocol):
         """Hand it over."""
 
     def sums_here(self, unit: str) -> bool:
-        """True when groups are added up in the buffer itself, because it is at home on the GPU."""
+        """True when groups are added up in the buffer itself: at home on the GPU, or RAM is too short."""
 
 
 class Measure(Protocol):

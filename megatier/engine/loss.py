@@ -23,7 +23,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from megatier.engine.gradient import Gradients
 from megatier.engine.node import Node
+from megatier.engine.stage import Stage
 from megatier.errors import UnsupportedModelError
 from megatier.store.tier import Phase
 
@@ -140,20 +142,26 @@ class FusedLoss:
 
 
 class StepLoss:
-    """A model's loss function, divided by what the whole step counts. Some models do not pass that on to it."""
+    """A model's loss function, divided by what the whole step counts. Some models do not pass that on to it.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    Its backward is where a group's begins, also where that comes to nothing that is trained.
+    """
+
+    def __init__(self, model: PreTrainedModel, stage: Stage) -> None:
         """Take the place of the model's own."""
         self.divisor: int | None = None
         """Tokens that the step counts; None: the mean over the batch."""
         self._function: Callable[..., Tensor] = model.loss_function
+        self._stage = stage
         model.loss_function = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - whatever the model gives
         """The loss."""
         if self.divisor is not None:
             kwargs["num_items_in_batch"] = self.divisor
-        return self._function(*args, **kwargs)
+        loss = self._function(*args, **kwargs)
+        watched: Tensor = _Watched.apply(loss, self._stage.anchor, self._stage.gradients)  # type: ignore[no-untyped-call]
+        return watched
 
 
 def check_calls_loss_function(model: PreTrainedModel, remedy: str) -> None:
@@ -218,6 +226,20 @@ class _LossFunction(torch.autograd.Function):
         if head_grad is not None:
             fused.deliver(head_grad.mul_(grad))
         return None, None if hidden_grad is None else hidden_grad.mul_(grad), None, None, None
+
+
+class _Watched(torch.autograd.Function):
+    """The loss itself; a backward from it is watched. By the anchor it has one even if no gradient leads further."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, anchor: Tensor, gradients: Gradients) -> Tensor:  # noqa: ANN401
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        ctx.gradients.watch_backward()
+        return grad, None, None
 
 
 def _take_softcap(model: PreTrainedModel) -> float | None:

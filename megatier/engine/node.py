@@ -385,6 +385,7 @@ class _Lent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:  # noqa: ANN401
         node: Node = ctx.node
+        node.stage.gradients.watch_backward()
         parts = zip(node.names, grads, strict=True)
         node.stage.gradients.add(node.unit, [(name, grad) for name, grad in parts if node.is_trained[name]])
         node.stage.gradients.close(node.unit)

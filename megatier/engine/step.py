@@ -128,7 +128,7 @@ class Engine:
         if options.fused_loss:
             check_calls_loss_function(model, "set model.fused_loss to false")
             FusedLoss(model, next(n for n in self._nodes.values() if n.module is head), options.loss_chunk)
-        self._step_loss = StepLoss(model)
+        self._step_loss = StepLoss(model, self._stage)
         self._is_learnt = options.slices == 1
         self._skips = 0
         """Steps that were left out since the last one that was not."""
@@ -177,7 +177,7 @@ class Engine:
         """After the last backward: the gradients' global norm. The host waits for the device.
 
         Raises:
-            TimelineError: units were left out.
+            TimelineError: units were used in a forward, and not in the backward that the recorded order has.
             NonFiniteError: a gradient is NaN or infinite, where updates do not wait for the norm.
         """
         self._stream.end()

@@ -22,8 +22,9 @@ from functools import partial
 import torch
 
 from megatier.errors import TimelineError
-from megatier.schedule.blocks import UnitBlocks, activation_key, grad_key
+from megatier.schedule.blocks import UnitBlocks, grad_key
 from megatier.schedule.gate import Gate
+from megatier.schedule.offload import Offload
 from megatier.schedule.optimizer import Optimizer
 from megatier.schedule.placement import Placement, Policy, UnitSpec
 from megatier.schedule.timeline import (
@@ -84,6 +85,8 @@ class Player:
         """Register all blocks and slots with the store, which must be fresh, and start the lanes."""
         self.store, self.placement, self.policy = store, placement, policy
         self.units = {unit.name: unit for unit in units}
+        self._sizes = {unit.name: replace(unit, activation_bytes=0) for unit in units}
+        """But for activations, which `_offload` counts one by one: not every use of a unit has a backward."""
         self._trained = frozenset(placement.grad_homes)
         self._orders: dict[str, tuple[Access, ...]] = {}
         self._timelines: dict[tuple[str, frozenset[str]], Timeline] = {}
@@ -99,10 +102,7 @@ class Player:
         self._grads: dict[str, Lease] = {}
         self.held: list[Lease] = []
         """Weights in compute's hands."""
-        self._stashed: list[tuple[str, torch.Size, torch.dtype]] = []
-        self._fetched: dict[str, tuple[torch.Tensor, Transfer]] = {}
-        self._offloaded: set[str] = set()
-        """Units that have stashed an activation: where nothing is trained below, no input waits for a backward."""
+        self._offload = Offload(store, self.units)
         self._summed: set[str] = set()
         """Units of which this step has handed over a group's gradient."""
         self._final: set[str] = set()
@@ -133,8 +133,7 @@ class Player:
     def begin(self, name: str) -> None:
         """Start a pass, `train` or one of evaluations: play its timeline, or record its order the first time."""
         self._pass, self.accesses, self._loads = name, [], {}
-        self._stashed.clear()
-        self._fetched.clear()
+        self._offload.clear()
         self._left_out.clear()
         self.gate.reset()
         if (exchange := self.updates.exchange) is not None and exchange.failed():
@@ -190,20 +189,22 @@ class Player:
         Raises:
             TimelineError: units were used in a forward, and not in the backward that the recorded order has.
         """
-        if self.timeline is not None:
+        played = self.timeline
+        if played is not None:
             try:
                 self._pass_over(None)
             except TimelineError:
                 self.cancel()
                 raise
-            self._demand_less(self.timeline)
         else:
             on_demand = [
                 Load(access.unit, index, 0, None, -1)
                 for index, access in enumerate(self.accesses)
                 if self.placement.homes[access.unit, Kind.WEIGHT] is not Tier.GPU
             ]
-            self._demand(Timeline(tuple(self.accesses), tuple(on_demand), ()))
+            played = Timeline(tuple(self.accesses), tuple(on_demand), ())
+            self._demand(played)
+        self._demand_less(played)
         self._orders.setdefault(self._pass, tuple(self.accesses))
         self._evict_weights()
 
@@ -293,14 +294,18 @@ class Player:
         return self._use(access)
 
     def _pass_over(self, access: Access | None) -> None:
-        """Use and leave what this pass leaves out before an access (None: before its end), so that its loads go on."""
+        """Use and leave what this pass leaves out before an access (None: before its end), so that its loads go on.
+
+        That may be a frozen unit's backward alone: where there is no image, no gradient passes through it.
+        """
         assert self.timeline is not None
         done, skipped, left_out = len(self.accesses), list[Access](), set(self._left_out)
         for recorded in self.timeline.accesses[done:]:
             if recorded == access:
                 break
             place = recorded.unit, recorded.group
-            if place not in left_out and (recorded.phase is Phase.BACKWARD or recorded in self.accesses):
+            is_lost = recorded.phase is Phase.BACKWARD and recorded.unit in self._trained
+            if place not in left_out and (is_lost or recorded in self.accesses):
                 raise _another_order(done, access, recorded)
             left_out.add(place)
             skipped.append(recorded)
@@ -365,27 +370,12 @@ class Player:
         self.updates.wait()
 
     def stash(self, unit: str, tensor: torch.Tensor) -> None:
-        """Start copying an activation (contiguous, on the GPU) to its place in RAM."""
-        self.store.push(activation_key(unit), tensor)
-        self._stashed.append((unit, tensor.shape, tensor.dtype))
-        self._offloaded.add(unit)
+        """Take an activation to RAM; see `Offload.stash`."""
+        self._offload.stash(unit, tensor)
 
     def fetch(self, unit: str) -> torch.Tensor:
-        """A stashed activation back on the GPU, ordered before what compute does next; and the one before it, ahead."""
-        if unit not in self._fetched:
-            self._fetch_last(unit)
-        tensor, transfer = self._fetched.pop(unit)
-        transfer.order()
-        if self._stashed:
-            self._fetch_last(self._stashed[-1][0])
-        return tensor
-
-    def _fetch_last(self, unit: str) -> None:
-        """Start bringing the activation that was stashed last: a backward needs them in that order."""
-        index = max(i for i, (name, _, _) in enumerate(self._stashed) if name == unit)
-        _, shape, dtype = self._stashed.pop(index)
-        tensor = torch.empty(shape, dtype=dtype, device=self.store.device)
-        self._fetched[unit] = tensor, self.store.pull(activation_key(unit), tensor)
+        """Bring it back; see `Offload.fetch`."""
+        return self._offload.fetch(unit)
 
     def _wait(self, transfer: Transfer, causes: Counter[str]) -> None:
         while not transfer.issued(WAIT_SLICE_S):
@@ -413,27 +403,25 @@ class Player:
     @property
     def demanded(self) -> Counter[str]:
         """Bytes per queue that the placement demanded of the passes and updates so far."""
-        return self._demanded + self.updates.demanded
+        return self._demanded + self._offload.demanded + self.updates.demanded
 
     def _demand(self, timeline: Timeline) -> None:
-        used = timeline.learning
-        updated = [update.unit for update in timeline.updates] if self.policy.deferred else used & self._trained
-        units = self._as_offloaded()
+        used = self._trained_in(timeline)
+        updated = [update.unit for update in timeline.updates] if self.policy.deferred else used
         self._demanded.update(
-            demanded_bytes(timeline, self.placement, units, self.policy, gradients=used, updated=updated)
+            demanded_bytes(timeline, self.placement, self._sizes, self.policy, gradients=used, updated=updated)
         )
 
     def _demand_less(self, timeline: Timeline) -> None:
         """Units that a step left out have no gradient, and in the immediate mode no update."""
-        units = self._as_offloaded()
-        for name in (timeline.learning & self._trained) - self._final:
-            self._demanded.subtract(gradient_bytes(units[name], self.placement, self.policy))
+        for name in self._trained_in(timeline) - self._final:
+            self._demanded.subtract(gradient_bytes(self._sizes[name], self.placement, self.policy))
             if not self.policy.deferred:
-                self._demanded.subtract(update_bytes(units[name], self.placement, self.policy))
+                self._demanded.subtract(update_bytes(self._sizes[name], self.placement, self.policy))
 
-    def _as_offloaded(self) -> dict[str, UnitSpec]:
-        """The units, of which those that stash nothing have no activations to move."""
-        return {n: u if n in self._offloaded else replace(u, activation_bytes=0) for n, u in self.units.items()}
+    def _trained_in(self, timeline: Timeline) -> frozenset[str]:
+        used = {access.unit for access in timeline.accesses} if self._pass == "train" else set()
+        return self._trained & used
 
     def _evict_weights(self) -> None:
         for name in self.units:

@@ -67,12 +67,6 @@ class Timeline:
     """In the order they are issued; those fed by an update are not repeated here."""
     updates: tuple[Update, ...]
 
-    @property
-    def learning(self) -> frozenset[str]:
-        """All units, if the pass has a backward: a fused head, which makes its gradient in the forward, has none."""
-        has_backward = any(access.phase is Phase.BACKWARD for access in self.accesses)
-        return frozenset(access.unit for access in self.accesses) if has_backward else frozenset()
-
     def load_of(self) -> list[Load | Update | None]:
         """Per access, what brings its weights (None: they are on the GPU already)."""
         found: list[Load | Update | None] = [None] * len(self.accesses)

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from megatier.config import RunConfig
 from megatier.engine.activation import Activations
 from megatier.models.decoder import Unit
-from megatier.train.workload import COMPUTE_DTYPES, Workload
+from megatier.train.workload import COMPUTE_DTYPES, Workload, boundary_width
 
 CONTEXT_BYTES = 1_000_000_000
 """What the driver and libraries hold."""
@@ -67,20 +67,20 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
         compiles: whether layers are compiled.
     """
     text = model.config.get_text_config()
-    width = COMPUTE_DTYPES[config.model.compute_dtype].itemsize
-    boundary = work.rows * config.data.sequence_length * text.hidden_size * width
+    item, width = COMPUTE_DTYPES[config.model.compute_dtype].itemsize, boundary_width(model)
+    boundary = work.rows * config.data.sequence_length * width * item
     layers = [unit for unit in work.units if _is_of_layer(unit)]
     lowest = next((i for i, unit in enumerate(work.units) if unit.layout.num_trained), 0)
     reached = [unit for unit in work.units[lowest:] if _is_of_layer(unit)]  # below, nothing waits for a backward
-    saved = sum(_saved(unit, text.hidden_size, config, work, compiles) for unit in reached) * boundary
-    largest = max((_products(unit, text.hidden_size) for unit in layers), default=0.0)
+    saved = sum(_saved(unit, width, config, work, compiles) for unit in reached) * boundary
+    largest = max((_products(unit, width) for unit in layers), default=0.0)
     chunk = config.model.loss_chunk if config.model.fused_loss else work.rows * config.data.sequence_length
-    logits = 2 * width * min(chunk, work.rows * config.data.sequence_length) * text.vocab_size
+    logits = 2 * item * min(chunk, work.rows * config.data.sequence_length) * text.vocab_size
     head = model.get_output_embeddings()
     makes_sum = config.model.fused_loss and (head is None or head.weight.requires_grad)
     head_sum = 4 * text.vocab_size * text.hidden_size if makes_sum else 0
     mask = mask_bytes(config, work)
-    in_layer = REPEATED * largest * boundary + width * mask
+    in_layer = REPEATED * largest * boundary + item * mask
     return ActivationBytes(
         saved,
         saved + logits + head_sum + BOUNDARIES["loss"] * boundary + mask,
@@ -98,7 +98,7 @@ def _is_of_layer(unit: Unit) -> bool:
     return unit.is_layer or unit.experts is not None
 
 
-def _saved(unit: Unit, hidden: int, config: RunConfig, work: Workload, compiles: bool) -> float:
+def _saved(unit: Unit, width: int, config: RunConfig, work: Workload, compiles: bool) -> float:
     """Boundary activations' worth that a layer saves, or its part."""
     policy = work.activations[unit.name]
     if policy is Activations.OFFLOAD:
@@ -107,7 +107,7 @@ def _saved(unit: Unit, hidden: int, config: RunConfig, work: Workload, compiles:
     share = config.model.saved_share if compiles else 1.0
     if policy is Activations.RECOMPUTE or not share:
         return inputs
-    return max(inputs, interpolated(SAVED, share) * _products(unit, hidden))
+    return max(inputs, interpolated(SAVED, share) * _products(unit, width))
 
 
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
@@ -116,11 +116,11 @@ def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
     return float(np.interp(at, xs, ys))
 
 
-def _products(unit: Unit, hidden: int) -> float:
-    """Outputs of a layer's products, in hidden sizes; of experts as if a token went to one, of a part to its share."""
+def _products(unit: Unit, width: int) -> float:
+    """Outputs of a layer's products, in boundary widths; of experts as if a token went to one, of a part its share."""
     rows = [
         tensor.shape[-2] * tensor.num_elements / math.prod(tensor.parameter_shape)
         for tensor in unit.layout.tensors
         if len(tensor.shape) >= 2
     ]
-    return sum(rows) / hidden + (BESIDE_PRODUCTS if unit.experts is None else 0.0)
+    return sum(rows) / width + (BESIDE_PRODUCTS if unit.experts is None else 0.0)

@@ -79,7 +79,7 @@ class Workload:
         )
         activations = _activations(units, train)
         rows = train.batch // train.groups
-        hidden_bytes = rows * tokens * model.config.get_text_config().hidden_size * dtype.itemsize
+        hidden_bytes = rows * tokens * boundary_width(model) * dtype.itemsize
         offloaded = {name for name, policy in activations.items() if policy is Activations.OFFLOAD}
         specs = tuple(
             UnitSpec(
@@ -92,6 +92,13 @@ class Workload:
         )
         policy = _policy(dtype, tiers, train, options, guard=numerics.guard, savepoints=savepoints)
         return cls(units, specs, activations, policy, options, rows)
+
+
+def boundary_width(model: PreTrainedModel) -> int:
+    """Numbers a token between two layers: its hidden state; Gemma 3n has several (AltUp)."""
+    text = model.config.get_text_config()
+    width: int = text.hidden_size * getattr(text, "altup_num_inputs", 1)
+    return width
 
 
 def advised(short: PlanError, model: PreTrainedModel, parts: int, place_with: Callable[[int], object]) -> PlanError:
