@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import mmap
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -245,3 +248,22 @@ def test_session_stripes_by_the_rates_that_were_measured(tmp_path: Path, monkeyp
         assert files is not None
         assert files.options.shares == (6e9, 2e9)
     assert asked == [([tmp_path / "a", tmp_path / "b"], "cpu")]
+
+
+@pytest.mark.parametrize("place", ["gpu", "nvme"])
+def test_closed_session_has_given_its_memory_back_though_the_model_lives_on(place: str, tmp_path: Path) -> None:
+    def mappings() -> dict[int, weakref.ref[mmap.mmap]]:
+        return {id(found): weakref.ref(found) for found in gc.get_objects() if type(found) is mmap.mmap}
+
+    gc.collect()
+    gc.disable()
+    try:
+        before, run = mappings().keys(), Run(model="untied")
+        with opened(exactness_config("untied"), tmp_path, PLACES[place], run.train) as session:
+            run_steps(session, run.train)
+            arenas = [mapping for key, mapping in mappings().items() if key not in before]
+        assert arenas
+        assert [arena for arena in arenas if arena() is not None] == []
+        assert session.model.training
+    finally:
+        gc.enable()

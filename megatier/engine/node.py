@@ -115,6 +115,10 @@ class Node:
             ]
         return self._leaves[key]
 
+    def forget_leaves(self) -> None:
+        """Drop the views that `leaves` made."""
+        self._leaves.clear()
+
     def run(self, leaves: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """The module's own forward with these weights bound."""
         with self._bound(leaves), self.stage.arithmetic():

@@ -213,6 +213,11 @@ class Engine:
         """Leave a step half-way: none of its updates is made."""
         self._stream.cancel()
 
+    def close(self) -> None:
+        """Let go of the tiers' memory. What the model's cycles hold would stay until they are collected."""
+        for node in self._nodes.values():
+            node.forget_leaves()
+
     def lent_head(self) -> AbstractContextManager[None]:
         """Inside, the head's weight is a tensor on the device: for forwards that multiply by it themselves."""
         head = self.model.get_output_embeddings()

@@ -127,6 +127,7 @@ class Session:
                 numerics.max_skips if numerics.guard else 0,
             )
             self.engine = Engine(model, self.units, self.player, self.optimizer, engine_options)
+            stack.callback(self.engine.close)
             self._opened = stack.pop_all()
         self._dtype = dtype
 
