@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -50,7 +51,7 @@ def poisoned(engine: Engine, what: str | None) -> Iterator[None]:
 
     def spoilt_add(unit: str, parts: Sequence[tuple[str, Tensor | None]]) -> None:
         spoilt = [
-            (name, grad.clone().index_fill(0, torch.tensor([2]), float("inf")))
+            (name, grad.clone().index_fill(0, torch.tensor([2], device=grad.device), float("inf")))
             if grad is not None and name == what and next(once, False)
             else (name, grad)
             for name, grad in parts
@@ -75,10 +76,11 @@ def take_steps(session: Session, run: Run, numbers: Sequence[int]) -> list[StepR
 
 
 @functools.cache
-def unpoisoned(clip: float | None, groups: int) -> Outcome:
+def unpoisoned(clip: float | None, groups: int, device: str) -> Outcome:
     """Of the same run on the GPU without the poisoned steps; where nothing is clipped, updated in the backward."""
     run = Run(model="untied", place="gpu", clip=clip, groups=groups)
-    with opened(exactness_config("untied"), Path(), PLACES["gpu"], run.train) as session:
+    options: dict[str, Any] = {"device": device, "compile": False}
+    with opened(exactness_config("untied"), Path(), PLACES["gpu"], run.train, **options) as session:
         good = [step for step in range(1, STEPS + 1) if step not in POISON]
         return outcome(session, take_steps(session, run, good))
 
@@ -87,18 +89,29 @@ def unpoisoned(clip: float | None, groups: int) -> Outcome:
 def test_guard_a_poisoned_step_changes_no_bit(
     place: str, activations: str, clip: float | None, groups: int, tmp_path: Path
 ) -> None:
-    run = Run(model="untied", place=place, activations=activations, clip=clip, groups=groups, guard=True)
-    with opened(exactness_config("untied"), tmp_path, PLACES[place], run.train, numerics=run.numerics) as session:
-        assert bool(session.placement.streamed) is bool(PLACES[place].streamed)
+    check_poisoned(Run(model="untied", place=place, activations=activations, clip=clip, groups=groups), tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", ["gpu", "ram_streamed", "nvme_twice", "gpu_ram_nvme"])
+def test_guard_a_poisoned_step_on_a_gpu_changes_no_bit(place: str, tmp_path: Path) -> None:
+    check_poisoned(Run(model="untied", place=place, activations="recompute", groups=3, device="cuda"), tmp_path)
+
+
+def check_poisoned(run: Run, mount: Path) -> None:
+    place = PLACES[run.place]
+    options: dict[str, Any] = {"numerics": NumericsConfig(guard=True), "device": run.device, "compile": False}
+    with opened(exactness_config("untied"), mount, place, run.train, **options) as session:
+        assert bool(session.placement.streamed) is bool(place.streamed)
         before = session.store.moved_bytes.copy()
         results = take_steps(session, run, range(1, STEPS + 1))
         session.player.drain()
         assert session.store.moved_bytes - before == session.player.demanded
         found = outcome(session, [result for result in results if result.skipped is None])
-        assert bool(session.player.updates.speculation.outcomes["void"]) is (PLACES[place].generations == 2)
+        assert bool(session.player.updates.speculation.outcomes["void"]) is (place.generations == 2)
     named = POISON | {4: "lm_head.weight"}  # what a loss that is NaN reaches first
     assert [result.skipped for result in results] == [named.get(step) for step in range(1, STEPS + 1)]
-    assert found == unpoisoned(clip, groups)
+    assert found == unpoisoned(run.clip, run.groups, run.device)
 
 
 def test_guard_more_steps_in_a_row_than_may_be_left_out_end_the_run(tmp_path: Path) -> None:

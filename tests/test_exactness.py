@@ -158,6 +158,16 @@ def test_exactness_on_cuda_any_tier_and_activation_policy_gives_the_same_bits(mo
         assert [pair for pair, result in outcomes.items() if result != expected] == [], numeric[index]
 
 
+@pytest.mark.gpu
+def test_exactness_on_cuda_gradients_that_wait_on_nvme_give_the_same_bits(tmp_path: Path) -> None:
+    cases = itertools.product(("untied", "tied", "moe"), (0.5, None), (1, 3))
+    runs = [Run(model=model, clip=clip, groups=groups, device="cuda", compile=False) for model, clip, groups in cases]
+    runs = [run for run in runs if run.groups > 1 or run.clip]
+    placed = [[replace(run, place=place) for run in runs] for place in ("ram", "nvme_grads", "nvme_grads_some")]
+    expected, *others = [run_in_fresh_process(these, tmp_path) for these in placed]
+    assert [found == expected for found in others] == [True, True]
+
+
 # ---------------------------------------------------------------------- against a plain run
 
 
