@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-import json
 import math
+import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, get_args, get_type_hints
 
 import yaml
-from jsonargparse import get_loader
 
 from megatier.config import SECTIONS
-from megatier.config_values import ByteCount, parse_yaml
+from megatier.config_values import ByteCount
 
 INDENT = "  "
+
+
+class _Dumper(yaml.SafeDumper):
+    """Lists on one line, and text quoted where `config_file` would read something else."""
+
+    def list_node(self, values: list[object]) -> yaml.Node:
+        return self.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True)
+
+    def text_node(self, text: str) -> yaml.Node:
+        """The reader takes 2e-5 for a number, PyYAML for text. Only quoted are all characters sure to come back."""
+        is_quoted = not text.isprintable() or re.fullmatch(r"[-+.]?[\d_][-+.\d_:eE]*", text)
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if is_quoted else None)
+
+
+_Dumper.add_representer(list, _Dumper.list_node)
+_Dumper.add_representer(str, _Dumper.text_node)
+
+
+def dump(tree: Mapping[str, Any]) -> str:
+    """YAML that `config_file` reads as the same lists, dicts, numbers and text."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
 
 
 def write(sections: Mapping[str, Mapping[str, Any]], names: Collection[str], remarks: Mapping[str, str]) -> str:
@@ -41,16 +61,7 @@ def write(sections: Mapping[str, Mapping[str, Any]], names: Collection[str], rem
 def _lines(section: type[Any], key: str, value: object) -> Iterator[str]:
     if isinstance(value, int) and ByteCount in get_args(get_type_hints(section, include_extras=True)[key]):
         value = exact_size(value)
-    text = yaml.safe_dump(
-        {key: value},
-        sort_keys=False,
-        allow_unicode=True,
-        width=math.inf,
-        default_flow_style=None if isinstance(value, list) else False,
-    )
-    if parse_yaml(text, get_loader("yaml")) != {key: value}:  # it reads 2e-5 as a number, YAML's writer as text
-        text = f"{key}: {json.dumps(value)}"
-    yield from textwrap.indent(text, INDENT).splitlines()
+    yield from textwrap.indent(dump({key: value}), INDENT).splitlines()
 
 
 def exact_size(num_bytes: int) -> int | str:

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
+from jsonargparse import get_loader
 
 from megatier.config import SECTIONS, RunConfig
 from megatier.config_file import field_docs, from_dict, load, to_dict
-from megatier.config_values import MountBudget, parse_bytes, parse_mount
+from megatier.config_text import dump
+from megatier.config_values import MountBudget, parse_bytes, parse_mount, parse_yaml
 from megatier.errors import ConfigError
 
 LEAST = ["--data.files=python-stdlib", "--data.tokenizer", "bytes", "--model.config.model_type", "llama"]
@@ -69,9 +72,29 @@ def test_load_path_over_config_needs_null(file: Path) -> None:
 def test_to_dict_written_and_loaded_is_equal(file: Path, tmp_path: Path) -> None:
     config = load(file)
     again = tmp_path / "again.yaml"
-    again.write_text(yaml.safe_dump(to_dict(config)))
+    again.write_text(dump(to_dict(config)))
     assert load(again) == config
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+@pytest.mark.parametrize("name", ["2e-5", "1e3", "1_0.5", "_1", ".5e+3", "1:30.5", "no", "a: b", "ünïcode"])
+def test_dump_of_names_that_look_like_something_else_is_loaded_again(name: str, tmp_path: Path) -> None:
+    config = load(None, ["--model.path=m", "--data.files=x"])
+    output = dataclasses.replace(config.output, directory=name)
+    data = dataclasses.replace(config.data, files=(name, "b"), tokenizer=name)
+    config = dataclasses.replace(config, output=output, data=data)
+    again = tmp_path / "again.yaml"
+    again.write_text(dump(to_dict(config)), encoding="utf-8")
+    assert load(again) == config
+
+
+def test_dump_of_any_text_is_read_again() -> None:
+    draw = random.Random(7)
+    letters = "0123456789eE+-._:,", "nulltrueyesNO~", "{}[]&*!|>%@#'\"\\:,- \n\t", "\x00\x7f\x85\xa0é\u2028\ufeff😀 "
+    for _ in range(1000):
+        text = "".join(draw.choices(draw.choice(letters), k=draw.randrange(8)))
+        tree = {"a": text, "b": [text, "c"], "d": {text: {"e": text}}}
+        assert parse_yaml(dump(tree), get_loader("yaml")) == tree
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from test_train_run_state import CONFIG, CPU, TEXT
 from megatier.cli import convert
 from megatier.config import TiersConfig
 from megatier.config_file import load, to_dict
+from megatier.config_text import dump
 from megatier.errors import MegatierError
 from megatier.models.shards import read_header, write_header
 from megatier.schedule.rates import as_dict, read_rates
@@ -95,7 +96,7 @@ def as_text(draw: Draw, tree: dict[str, Any], dumps: Callable[[Any], str] = json
 def fuzz_config(draw: Draw, folder: Path) -> None:
     path = folder / "config.yaml"
     config = replace(CONFIG, tiers=TiersConfig(ram=1 << 30, nvme=("/mnt/a:5GiB", "/mnt/b"), chunk=1 << 20))
-    path.write_bytes(as_text(draw, to_dict(config), yaml.safe_dump))
+    path.write_bytes(as_text(draw, to_dict(config), dump))
     load(path)
 
 
@@ -185,7 +186,7 @@ def fuzz_report(draw: Draw, folder: Path) -> None:
     records = [BEGINS, *({**STEP, **record} for record in RECORDS), {"step": 6, "heldout_loss": 2.5}]
     lines = [as_text(draw, record) if draw.random() < 0.2 else json.dumps(record).encode() for record in records]
     (folder / "metrics.jsonl").write_bytes(b"\n".join(lines))
-    (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(CONFIG)))
+    (folder / "config.yaml").write_text(dump(to_dict(CONFIG)))
     build(folder)
 
 

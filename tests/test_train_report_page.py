@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from small_commands import command
 from test_train_history import BEGINS
 
 from megatier.cli import main
 from megatier.config import DataConfig, ModelConfig, RunConfig
 from megatier.config_file import to_dict
+from megatier.config_text import dump
 from megatier.errors import ConfigError
 from megatier.schedule.trace import TraceEvent, write_trace
 from megatier.train.report_page import build
@@ -89,7 +90,7 @@ def run(tmp_path: Path) -> Path:
     """A directory with a config alone."""
     directory = tmp_path / "mine"
     directory.mkdir()
-    (directory / "config.yaml").write_text(yaml.safe_dump(to_dict(CONFIG)))
+    (directory / "config.yaml").write_text(dump(to_dict(CONFIG)))
     return directory
 
 
@@ -213,12 +214,18 @@ def test_page_of_an_older_run_shows_what_there_is(run: Path) -> None:
     assert page.section("What compute waited for") == "Compute waited for nothing."
 
 
+def test_page_settings_are_a_config_again(run: Path) -> None:
+    config = replace(CONFIG, output=replace(CONFIG.output, directory="2e-5"))
+    (run / "config.yaml").write_text(dump(to_dict(config)))
+    assert dump(to_dict(config)).strip() in Page(build(run)).section("Settings")
+
+
 def test_page_hostile_names_are_text(tmp_path: Path) -> None:
     directory = tmp_path / HOSTILE.replace("/", "")
     directory.mkdir()
     model = ModelConfig(config={"model_type": HOSTILE})
     config = to_dict(RunConfig(model=model, data=DataConfig(tokenizer="bytes", files=(HOSTILE,))))
-    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    (directory / "config.yaml").write_text(dump(config))
     begins = {**BEGINS, "device": HOSTILE, "time": HOSTILE, "homes": {HOSTILE: {"weight": HOSTILE, HOSTILE: "ram"}}}
     amounts = {HOSTILE: 1e6}
     begins["expected"] = {"seconds": 1, "bound_by": HOSTILE, "busy_seconds": amounts, "moved_bytes": amounts}

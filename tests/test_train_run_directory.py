@@ -27,6 +27,16 @@ def test_run_directory_new_holds_the_resolved_config(tmp_path: Path) -> None:
         assert load(directory.path / CONFIG_FILE) == config
 
 
+def test_run_directory_of_names_like_numbers_holds_a_config_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--model.path=m", "--model.frozen=2e-5", "--data.dataset=d", "--data.revision=2e10"]
+    config = load(None, [*words, "--output.directory=2e-5"])
+    with RunDirectory(config) as directory:
+        assert load(directory.path / CONFIG_FILE) == config
+
+
 def test_run_directory_entered_twice_is_refused_until_the_first_leaves(tmp_path: Path) -> None:
     config = config_in(tmp_path / "run")
     with RunDirectory(config):

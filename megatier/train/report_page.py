@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-import yaml
-
 from megatier.config import RunConfig
 from megatier.config_file import load, to_dict
+from megatier.config_text import dump
 from megatier.errors import ConfigError, mib
 from megatier.schedule.trace import TraceEvent
 from megatier.store.tier import Tier
@@ -81,8 +80,7 @@ def _sections(run: _Run) -> Iterator[str]:
     yield section("A step", _timeline(run))
     yield section("What lies where", _placement(run))
     yield section("Checkpoints and savepoints", _saved(run))
-    text = yaml.safe_dump(to_dict(run.config), sort_keys=False, allow_unicode=True)
-    yield section("Settings", details(f"all settings, as in {CONFIG_FILE}", text))
+    yield section("Settings", details(f"all settings, as in {CONFIG_FILE}", dump(to_dict(run.config))))
 
 
 # ---------------------------------------------------------------------- at the top

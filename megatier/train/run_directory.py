@@ -15,10 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import yaml
-
 from megatier.config import RunConfig
 from megatier.config_file import to_dict
+from megatier.config_text import dump
 from megatier.errors import ConfigError
 from megatier.store.blockfile import lock_directory
 from megatier.store.leftovers import is_abandoned
@@ -78,7 +77,7 @@ class RunDirectory:
         Raises:
             ConfigError: it cannot be written.
         """
-        text = yaml.safe_dump(to_dict(config), sort_keys=False)
+        text = dump(to_dict(config))
         partial = self.path / f".{CONFIG_FILE}.partial"
         try:
             with partial.open("w", encoding="utf-8") as file:
