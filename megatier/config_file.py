@@ -48,13 +48,18 @@ def from_dict(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConf
 
 
 def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunConfig:
-    words = _take_model_keys(overrides, tree)
+    words = _take_model_config(overrides, tree)
     _check_known(key for name, keys in tree.items() for key in _dotted(name, keys))
     _check_known(word[2:].partition("=")[0] for word in words if word.startswith("--"))
+    # Past the parser, which would take its quoted "1" and "null" for 1 and null.
+    model_config = tree.setdefault("model", {}).pop("config", None)
+    if not isinstance(model_config, dict | None):
+        raise ConfigError(_refusal("model", "config", f"is {model_config!r}"))
     try:
         values = _parser().parse_args(words, namespace=_parser().parse_object(tree)).as_dict()
     except (ArgumentError, AttributeError, OverflowError) as error:  # a word "!!timestamp x", an int for a float
         raise ConfigError(_one_line(str(error))) from error
+    values["model"]["config"] = model_config
     _check_given(values)
     return RunConfig(
         **{
@@ -72,7 +77,7 @@ def given(path: Path | None, overrides: Sequence[str] = ()) -> frozenset[str]:
 def given_in(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> frozenset[str]:
     """The same of sections, after `from_dict`."""
     sections = copy.deepcopy(dict(tree))
-    words = _take_model_keys(overrides, sections)
+    words = _take_model_config(overrides, sections)
     named = {f"{name}.{key}" for name, keys in sections.items() for key in keys}
     return frozenset(named | {word[2:].partition("=")[0] for word in words if word.startswith("--")})
 
@@ -176,28 +181,27 @@ def _sections(tree: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
     return {name: keys or {} for name, keys in tree.items()}
 
 
-def _take_model_keys(overrides: Sequence[str], tree: dict[str, dict[str, Any]]) -> list[str]:
-    """Set overrides of keys inside `model.config` in the tree; return the other words."""
+def _take_model_config(overrides: Sequence[str], tree: dict[str, dict[str, Any]]) -> list[str]:
+    """Set overrides of `model.config`, and of keys inside it, in the tree; return the other words."""
     words, rest = list(overrides), []
-    prefix = "--model.config."
     while words:
         word = words.pop(0)
-        if not word.startswith(prefix):
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not (word.startswith("--") and f"{name}.".startswith("model.config.")):
             rest.append(word)
             continue
-        key, equals, text = word[len(prefix) :].partition("=")
         if not equals and (not words or words[0].startswith("--")):
-            raise ConfigError(f"{word[2:]} has no value.")
-        *parents, leaf = key.split(".")
-        target = tree.setdefault("model", {})
-        for parent in ("config", *parents):
+            raise ConfigError(f"{name} has no value.")
+        *parents, leaf = name.split(".")
+        target: dict[str, Any] = tree
+        for parent in parents:
             if not isinstance(target.get(parent), dict):
                 target[parent] = {}
             target = target[parent]
         try:
             target[leaf] = parse_yaml(text if equals else words.pop(0), get_loader("yaml"))
         except ConfigError as error:
-            raise ConfigError(f"model.config.{key} is {error}") from error
+            raise ConfigError(f"{name} is {error}") from error
     return rest
 
 

@@ -63,6 +63,31 @@ def test_load_override_wins_over_file(file: Path) -> None:
     assert config.model.config == {"model_type": "llama", "rms_norm_eps": 1e-6, "rope": {"theta": 5}}
 
 
+def test_load_quoted_text_in_model_config_stays_text(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "a": "1", "b": "null", "c": "true", "d": "2e-5", "e": {"f": "1"}, "g": 1}
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({"model": {"config": config}, "data": {"files": ["x"], "tokenizer": "bytes"}}))
+    loaded = load(file)
+    assert loaded.model.config == config
+    assert from_dict(to_dict(loaded)) == loaded
+    assert least("--model.config", json.dumps(config)).model.config == config
+    assert least("--model.config.a='1'", "--model.config.b", "1").model.config == {
+        "model_type": "llama",
+        "a": "1",
+        "b": 1,
+    }
+
+
+@pytest.mark.parametrize("text", ["3", "[llama]", "llama"])
+def test_load_model_config_that_is_no_mapping_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"model: {{config: {text}}}\ndata: {{files: x, tokenizer: bytes}}\n")
+    message = r"model\.config is .*; expected dict\[str, Any\] \| None\. Hugging Face config"
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path / "run.yaml")
+    with pytest.raises(ConfigError, match=message):
+        load(None, ["--data.files=x", "--data.tokenizer=bytes", "--model.config", text])
+
+
 def test_load_path_over_config_needs_null(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"exactly one of model\.path .* and model\.config"):
         load(file, ["--model.path", "somewhere"])
