@@ -6,6 +6,7 @@ is built, so that a `RunConfig` that exists is a valid one. Pure: no torch, noth
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -123,7 +124,7 @@ class DataConfig:
     holdout_fraction: float = 0.02
     """Share of the documents kept for evaluation, 0 to below 1. Not of a stream, nor beside data.holdout_split."""
     holdout_split: str | None = None
-    """Split of data.dataset to evaluate on."""
+    """Split of data.dataset to evaluate on; nothing of data.split."""
     holdout_rows: int = 1000
     """Rows of a stream kept for evaluation, at least 0: its first, or the first of data.holdout_split."""
     window_rows: int = 1000
@@ -157,6 +158,8 @@ class DataConfig:
                 self.dataset != "", "data.dataset", self.dataset, "a name on the hub, such as org/name, or a folder"
             )
             _require(not self.files, "data.files", list(self.files), "empty beside data.dataset")
+            if self.holdout_split is not None:
+                self._check_holdout(self.holdout_split)
             is_whole = self.max_bytes is None or not self.streaming
             _require(
                 is_whole, "data.max_bytes", self.max_bytes, "null with data.streaming: train.steps bounds a stream"
@@ -168,12 +171,24 @@ class DataConfig:
             value = getattr(self, name)
             _require(not value, f"data.{name}", value, "left out without data.dataset")
 
+    def _check_holdout(self, split: str) -> None:
+        """What is evaluated on must not be trained on."""
+        _require(split.strip() != "", "data.holdout_split", split, "the name of a split, or null")
+        bound = f"without what data.split, {self.split}, trains on"
+        _require(not _overlap(split, self.split), "data.holdout_split", split, bound)
+
     @property
     def is_apart(self) -> bool:
         """Whether attention stops at the borders of documents."""
         if self.cross_documents is not None:
             return not self.cross_documents
         return self.chat is not None or any(f"{DATASET_INFO}#" in entry for entry in self.files)
+
+
+def _overlap(split: str, other: str) -> bool:
+    """Whether two splits such as train+test[:9] share one, or one has a slice of another's; slices are not compared."""
+    pairs = itertools.product(*([part.strip() for part in name.split("+")] for name in (split, other)))
+    return any(one == two or one.startswith(f"{two}[") or two.startswith(f"{one}[") for one, two in pairs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

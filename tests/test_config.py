@@ -18,6 +18,7 @@ from megatier.config_values import MountBudget, parse_bytes, parse_mount, parse_
 from megatier.errors import ConfigError
 
 LEAST = ["--data.files=python-stdlib", "--data.tokenizer", "bytes", "--model.config.model_type", "llama"]
+HUB = ["--data.files=", "--data.dataset=a"]
 SAVES = ["--output.savepoint_every=9", "--tiers.nvme=/a", "--tiers.generations", "2"]
 
 YAML = """
@@ -185,6 +186,11 @@ def test_dump_of_any_text_is_read_again() -> None:
         (["--data.files=", "--data.dataset="], r"data\.dataset is ''; it must be a name on the hub"),
         (["--data.streaming=true"], r"data\.streaming is True; it must be left out without data\.dataset"),
         (["--data.holdout_split=test"], r"data\.holdout_split is 'test'; it must be left out without data\.dataset"),
+        ([*HUB, "--data.holdout_split=train"], r"data\.holdout_split is 'train'; it must be without what data\.split"),
+        ([*HUB, "--data.split=train + test", "--data.holdout_split=test"], r"data\.holdout_split is 'test'; it must"),
+        ([*HUB, "--data.holdout_split=train[:1%]"], r"data\.holdout_split is 'train\[:1%\]'; it must be without"),
+        ([*HUB, "--data.split=train[:9]", "--data.holdout_split=train"], r"data\.holdout_split is 'train'; it must be"),
+        ([*HUB, "--data.holdout_split= "], r"data\.holdout_split is ' '; it must be the name of a split, or null"),
         (
             ["--data.files=", "--data.dataset=a", "--data.streaming=true", "--data.max_bytes=1GiB"],
             r"data\.max_bytes is 1073741824; it must be null with data\.streaming",
@@ -296,6 +302,11 @@ def test_load_documents_are_apart_for_conversations_unless_told() -> None:
     assert least("--data.chat=alpaca").data.is_apart
     assert least("--data.files=a/dataset_info.json#mine").data.is_apart
     assert not least("--data.chat=alpaca", "--data.cross_documents=true").data.is_apart
+
+
+@pytest.mark.parametrize(("split", "held_out"), [("train", "training"), ("train[9:]", "train[:9]"), ("a+b", "ab")])
+def test_load_splits_that_are_apart_are_taken(split: str, held_out: str) -> None:
+    assert least(*HUB, f"--data.split={split}", f"--data.holdout_split={held_out}").data.holdout_split == held_out
 
 
 def test_load_past_ram_is_off_unless_asked_for() -> None:
