@@ -180,6 +180,13 @@ def gpus() -> tuple[Gpu, ...]:
     return tuple(found)
 
 
+def device_for(asked: str) -> str:
+    """Where a run computes whose `tiers.device` is "auto", "cuda" or "cpu": "cuda" or "cpu"."""
+    if asked != "auto":
+        return asked
+    return "cuda" if gpus() else "cpu"
+
+
 def pcie_links() -> dict[str, PcieLink]:
     """The links of the GPUs that nvidia-smi tells of, by uuid."""
     fields = ",".join(f"pcie.link.{name}" for name in ("gen.current", "gen.max", "width.current", "width.max"))

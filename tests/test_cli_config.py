@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from megatier import config_file, config_text, hardware
 from megatier.cli import config, main
 from megatier.config import SECTIONS
 from megatier.config_values import parse_bytes
+from megatier.schedule.rates import DriveRates, read_rates
+from megatier.train.probe import cache_rates
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"
@@ -29,7 +32,8 @@ def remark(text: str, key: str) -> str | None:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "gpus", list)
+    for module in (hardware, config):
+        monkeypatch.setattr(module, "gpus", tuple)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
@@ -61,6 +65,19 @@ def test_config_show_marks_where_settings_come_from(
     assert "  device: cpu  # from this machine\n" in text
     assert "  compile: false  # from this machine\n" in text
     assert remark(shown(capsys, *words, "--tiers.ram", "2GiB"), "ram") is None
+
+
+def test_config_show_takes_io_threads_as_a_run_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_gpu: None
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = [str(QUICKSTART), "--tiers.nvme", str(tmp_path)]
+    assert "  io_threads: 4  # from this machine\n" in shown(capsys, *words)
+    drive = DriveRates(str(tmp_path), 1e9, 1e9, 1e9, 16)
+    cache_rates(replace(read_rates(ROOT / "examples/machines/h200.yaml"), drives=(drive,)), "cpu")
+    assert "  io_threads: 16  # from this machine\n" in shown(capsys, *words)
+    assert "  io_threads: 7\n" in shown(capsys, *words, "--tiers.io_threads=7")
+    assert "  io_threads: null  # default\n" in shown(capsys, *words, "--tiers.nvme=")
 
 
 @pytest.mark.parametrize("name", ["2e-5", "no", "a: b", "ünïcode"])

@@ -454,6 +454,7 @@ def test_cached_rates_of_other_mounts_are_none(tmp_path: Path, other_mount: Call
     assert probe.cached_rates([inner], "cpu", path) is None
     assert probe.cached_rates([tmp_path, inner], "cpu", path) is None
     assert probe.cached_rates([tmp_path / "none"], "cpu", path) is None
+    assert probe.cached_rates([tmp_path / ("long" * 99)], "cpu", path) is None
 
 
 def test_cache_keeps_drives_that_were_not_measured_again(tmp_path: Path, other_mount: Callable[[Path], None]) -> None:

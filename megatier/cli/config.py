@@ -9,10 +9,12 @@ from pathlib import Path
 from megatier import config_file, config_text
 from megatier.config import SECTIONS, RunConfig
 from megatier.errors import mib
-from megatier.hardware import cores_usable, default_budgets, gpus
+from megatier.hardware import cores_usable, default_budgets, device_for, gpus
+from megatier.train.probe import cached_rates, io_threads
 
 HEAD = """\
-# All settings. `default`: neither file nor overrides give it. `from this machine`: as a run begun now would take it.
+# All settings. `default`: neither file nor overrides give it. `from this machine`: as a run begun now would take it,
+# before the planner, which chooses tiers.gpu and defaults anew where `megatier bench` measured the machine.
 # As an input file this fixes each of them, and leaves the planner none to choose: take lines out to leave them open.
 """
 MACHINE, DEFAULT = "from this machine", "default"
@@ -50,19 +52,21 @@ def run(argv: Sequence[str]) -> int:
 def _of_machine(config: RunConfig) -> dict[str, object]:
     """Settings that the config leaves to the machine, by dotted name; fewer without the GPU that it asks for."""
     tiers, found = config.tiers, dict[str, object]()
-    has_gpu = bool(gpus())
-    device = tiers.device
-    if device == "auto":
-        device = found["tiers.device"] = "cuda" if has_gpu else "cpu"
+    device = device_for(tiers.device)
+    if tiers.device == "auto":
+        found["tiers.device"] = device
     if config.model.compile is None:
         found["model.compile"] = device == "cuda"
-    if device == "cuda" and not has_gpu:
+    if device == "cuda" and not gpus():
         return found
     budgets = default_budgets(device)
     if tiers.gpu is None:
         found["tiers.gpu"] = budgets.gpu_bytes
     if tiers.ram is None:
         found["tiers.ram"] = budgets.ram_bytes
+    if tiers.io_threads is None and tiers.nvme:
+        rates = cached_rates([mount.directory for mount in tiers.mounts], device)
+        found["tiers.io_threads"], _ = io_threads(None, rates)
     if tiers.update_threads is None:
         found["tiers.update_threads"] = cores_usable()
     return found

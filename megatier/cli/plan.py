@@ -15,7 +15,7 @@ from rich.table import Table
 from megatier import config_file
 from megatier.config import RunConfig
 from megatier.errors import ConfigError, mib
-from megatier.hardware import gpus, mount_of
+from megatier.hardware import device_for, mount_of
 from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import Rates, read_rates
 from megatier.train.metrics import format_count, format_seconds, format_share
@@ -83,10 +83,8 @@ def run(argv: Sequence[str]) -> int:
 
 def _measured(loaded: RunConfig) -> Rates:
     """What `megatier bench` measured on this machine."""
-    device = loaded.tiers.device
-    if device == "auto":
-        device = "cuda" if gpus() else "cpu"
-    found = cached_rates([mount.directory for mount in loaded.tiers.mounts], device)
+    directories = [mount.directory for mount in loaded.tiers.mounts]
+    found = cached_rates(directories, device_for(loaded.tiers.device))
     if found is None:
         words = f" --nvme {','.join(loaded.tiers.nvme)}" if loaded.tiers.nvme else ""
         raise ConfigError(

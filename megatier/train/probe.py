@@ -125,9 +125,12 @@ def cached_rates(directories: Sequence[Path], device: str, path: Path | None = N
     for entry in _entries(path or cache_path()):
         if entry["machine"] != machine:
             continue
-        if not all(directory.is_dir() for directory in directories):
+        try:
+            if not all(directory.is_dir() for directory in directories):
+                return None
+            facts = [mount_facts(directory) for directory in directories]
+        except OSError:  # such as a name too long, or a folder that is not ours to look into
             return None
-        facts = [mount_facts(directory) for directory in directories]
         known = [drive["facts"] for drive in entry["drives"]]
         if any(asked not in known for asked in facts):
             return None
