@@ -279,6 +279,15 @@ def test_convert_takes_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "ram: 3GiB\n" in (tmp_path / "run.yaml").read_text()
 
 
+def test_convert_takes_a_dataset_and_a_model_config_in_place_of_paths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--data.dataset=org/name", "--model.config.model_type=llama", "--data.tokenizer=bytes"]
+    config = run(tmp_path, INFINITY, *words)
+    assert (config.data.dataset, config.model.config) == ("org/name", {"model_type": "llama"})
+    assert "still needed" not in capsys.readouterr().out
+
+
 def test_convert_where_nothing_carries_over_writes_a_config_too(tmp_path: Path) -> None:
     output = tmp_path / "run.yaml"
     assert main(["convert", str(written(tmp_path, {"zero_optimization": {"stage": 2}})), "--output", str(output)]) == 0

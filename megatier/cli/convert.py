@@ -17,8 +17,11 @@ TITLES = {
     "default": "left open there, so at megatier's default",
     "left": "not carried over",
 }
-NEEDED = {"model.path": "model", "data.files": ["text"]}
-"""What every run needs and DeepSpeed's files never have, with stand-ins by which the rest is checked."""
+NEEDED: Mapping[str, tuple[str, object]] = {
+    "model.path": ("model.config", "model"),
+    "data.files": ("data.dataset", ["text"]),
+}
+"""What every run needs and DeepSpeed's files never have, with what may take its place, and a stand-in to check by."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -38,8 +41,7 @@ def run(argv: Sequence[str]) -> int:
     )
     options, overrides = parser.parse_known_args(argv)
     made = convert(options.file)
-    sections, names = _checked(made, overrides)
-    needed = [name for name in NEEDED if name not in names and not (name == "model.path" and "model.config" in names)]
+    sections, names, needed = _checked(made, overrides)
     head = f"# From {made.trainer}'s {options.file.name}, by `megatier convert`.\n"
     if needed:
         head += f"# Still needed: {', '.join(needed)}\n"
@@ -53,19 +55,21 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _checked(made: Conversion, overrides: Sequence[str]) -> tuple[Mapping[str, Mapping[str, Any]], frozenset[str]]:
-    """All settings with overrides over them, and the names of those that somebody gave."""
+def _checked(
+    made: Conversion, overrides: Sequence[str]
+) -> tuple[Mapping[str, Mapping[str, Any]], frozenset[str], Sequence[str]]:
+    """All settings with overrides over them, the names of those that somebody gave, and of those still needed."""
     tree: dict[str, dict[str, Any]] = {}
     for name, value in made.settings.items():
         section, _, key = name.partition(".")
         tree.setdefault(section, {})[key] = value
     names = config_file.given_in(tree, overrides)
-    for name, value in NEEDED.items():
+    needed = [name for name, (other, _) in NEEDED.items() if names.isdisjoint({name, other})]
+    for name in needed:
         section, _, key = name.partition(".")
-        if name not in names and not (section == "model" and "model.config" in names):
-            tree.setdefault(section, {})[key] = value
+        tree.setdefault(section, {})[key] = NEEDED[name][1]
     try:
-        return config_file.to_dict(config_file.from_dict(tree, overrides)), names
+        return config_file.to_dict(config_file.from_dict(tree, overrides)), names, needed
     except ConfigError as error:
         raise ConfigError(f"{made.source} as a config of megatier: {error} Overrides may follow the file.") from error
 
