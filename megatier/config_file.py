@@ -175,10 +175,23 @@ def _read_yaml(path: Path) -> dict[str, dict[str, Any]]:
 
 def _sections(tree: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
     _check_known(str(name) for name in tree if str(name) not in SECTIONS)
+    check_sections(tree, where)
+    return {name: keys or {} for name, keys in tree.items()}
+
+
+def check_sections(tree: Mapping[str, Any], where: str) -> None:
+    """Refuse sections that hold no settings by name.
+
+    Args:
+        tree: sections alone; one may be empty.
+        where: the file, for messages.
+
+    Raises:
+        ConfigError: names the section.
+    """
     for name, keys in tree.items():
         if not isinstance(keys, dict | None):
             raise ConfigError(f"{where}: {name} is a section, so `key: value` lines belong below it; found {keys!r}.")
-    return {name: keys or {} for name, keys in tree.items()}
 
 
 def _take_model_config(overrides: Sequence[str], tree: dict[str, dict[str, Any]]) -> list[str]:

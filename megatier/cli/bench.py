@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatier import hardware
+from megatier.cli.output import write_text
 from megatier.config_values import MountBudget, parse_bytes, parse_mount
 from megatier.errors import ConfigError, mib
 from megatier.schedule.rates import Rates, as_dict
@@ -66,11 +67,13 @@ def run(argv: Sequence[str]) -> int:
     _keep(console, dataclasses.replace(rates, drives=tuple(d.rates for d in drives if not d.flags)), links)
     facts = machine_facts(device)
     if options.output is not None:
-        _write(options.output, json.dumps(_report(facts, rates, drives, links), indent=2) + "\n")
+        report = json.dumps(_report(facts, rates, drives, links), indent=2) + "\n"
+        write_text(options.output, report, "--output FILE.json")
         _say(console, f"figures written to {options.output}")
     if options.picture is not None:
         machine = ", ".join([facts["processor"], f"{facts['cores']} cores", *facts["gpus"]])
-        _write(options.picture, draw(drives, links, f"megatier bench, {datetime.now(UTC):%Y-%m-%d}: {machine}"))
+        picture = draw(drives, links, f"megatier bench, {datetime.now(UTC):%Y-%m-%d}: {machine}")
+        write_text(options.picture, picture, "--picture FILE.svg")
         _say(console, f"picture written to {options.picture}")
     return 1 if links.flags or any(drive.flags for drive in drives) else 0
 
@@ -260,10 +263,3 @@ def _version(package: str) -> str:
 
 def _flows(drive: DriveFigures) -> dict[str, float]:
     return {"read": drive.read.bytes_per_s, "write": drive.write.bytes_per_s, "mixed": drive.mixed.bytes_per_s}
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}. Name another file.") from error

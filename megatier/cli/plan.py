@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatier import config_file
+from megatier.cli.output import write_text
 from megatier.config import RunConfig
 from megatier.errors import ConfigError, mib
 from megatier.hardware import device_for, mount_of
@@ -69,9 +70,10 @@ def run(argv: Sequence[str]) -> int:
         console.print(f"chosen: {words}", markup=False, highlight=False, soft_wrap=True)
     plan = make_plan(model, loaded, rates, budgets, compiles=compiles)
     if options.output is not None:
-        _write(options.output, json.dumps(plan.as_dict(), indent=2) + "\n")
+        write_text(options.output, json.dumps(plan.as_dict(), indent=2) + "\n", "--output FILE.json")
     if options.picture is not None:
-        _write(options.picture, draw(plan.events(), f"{options.config.name}, as planned"))
+        picture = draw(plan.events(), f"{options.config.name}, as planned")
+        write_text(options.picture, picture, "--picture FILE.svg")
     for table in (_bytes_table(plan), _time_table(plan, rates), _change_table(plan)):
         console.print(table)
     if loaded.tiers.nvme:
@@ -109,13 +111,6 @@ def _budgets(loaded: RunConfig, free_gpu: float | None) -> Budgets:
 def _compiles(loaded: RunConfig) -> bool:
     """As set; by default where a GPU computes."""
     return loaded.tiers.device != "cpu" if loaded.model.compile is None else loaded.model.compile
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}. Name another file.") from error
 
 
 def _bytes_table(plan: Plan) -> Table:

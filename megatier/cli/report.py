@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatier.errors import ConfigError
+from megatier.cli.output import write_text
 
 
 def run(argv: Sequence[str]) -> int:
@@ -29,9 +29,6 @@ def run(argv: Sequence[str]) -> int:
 
     text = build(options.directory)
     output: Path = options.output or options.directory / "report.html"
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {output}: {error.strerror}. Name another --output FILE.html.") from error
+    write_text(output, text, "--output FILE.html")
     print(f"report written to {output}")
     return 0

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megatier.cli.output import write_text
 from megatier.errors import ConfigError
 from megatier.train.metrics import format_seconds, format_share
 
@@ -45,10 +46,8 @@ def run(argv: Sequence[str]) -> int:
     steps = read_trace(path)
     step, events = _choose(path, steps, options.step)
     output: Path = options.output or path.with_name(f"step-{step}.svg")
-    try:
-        output.write_text(draw(events, f"{path.resolve().parent.name}, step {step}"), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {output}: {error.strerror}. Name another --output FILE.svg.") from error
+    picture = draw(events, f"{path.resolve().parent.name}, step {step}")
+    write_text(output, picture, "--output FILE.svg")
     console = Console()
     console.print(_table(step, step_seconds(events), lane_uses(events), stall_seconds(events)))
     console.print(f"picture written to {output}", markup=False, highlight=False, soft_wrap=True)

@@ -10,6 +10,7 @@ from typing import Any
 from jsonargparse import get_loader
 
 from megatier.config import SECTIONS
+from megatier.config_file import check_sections
 from megatier.config_values import parse_yaml
 from megatier.convert import deepspeed, megatrain
 from megatier.convert.conversion import Conversion
@@ -39,21 +40,13 @@ def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Callable[[Con
     is_megatrain = bool(tree.keys() & {"dataset", "training"}) or (isinstance(model, dict) and "name" in model)
     is_deepspeed = bool(tree.keys() & deepspeed.KEYS)
     if is_megatrain and not is_deepspeed:
-        _check_sections(path, tree)
+        check_sections({name: tree[name] for name in tree.keys() & megatrain.SECTIONS}, str(path))
         return "MegaTrain", megatrain.convert
     if is_deepspeed and not is_megatrain:
         return "DeepSpeed", deepspeed.convert
     if tree.keys() & SECTIONS.keys() and not tree.keys() - SECTIONS.keys():
         raise ConfigError(f"{path} is a config of megatier already; `megatier config show {path}` shows all of it.")
     raise ConfigError(f"{path} is no config that is known here, which are {KINDS}.")
-
-
-def _check_sections(path: Path, tree: Mapping[str, Any]) -> None:
-    for name in megatrain.SECTIONS & tree.keys():
-        if not isinstance(tree[name], dict | None):
-            raise ConfigError(
-                f"{path}: {name} is a section, so `key: value` lines belong below it; found {tree[name]!r}."
-            )
 
 
 def _read(path: Path) -> Mapping[str, Any]:
