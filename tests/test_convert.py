@@ -200,6 +200,23 @@ def test_convert_deepspeed_schedule_sets_the_rate_as_there(tmp_path: Path) -> No
     assert "rises from 0" in findings(made, "left")["scheduler.params.warmup_min_lr"]
 
 
+def test_convert_deepspeed_cosine_without_its_least_stays_at_our_default(tmp_path: Path) -> None:
+    content = {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 500}}}
+    assert settings(tmp_path, content) == {"train.schedule": "cosine", "train.steps": 500}
+    content["scheduler"]["params"]["cos_min_ratio"] = "auto"  # type: ignore[index]
+    made = convert(written(tmp_path, content))
+    assert made.settings == {"train.schedule": "cosine", "train.steps": 500}
+    least = "train.min_learning_rate_ratio stays at its default, 0.0"
+    assert findings(made, "default") == {"scheduler.params.cos_min_ratio": least}
+
+
+def test_convert_deepspeed_betas_that_are_auto_name_both(tmp_path: Path) -> None:
+    made = convert(written(tmp_path, {"fp16": {}, "optimizer": {"type": "AdamW", "params": {"betas": "auto"}}}))
+    words = "train.beta1 stays at its default, 0.9; train.beta2 stays at its default, 0.999"
+    assert findings(made, "default") == {"optimizer.params.betas": words}
+    assert made.settings == {}
+
+
 def test_convert_deepspeed_other_optimizer_leaves_its_settings(tmp_path: Path) -> None:
     content = {
         "zero_optimization": {"stage": 3},

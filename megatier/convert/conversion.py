@@ -136,11 +136,14 @@ class Conversion:
         where = ", ".join(f"{name}: {_written(value)}" for name, value in settings.items())
         self._found(key, "carried", "; ".join(filter(None, (where, remark))))
 
-    def default(self, key: str, setting: str) -> None:
-        """The setting stays at its default, because the key says `auto`, or null."""
-        section, _, name = setting.partition(".")
-        value = SECTIONS[section].__dataclass_fields__[name].default
-        self._found(key, "default", f"{setting} stays at its default, {_written(value)}")
+    def default(self, key: str, *settings: str) -> None:
+        """The settings stay at their defaults, because the key says `auto`, or null."""
+        words = []
+        for setting in settings:
+            section, _, name = setting.partition(".")
+            value = SECTIONS[section].__dataclass_fields__[name].default
+            words.append(f"{setting} stays at its default, {_written(value)}")
+        self._found(key, "default", "; ".join(words))
 
     def leave(self, key: str, why: str) -> None:
         """The key has no counterpart."""

@@ -192,7 +192,8 @@ def _optimizer(made: Conversion) -> None:
     betas = made.numbers(key, 2)
     if betas is not None:
         made.carry(key, {"train.beta1": betas[0], "train.beta2": betas[1]})
-    made.send(key, "train.beta2", None)
+    elif made.has(key):
+        made.default(key, "train.beta1", "train.beta2")
     for name, setting in (("lr", "learning_rate"), ("eps", "eps"), ("weight_decay", "weight_decay")):
         key = f"optimizer.params.{name}"
         remark = "not of biases and norms, as Hugging Face does it" if name == "weight_decay" else ""
@@ -208,7 +209,7 @@ def _schedule(made: Conversion) -> None:
         made.leave_below("scheduler", "a setting of that schedule")
         return
     made.carry("scheduler.type", {"train.schedule": SCHEDULES[kind]})
-    params, cosine = "scheduler.params", kind == "WarmupCosineLR"
+    params = "scheduler.params"
     made.send(f"{params}.total_num_steps", "train.steps", made.count(f"{params}.total_num_steps"))
     is_linear = made.text(f"{params}.warmup_type", "linear", "log", AUTO) == "linear"
     words = "" if is_linear else "rising in a straight line, not logarithmically"
@@ -225,12 +226,9 @@ def _schedule(made: Conversion) -> None:
             made.carry(key, {}, "as here")
         elif made.has(key):
             made.leave(key, "the learning rate rises from 0")
-    if cosine:
+    if kind == "WarmupCosineLR":
         key = f"{params}.cos_min_ratio"
-        least = made.number(key)
-        if not made.has(key) or least is not None:
-            made.carry(key, {"train.min_learning_rate_ratio": 1e-4 if least is None else least})
-        made.send(key, "train.min_learning_rate_ratio", None)
+        made.send(key, "train.min_learning_rate_ratio", made.number(key))
 
 
 def _tiers(made: Conversion) -> None:
