@@ -57,6 +57,13 @@ def test_build_holds_out_the_split_that_is_named(tmp_path: Path) -> None:
     assert {bytes(row[:3]) for batch in text.holdout(2) for row in batch["input_ids"].tolist()} == {b"xyz"}
 
 
+def test_build_of_too_little_text_says_so(tmp_path: Path) -> None:
+    write(tmp_path / "set", "train", ["abc"])
+    config = DataConfig(dataset=str(tmp_path / "set"), holdout_fraction=0, sequence_length=99, tokenizer="bytes")
+    with pytest.raises(DataError, match=r"has 4 tokens to train on, .* 99\. Give it more text or lower"):
+        PackedText.build(config, byte_tokenizer(), tmp_path / "run")
+
+
 def test_documents_malformed_row_names_dataset_split_and_row(tmp_path: Path) -> None:
     write(tmp_path / "set", "train", ["one", "two"])
     with pytest.raises(DataError, match=r"set \(train\), row 1: no text under 'body'"):

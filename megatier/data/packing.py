@@ -95,7 +95,7 @@ class PackedText:
         if train_span.num_tokens < config.sequence_length:
             raise DataError(
                 f"the dataset has {train_span.num_tokens} tokens to train on, less than one sequence of "
-                f"{config.sequence_length}. Give data.files more text or lower data.sequence_length."
+                f"{config.sequence_length}. Give it more text or lower data.sequence_length."
             )
         return PackedText(train_span, held_out_span, config.sequence_length, config.seed, len(tokenizer))
 
