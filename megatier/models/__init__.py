@@ -1,1 +1,1 @@
-"""."""
+"""Hugging Face decoders: their units, how experts are cut and parts frozen, their weights in and out of files."""
