@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, FUSED, tiny_config
 from torch import Tensor
@@ -22,8 +21,9 @@ from megatier.models import weights
 from megatier.models.conversion import assemble
 from megatier.models.decoder import Unit, build_skeleton, find_units
 from megatier.models.experts import cut_units, places_of
+from megatier.models.export import export
 from megatier.models.shards import read_header
-from megatier.models.weights import Checkpoint, Initialiser, export, resolve
+from megatier.models.weights import Checkpoint, Initialiser, resolve
 
 SHARD_BYTES = 60_000
 Read = Callable[[Unit, int, int], Tensor]
@@ -210,76 +210,6 @@ def test_initialiser_parameter_that_nothing_sets_is_refused(monkeypatch: pytest.
 
 
 # Export
-
-
-def test_export_bf16_rounds_to_nearest_even_as_torch_does(tmp_path: Path) -> None:
-    model, units, blocks = fresh("llama")
-    blocks["model.norm"][:2] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8])
-    export(tmp_path / "out", model, units, reader(blocks), torch.bfloat16, 1 << 30)
-    assert stored_tensors(tmp_path / "out")["model.norm.weight"][:2].tolist() == [1.0, 1 + 2**-6]
-
-
-def test_export_one_file_has_no_index_and_says_its_format(llama: Path) -> None:
-    assert {path.name for path in llama.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
-    with safe_open(llama / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-    config = json.loads((llama / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLM"]
-    assert config["dtype"] == "float32"
-    assert config["use_cache"] is True
-
-
-def test_export_shards_stay_below_the_limit_and_the_index_lists_all(tmp_path: Path) -> None:
-    model, units, blocks = fresh("llama")
-    export(tmp_path / "out", model, units, reader(blocks), torch.bfloat16, SHARD_BYTES)
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    files = {path.name: read_header(path) for path in (tmp_path / "out").glob("*.safetensors")}
-    assert len(files) > 2
-    assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
-    sizes = {file: sum(tensor.num_bytes for tensor in tensors.values()) for file, tensors in files.items()}
-    assert index["metadata"]["total_size"] == sum(sizes.values())
-    assert all(size <= SHARD_BYTES for size in sizes.values())
-
-
-def test_export_tied_head_is_stored_once(tmp_path: Path) -> None:
-    model, units, blocks = fresh("llama_tied")
-    export(tmp_path / "out", model, units, reader(blocks), torch.float32, 1 << 30)
-    assert "lm_head.weight" not in stored_tensors(tmp_path / "out")
-
-
-def test_export_folder_with_files_is_refused_and_untouched(tmp_path: Path) -> None:
-    model, units, blocks = fresh("llama")
-    (tmp_path / "mine.txt").write_text("keep")
-    with pytest.raises(ConfigError, match="not empty"):
-        export(tmp_path, model, units, reader(blocks), torch.float32, 1 << 30)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_export_failing_read_leaves_nothing_behind(tmp_path: Path) -> None:
-    model, units, blocks = fresh("llama")
-
-    def read(unit: Unit, start: int, stop: int) -> Tensor:
-        if unit.name == "model.layers.2":
-            raise TransferError("read", "nvme", "/mnt/x", 4096, 5)
-        return blocks[unit.name][start:stop]
-
-    with pytest.raises(TransferError, match="/mnt/x at byte 4096"):
-        export(tmp_path / "out", model, units, read, torch.float32, 1 << 30)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_export_full_disk_is_a_transfer_error_and_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, units, blocks = fresh("llama")
-
-    def no_space(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", no_space)
-    with pytest.raises(TransferError, match=r"export failed.*No space left"):
-        export(tmp_path / "out", model, units, reader(blocks), torch.float32, 1 << 30)
-    assert list(tmp_path.iterdir()) == []
 
 
 # Checkpoint

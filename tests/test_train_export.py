@@ -22,6 +22,7 @@ from megatier.cli import main
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.models import weights
 from megatier.models.decoder import build_skeleton, find_units
+from megatier.models.export import export
 from megatier.store.chunkfile import ChunkFiles
 from megatier.train import checkpoint, checkpoint_writer
 
@@ -126,7 +127,7 @@ def deepseek(folder: Path) -> None:
     model.generation_config = GenerationConfig(top_k=7, do_sample=True)
     units = find_units(model)
     blocks = {unit.name: 0.1 * torch.randn(unit.layout.num_elements) for unit in units}
-    weights.export(folder, model, units, reader(blocks), torch.float32, 1 << 30, byte_tokenizer())
+    export(folder, model, units, reader(blocks), torch.float32, 1 << 30, byte_tokenizer())
 
 
 def test_export_takes_buffers_and_settings_from_where_the_run_began(tmp_path: Path) -> None:

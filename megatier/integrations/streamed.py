@@ -40,8 +40,9 @@ from megatier.integrations.in_ram import InRam
 from megatier.integrations.stream_optimizer import StreamedAdamW
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.experts import places_of
+from megatier.models.export import export
 from megatier.models.frozen import freeze
-from megatier.models.weights import Checkpoint, export, resolve
+from megatier.models.weights import Checkpoint, resolve
 from megatier.schedule.trace import TraceEvent, write_trace
 from megatier.store.layout import TensorSlice
 from megatier.train.checkpoint import checkpoints, last_checkpoint, read_state, remove, restore, step_of
@@ -372,7 +373,7 @@ class Streamed:
             tokenizer: written along.
 
         Raises:
-            ConfigError, CapacityError, TransferError: see `models.weights.export`.
+            ConfigError, CapacityError, TransferError: see `models.export.export`.
         """
         self._settle("An export")
         units, read = self._session.units, self._session.read_master

@@ -1,6 +1,6 @@
-"""Weights in and out of Hugging Face's formats, in pieces of CHUNK_ELEMENTS: the model is never whole in memory.
+"""First weights, drawn or read in pieces of CHUNK_ELEMENTS: the model is never whole in memory.
 
-A matrix that is stored transposed (an expert of Qwen3-VL-MoE) is whole in memory while it is read or written.
+A matrix that is stored transposed (an expert of Qwen3-VL-MoE) is whole in memory while it is read.
 
 `Initialiser` and `Checkpoint` are the two sources of a run's first weights. Both read a unit as a stream of
 (first element in the unit's layout, fp32 values), without the layout's padding. A piece is valid until the next one.
@@ -8,31 +8,23 @@ A matrix that is stored transposed (an expert of Qwen3-VL-MoE) is whole in memor
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import math
-import os
 import re
-import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from io import RawIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from megatier.errors import CapacityError, ConfigError, TransferError, UnsupportedModelError
-from megatier.models.conversion import Assembly, Run, assemble, hub_layout, taken
+from megatier.errors import ConfigError, TransferError, UnsupportedModelError
+from megatier.models.conversion import Run, assemble, taken
 from megatier.models.decoder import Unit, bindings
-from megatier.models.experts import places_of
-from megatier.models.shards import DTYPES, StoredTensor, read_header, write_header
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from megatier.models.shards import DTYPES, StoredTensor, read_header
 
 CHUNK_ELEMENTS = 4 << 20
 """Elements read, converted or written at once: 16 MiB in fp32."""
@@ -68,7 +60,7 @@ class Initialiser:
                 raise UnsupportedModelError(
                     f"{type(self._model).__name__} has no initial value for {tensor.name}. Start from a checkpoint."
                 )
-            for start, stop in _chunks(tensor.num_elements):
+            for start, stop in chunks(tensor.num_elements):
                 yield tensor.start + start, value[start:stop]
 
     @torch.no_grad()
@@ -148,9 +140,9 @@ class Checkpoint:
                 if run.num_columns:
                     matrix = torch.empty(run.num_elements * dtype.itemsize, dtype=torch.uint8)
                     _read_exactly(file, matrix, stored)
-                    yield from _by_columns(matrix.view(dtype), run.num_columns).float().split(CHUNK_ELEMENTS)
+                    yield from by_columns(matrix.view(dtype), run.num_columns).float().split(CHUNK_ELEMENTS)
                     continue
-                for start, stop in _chunks(run.num_elements):
+                for start, stop in chunks(run.num_elements):
                     piece = raw[: (stop - start) * dtype.itemsize]
                     _read_exactly(file, piece, stored)
                     yield values[: stop - start].copy_(piece.view(dtype))
@@ -236,157 +228,6 @@ def resolve(path_or_id: str) -> Path:
         ) from error
 
 
-def export(
-    folder: Path,
-    model: PreTrainedModel,
-    units: Sequence[Unit],
-    read: Callable[[Unit, int, int], Tensor],
-    dtype: torch.dtype,
-    shard_bytes: int,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-) -> None:
-    """Write a folder that `from_pretrained` loads. It appears whole or not at all.
-
-    Args:
-        folder: new or empty.
-        model: the skeleton; its persistent buffers are written in their own dtype.
-        units: all of the model's.
-        read: gives elements [start, stop) of a unit's layout as a flat fp32 CPU tensor; asked from front to back where
-            the written tensors are in that order.
-        dtype: of the written weights; rounding is torch's, to nearest even.
-        shard_bytes: files are cut before they exceed this, between tensors.
-        tokenizer: saved along.
-
-    Raises:
-        ConfigError: the folder is not empty.
-        CapacityError: the weights do not fit on this disk. Nothing is written.
-        TransferError: writing failed. What was written is removed.
-        UnsupportedModelError: no layout of the weights is known that loads back.
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is not empty; export writes only to a new or empty folder. Choose another one.")
-    outgoing = _Outgoing(model, units, read, dtype)
-    shards = _cut(outgoing.num_bytes, shard_bytes)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        total, free = sum(outgoing.num_bytes.values()), shutil.disk_usage(folder.parent).free
-        if free < total:
-            raise CapacityError(str(folder.parent), total, free, "Free space on this disk, or export to another one.")
-        partial.mkdir()
-        for file_name, names in shards.items():
-            outgoing.write_shard(partial / file_name, names)
-        if len(shards) > 1:
-            _write_index(partial / INDEX_FILE, shards, total)
-        _write_settings(partial, model, dtype, tokenizer)
-        partial.rename(folder)
-    except TransferError:
-        raise
-    except OSError as error:
-        raise TransferError("export", "disk", str(error.filename or folder), 0, error.errno or 0) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-class _Outgoing:
-    """The tensors of a checkpoint that is being written, by the names they have on disk."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        units: Sequence[Unit],
-        read: Callable[[Unit, int, int], Tensor],
-        dtype: torch.dtype,
-    ) -> None:
-        self._read, self._dtype = read, dtype
-        self._places = places_of(units)
-        state = model.state_dict(keep_vars=True)
-        self._buffers = {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
-        own = [name for name in state if name in self._places]  # in the order of whole layers, however they are cut
-        self._ranks = {name: rank for rank, name in enumerate((*self._buffers, *own))}
-        layout = hub_layout(model, {name: state[name] for name in (*self._places, *self._buffers)})
-        # Wider dtypes first: then every tensor of a file is aligned to its own element size. Among them units from
-        # front to back, also where the hub splits their tensors: whoever reads in chunks reads each once.
-        self._layout = dict(sorted(layout.items(), key=lambda item: self._order(item[1])))
-        self.num_bytes = {
-            name: math.prod(assembly.shape) * self._dtype_of(assembly).itemsize
-            for name, assembly in self._layout.items()
-        }
-
-    def write_shard(self, path: Path, names: Sequence[str]) -> None:
-        """Header first, then the tensors in the order of `names`; on disk when it returns."""
-        with path.open("wb") as file:
-            tensors = {name: self._layout[name] for name in names}
-            file.write(write_header((name, self._dtype_of(tensor), tensor.shape) for name, tensor in tensors.items()))
-            for tensor in tensors.values():
-                for run in tensor.runs:
-                    for piece in self._pieces(run):
-                        file.write(piece.contiguous().view(torch.uint8).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _order(self, assembly: Assembly) -> tuple[int, int, int]:
-        first = assembly.runs[0]
-        return -self._dtype_of(assembly).itemsize, self._ranks[first.name], first.start
-
-    def _dtype_of(self, assembly: Assembly) -> torch.dtype:
-        source = assembly.runs[0].name
-        return self._buffers[source].dtype if source in self._buffers else self._dtype
-
-    def _pieces(self, run: Run) -> Iterator[Tensor]:
-        first, last = run.start, run.start + run.num_elements
-        if run.num_columns:
-            yield _by_columns(torch.cat(list(self._elements(run.name, first, last))), run.num_columns)
-            return
-        for start, stop in _chunks(run.num_elements):
-            yield from self._elements(run.name, first + start, first + stop)
-
-    def _elements(self, name: str, first: int, last: int) -> Iterator[Tensor]:
-        """Those of a tensor of the model, flat, from each unit that holds some."""
-        if name in self._buffers:
-            yield self._buffers[name].flatten()[first:last]
-            return
-        for unit, tensor in self._places[name]:
-            lower, upper = max(first, tensor.elements[0]), min(last, tensor.elements[1])
-            if lower < upper:
-                yield self._read(unit, tensor.place(lower), tensor.place(upper)).to(self._dtype)
-
-
-def _cut(num_bytes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
-    """Names by file: consecutive tensors up to `shard_bytes`, which only a tensor larger than that exceeds."""
-    shards: list[list[str]] = []
-    room = 0
-    for name, size in num_bytes.items():
-        if size > room:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(name)
-        room -= size
-    if len(shards) == 1:
-        return {SINGLE_FILE: shards[0]}
-    return {f"model-{k + 1:05d}-of-{len(shards):05d}.safetensors": names for k, names in enumerate(shards)}
-
-
-def _write_index(path: Path, shards: Mapping[str, Sequence[str]], total_bytes: int) -> None:
-    weight_map = {name: file_name for file_name, names in shards.items() for name in names}
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _write_settings(
-    folder: Path, model: PreTrainedModel, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase | None
-) -> None:
-    """Config, generation settings, tokenizer. The cache that training switched off is on again."""
-    config = copy.deepcopy(model.config)
-    config.dtype, config.architectures, config.use_cache = dtype, [type(model).__name__], True
-    # Not save_pretrained(), which refuses settings that loading accepts: too late to refuse after a training run.
-    config.to_json_file(folder / "config.json", use_diff=True)
-    if model.can_generate():
-        model.generation_config.to_json_file(folder / "generation_config.json")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-
-
 def _headers(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of a folder by their stored name."""
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
@@ -442,7 +283,7 @@ def _read_exactly(file: RawIOBase, piece: Tensor, stored: StoredTensor) -> None:
         view = view[count:]
 
 
-def _by_columns(elements: Tensor, num_columns: int) -> Tensor:
+def by_columns(elements: Tensor, num_columns: int) -> Tensor:
     """The elements of a matrix that lies row by row, flat."""
     columns: Tensor = elements.view(-1, num_columns).t()
     return columns.flatten()
@@ -460,6 +301,7 @@ def _upwards(name: str) -> Iterator[str]:
     yield ""
 
 
-def _chunks(num_elements: int) -> Iterator[tuple[int, int]]:
+def chunks(num_elements: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of pieces of at most CHUNK_ELEMENTS."""
     for start in range(0, num_elements, CHUNK_ELEMENTS):
         yield start, min(start + CHUNK_ELEMENTS, num_elements)

@@ -13,7 +13,7 @@ from megatier.config_file import from_dict
 from megatier.data.tokenizer import load_tokenizer
 from megatier.errors import CheckpointError, DamagedCheckpointError, mib
 from megatier.models.decoder import Unit, find_units
-from megatier.models.weights import export
+from megatier.models.export import export
 from megatier.train.checkpoint import find_checkpoint, open_masters, read_state
 from megatier.train.run_state import RunState
 from megatier.train.session import open_model
@@ -32,7 +32,7 @@ def export_checkpoint(
         path: a checkpoint, or a run directory, whose last whole one is taken.
         folder: new or empty.
         dtype: `bf16`, or `fp32` for the masters; None: as the run's `output.export_dtype`.
-        shard_bytes: as in `models.weights.export`.
+        shard_bytes: as in `models.export.export`.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -65,7 +65,7 @@ def write_model(
     dtype: str,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write master weights that somebody reads (`models.weights.export`), and say where they are."""
+    """Write master weights that somebody reads (`models.export.export`), and say where they are."""
     export(folder, model, units, read, COMPUTE_DTYPES[dtype], shard_bytes, tokenizer)
     size = sum(file.stat().st_size for file in folder.iterdir())
     console.print(f"model written to {folder} ({mib(size)}, {dtype})", markup=False, highlight=False, soft_wrap=True)
