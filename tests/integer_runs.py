@@ -18,8 +18,9 @@ from torch import Tensor
 
 from megatier.errors import NonFiniteError, TransferError
 from megatier.schedule.optimizer import Apply, Elements
-from megatier.schedule.placement import Budgets, Policy, UnitSpec, place, state_kinds
+from megatier.schedule.placement import Budgets, place
 from megatier.schedule.player import Player
+from megatier.schedule.sizes import Policy, UnitSpec, state_kinds
 from megatier.store.blockfile import BlockFiles, Extent, FileBatch, IoOptions
 from megatier.store.store import TieredStore
 from megatier.store.tier import Kind, Phase, Tier

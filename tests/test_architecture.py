@@ -37,6 +37,8 @@ def test_the_bytes_journey_is_marked_once_per_hop() -> None:
     "module",
     [
         "megatier.schedule.placement",
+        "megatier.schedule.slots",
+        "megatier.schedule.sizes",
         "megatier.schedule.timeline",
         "megatier.schedule.rates",
         "megatier.schedule.simulate",

@@ -19,7 +19,8 @@ from tiny_runs import BATCH, PLACES, exactness_config, one_thread, opened, plain
 from megatier.config import TrainConfig
 from megatier.errors import PlanError
 from megatier.models.decoder import Unit
-from megatier.schedule.placement import Budgets, Policy, UnitSpec, place
+from megatier.schedule.placement import Budgets, place
+from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.store.blockfile import IoOptions
 from megatier.store.store import TieredStore
 from megatier.store.tier import PAGE_BYTES, Kind, Tier

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatier.errors import PlanError
 from megatier.schedule.blocks import Generation
-from megatier.schedule.placement import Budgets, Policy, place
+from megatier.schedule.placement import Budgets, place
+from megatier.schedule.sizes import Policy
 from megatier.store.tier import Kind, Tier
 
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megatier.schedule.forecast import HOST_SECONDS, Forecast, floor, forecast
-from megatier.schedule.placement import Budgets, Placement, Policy, UnitSpec, bytes_per_element, place
+from megatier.schedule.placement import Budgets, Placement, place
 from megatier.schedule.rates import DriveRates, Rates
+from megatier.schedule.sizes import Policy, UnitSpec, bytes_per_element
 from megatier.schedule.timeline import Access, build, demanded_bytes
 from megatier.store.tier import Kind, Phase, Tier
 

@@ -12,17 +12,9 @@ import pytest
 
 from megatier.config_values import parse_bytes
 from megatier.errors import PlanError, at_least
-from megatier.schedule.placement import (
-    SLOTS_MIN,
-    Budgets,
-    Placement,
-    Policy,
-    UnitSpec,
-    bytes_per_element,
-    grad_bytes,
-    place,
-    state_kinds,
-)
+from megatier.schedule.placement import Budgets, Placement, place
+from megatier.schedule.sizes import Policy, UnitSpec, bytes_per_element, grad_bytes, state_kinds
+from megatier.schedule.slots import SLOTS_MIN
 from megatier.store.tier import Kind, Tier, round_up
 
 KIB = 1 << 10

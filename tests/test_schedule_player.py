@@ -15,7 +15,7 @@ from integer_runs import BROKEN, HANG_S, PLACES, STREAMED, UNITS, Run, close, fa
 
 from megatier.errors import IntegrityError, TimelineError
 from megatier.schedule.blocks import block_key
-from megatier.schedule.placement import UnitSpec
+from megatier.schedule.sizes import UnitSpec
 from megatier.schedule.timeline import Access, Timeline
 from megatier.schedule.trace import stall_seconds
 from megatier.store.tier import Kind, Phase, Tier

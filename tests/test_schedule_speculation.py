@@ -13,7 +13,8 @@ from integer_runs import BROKEN, UNITS, Run, check_broken_for_good, fail_moves, 
 
 from megatier.errors import PlanError
 from megatier.schedule.blocks import Generation, block_key
-from megatier.schedule.placement import Budgets, Policy, place
+from megatier.schedule.placement import Budgets, place
+from megatier.schedule.sizes import Policy
 from megatier.schedule.speculation import HISTORY
 from megatier.store.tier import Kind, Tier
 

@@ -10,7 +10,9 @@ from functools import cache
 import pytest
 
 from megatier.errors import PlanError
-from megatier.schedule.placement import Placement, Policy, SlotPlan, UnitSpec
+from megatier.schedule.placement import Placement
+from megatier.schedule.sizes import Policy, UnitSpec
+from megatier.schedule.slots import SlotPlan
 from megatier.schedule.timeline import Access, Load, Timeline, Update, build, demanded_bytes, update_bytes
 from megatier.store.tier import STATE_KINDS, Kind, Phase, Tier
 

@@ -26,7 +26,7 @@ from integer_runs import (
 
 from megatier.errors import NonFiniteError, TransferError
 from megatier.schedule.blocks import block_key
-from megatier.schedule.placement import UnitSpec
+from megatier.schedule.sizes import UnitSpec
 from megatier.schedule.timeline import demanded_bytes
 from megatier.schedule.trace import stall_seconds
 from megatier.store.tier import Kind, Phase, Tier

@@ -85,7 +85,9 @@ class AdamW:
         """Dtype is the compute dtype: bf16 has split masters, fp32 whole ones."""
         self.hyper = hyper
         """Read by `begin_step`, `revise` and `clip`; all but `deferred` may be others in the next step."""
-        self._layouts, self._decayed, self._dtype, self._groups = dict(layouts), decayed, dtype, groups
+        self.layouts = dict(layouts)
+        """Trained tensors of each unit that has any."""
+        self._decayed, self._dtype, self._groups = decayed, dtype, groups
         self._split = dtype is torch.bfloat16
         self._pool = _native.ThreadPool(num_threads, UPDATE_QUEUE_DEPTH)
         self._workers = ThreadPoolExecutor(num_threads, "megatier-gradient")
@@ -137,13 +139,13 @@ class AdamW:
 
     def first_non_finite(self) -> str | None:
         """A parameter whose measured gradient is not finite, of the first such unit that the backward came to."""
-        found = (self._non_finite_in(unit) for unit in reversed(self._layouts) if unit in self._sums)
+        found = (self._non_finite_in(unit) for unit in reversed(self.layouts) if unit in self._sums)
         return next(filter(None, found), None)
 
     def _non_finite_in(self, unit: str) -> str | None:
         """The first parameter of a unit, in its layout, whose measured gradient is not finite."""
         sums = torch.cat(self._sums[unit]).cpu()
-        tensors = self._layouts[unit].tensors
+        tensors = self.layouts[unit].tensors
         parts = sums.split([_num_spans(tensor) for tensor in tensors])
         return next((t.name for t, part in zip(tensors, parts, strict=True) if not part.isfinite().all()), None)
 
@@ -156,7 +158,7 @@ class AdamW:
             unit: its unit.
             grad: flat [num_elements] in the compute dtype, on any device.
         """
-        tensors = self._layouts[unit].tensors
+        tensors = self.layouts[unit].tensors
         if grad.is_cuda:
             self._sums[unit] = [self._kernels.sum_squares(grad[tensor.start : tensor.stop]) for tensor in tensors]
             return
@@ -181,7 +183,7 @@ class AdamW:
             part: uint8, fp32 gradient of this group; overwritten.
             group: 0, 1, ...
         """
-        count = self._layouts[unit].num_elements
+        count = self.layouts[unit].num_elements
         runs = [(start, min(PIECE_ELEMENTS, count - start)) for start in range(0, count, PIECE_ELEMENTS)]
         source, target = part.data_ptr(), total.data_ptr()
         self._at_once(
@@ -238,7 +240,7 @@ class AdamW:
         self, scalars: Scalars, unit: str, elements: tuple[int, int], planes: Mapping[Kind, Tensor], grad: Tensor
     ) -> _native.Batch | None:
         start, stop = elements
-        segments = self._segments(self._layouts[unit], start, stop, scalars.decay)
+        segments = self._segments(self.layouts[unit], start, stop, scalars.decay)
         return begin_adamw(self._pool, planes, grad, segments, scalars.of_kernels)
 
     def close(self) -> None:

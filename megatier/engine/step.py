@@ -106,8 +106,9 @@ class Engine:
             UnsupportedModelError: the loss cannot be fused with this model's head.
         """
         self.model, self._stream, self._optimizer, self.options = model, stream, optimizer, options
-        layouts = {unit.name: unit.layout.trained for unit in units if unit.layout.num_trained}
-        gradients = Gradients(layouts, options.dtype, options.device, stream, optimizer, groups=options.groups)
+        gradients = Gradients(
+            optimizer.layouts, options.dtype, options.device, stream, optimizer, groups=options.groups
+        )
         anchor = torch.zeros((), device=options.device, requires_grad=True)
         self._stage = Stage(
             stream,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatier.errors import PlanError, at_least
-from megatier.schedule.placement import bytes_per_element, state_kinds
+from megatier.schedule.sizes import bytes_per_element, state_kinds
 from megatier.store.layout import ALIGN_ELEMENTS
 from megatier.store.tier import Kind, Tier, round_up
 

@@ -17,8 +17,8 @@ import torch
 
 from megatier.schedule.gate import Gate
 from megatier.schedule.optimizer import Elements
-from megatier.schedule.placement import (
-    Placement,
+from megatier.schedule.placement import Placement
+from megatier.schedule.sizes import (
     Policy,
     UnitSpec,
     block_bytes,
@@ -26,9 +26,11 @@ from megatier.schedule.placement import (
     final_grad_bytes,
     grad_bytes,
     kinds_of,
+    passing_kinds,
     state_kinds,
+    trained_bytes,
 )
-from megatier.schedule.timeline import Load, trained_bytes
+from megatier.schedule.timeline import Load
 from megatier.store.store import TieredStore
 from megatier.store.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 from megatier.store.transfer import Transfer
@@ -91,6 +93,7 @@ class UnitBlocks:
         """Register every block and reserve every slot of the placement."""
         self.store, self.units, self.placement, self.policy = store, units, placement, policy
         self.kinds = state_kinds(split=policy.split)
+        self._passing = passing_kinds(split=policy.split)
         self.valid = dict.fromkeys(units, Generation())
         self.kept: dict[str, int] = {}
         self._readers: dict[str, tuple[Generation, Transfer]] = {}
@@ -153,6 +156,11 @@ class UnitBlocks:
     def frozen_chunks(self, name: str) -> list[Elements]:
         """The runs of a unit's frozen elements, behind the trained ones."""
         return self._cut(name, self.units[name].num_trained, self.units[name].num_elements)
+
+    def runs(self, name: str) -> list[tuple[Elements, tuple[Kind, ...]]]:
+        """All runs of a unit's elements, in order, and the kinds of state that each has."""
+        chunks = [(elements, self.kinds) for elements in self.chunks(name)]
+        return [*chunks, *((elements, (Kind.WEIGHT,)) for elements in self.frozen_chunks(name))]
 
     def _cut(self, name: str, start: int, stop: int) -> list[Elements]:
         step = self.placement.chunk_elements if self.is_cut(name) else max(1, stop - start)
@@ -282,10 +290,6 @@ class UnitBlocks:
         """Bytes of a streamed unit's state that pass through slots of their own."""
         return sum(block_bytes(self.units[unit], kind, self.policy) for kind in self._passing)
 
-    @property
-    def _passing(self) -> list[Kind]:
-        return [kind for kind in self.kinds if kind is not Kind.WEIGHT]
-
     @contextlib.contextmanager
     def open_grad(self, name: str, elements: Elements) -> Iterator[torch.Tensor]:
         """Lease a run of the final gradient, uint8 in the compute dtype.
@@ -305,8 +309,7 @@ class UnitBlocks:
 
     def sums_in_ram(self, name: str) -> bool:
         """Whether the gradients of several groups are added up in RAM; else that is done on the GPU."""
-        is_home = self.placement.grad_homes[name] is Tier.RAM
-        return self.policy.groups > 1 and is_home and not self.placement.sums_on_gpu
+        return self.policy.groups > 1 and self.placement.sums_at(name) is Tier.RAM
 
     def send_grad(self, name: str, *, final: bool) -> None:
         """Start taking a gradient from its GPU slot to its home or slot in RAM, or to NVMe; waits for RAM slots.
@@ -360,7 +363,7 @@ class UnitBlocks:
 
     def _register(self) -> None:
         for unit in self.units.values():
-            for kind in kinds_of(unit, split=self.policy.split):
+            for kind in kinds_of(unit, self.policy):
                 size = unit.elements_of(kind) * bytes_per_element(kind, split=self.policy.split)
                 home = self.placement.homes[unit.name, kind]
                 for place in self.places(unit.name, kind):

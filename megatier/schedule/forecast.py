@@ -11,21 +11,21 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatier.schedule.placement import (
-    GRAD_DEPTH,
-    SLOTS_MIN,
-    UPDATE_DEPTH,
-    Placement,
+from megatier.schedule.placement import Placement
+from megatier.schedule.rates import Rates
+from megatier.schedule.simulate import Job, Lane, least_seconds, simulate
+from megatier.schedule.sizes import (
     Policy,
     UnitSpec,
     block_bytes,
     final_grad_bytes,
     grad_bytes,
+    passing_kinds,
     state_kinds,
+    trained_bytes,
 )
-from megatier.schedule.rates import Rates
-from megatier.schedule.simulate import Job, Lane, least_seconds, simulate
-from megatier.schedule.timeline import Access, Load, Timeline, build, trained_bytes, way_up
+from megatier.schedule.slots import GRAD_DEPTH, SLOTS_MIN, UPDATE_DEPTH
+from megatier.schedule.timeline import Access, Load, Timeline, build, way_up
 from megatier.store.tier import Kind, Phase, Tier
 
 NUM_STEPS = 3
@@ -309,7 +309,7 @@ class _Jobs:
         """Streamed state home when the CPU is through, and to the GPU again."""
         on_cpu = [job for name, job in self.updates.items() if self.placement.updater(name) is Tier.RAM]
         for unit in (self.units[name] for name in self.placement.streamed):
-            size = sum(self._bytes(unit, kind) for kind in self._kinds() if kind is not Kind.WEIGHT)
+            size = sum(self._bytes(unit, kind) for kind in passing_kinds(split=self.policy.split))
             home = None
             if unit.name in self.updates:
                 home = self._add("state_to_ram", unit.name, size, *on_cpu, self.updates[unit.name])
@@ -321,7 +321,7 @@ class _Jobs:
         `made` is the use that makes it, `before` the one before.
         """
         is_last, home = group == self.policy.groups - 1, self.placement.grad_homes[unit.name]
-        sums_on_gpu, size = self.placement.sums_on_gpu, grad_bytes(unit, self.policy)
+        sums_on_gpu, size = self.placement.sums_at(unit.name) is Tier.GPU, grad_bytes(unit, self.policy)
         if sums_on_gpu and home is not Tier.GPU and group:
             made = self._add_sum(unit, made, before)
         self.grads[unit.name] = made

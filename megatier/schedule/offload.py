@@ -9,7 +9,7 @@ import torch
 
 from megatier.errors import ConfigError
 from megatier.schedule.blocks import activation_key
-from megatier.schedule.placement import UnitSpec
+from megatier.schedule.sizes import UnitSpec
 from megatier.store.store import TieredStore
 from megatier.store.transfer import Transfer
 

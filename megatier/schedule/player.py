@@ -26,7 +26,8 @@ from megatier.schedule.blocks import UnitBlocks, grad_key
 from megatier.schedule.gate import Gate
 from megatier.schedule.offload import Offload
 from megatier.schedule.optimizer import Optimizer
-from megatier.schedule.placement import Placement, Policy, UnitSpec
+from megatier.schedule.placement import Placement
+from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.timeline import (
     Access,
     Load,
@@ -362,7 +363,7 @@ class Player:
 
     def sums_here(self, unit: str) -> bool:
         """True where the gradient's groups are added up on the GPU: at home there, or RAM is too short for it."""
-        return self.placement.grad_homes[unit] is Tier.GPU or self.placement.sums_on_gpu
+        return self.placement.sums_at(unit) is Tier.GPU
 
     def drain_gradients(self) -> None:
         """Wait until every gradient of the step is summed and measured (and, in the immediate mode, applied)."""

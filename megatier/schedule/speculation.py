@@ -21,7 +21,7 @@ from typing import Literal
 
 from megatier.schedule.blocks import Generation, UnitBlocks
 from megatier.schedule.optimizer import Apply, Elements, Optimizer
-from megatier.schedule.placement import UPDATE_DEPTH
+from megatier.schedule.slots import UPDATE_DEPTH
 from megatier.schedule.trace import Recorder
 from megatier.store.tier import round_up
 from megatier.store.transfer import Queue, Transfer

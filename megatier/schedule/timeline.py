@@ -13,17 +13,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatier.errors import PlanError
-from megatier.schedule.placement import (
-    Placement,
+from megatier.schedule.placement import Placement
+from megatier.schedule.sizes import (
     Policy,
     UnitSpec,
     block_bytes,
-    bytes_per_element,
     final_grad_bytes,
     grad_bytes,
     state_kinds,
+    trained_bytes,
 )
-from megatier.store.tier import Kind, Phase, Tier, round_up
+from megatier.store.tier import Kind, Phase, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +205,3 @@ def update_bytes(unit: UnitSpec, placement: Placement, policy: Policy) -> dict[s
     state = sum(trained_bytes(unit, kind, policy) for kind in kinds)
     grad = final_grad_bytes(unit, policy) if placement.grad_homes[unit.name] is Tier.NVME else 0
     return {"nvme_to_ram": state + grad, "ram_to_nvme": state}
-
-
-def trained_bytes(unit: UnitSpec, kind: Kind, policy: Policy) -> int:
-    """Bytes of a unit's block of state that its update changes: all but frozen weights."""
-    return round_up(unit.num_trained * bytes_per_element(kind, split=policy.split))

@@ -31,7 +31,7 @@ from megatier.engine.optimizer import join_master
 from megatier.errors import StepAbandonedError
 from megatier.models.decoder import Unit
 from megatier.schedule.blocks import Generation
-from megatier.schedule.placement import bytes_per_element
+from megatier.schedule.sizes import bytes_per_element
 from megatier.store.arena import Arena
 from megatier.store.chunkfile import ArrayWriter, ChunkFiles, Grid
 from megatier.store.layout import TensorSlice

@@ -19,8 +19,9 @@ from megatier.config import RunConfig
 from megatier.errors import PlanError
 from megatier.models.experts import cut_units
 from megatier.schedule.forecast import HOST_SECONDS, QUEUES_OF_DISK, Forecast
-from megatier.schedule.placement import Budgets, Placement, bytes_per_element, place
+from megatier.schedule.placement import Budgets, Placement, place
 from megatier.schedule.rates import DriveRates, Rates
+from megatier.schedule.sizes import bytes_per_element
 from megatier.schedule.timeline import Access, gradient_bytes
 from megatier.schedule.trace import TraceEvent
 from megatier.store.tier import Kind, Tier

@@ -343,12 +343,13 @@ def _verify(session: Session) -> None:
     blocks, store = session.player.blocks, session.store
     runs: list[tuple[str, tuple[int, int], list[Kind]]] = []
     for unit in blocks.units:
-        kinds = blocks.spilled(unit)
-        runs += [(unit, elements, kinds) for elements in blocks.chunks(unit) if kinds]
-        runs += [(unit, elements, [Kind.WEIGHT]) for elements in blocks.frozen_chunks(unit) if Kind.WEIGHT in kinds]
-    for index, (unit, elements, kinds) in enumerate(runs):
+        spilled = blocks.spilled(unit)
+        for elements, kinds in blocks.runs(unit):
+            if kept := [kind for kind in kinds if kind in spilled]:
+                runs.append((unit, elements, kept))
+    for index, (unit, elements, kept) in enumerate(runs):
         for name, ahead, ahead_kinds in runs[index + 1 : index + 2]:
             for kind in ahead_kinds:
                 store.prefetch(blocks.key(name, kind), Tier.RAM, blocks.span(name, kind, ahead), wait=True)
-        with blocks.open_state(unit, elements, kinds):
+        with blocks.open_state(unit, elements, kept):
             pass

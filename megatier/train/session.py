@@ -22,9 +22,10 @@ from megatier.models.decoder import Unit, build_skeleton, decays
 from megatier.models.experts import cut_units
 from megatier.models.frozen import freeze
 from megatier.models.weights import Checkpoint, Initialiser, resolve
-from megatier.schedule.placement import CHUNK_ELEMENTS_MAX, Budgets, Placement, place
+from megatier.schedule.placement import Budgets, Placement, place
 from megatier.schedule.player import Player
 from megatier.schedule.rates import Rates
+from megatier.schedule.slots import CHUNK_ELEMENTS_MAX
 from megatier.store.store import TieredStore
 from megatier.store.tier import Kind, Tier
 from megatier.train.probe import cached_rates, io_threads
@@ -190,7 +191,7 @@ class Session:
     def _runs(self, unit: Unit) -> Iterator[tuple[int, int]]:
         """A unit's elements in runs of bounded size; one at home on the GPU, which is updated whole, is cut as well."""
         blocks = self.player.blocks
-        for start, stop in (*blocks.chunks(unit.name), *blocks.frozen_chunks(unit.name)):
+        for (start, stop), _ in blocks.runs(unit.name):
             for first in range(start, stop, CHUNK_ELEMENTS_MAX):
                 yield first, min(first + CHUNK_ELEMENTS_MAX, stop)
 
@@ -214,7 +215,7 @@ class Session:
         dtype = {Kind.WEIGHT: self._dtype, Kind.REMAINDER: torch.int16}.get(kind, torch.float32)
         result = torch.empty(stop - start, dtype=dtype)
         blocks = self.player.blocks
-        for first, last in (*blocks.chunks(unit.name), *blocks.frozen_chunks(unit.name)):
+        for (first, last), _ in blocks.runs(unit.name):
             lower, upper = max(first, start), min(last, stop)
             if lower >= upper:
                 continue

@@ -17,7 +17,8 @@ from megatier.engine.activation import Activations
 from megatier.errors import PlanError, UnsupportedModelError
 from megatier.models.decoder import Unit
 from megatier.models.experts import most_parts
-from megatier.schedule.placement import GPU_SLOTS, Policy, UnitSpec
+from megatier.schedule.sizes import Policy, UnitSpec
+from megatier.schedule.slots import GPU_SLOTS
 from megatier.store.blockfile import IoOptions
 from megatier.store.tier import Tier
 

@@ -1,0 +1,153 @@
+"""Slots: how many of which size a placement needs, for blocks that pass through a tier. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatier.errors import PlanError, at_least
+from megatier.schedule.sizes import (
+    Policy,
+    UnitSpec,
+    block_bytes,
+    bytes_per_element,
+    grad_bytes,
+    passing_kinds,
+    state_kinds,
+    trained,
+)
+from megatier.store.tier import Kind, Tier, round_up
+
+SLOTS_MIN = 2
+"""One unit computes while the next arrives."""
+GPU_SLOTS = "GPU slots"
+"""What is short where a unit is too large."""
+GRAD_DEPTH = 4
+"""Gradients of groups in RAM at once, where there is room: the CPU adds up the last one slower than they come."""
+UPDATE_DEPTH = 3
+"""Update chunks in RAM at once: one arrives, one is worked on, one leaves. The new bytes of a speculative
+one lie beside the old ones."""
+CHUNK_ELEMENTS_MAX = 8 << 20
+CHUNK_ELEMENTS_FAST = 1 << 20
+"""Of chunks that drives move at full speed; where gradients have to spill, they leave room for so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlan:
+    """Equal slots for one kind of block in one tier."""
+
+    tier: Tier
+    kind: Kind
+    slot_bytes: int
+    num_slots: int
+
+
+def least_gpu_bytes(rest: Sequence[UnitSpec], policy: Policy) -> int:
+    """Bytes of the fewest GPU slots with which units that are not at home there run."""
+    if not rest:
+        return 0
+    weight = max(block_bytes(unit, Kind.WEIGHT, policy) for unit in rest)
+    grad, num_grads = _gpu_grads(rest, policy)
+    return min(len(rest), SLOTS_MIN) * weight + num_grads * grad
+
+
+def gpu_slots(
+    rest: Sequence[UnitSpec],
+    homed: int,
+    streamed: Sequence[UnitSpec],
+    budget: int,
+    policy: Policy,
+) -> tuple[SlotPlan, ...]:
+    """All GPU slots: for weights as many as there is room for.
+
+    Args:
+        rest: units that are not at home on the GPU.
+        homed: bytes taken by those that are.
+        streamed: of the rest, those whose state passes through.
+        budget: bytes of the GPU.
+        policy: dtype, groups.
+
+    Raises:
+        PlanError: there is no room for the fewest.
+    """
+    if not rest:
+        return ()
+    largest_streamed = max(streamed, key=lambda unit: unit.num_trained, default=UnitSpec("", 0))
+    passing = [
+        SlotPlan(Tier.GPU, kind, block_bytes(largest_streamed, kind, policy), len(streamed))
+        for kind in passing_kinds(split=policy.split)
+    ]
+    used = homed + sum(grad_bytes(unit, policy) for unit in streamed)
+    used += sum(plan.slot_bytes * plan.num_slots for plan in passing)
+    largest = max(rest, key=lambda unit: unit.num_elements)
+    least = least_gpu_bytes(rest, policy)
+    if used + least > budget:
+        what = f"{GPU_SLOTS} for the largest unit, {largest.name}"
+        remedy = f"Raise tiers.gpu to at least {at_least(used + least)}."
+        raise PlanError(what, used + least, budget, remedy)
+    weight = block_bytes(largest, Kind.WEIGHT, policy)
+    grad, num_grads = _gpu_grads(rest, policy)
+    num_weights = min(len(rest), (budget - used - num_grads * grad) // weight)
+    return (
+        SlotPlan(Tier.GPU, Kind.WEIGHT, weight, num_weights),
+        *([SlotPlan(Tier.GPU, Kind.GRAD, grad, num_grads)] if num_grads else ()),
+        *(passing if streamed else ()),
+    )
+
+
+def _gpu_grads(rest: Sequence[UnitSpec], policy: Policy) -> tuple[int, int]:
+    """Bytes and number of the slots through which gradients leave the GPU."""
+    sizes = [grad_bytes(unit, policy) for unit in trained(rest)]
+    return max(sizes, default=0), min(len(sizes), SLOTS_MIN)
+
+
+def grad_slots(waiting: Sequence[UnitSpec], policy: Policy) -> list[SlotPlan]:
+    """RAM slots through which gradients pass to their sums, or to their updates in the immediate mode."""
+    if not waiting or (policy.deferred and policy.groups == 1):
+        return []
+    return [SlotPlan(Tier.RAM, Kind.GRAD, max(grad_bytes(unit, policy) for unit in waiting), SLOTS_MIN)]
+
+
+def chunk_slots(longest: int, used: int, budget: int, policy: Policy, spills_grads: bool) -> tuple[int, list[SlotPlan]]:
+    """The elements of an update chunk, and its slots.
+
+    A chunk is as large as a quarter of the RAM that is left allows; all of it where gradients have to spill.
+
+    Raises:
+        PlanError: there is no room for the smallest.
+    """
+    room, align = max(0, budget - used), policy.align_elements
+    per_element = total_bytes(update_slots(align, align, policy, spills_grads=spills_grads)) // align
+    fits = room // per_element
+    most = min(CHUNK_ELEMENTS_FAST, fits) if spills_grads else min(CHUNK_ELEMENTS_MAX, fits // 4)
+    wanted = policy.chunk_elements or min(longest, most)
+    chunk = max(align, wanted // align * align)
+    chunk = min(chunk, -(-longest // align) * align)
+    pools = update_slots(longest, chunk, policy, spills_grads=spills_grads)
+    if (needed := used + total_bytes(pools)) > budget:
+        remedy = f"Raise tiers.ram to at least {at_least(needed)}" + (
+            ", or lower tiers.chunk." if policy.chunk_elements else "."
+        )
+        raise PlanError("RAM slots for updates from NVMe", needed, budget, remedy)
+    return chunk, pools
+
+
+def update_slots(longest: int, chunk: int, policy: Policy, *, spills_grads: bool) -> list[SlotPlan]:
+    """RAM slots for update chunks; two weight slots more, through which loads pass."""
+    depth = UPDATE_DEPTH + (SLOTS_MIN if policy.speculates else 0)
+    pools = [
+        SlotPlan(
+            Tier.RAM,
+            kind,
+            min(chunk, longest) * bytes_per_element(kind, split=policy.split),
+            depth + (SLOTS_MIN if kind is Kind.WEIGHT else 0),
+        )
+        for kind in state_kinds(split=policy.split)
+    ]
+    grad = min(chunk * (2 if policy.split else 4), grad_bytes(UnitSpec("", longest), policy))
+    return [*pools, SlotPlan(Tier.RAM, Kind.GRAD, grad, depth)] if spills_grads else pools
+
+
+def total_bytes(slots: Iterable[SlotPlan]) -> int:
+    """What the slots take, in whole pages."""
+    return sum(round_up(plan.slot_bytes) * plan.num_slots for plan in slots)
