@@ -129,6 +129,16 @@ def test_frozen_run_without_clipping_gives_the_same_bits_on_any_tier(frozen: str
     assert found == [found[0]] * len(names)
 
 
+def test_frozen_weights_on_nvme_alone_need_no_slots_for_updates_and_give_the_same_bits(tmp_path: Path) -> None:
+    where, patterns = Place(tiers=("gpu", "nvme"), gpu=100 * KIB), ("*", "!model.layers.0")
+    with opened(CONFIG, tmp_path, where, settings(), frozen=patterns) as session:
+        assert not session.placement.spilled
+        assert {plan.kind for plan in session.placement.slots if plan.tier is Tier.RAM} == {Kind.WEIGHT}
+        spilled = outcome(session, run_steps(session, settings(), 4))
+    with opened(CONFIG, tmp_path, ROOMY["ram"], settings(), frozen=patterns) as session:
+        assert outcome(session, run_steps(session, settings(), 4)) == spilled
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("frozen", FROZEN)
 def test_frozen_run_on_a_gpu_gives_the_same_bits_on_any_tier(frozen: str, tmp_path: Path) -> None:

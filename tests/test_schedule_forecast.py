@@ -126,6 +126,15 @@ def test_forecast_with_weights_in_ram_moves_the_other_planes_alone() -> None:
     assert made.moved_bytes["nvme_to_ram"] == made.moved_bytes["ram_to_nvme"] == size
 
 
+def test_forecast_of_a_unit_frozen_but_for_one_chunk_updates_it_in_one_piece() -> None:
+    budgets, policy = PLACES["nvme"]
+    policy = replace(policy, chunk_elements=MIB // 8)
+    units = [UnitSpec(unit.name, MIB, frozen_elements=MIB - MIB // 8) for unit in UNITS]
+    made = forecast(accesses(1), SECONDS, units, place(units, budgets, policy), policy, SLOW["drive"])
+    updates = Counter(span.name for span in made.spans if span.lane == "update_nvme")
+    assert updates == Counter(unit.name for unit in units)
+
+
 def test_forecast_slow_updates_hide_under_the_forward_alone() -> None:
     slow = replace(FAST, update_parameters_per_s=6 * MIB / 0.2)  # the forward takes 0.06 s, the updates 0.2
     made, _, _ = of("ram", slow)

@@ -193,10 +193,48 @@ def test_slots_serve_the_largest_unit_that_passes() -> None:
             kinds = state_kinds(split=policy.split)
             has_weights = any(placement.homes[unit.name, Kind.WEIGHT] is Tier.NVME for unit in units)
             assert ((Tier.RAM, Kind.WEIGHT) in slots) is has_weights
+            spilled = [unit.num_elements for unit in units if unit.name in placement.spilled]
             for kind in kinds if has_weights else kinds[1:]:
-                width = bytes_per_element(kind, split=policy.split)
-                assert slots[Tier.RAM, kind].slot_bytes >= min(placement.chunk_elements, longest) * width
+                width, largest = bytes_per_element(kind, split=policy.split), max(spilled)
+                assert slots[Tier.RAM, kind].slot_bytes >= min(placement.chunk_elements, largest) * width
             assert placement.chunk_elements % policy.align_elements == 0
+
+
+def ram_slots(placement: Placement) -> dict[Kind, int]:
+    """Bytes of one RAM slot of each kind."""
+    return {plan.kind: plan.slot_bytes for plan in placement.slots if plan.tier is Tier.RAM}
+
+
+def test_frozen_weights_on_nvme_alone_pass_through_slots_for_weights_alone() -> None:
+    """80 MiB of slots, where slots for all kinds of state would take 320."""
+    frozen = [UnitSpec(name, 64 << 20, frozen_elements=64 << 20) for name in "abc"]
+    units = [UnitSpec("head", 1 << 20), *frozen]
+    policy = Policy(state=(Tier.GPU, Tier.NVME), chunk_elements=8 << 20)
+    placement = place(units, Budgets(320 << 20, 300 << 20, 1 << 30), policy)
+    assert placement.homes["head", Kind.EXP_AVG] is Tier.GPU
+    assert {placement.homes[name, Kind.WEIGHT] for name in "abc"} == {Tier.NVME}
+    assert ram_slots(placement) == {Kind.WEIGHT: 16 << 20}
+    assert placement.other_bytes[Tier.RAM] == 80 << 20
+
+
+def test_frozen_weights_beside_trained_state_in_ram_pass_through_slots_for_weights_alone() -> None:
+    units = [UnitSpec("head", 1 << 20), UnitSpec("layer", 64 << 20, frozen_elements=64 << 20)]
+    policy = Policy(state=(Tier.RAM, Tier.NVME), chunk_elements=8 << 20)
+    placement = place(units, Budgets(1 << 30, 110 << 20, 1 << 30), policy)
+    assert {kind: home for (name, kind), home in placement.homes.items() if home is Tier.NVME} == {
+        Kind.WEIGHT: Tier.NVME
+    }
+    assert set(ram_slots(placement)) == {Kind.WEIGHT}
+
+
+def test_slots_for_updates_take_the_largest_trained_unit_that_spills() -> None:
+    units = [UnitSpec("head", 1 << 20), UnitSpec("layer", 64 << 20, frozen_elements=60 << 20)]
+    units.append(UnitSpec("embed", 64 << 20, frozen_elements=64 << 20))
+    policy = Policy(state=(Tier.NVME,), chunk_elements=8 << 20)
+    placement = place(units, Budgets(1 << 30, 300 << 20, 1 << 40), policy)
+    wide, narrow = 4 * (4 << 20), 2 * (4 << 20)
+    moments = {Kind.EXP_AVG: wide, Kind.EXP_AVG_SQ: wide}
+    assert ram_slots(placement) == {Kind.WEIGHT: 16 << 20, Kind.REMAINDER: narrow} | moments
 
 
 def test_more_of_any_budget_keeps_a_plan_possible() -> None:

@@ -246,7 +246,7 @@ class _Jobs:
             return self._add("ram_to_gpu", unit.name, size, free, updated)
         if self.policy.gpu_direct:
             return self._add("nvme_to_gpu", unit.name, size, free, self.updates.get(unit.name))
-        pieces = self._num_pieces(unit)
+        pieces = self._num_pieces(unit.num_elements)
         last = -1
         for _ in range(pieces):
             read = self._add("nvme_to_ram", unit.name, size / pieces, free, self.updates.get(unit.name))
@@ -278,7 +278,7 @@ class _Jobs:
     def _update_spilled(
         self, unit: UnitSpec, spilled: int, gradient: int | None, fed: Load | None, uses: Sequence[int]
     ) -> int | None:
-        pieces = self._num_pieces(unit)
+        pieces = self._num_pieces(unit.num_trained)
         is_on_nvme = self.placement.grad_homes[unit.name] is Tier.NVME
         grad, gradient_first = (final_grad_bytes(unit, self.policy), gradient) if is_on_nvme else (0, None)
         is_speculative = unit.name in self.placement.speculative
@@ -368,5 +368,5 @@ class _Jobs:
     def _is_spilled(self, unit: UnitSpec, kind: Kind) -> bool:
         return self.placement.homes[unit.name, kind] is Tier.NVME
 
-    def _num_pieces(self, unit: UnitSpec) -> int:
-        return max(1, min(PIECES_MAX, -(-unit.num_elements // self.placement.chunk_elements)))
+    def _num_pieces(self, elements: int) -> int:
+        return max(1, min(PIECES_MAX, -(-elements // self.placement.chunk_elements)))

@@ -13,7 +13,7 @@ second place there. What is whole in RAM needs none, so RAM then takes the other
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatier.errors import PlanError, at_least
@@ -232,11 +232,11 @@ def _waiting(
     wanted = sum(grad_bytes(unit, policy) for unit in shipped) + total_bytes(grad_slots(shipped, policy))
     if Tier.RAM in policy.state and wanted + sum(state_bytes(unit, policy) for unit in rest) <= room:
         return all_of_them
-    longest = max(unit.num_elements for unit in rest)
-    if wanted + total_bytes(update_slots(longest, policy.align_elements, policy, spills_grads=False)) <= room:
+    longest, updated = max(unit.num_elements for unit in rest), max(unit.num_trained for unit in rest)
+    if wanted + total_bytes(update_slots(policy.align_elements, longest, updated, policy, spills_grads=False)) <= room:
         return all_of_them
     chunk = round_up(policy.chunk_elements or min(longest, CHUNK_ELEMENTS_FAST), policy.align_elements)
-    room -= total_bytes(update_slots(longest, chunk, policy, spills_grads=True))
+    room -= total_bytes(update_slots(chunk, longest, updated, policy, spills_grads=True))
     waiting = {}
     for unit in shipped:
         if (size := grad_bytes(unit, policy)) <= room:
@@ -271,15 +271,42 @@ def _fill_ram(
         return {(unit.name, kind): Tier.RAM for unit in rest for kind in kinds_of(unit, policy)}, tuple(slots), chunk
     if Tier.NVME not in policy.state or not budgets.nvme:
         raise _no_room(units, used + everything, everything, budgets, policy)
-    chunk, pools = chunk_slots(longest, used, budgets.ram, policy, spills_grads)
-    others = [plan for plan in pools if plan.kind is not Kind.WEIGHT]
+    spilling = {unit.name for unit in trained(rest) if spills_grads and unit not in waiting}
+    homes, passing, chunk = _spill_some(rest, spilling, used, budgets.ram, policy, spills_grads)
+    return homes, (*slots, *passing), chunk
+
+
+def _spill_some(
+    rest: Sequence[UnitSpec], spilling: Collection[str], used: int, budget: int, policy: Policy, spills_grads: bool
+) -> tuple[dict[tuple[str, Kind], Tier], list[SlotPlan], int]:
+    """Homes where RAM is too short for all, the slots through which the rest passes, and the chunk size.
+
+    Slots take the largest unit that is updated through them. Which one that is depends on what they leave of RAM, so
+    the least size that holds is taken. The gradients of units in `spilling` are at home on NVMe.
+    """
+    longest, room, slots = max(unit.num_elements for unit in rest), budget - used, list[SlotPlan]()
+    for updated in sorted({0, *(unit.num_trained for unit in rest)}):
+        chunk, slots = chunk_slots(room, longest, updated, policy, spills_grads=spills_grads)
+        homes, passing = _spill_beside(rest, slots, room, policy)
+        updates = [unit.num_trained for unit in rest if unit.name in spilling or _spills(unit, homes, policy)]
+        if total_bytes(slots) <= room and max(updates, default=0) <= updated:
+            return homes, passing, chunk
+    needed = used + total_bytes(slots)
+    remedy = f"Raise tiers.ram to at least {at_least(needed)}{', or lower tiers.chunk' * bool(policy.chunk_elements)}."
+    raise PlanError("RAM slots for what comes from NVMe", needed, budget, remedy)
+
+
+def _spill_beside(
+    rest: Sequence[UnitSpec], slots: Sequence[SlotPlan], room: int, policy: Policy
+) -> tuple[dict[tuple[str, Kind], Tier], list[SlotPlan]]:
+    """Homes in what slots leave of the room, and the slots: none for weights where all of them are at home in RAM."""
     spill = _spill_whole if policy.speculates else _spill
-    room = budgets.ram - used - total_bytes(others) if Tier.RAM in policy.state else 0
-    homes = spill(rest, room, policy)
-    if all(homes[unit.name, Kind.WEIGHT] is Tier.RAM for unit in rest):  # no weights pass through slots
-        return homes, (*slots, *others), chunk
-    homes = spill(rest, room + total_bytes(others) - total_bytes(pools), policy)
-    return homes, (*slots, *pools), chunk
+    others = [plan for plan in slots if plan.kind is not Kind.WEIGHT]
+    in_ram = Tier.RAM in policy.state
+    homes = spill(rest, (room - total_bytes(others)) * in_ram, policy)
+    if all(homes[unit.name, Kind.WEIGHT] is Tier.RAM for unit in rest):
+        return homes, others
+    return spill(rest, (room - total_bytes(slots)) * in_ram, policy), list(slots)
 
 
 def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> PlanError:

@@ -108,44 +108,41 @@ def grad_slots(waiting: Sequence[UnitSpec], policy: Policy) -> list[SlotPlan]:
     return [SlotPlan(Tier.RAM, Kind.GRAD, max(grad_bytes(unit, policy) for unit in waiting), SLOTS_MIN)]
 
 
-def chunk_slots(longest: int, used: int, budget: int, policy: Policy, spills_grads: bool) -> tuple[int, list[SlotPlan]]:
-    """The elements of an update chunk, and its slots.
+def chunk_slots(
+    room: int, longest: int, updated: int, policy: Policy, *, spills_grads: bool
+) -> tuple[int, list[SlotPlan]]:
+    """The elements of an update chunk, and its slots, which take more than the room where that is too small for any.
 
-    A chunk is as large as a quarter of the RAM that is left allows; all of it where gradients have to spill.
-
-    Raises:
-        PlanError: there is no room for the smallest.
+    A chunk is as large as a quarter of the room allows; all of it where gradients have to spill. The other arguments
+    are those of `update_slots`.
     """
-    room, align = max(0, budget - used), policy.align_elements
-    per_element = total_bytes(update_slots(align, align, policy, spills_grads=spills_grads)) // align
-    fits = room // per_element
+    align = policy.align_elements
+    smallest = update_slots(align, align, align if updated else 0, policy, spills_grads=spills_grads)
+    fits = max(0, room) // (total_bytes(smallest) // align)
     most = min(CHUNK_ELEMENTS_FAST, fits) if spills_grads else min(CHUNK_ELEMENTS_MAX, fits // 4)
     wanted = policy.chunk_elements or min(longest, most)
-    chunk = max(align, wanted // align * align)
-    chunk = min(chunk, -(-longest // align) * align)
-    pools = update_slots(longest, chunk, policy, spills_grads=spills_grads)
-    if (needed := used + total_bytes(pools)) > budget:
-        remedy = f"Raise tiers.ram to at least {at_least(needed)}" + (
-            ", or lower tiers.chunk." if policy.chunk_elements else "."
-        )
-        raise PlanError("RAM slots for updates from NVMe", needed, budget, remedy)
-    return chunk, pools
+    chunk = min(max(align, wanted // align * align), round_up(longest, align))
+    return chunk, update_slots(chunk, longest, updated, policy, spills_grads=spills_grads)
 
 
-def update_slots(longest: int, chunk: int, policy: Policy, *, spills_grads: bool) -> list[SlotPlan]:
-    """RAM slots for update chunks; two weight slots more, through which loads pass."""
+def update_slots(chunk: int, longest: int, updated: int, policy: Policy, *, spills_grads: bool) -> list[SlotPlan]:
+    """RAM slots for update chunks; two weight slots more, through which loads pass.
+
+    Args:
+        chunk: elements of one.
+        longest: elements of the largest unit whose weights may pass.
+        updated: trained elements of the largest unit whose update passes; 0: weights alone do.
+        policy: dtype, groups, speculation.
+        spills_grads: gradients pass too.
+    """
     depth = UPDATE_DEPTH + (SLOTS_MIN if policy.speculates else 0)
-    pools = [
-        SlotPlan(
-            Tier.RAM,
-            kind,
-            min(chunk, longest) * bytes_per_element(kind, split=policy.split),
-            depth + (SLOTS_MIN if kind is Kind.WEIGHT else 0),
-        )
-        for kind in state_kinds(split=policy.split)
-    ]
-    grad = min(chunk * (2 if policy.split else 4), grad_bytes(UnitSpec("", longest), policy))
-    return [*pools, SlotPlan(Tier.RAM, Kind.GRAD, grad, depth)] if spills_grads else pools
+    widths = {kind: bytes_per_element(kind, split=policy.split) for kind in state_kinds(split=policy.split)}
+    sizes = {kind: min(chunk, updated) * widths[kind] for kind in passing_kinds(split=policy.split)}
+    if spills_grads:
+        sizes[Kind.GRAD] = min(chunk * (2 if policy.split else 4), grad_bytes(UnitSpec("", updated), policy))
+    others = [SlotPlan(Tier.RAM, kind, size, depth) for kind, size in sizes.items() if size]
+    weights = SlotPlan(Tier.RAM, Kind.WEIGHT, min(chunk, longest) * widths[Kind.WEIGHT], depth + SLOTS_MIN)
+    return [weights, *others]
 
 
 def total_bytes(slots: Iterable[SlotPlan]) -> int:
