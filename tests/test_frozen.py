@@ -283,14 +283,14 @@ def test_frozen_run_with_savepoints_gives_the_same_bits(generations: int, tmp_pa
     assert found == trained_on(ROOMY["ram"], "mixed", tmp_path, train)
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("fused", "activations"), [(False, "offload"), (True, "keep")])
 @pytest.mark.parametrize(
     ("frozen", "place"), [("below", "ram_streamed"), ("above", "gpu_ram_nvme"), ("inside", "nvme"), ("mixed", "nvme")]
 )
 def test_plan_foretells_the_order_and_the_bytes_of_a_frozen_run(
-    frozen: str, place: str, fused: bool, tmp_path: Path
+    frozen: str, place: str, fused: bool, activations: str, tmp_path: Path
 ) -> None:
-    train, patterns = TrainConfig(batch=6), FROZEN[frozen]
+    train, patterns = TrainConfig(batch=6, activations=activations), FROZEN[frozen]  # type: ignore[arg-type]
     with opened(CONFIG, tmp_path, ROOMY[place], train, frozen=patterns, fused_loss=fused) as session:
         before: Counter[str] = Counter()
         for step in (1, 2, 3):

@@ -147,6 +147,21 @@ def test_forecast_without_clipping_hides_updates_under_the_backward() -> None:
     assert made.seconds == pytest.approx(0.18 + 0.1 / 6 + HOST_SECONDS, rel=0.02)
 
 
+def test_forecast_of_offloaded_activations_brings_each_back_while_the_unit_before_computes() -> None:
+    """A copy takes 5 ms each way: all but the first one back, which nothing asks for ahead, hide under 10 ms and 20."""
+    units = [replace(unit, activation_bytes=MIB) for unit in UNITS]
+    budgets, policy = PLACES["gpu"]
+    placement = place(units, replace(budgets, ram=6 * MIB), policy)
+    link = replace(FAST, to_gpu_bytes_per_s=MIB / 0.005, to_ram_bytes_per_s=MIB / 0.005)
+    made = forecast(accesses(1), SECONDS, units, placement, policy, link)
+    # The lowest unit's input needs no gradient: it stays.
+    assert made.moved_bytes == {"gpu_to_ram": 5 * MIB, "ram_to_gpu": 5 * MIB}
+    assert made.seconds == pytest.approx(6 * 0.03 + 0.005 + HOST_SECONDS, rel=1e-3)
+    back = [span for span in made.spans if span.lane == "ram_to_gpu"]
+    assert [span.name for span in back] == [f"unit{i}" for i in (5, 4, 3, 2, 1)]
+    assert floor(accesses(1), SECONDS, units, placement, policy, link) <= made.seconds + 1e-9
+
+
 def test_forecast_spans_lie_in_the_step_and_fill_its_lanes() -> None:
     made, _, _ = of("streamed", replace(FAST, to_gpu_bytes_per_s=1e9, to_ram_bytes_per_s=1e9))
     compute = [span for span in made.spans if span.lane == "compute"]

@@ -74,22 +74,23 @@ def test_plan_of_documents_apart_computes_all_pairs_but_for_flex_attention() -> 
 
 
 @pytest.mark.parametrize(
-    ("place", "groups"),
+    ("place", "groups", "activations"),
     [
-        ("gpu", 1),
-        ("ram", 3),
-        ("ram_streamed", 1),
-        ("ram_streamed", 3),
-        ("nvme", 1),
-        ("gpu_ram_nvme", 3),
-        ("nvme_grads", 3),
+        ("gpu", 1, "keep"),
+        ("gpu", 1, "offload"),
+        ("ram", 3, "recompute"),
+        ("ram_streamed", 1, "keep"),
+        ("ram_streamed", 3, "offload"),
+        ("nvme", 1, "recompute"),
+        ("gpu_ram_nvme", 3, "keep"),
+        ("nvme_grads", 3, "offload"),
     ],
 )
 @pytest.mark.parametrize(("model", "fused"), [("untied", False), ("untied", True), ("tied", True), ("moe", False)])
 def test_plan_foretells_the_order_and_the_bytes_of_a_real_run(
-    model: str, fused: bool, place: str, groups: int, tmp_path: Path
+    model: str, fused: bool, place: str, groups: int, activations: str, tmp_path: Path
 ) -> None:
-    train = TrainConfig(batch=BATCH, groups=groups, learning_rate=1e-2)
+    train = TrainConfig(batch=BATCH, groups=groups, learning_rate=1e-2, activations=activations)  # type: ignore[arg-type]
     config = exactness_config(model)
     with opened(config, tmp_path, PLACES[place], train, fused_loss=fused) as session:
         vocab = config.get_text_config().vocab_size
@@ -154,6 +155,20 @@ def test_plan_recompute_takes_longer_than_keeping() -> None:
         return make_plan(skeleton_of(config.model), config, RATES, budgets(), compiles=False).compute_seconds
 
     assert seconds("keep") < seconds("recompute") == seconds("offload")
+
+
+def test_plan_of_offload_waits_for_links_that_are_slower_than_compute() -> None:
+    slow = replace(RATES, to_gpu_bytes_per_s=1e5, to_ram_bytes_per_s=1e5)
+    made = {}
+    for activations in ("recompute", "offload"):
+        config = run_config(TrainConfig(batch=BATCH, activations=activations))
+        model = skeleton_of(config.model)
+        made[activations] = make_plan(model, config, slow, budgets(gpu=64 * MIB), compiles=False).forecast
+    num_bytes = made["offload"].moved_bytes["gpu_to_ram"]
+    assert num_bytes == LLAMA["num_hidden_layers"] * BATCH * TOKENS * LLAMA["hidden_size"] * 2
+    assert made["offload"].moved_bytes == {"gpu_to_ram": num_bytes, "ram_to_gpu": num_bytes}
+    # Out in the forward, then back in the backward.
+    assert made["offload"].seconds - made["recompute"].seconds == pytest.approx(2 * num_bytes / 1e5, rel=0.05)
 
 
 def test_checkpoint_seconds_are_those_of_the_bytes_that_the_first_drive_moves() -> None:

@@ -189,6 +189,10 @@ class _Jobs:
     """Per unit, its update in the present backward."""
     states: dict[str, int] = field(default_factory=dict)
     """Per streamed unit, what brought its state to the GPU."""
+    stashed: dict[str, int] = field(default_factory=dict)
+    """Per unit whose activation is in RAM, what brought it there; the last one first to come again."""
+    fetched: dict[str, int] = field(default_factory=dict)
+    """Per unit whose activation comes again, what brings it."""
     grad_slots: deque[int] = field(default_factory=lambda: deque(maxlen=SLOTS_MIN))
     sums: deque[int] = field(default_factory=lambda: deque(maxlen=GRAD_DEPTH))
     chunks: deque[int] = field(default_factory=lambda: deque(maxlen=UPDATE_DEPTH))
@@ -201,7 +205,7 @@ class _Jobs:
         loads = {load.access: load for load in timeline.loads}
         self.updates, self.speculated = self.speculated, {}
         arrivals: dict[str, int] = {}
-        last_uses = timeline.last_uses()
+        last_uses, offloaded = timeline.last_uses(), self._offloaded(timeline)
         for index, access in enumerate(timeline.accesses):
             unit = self.units[access.unit]
             load = loads.get(index)
@@ -217,11 +221,12 @@ class _Jobs:
                 arrivals[unit.name] = self._load(unit, load, uses)
             if is_due and unit.name in self.placement.streamed:
                 self._update_streamed(unit, arrivals[unit.name])
+            before = uses[-1] if uses else self.begun
+            activation = self._offload(access, before) if (unit.name, access.group) in offloaded else None
             # A fused head's forward does as well.
             makes_grad = last_uses[unit.name, access.group] == index and unit.num_trained > 0
-            uses.append(self._compute(access, arrivals.get(unit.name), makes_grad=makes_grad))
+            uses.append(self._compute(access, arrivals.get(unit.name), activation, makes_grad=makes_grad))
             if makes_grad:
-                before = uses[-2] if len(uses) > 1 else self.begun
                 self._ship(unit, access.group, uses[-1], before)
         self._exchange()
         self.begun = self._add("host", "step", HOST_SECONDS, uses[-1], *self.sums, *self._immediate())
@@ -229,13 +234,40 @@ class _Jobs:
 
     # ------------------------------------------------------------------ jobs
 
-    def _compute(self, access: Access, arrival: int | None, *, makes_grad: bool) -> int:
+    def _compute(self, access: Access, arrival: int | None, activation: int | None, *, makes_grad: bool) -> int:
         seconds = self.compute_seconds.get((access.unit, access.phase), 0.0)
-        needs = [self.begun, arrival, self.updates.get(access.unit) if self.policy.deferred else None]
+        needs = [self.begun, arrival, activation, self.updates.get(access.unit) if self.policy.deferred else None]
         is_shipped = makes_grad and self.placement.grad_homes[access.unit] is not Tier.GPU
         if is_shipped and len(self.grad_slots) == SLOTS_MIN:
             needs.append(self.grad_slots[0])
         return self._add("compute", f"{access.unit} {access.phase} {access.group}", seconds, *needs)
+
+    def _offloaded(self, timeline: Timeline) -> set[tuple[str, int]]:
+        """Units and groups with an activation to offload: a backward ends with one whose input needs no gradient."""
+        ends = {access.group: index for index, access in enumerate(timeline.accesses)}
+        return {
+            (access.unit, access.group)
+            for index, access in enumerate(timeline.accesses)
+            if access.phase is Phase.BACKWARD
+            and self.units[access.unit].activation_bytes
+            and index < ends[access.group]
+        }
+
+    def _offload(self, access: Access, before: int | None) -> int | None:
+        """A unit's input leaves as its forward begins; its backward waits for it, and asks for the one before it."""
+        if access.phase is Phase.FORWARD:
+            size = self.units[access.unit].activation_bytes
+            self.stashed[access.unit] = self._add("gpu_to_ram", access.unit, size, before)
+            return None
+        if access.unit not in self.fetched:
+            self._fetch(access.unit, before)
+        if self.stashed:
+            self._fetch(next(reversed(self.stashed)), before)
+        return self.fetched.pop(access.unit)
+
+    def _fetch(self, unit: str, before: int | None) -> None:
+        size = self.units[unit].activation_bytes
+        self.fetched[unit] = self._add("ram_to_gpu", unit, size, self.stashed.pop(unit), before)
 
     def _load(self, unit: UnitSpec, load: Load, uses: Sequence[int]) -> int:
         """Weights to the GPU, where they come from NVMe by way of RAM or past it."""

@@ -115,8 +115,10 @@ class Trial:
         return floor(self.accesses, self.seconds, self.work.specs, placement, self.work.policy, self.rates)
 
     def times(self, tokens: float) -> Self:
-        """With so many times the tokens in each group; memory of activations aside."""
-        return replace(self, seconds={use: seconds * tokens for use, seconds in self.seconds.items()})
+        """With so many times the tokens in each group, offloaded activations too; those on the GPU are left aside."""
+        specs = tuple(replace(spec, activation_bytes=round(spec.activation_bytes * tokens)) for spec in self.work.specs)
+        seconds = {use: seconds * tokens for use, seconds in self.seconds.items()}
+        return replace(self, work=replace(self.work, specs=specs), seconds=seconds)
 
     @property
     def compute_seconds(self) -> float:
