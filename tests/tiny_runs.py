@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,11 +23,16 @@ from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfi
 from megatier.engine.step import Batch, StepResult
 from megatier.errors import PlanError
 from megatier.models.decoder import Unit, auto_class, build_skeleton
+from megatier.models.experts import cut_units
 from megatier.models.frozen import freeze
 from megatier.models.weights import Initialiser
+from megatier.schedule import placement
+from megatier.schedule.placement import Budgets
+from megatier.store.blockfile import budget_bytes
 from megatier.store.tier import Kind, Tier
 from megatier.train.checkpoint import parameter_shapes
 from megatier.train.session import Session, WeightReader
+from megatier.train.workload import Workload
 
 KIB, MIB = 1 << 10, 1 << 20
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 24, "head_dim": 8}
@@ -130,62 +135,56 @@ def opened(
         model_options: of ModelConfig.
     """
     options = {"fused_loss": False, "loss_chunk": 20, **model_options}
-    model_config = ModelConfig(config={"model_type": config.model_type}, **options)
-    session = _session(config, model_config, mount, place, train, numerics, device, tokens, gpu_direct, frozen)
-    with session:
+    model = ModelConfig(config={"model_type": config.model_type}, **options)
+    tiers = TiersConfig(
+        device=device,  # type: ignore[arg-type]
+        nvme=(f"{mount}:16MiB",) if "nvme" in place.tiers else (),
+        state=place.tiers,
+        io_threads=2,
+        update_threads=2,
+        streamed_share=place.streamed,
+        generations=place.generations,
+        gpu_direct=gpu_direct,
+    )
+    skeleton = build_skeleton(config, model.attention)
+    freeze(skeleton, frozen)
+    budgets = least_budgets(skeleton, model, tiers, train, numerics, tokens, place)
+    tiers = replace(tiers, gpu=budgets.gpu, ram=budgets.ram)
+    with Session(skeleton, model, tiers, train, numerics, tokens, savepoints=place.savepoints) as session:
         session.load(source or Initialiser(session.model, 0))
         yield session
 
 
-def _session(
-    config: PretrainedConfig,
-    model_config: ModelConfig,
-    mount: Path,
-    place: Place,
+def least_budgets(
+    skeleton: PreTrainedModel,
+    model: ModelConfig,
+    tiers: TiersConfig,
     train: TrainConfig,
     numerics: NumericsConfig,
-    device: Any,
     tokens: int,
-    gpu_direct: bool,
-    frozen: Sequence[str],
-) -> Session:
-    """Ask again with what each refusal says is missing."""
-    gpu, ram = 1, 1
+    place: Place,
+) -> Budgets:
+    """Placed again with what each refusal says is missing; a session opens once, with what was found."""
+    units = cut_units(skeleton, model.expert_parts)
+    work = Workload.of(skeleton, units, model, tiers, train, numerics, tokens, savepoints=place.savepoints)
+    budgets = Budgets(1, 1, sum(budget_bytes(mount) for mount in tiers.mounts))
     while True:
-        nvme = (f"{mount}:16MiB",) if "nvme" in place.tiers else ()
-        tiers = TiersConfig(
-            device=device,
-            gpu=gpu,
-            ram=ram,
-            nvme=nvme,
-            state=place.tiers,
-            io_threads=2,
-            update_threads=2,
-            streamed_share=place.streamed,
-            generations=place.generations,
-            gpu_direct=gpu_direct,
-        )
         try:
-            sections = model_config, tiers, train, numerics
-            skeleton = build_skeleton(config, model_config.attention)
-            freeze(skeleton, frozen)
-            session = Session(skeleton, *sections, tokens, savepoints=place.savepoints)
-            if not _is_short_of_ram(session, place):
-                return session
-            session.close()
-            ram += 16 * KIB
+            if not _is_short_of_ram(placement.place(work.specs, budgets, work.policy), place):
+                return budgets
+            budgets = replace(budgets, ram=budgets.ram + 16 * KIB)
         except PlanError as short:
             if short.what.startswith("GPU"):
-                gpu = short.needed_bytes + place.gpu
+                budgets = replace(budgets, gpu=short.needed_bytes + place.gpu)
             else:
-                ram += short.needed_bytes - short.had_bytes + place.ram * short.what.startswith("RAM slots")
+                more = place.ram * short.what.startswith("RAM slots")
+                budgets = replace(budgets, ram=budgets.ram + short.needed_bytes - short.had_bytes + more)
 
 
-def _is_short_of_ram(session: Session, place: Place) -> bool:
+def _is_short_of_ram(placed: placement.Placement, place: Place) -> bool:
     """Gradients or all state spill though they should not."""
-    placement = session.placement
-    holds_some = Tier.RAM in placement.state_bytes or not {"ram", "nvme"} <= set(place.tiers)
-    return not holds_some or (Tier.NVME in placement.grad_homes.values() and not place.spills_grads)
+    holds_some = Tier.RAM in placed.state_bytes or not {"ram", "nvme"} <= set(place.tiers)
+    return not holds_some or (Tier.NVME in placed.grad_homes.values() and not place.spills_grads)
 
 
 def random_groups(train: TrainConfig, vocab: int, step: int) -> list[Batch]:
