@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_families import attention_of, far, plain_gradients, streamed_gradients
+from tiny_gradients import Gradients, attention_of, exact_gradients, far, plain_gradients, streamed_gradients
 from tiny_models import FUSED, tiny_config
 from tiny_runs import (
     PLACES,
@@ -24,6 +24,7 @@ from tiny_runs import (
     run_steps,
 )
 from torch import nn
+from transformers import PretrainedConfig
 
 from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.errors import PlanError, UnsupportedModelError
@@ -43,6 +44,21 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
+def unlike(found: Gradients, expected: Gradients, config: PretrainedConfig) -> dict[str, float]:
+    """Gradients that are not near the plain model's, and further from them than those are from the exact ones.
+
+    Where the terms of a gradient cancel, fp32 is not as near to the exact sum: in one layer of Qwen3-Next those of
+    `A_log` and `dt_bias` come to 2e-6, and the plain model's are 5e-3 off.
+    """
+    distances = far(found, expected, NEAR)
+    if distances:
+        exact = exact_gradients(config, attention_of(config))
+        assert far(expected, exact, 1e-2) == {}
+        rounding = far(expected, exact, 0.0)
+        distances = {name: distance for name, distance in distances.items() if distance > rounding.get(name, 0.0)}
+    return distances
+
+
 @pytest.mark.parametrize("family", FUSED)
 def test_family_in_parts_has_the_loss_and_nearly_the_gradients_of_the_plain_model(family: str, tmp_path: Path) -> None:
     """A token goes to two experts, whose outputs make the same sum in any parts: in the forward no bit changes."""
@@ -52,7 +68,7 @@ def test_family_in_parts_has_the_loss_and_nearly_the_gradients_of_the_plain_mode
         found_loss, found = streamed_gradients(config, tmp_path, source, activations, expert_parts=parts)
         assert found_loss == loss
         assert found.keys() == expected.keys()
-        assert far(found, expected, NEAR) == {}
+        assert unlike(found, expected, config) == {}
 
 
 @pytest.mark.parametrize("family", FUSED)
@@ -61,7 +77,7 @@ def test_family_in_parts_and_slices_has_nearly_the_gradients_of_the_plain_model(
     loss, expected, source = plain_gradients(config, attention_of(config))
     found_loss, found = streamed_gradients(config, tmp_path, source, slices=2, expert_parts=2)
     assert found_loss == pytest.approx(loss, rel=1e-6)
-    assert far(found, expected, NEAR) == {}
+    assert unlike(found, expected, config) == {}
 
 
 def test_router_in_parts_learns_from_the_auxiliary_loss_too(tmp_path: Path) -> None:
@@ -91,9 +107,9 @@ PAIRS = [(place, ACTIVATIONS[(row + shift) % 3]) for shift in range(3) for row, 
 
 MATRIX = [
     pytest.param(MOE, 3, id="bf16"),
-    pytest.param(replace(MOE, dtype="fp32", clip=None, groups=3), 5, id="fp32-unclipped-3x1"),
-    pytest.param(replace(MOE, groups=3, slices=2), 7, id="bf16-3x2"),
-    pytest.param(replace(MOE, expert_parts=3, fused_loss=True, clip=None), 5, id="bf16-unclipped-three"),
+    pytest.param(replace(MOE, dtype="fp32", clip=None, groups=3), 7, id="fp32-unclipped-3x1"),
+    pytest.param(replace(MOE, groups=3, slices=2), 10, id="bf16-3x2"),
+    pytest.param(replace(MOE, expert_parts=3, fused_loss=True, clip=None), 7, id="bf16-unclipped-three"),
     pytest.param(MOE, 1, id="all", marks=pytest.mark.slow),
 ]
 
@@ -113,8 +129,9 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("clip", [0.5, None])
-@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize(
+    ("frozen", "clip"), [("layer", 0.5), ("half", None), ("all but routers", 0.5), ("all but routers", None)]
+)
 def test_parts_with_frozen_parameters_give_the_same_bits_on_any_tier(
     frozen: str, clip: float | None, tmp_path: Path
 ) -> None:

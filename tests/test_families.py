@@ -8,77 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_gradients import BATCH, CHUNK, TOKENS, VOCAB, attention_of, far, plain_gradients, streamed_gradients
 from tiny_models import FAMILIES, tiny_config
-from tiny_runs import PLACES, ModelWeights, one_thread, opened, plain_model, read_parameters
+from tiny_runs import PLACES, ModelWeights, one_thread, opened, plain_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PretrainedConfig
 
 from megatier.config import TrainConfig
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.models.decoder import build_skeleton, check_stops_at_borders
-from megatier.store.tier import Kind
 
-BATCH, TOKENS, VOCAB, CHUNK = 4, 24, 160, 16
 NO_DROPOUT = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
 """Slices draw dropout in another order than a whole batch does."""
-Gradients = dict[str, Tensor]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     with one_thread():
         yield
-
-
-def padded_batch() -> dict[str, Tensor]:
-    """Rows of several lengths, padded right, a fifth of the labels masked."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, VOCAB, (BATCH, TOKENS), generator=generator)
-    mask = (torch.arange(TOKENS) < torch.tensor([[TOKENS], [17], [20], [9]])).long()
-    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, -100)
-    return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels.masked_fill(mask == 0, -100)}
-
-
-def plain_gradients(
-    config: PretrainedConfig, attention: str, batch: dict[str, Tensor] | None = None
-) -> tuple[float, Gradients, ModelWeights]:
-    """Loss and gradients of the plain model; parameters that are not used have a gradient of 0."""
-    model = plain_model(config, attention)
-    torch.manual_seed(3)
-    loss = model(**(batch or padded_batch()), use_cache=False).loss
-    loss.backward()
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-    return loss.item(), grads, ModelWeights(model)
-
-
-def streamed_gradients(
-    config: PretrainedConfig,
-    mount: Path,
-    source: ModelWeights,
-    activations: Any = "keep",
-    slices: int = 1,
-    batch: dict[str, Tensor] | None = None,
-    **options: Any,
-) -> tuple[float, Gradients]:
-    """Loss and gradients of one streamed step: with beta1 = 0 the first moment is the gradient itself."""
-    train = TrainConfig(steps=1, batch=BATCH, slices=slices, activations=activations, beta1=0.0, clip=1e9)
-    options = {"compute_dtype": "fp32", "loss_chunk": CHUNK, "source": source, "tokens": TOKENS, **options}
-    with opened(config, mount, PLACES["ram"], train, **options) as session:
-        torch.manual_seed(3)
-        result = session.engine.train_step(1, 0.0, [batch or padded_batch()])
-        return result.loss, read_parameters(session, Kind.EXP_AVG)
-
-
-def far(found: Gradients, expected: Gradients, most: float = 1e-4) -> dict[str, float]:
-    """Relative distance of the gradients that are further than `most` from what is expected."""
-    distances = {name: float((found[name] - g).norm() / g.norm().clamp(min=1e-30)) for name, g in expected.items()}
-    return {name: distance for name, distance in distances.items() if distance > most}
-
-
-def attention_of(config: PretrainedConfig) -> str:
-    return str(build_skeleton(config, "sdpa").config._attn_implementation)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_families import far, plain_gradients, streamed_gradients
+from tiny_gradients import far, plain_gradients, streamed_gradients
 from tiny_runs import PLACES, ModelWeights, Outcome, one_thread, opened, outcome, plain_model, read_parameters
 from tiny_vision import VISION_FAMILIES, image_batch, text_batch, vision_config
 from torch import Tensor
