@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from small_commands import after_step, command
 from small_commands import outcome as outcome_of
+from tiny_gradients import attention_of, plain_gradients, streamed_gradients
 from tiny_models import tiny_config
 from tiny_runs import (
     KIB,
@@ -23,7 +23,6 @@ from tiny_runs import (
     ModelWeights,
     Outcome,
     Place,
-    exactness_config,
     one_thread,
     opened,
     outcome,
@@ -32,14 +31,11 @@ from tiny_runs import (
     read_parameters,
     run_steps,
 )
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
-import megatier
 from megatier.cli import main
 from megatier.config import DataConfig, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
-from megatier.errors import CheckpointError, ConfigError, UnsupportedModelError
-from megatier.integrations.streamed import Streamed
+from megatier.errors import ConfigError
 from megatier.models.decoder import find_units
 from megatier.models.frozen import freeze
 from megatier.schedule.placement import Budgets
@@ -109,13 +105,27 @@ def test_layout_puts_frozen_tensors_behind_the_trained_ones() -> None:
     assert IoOptions().chunk_bytes == 2 * CHECKED_ELEMENTS
 
 
-@pytest.mark.parametrize(("frozen", "groups"), [("below", 1), ("above", 3), ("inside", 1), ("mixed", 3)])
-def test_frozen_run_gives_the_same_bits_on_any_tier(frozen: str, groups: int, tmp_path: Path) -> None:
+FEW = ("ram", "gpu", "nvme", "gpu_ram_nvme")
+SUMMED = tuple(name for name in ROOMY if name != "nvme_grads")
+
+
+@pytest.mark.parametrize(
+    ("frozen", "groups", "names"),
+    [
+        pytest.param("below", 1, FEW, id="below"),
+        pytest.param("above", 1, FEW, id="above"),
+        pytest.param("inside", 1, tuple(ROOMY), id="inside"),
+        pytest.param("mixed", 3, FEW, id="mixed"),
+        *(pytest.param(frozen, 3, SUMMED, id=f"{frozen}-all", marks=pytest.mark.slow) for frozen in FROZEN),
+    ],
+)
+def test_frozen_run_gives_the_same_bits_on_any_tier(
+    frozen: str, groups: int, names: tuple[str, ...], tmp_path: Path
+) -> None:
     policies = ("keep", "recompute", "offload")
     found = {
-        name: trained_on(place, frozen, tmp_path, settings(groups=groups, activations=policies[index % 3]))
-        for index, (name, place) in enumerate(ROOMY.items())
-        if groups == 1 or name != "nvme_grads"
+        name: trained_on(ROOMY[name], frozen, tmp_path, settings(groups=groups, activations=policies[index % 3]))
+        for index, name in enumerate(names)
     }
     assert [name for name, result in found.items() if result != found["ram"]] == []
     assert found["ram"] != trained_on(ROOMY["ram"], "model.norm", tmp_path, settings(groups=groups))
@@ -124,9 +134,8 @@ def test_frozen_run_gives_the_same_bits_on_any_tier(frozen: str, groups: int, tm
 @pytest.mark.parametrize("frozen", ["below", "inside"])
 def test_frozen_run_without_clipping_gives_the_same_bits_on_any_tier(frozen: str, tmp_path: Path) -> None:
     train = settings(clip=None, slices=2)
-    names = ("gpu", "ram", "nvme", "gpu_ram_nvme")
-    found = [trained_on(ROOMY[name], frozen, tmp_path, train, fused_loss=True) for name in names]
-    assert found == [found[0]] * len(names)
+    found = [trained_on(ROOMY[name], frozen, tmp_path, train, fused_loss=True) for name in FEW]
+    assert found == [found[0]] * len(FEW)
 
 
 def test_frozen_weights_on_nvme_alone_need_no_slots_for_updates_and_give_the_same_bits(tmp_path: Path) -> None:
@@ -194,37 +203,16 @@ CASES = {
 }
 
 
-def plain_gradients(
-    config: PretrainedConfig, model: PreTrainedModel, train: TrainConfig
-) -> tuple[float, dict[str, Tensor]]:
-    (batch,) = random_groups(train, config.get_text_config().vocab_size, 1)
-    torch.manual_seed(5)
-    loss = model(**batch, use_cache=False).loss
-    loss.backward()
-    found = {
-        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters() if p.requires_grad
-    }
-    return loss.item(), found
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_beside_frozen_parameters_are_those_of_the_plain_model(case: str, tmp_path: Path) -> None:
     family, patterns = CASES[case]
     config = tiny_config(family)
-    attention = str(getattr(config, "_attn_implementation", None) or "sdpa")
-    model = plain_model(config, attention)
-    freeze(model, patterns)
-    train = TrainConfig(steps=1, batch=6, beta1=0.0, clip=1e9)
-    loss, expected = plain_gradients(config, model, train)
+    loss, expected, source = plain_gradients(config, attention_of(config), frozen=patterns)
     others = [] if case == "per_layer" else [("offload", "ram")]  # whose hidden states are four
-    for activations, place in [("keep", "ram"), ("recompute", "ram_nvme"), *others]:
-        run = replace(train, activations=activations)  # type: ignore[arg-type]
-        options: dict[str, Any] = {"compute_dtype": "fp32", "source": ModelWeights(model), "frozen": patterns}
-        place_ = replace(PLACES[place], ram=MIB)
-        with opened(config, tmp_path, place_, run, attention=attention, **options) as session:
-            (result,) = run_steps(session, replace(run, learning_rate=0.0), 1)
-            found = read_parameters(session, Kind.EXP_AVG)
-        assert result.loss == loss
+    for activations, name in [("keep", "ram"), ("recompute", "ram_nvme"), *others]:
+        place = replace(PLACES[name], ram=MIB)
+        found_loss, found = streamed_gradients(config, tmp_path, source, activations, place=place, frozen=patterns)
+        assert found_loss == loss
         assert found.keys() == expected.keys()
         assert [name for name, grad in expected.items() if not torch.equal(found[name], grad)] == [], activations
 
@@ -426,80 +414,3 @@ def test_resume_with_other_parameters_frozen_is_refused_and_says_why(
     assert "has no moments of model.layers.0" in " ".join(capsys.readouterr().err.split())
     everything = f"{RUN['model.frozen']},lm_head"
     assert main(["resume", str(saved), f"--model.frozen={everything}", "--accept-changes"]) == 0
-
-
-# ---------------------------------------------------------------------- megatier.stream
-
-TIERS = TiersConfig(device="cpu", gpu=8 * MIB, ram=8 * MIB, update_threads=2, io_threads=2)
-
-
-def loop_losses(streamed: Streamed, train: TrainConfig, steps: Sequence[int]) -> list[float]:
-    losses = []
-    for step in steps:
-        (batch,) = random_groups(train, 160, step)
-        torch.manual_seed(step)
-        loss = streamed.model(**batch).loss
-        loss.backward()
-        streamed.optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def test_stream_freezes_what_requires_no_gradient_or_is_named(tmp_path: Path) -> None:
-    model, train = plain_model(exactness_config("tied")), settings()
-    patterns = ("model.layers.0", "*.k_proj")
-    with megatier.stream(model, tiers=TIERS, lr=1e-2, frozen=patterns) as named:
-        freeze(model, patterns)
-        with megatier.stream(model, tiers=TIERS, lr=1e-2) as streamed:
-            trained = [p for group in streamed.optimizer.param_groups for p in group["params"]]
-            assert len(trained) == sum(p.requires_grad for p in model.parameters())
-            assert loop_losses(streamed, train, (1, 2)) == loop_losses(named, train, (1, 2))
-            found = streamed.state_dict()
-            streamed.save(tmp_path)
-            later = loop_losses(streamed, train, (3,))
-        named.restore(tmp_path)
-        assert loop_losses(named, train, (3,)) == later
-    for name, parameter in model.named_parameters():
-        assert torch.equal(found[name], parameter.detach().bfloat16().float()) != parameter.requires_grad, name
-    with (
-        megatier.stream(model, tiers=TIERS, frozen=["!*.k_proj"]) as other,
-        pytest.raises(CheckpointError, match="has no moments of"),
-    ):
-        other.restore(tmp_path)
-
-
-def test_stream_refuses_a_model_of_which_nothing_is_trained() -> None:
-    model = plain_model(exactness_config("tied")).requires_grad_(False)
-    with pytest.raises(ConfigError, match="frozen: every parameter of this model is frozen"):
-        megatier.stream(model, tiers=TIERS)
-    with megatier.stream(model, tiers=TIERS, frozen=["!model.norm"]) as streamed:
-        assert loop_losses(streamed, settings(), (1,))
-
-
-def test_stream_refuses_a_model_with_other_modules_than_its_config_makes() -> None:
-    model = plain_model(exactness_config("tied"))
-    with pytest.raises(UnsupportedModelError, match="Sequential is no model of transformers"):
-        megatier.stream(torch.nn.Sequential(model), tiers=TIERS)  # type: ignore[arg-type]
-    layer = model.get_submodule("model.layers.0.mlp")
-    layer.up_proj = torch.nn.Sequential(layer.get_submodule("up_proj"))  # as adapters do
-    with pytest.raises(UnsupportedModelError, match=r"no parameter model\.layers\.0\.mlp\.up_proj\.weight"):
-        megatier.stream(model, tiers=TIERS)
-
-
-@pytest.mark.parametrize("patterns", [("lm_head",), ("*", "!lm_head"), ("lm_head", "model.layers")])
-def test_lent_head_beside_frozen_parameters_gives_the_gradients_of_the_head_itself(patterns: tuple[str, ...]) -> None:
-    norms = []
-    for is_lent in (False, True):
-        (batch,) = random_groups(settings(), 2112, 1)
-        model = plain_model(exactness_config("untied")).eval()
-        with megatier.stream(model, tiers=TIERS, compute_dtype="fp32", fused_loss=False, frozen=patterns) as streamed:
-            streamed.model.eval()
-            head, inputs = streamed.model.lm_head, batch["input_ids"]
-            with streamed.one_forward(), streamed.lent_head() if is_lent else contextlib.nullcontext():
-                hidden = streamed.model.model(input_ids=inputs).last_hidden_state
-                logits = hidden @ head.weight.t() if is_lent else head(hidden)
-                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs.flatten())
-            loss.backward()
-            norms.append(streamed.grad_norm())
-            streamed.optimizer.step()
-    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
