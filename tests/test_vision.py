@@ -185,13 +185,15 @@ def test_steps_with_and_without_images_equal_every_bit_wherever_the_state_lies(
     family: str, clip: float | None, tmp_path: Path
 ) -> None:
     expected = mixed_run(family, tmp_path, "gpu", clip=clip)
-    places = ["ram", "nvme", "gpu_ram_nvme"] + ["ram_streamed", "nvme_twice"] * (clip is not None)
-    for place in places:
+    for place in ["ram_streamed", "nvme_twice", "gpu_ram_nvme"] if clip else ["ram", "nvme", "gpu_ram_nvme"]:
         assert mixed_run(family, tmp_path, place, "recompute", clip=clip) == expected, place
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of the compiler's own imports
+# torch 2.11 refuses to compile some vision blocks: Qwen3-VL's, by lengths that depend on data, and CLIP's, by hooks
+# that capture outputs. They run uncompiled by design.
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
 @pytest.mark.parametrize(
     ("family", "compiles"), [*((family, False) for family in VISION_FAMILIES), ("qwen3_vl", True), ("llava", True)]
 )
