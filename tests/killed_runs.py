@@ -26,10 +26,14 @@ from types import FrameType
 from typing import Any
 
 import torch
-from small_commands import command, metrics
+import zarr  # noqa: F401 - loaded before the forks
+from small_commands import MODEL, command, metrics
+from transformers import AutoConfig
 
 import megatier
-from megatier.cli import main
+from megatier.cli import main, train  # noqa: F401 - loaded before the forks
+from megatier.models.conversion import hub_layout
+from megatier.models.decoder import build_skeleton
 from megatier.train import trainer  # noqa: F401 - loaded before the forks
 
 OURS = str(Path(megatier.__file__).parent)
@@ -59,6 +63,12 @@ TIERS_OF_SAVEPOINTS: list[dict[str, Any]] = [
     {"tiers.state": "gpu,ram,nvme", "tiers.gpu": "360KiB", "tiers.ram": "800KiB", "tiers.generations": 2},
     {"tiers.state": "gpu,ram,nvme", "tiers.gpu": "360KiB", "tiers.ram": "1040KiB", "tiers.generations": 3},
 ]
+
+
+def load_before_forks() -> None:
+    """What transformers loads and compiles at the first model and the first export, a third of a small run."""
+    model = build_skeleton(AutoConfig.for_model(**MODEL), "sdpa")
+    hub_layout(model, dict(model.named_parameters()))
 
 
 def forked(work: Callable[[], int]) -> int:
@@ -183,5 +193,6 @@ def main_program(folder: Path, seed: int, count: int, *, savepoints: bool) -> di
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    load_before_forks()
     outcomes = main_program(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), savepoints=len(sys.argv) > 4)
     sys.stdout.write(json.dumps(outcomes))

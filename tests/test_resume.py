@@ -47,13 +47,13 @@ def check_killed_runs(folder: Path, seed: int, count: int, *words_of_runs: str) 
     return whole
 
 
-def test_run_killed_at_twenty_places_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    whole = check_killed_runs(tmp_path, 20261121, 20)
+def test_run_killed_at_twelve_places_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    whole = check_killed_runs(tmp_path, 20261121, 12)
     assert whole["checkpoints"] == ["step-00000004", "step-00000006"]
 
 
-def test_run_with_savepoints_killed_at_twelve_places_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    whole = check_killed_runs(tmp_path, 20261122, 12, "savepoints")
+def test_run_with_savepoints_killed_at_eight_places_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    whole = check_killed_runs(tmp_path, 20261122, 8, "savepoints")
     assert whole["checkpoints"] == ["step-00000003", "step-00000006"]
     assert "savepoints" not in whole["run"]
 

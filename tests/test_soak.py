@@ -45,7 +45,7 @@ def check_flat(place: str, samples: list[dict[str, Any]]) -> None:
 
 
 def test_run_over_all_tiers_keeps_nothing_from_step_to_step(tmp_path: Path) -> None:
-    check_soaked_runs(tmp_path, 72, 12, ["ram", "spread_twice"])
+    check_soaked_runs(tmp_path, 48, 12, ["ram", "spread_twice"])
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import random
@@ -19,7 +20,7 @@ import pytest
 import torch
 from small_commands import after_step, command, metrics
 from small_commands import outcome as outcome_of
-from tiny_runs import KIB, Place, Run, exactness_config, one_thread, opened, outcome, random_groups
+from tiny_runs import KIB, Outcome, Place, Run, exactness_config, one_thread, opened, outcome, random_groups
 
 from megatier.cli import main
 from megatier.errors import ConfigError, SavepointError
@@ -57,6 +58,12 @@ def _one_thread() -> Iterator[None]:
 # ---------------------------------------------------------------------- bits
 
 
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], Outcome]:
+    """What runs come to that make no savepoint."""
+    return functools.cache(lambda run: run(tmp_path_factory.mktemp("without")))
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "run",
@@ -67,15 +74,17 @@ def _one_thread() -> Iterator[None]:
     ],
     ids=str,
 )
-def test_savepoints_change_no_bit(run: Run, place: str, tmp_path: Path) -> None:
-    assert with_savepoints(run, PLACES[place], tmp_path) == run(tmp_path)
+def test_savepoints_change_no_bit(run: Run, place: str, tmp_path: Path, without: Callable[[Run], Outcome]) -> None:
+    assert with_savepoints(run, PLACES[place], tmp_path) == without(run)
 
 
 @pytest.mark.parametrize("place", ["nvme, two", "all, two", "nvme, three"])
-def test_savepoints_beside_several_groups_and_a_clipped_step_change_no_bit(place: str, tmp_path: Path) -> None:
+def test_savepoints_beside_several_groups_and_a_clipped_step_change_no_bit(
+    place: str, tmp_path: Path, without: Callable[[Run], Outcome]
+) -> None:
     run = Run(model="untied", groups=3, clip=1e9)
-    run = replace(run, clip=0.999 * max(run(tmp_path).norms))
-    assert with_savepoints(run, PLACES[place], tmp_path) == run(tmp_path)
+    run = replace(run, clip=0.999 * max(without(run).norms))
+    assert with_savepoints(run, PLACES[place], tmp_path) == without(run)
 
 
 @pytest.mark.gpu
