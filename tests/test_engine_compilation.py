@@ -56,7 +56,7 @@ def _traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # ---------------------------------------------------------------------- whole runs
 
 
-@pytest.mark.parametrize("share", [0.0, 0.8])
+@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 def test_compiled_run_gives_the_same_bits_on_any_tier_and_nearly_those_of_an_uncompiled_one(
     share: float, tmp_path: Path
 ) -> None:
