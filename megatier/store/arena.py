@@ -66,7 +66,9 @@ class Arena:
         self.pinned = True
 
     def _device_bytes(self, device: torch.device) -> torch.Tensor:
-        return torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+        filled = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize(device)  # lanes copy on streams of their own, which do not wait for the one that fills
+        return filled
 
     def _mapped_bytes(self) -> torch.Tensor:
         # Private and anonymous: Python's default shared mapping gets no huge pages.
