@@ -15,26 +15,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from transformers.utils.output_capturing import _active_collector
+from torch.utils._pytree import tree_flatten
 
 from megatier.engine.activation import Activations, Rebinding, Replay, dropping
+from megatier.engine.call import Call, collector, join
 from megatier.engine.compilation import Compiled
 from megatier.engine.stage import Stage
 from megatier.engine.unbound import make_unbound
-from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
+from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.store.layout import TensorSlice
 from megatier.store.tier import Phase
-
-_collector: ContextVar[dict[str, Any] | None] = _active_collector  # type: ignore[assignment]
-"""Where Hugging Face collects what its hooks capture, such as router logits."""
 
 CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 
@@ -84,9 +80,9 @@ class Node:
         if any(torch.is_tensor(x) and x.is_meta for x in flat):
             raise UnsupportedModelError(f"{self.module_name} was given a tensor on meta, made from an unbound weight.")
         self._learn(flat)
-        collected = tuple(key for key, value in (_collector.get() or {}).items() if isinstance(value, list))
+        collected = tuple(key for key, value in (collector.get() or {}).items() if isinstance(value, list))
         differentiable = [i for i, x in enumerate(flat) if torch.is_tensor(x) and x.requires_grad]
-        call = _Call(self, flat, spec, differentiable, tuple(key for key in collected if key != "hidden_states"))
+        call = Call(self, flat, spec, differentiable, tuple(key for key in collected if key != "hidden_states"))
         if not training:
             return call.run_plain()
         if not (self.trains or call.differentiable):  # no gradient passes: no backward
@@ -189,107 +185,6 @@ class Node:
         self.batched = [None if a is None or b is None else a[0] != b[0] for a, b in zip(one, shapes, strict=True)]
 
 
-@dataclass(slots=True)
-class _Call:
-    """One use of a node in one group."""
-
-    node: Node
-    flat: list[Any]
-    spec: TreeSpec
-    differentiable: list[int]
-    """Positions of the inputs that require a gradient; their places in `flat` are empty in a training call."""
-    collected: tuple[str, ...]
-    """What Hugging Face collects by hooks in this pass (router logits); a recompute must collect it again."""
-    captured: list[tuple[str, int]] = field(default_factory=list)
-    """Outputs so collected: key and how many."""
-    is_tuple: bool = False
-
-    @property
-    def num_slices(self) -> int:
-        """1 where no argument is batched, such as for position embeddings."""
-        count, batched = self.node.stage.slices, self.node.batched
-        assert count == 1 or batched is not None, "slices are learnt before training"
-        return count if batched is None or any(batched) else 1
-
-    def cut(self, inputs: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Any]]]:
-        """Per slice: the differentiable inputs, detached and requiring a gradient, and all flat arguments."""
-        for index in range(self.num_slices):
-            leaves = [
-                self._part(tensor, i, index).detach().requires_grad_()
-                for tensor, i in zip(inputs, self.differentiable, strict=True)
-            ]
-            flat = [self._part(x, i, index) for i, x in enumerate(self.flat)]
-            for position, leaf in zip(self.differentiable, leaves, strict=True):
-                flat[position] = leaf
-            yield leaves, flat
-
-    def _part(self, value: Any, position: int, index: int) -> Any:  # noqa: ANN401
-        count, batched = self.num_slices, self.node.batched
-        if count == 1 or not torch.is_tensor(value) or not value.dim() or batched is None:
-            return value
-        if (is_cut := batched[position]) is None:
-            raise ConfigError(
-                f"train.slices: argument {position} of {self.node.module_name} was not there in the first step, so "
-                "megatier does not know how to cut it. Give every batch the same keys, or set train.slices to 1."
-            )
-        if not is_cut:
-            return value
-        rows, rest = divmod(value.shape[0], count)
-        if rest:
-            raise ConfigError(f"train.slices is {count}, but a group has {value.shape[0]} rows; it must divide them.")
-        return value[index * rows : (index + 1) * rows]
-
-    def run(self, leaves: Sequence[Tensor], flat: Sequence[Any]) -> list[Tensor | None]:
-        """Outputs and captured outputs of one slice."""
-        args, kwargs = tree_unflatten(flat, self.spec)
-        caught: dict[str, list[Tensor]] = {key: [] for key in self.collected}
-        token = _collector.set(caught)
-        try:
-            output = self.node.run(leaves, args, kwargs)
-        finally:
-            _collector.reset(token)
-        self.is_tuple = isinstance(output, tuple)
-        self.captured = [(key, len(value)) for key, value in caught.items() if value]
-        outputs = list(output) if self.is_tuple else [output]
-        if not all(torch.is_tensor(x) or x is None for x in outputs):
-            raise UnsupportedModelError(
-                f"{self.node.module_name} returns something other than tensors; it cannot be streamed."
-            )
-        outputs += [tensor for values in caught.values() for tensor in values]
-        if self.node.stage.checks_finite:
-            self._check(leaves, outputs)
-        return outputs
-
-    def _check(self, leaves: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
-        for what, tensors in (("a weight", leaves), ("an output", outputs)):
-            if any(t is not None and t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors):
-                raise NonFiniteError(f"{what} of unit {self.node.unit} ({self.node.module_name}) is not finite")
-
-    def run_plain(self, *, is_cut: bool = False) -> Any:  # noqa: ANN401
-        """Without a backward; uncut for evaluation, and for learning what is batched."""
-        stage = self.node.stage
-        use = stage.source.enter(self.node.unit, Phase.FORWARD, stage.gradients.group)
-        try:
-            leaves = self.node.leaves(use.bytes)
-            parts = [flat for _, flat in self.cut(())] if is_cut else [self.flat]
-            results = _join([self.run(leaves, flat) for flat in parts])
-        finally:
-            use.leave()
-        return self.unpack(results)
-
-    def unpack(self, results: list[Tensor | None]) -> Any:  # noqa: ANN401
-        """What the module returns; captured outputs go to Hugging Face's collector."""
-        count = sum(number for _, number in self.captured)
-        caught = results[len(results) - count :]
-        outer = _collector.get()
-        for key, number in self.captured:
-            if outer is not None:
-                outer[key].extend(caught[:number])
-            caught = caught[number:]
-        outputs = results[: len(results) - count]
-        return tuple(outputs) if self.is_tuple else outputs[0]
-
-
 @dataclass(frozen=True, slots=True)
 class _Kept:
     """The graph of one slice, from its forward to its backward. Edges, since tensors would keep their memory."""
@@ -307,7 +202,7 @@ class _UnitFunction(torch.autograd.Function):
     """Forward and backward of one use of one unit."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+    def forward(ctx: Any, call: Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
         node, stage = call.node, call.node.stage
         ctx.call, ctx.kept, ctx.replays = call, [], []
         present = _stash(ctx, inputs)
@@ -329,7 +224,7 @@ class _UnitFunction(torch.autograd.Function):
                 ctx.kept.append(_Kept(slice_inputs, leaves, edges, rows, rebinding))
             parts.append([None if x is None else x.detach() for x in outputs])
         use.leave()
-        results = _join(parts)
+        results = join(parts)
         saved = [None if i == ctx.stashed else x for i, x in enumerate(present)]
         ctx.save_for_backward(*(() if keep else saved))
         ctx.mark_non_differentiable(*[x for x in results if x is not None and not x.is_floating_point()])
@@ -337,7 +232,7 @@ class _UnitFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        call: _Call = ctx.call
+        call: Call = ctx.call
         node, stage = call.node, call.node.stage
         stage.gradients.watch_backward()
         fetched = _fetch(ctx)
@@ -422,13 +317,6 @@ def _saved_inputs(ctx: Any, fetched: Sequence[Tensor]) -> list[Tensor]:  # noqa:
     return inputs
 
 
-def _join(parts: list[list[Any]]) -> list[Any]:
-    """Slices end to end along the batch."""
-    if len(parts) == 1:
-        return parts[0]
-    return [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
-
-
 def _cut_grads(grads: Sequence[Tensor | None], rows: Sequence[int], index: int, count: int) -> list[Tensor | None]:
     if count == 1:
         return list(grads)
@@ -448,7 +336,7 @@ def _grads(
     return torch.autograd.grad(edges, inputs, [g for _, g in pairs], allow_unused=True)
 
 
-def _join_grads(parts: list[list[Tensor | None]], call: _Call) -> list[Tensor | None]:
+def _join_grads(parts: list[list[Tensor | None]], call: Call) -> list[Tensor | None]:
     """Gradients of batched inputs end to end, of shared ones added up."""
     if len(parts) == 1:
         return parts[0]
