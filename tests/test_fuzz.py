@@ -132,7 +132,7 @@ def fuzz_state(draw: Draw, folder: Path) -> None:
     found.set_random(CPU)
     assert len((torch.randn(3), random.gauss(), random.random(), np.random.randn(), np.random.rand(700))) == 5
     found.check_text(TEXT)
-    found.check(CONFIG, CPU)
+    found.check(found.changes(CONFIG, CPU))
 
 
 def fuzz_savepoint(draw: Draw, folder: Path) -> None:
@@ -148,7 +148,7 @@ def fuzz_savepoint(draw: Draw, folder: Path) -> None:
     found = savepoint.Savepoint.last(folder)
     assert found is not None
     found.state.changes_of_tiers(CONFIG)
-    found.state.check(CONFIG, CPU)
+    found.state.check(found.state.changes(CONFIG, CPU))
 
 
 def fuzz_array(draw: Draw, folder: Path) -> None:

@@ -96,6 +96,25 @@ def test_resume_that_is_refused_leaves_the_config_as_it_was(stopped: Path, capsy
     assert "steps: 4" in (stopped / "config.yaml").read_text()
 
 
+def test_resume_after_changes_that_were_accepted_asks_for_them_no_second_time(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["resume", str(stopped), "--train.steps=4", "--accept-changes", "--output.checkpoint_every=0"]
+    assert main(words) == 0
+    assert main(["resume", str(stopped)]) == 2
+    assert "holds a whole run" in capsys.readouterr().err
+    assert main(["export", str(stopped), str(tmp_path / "older")]) == 0
+    assert "the run went on to step 4, its last checkpoint is of step 2; " in capsys.readouterr().out
+    whole = (stopped / "model" / "model.safetensors").read_bytes()
+    shutil.rmtree(stopped / "model")  # as after a kill
+    assert main(["resume", str(stopped), "--train.steps=5"]) == 2
+    assert "train.steps was 3 and is 5" in capsys.readouterr().err
+    assert main(["resume", str(stopped)]) == 0
+    assert (stopped / "model" / "model.safetensors").read_bytes() == whole
+    assert main(["report", str(stopped)]) == 0
+    assert "numbers changed, as accepted: train.steps was 3 and is 4." in (stopped / "report.html").read_text()
+
+
 def test_resume_of_a_whole_run_is_refused_and_leaves_its_records(
     _one_thread: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

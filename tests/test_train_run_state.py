@@ -32,7 +32,7 @@ def test_run_state_written_and_read_is_the_same() -> None:
     state = RunState.of(3, CONFIG, CPU, TEXT)
     again = RunState.read(json.loads(json.dumps(state.to_dict())))
     assert again.step == 3
-    again.check(CONFIG, CPU)
+    assert again.changes(CONFIG, CPU) == []
     again.check_text(TEXT)
 
 
@@ -63,27 +63,28 @@ def test_set_random_goes_on_with_every_kind_of_numbers() -> None:
     ids=str,
 )
 def test_check_of_a_numeric_choice_that_changed_is_refused_by_name(change: dict[str, Any], name: str) -> None:
+    state = RunState.read(stored())
+    changes = state.changes(replace(CONFIG, **change), CPU)
     with pytest.raises(ConfigError, match=f"{name}.*--accept-changes"):
-        RunState.read(stored()).check(replace(CONFIG, **change), CPU)
+        state.check(changes)
+    state.check(changes, accepted=[*changes, "more"])
 
 
-def test_check_of_what_changes_no_number_passes() -> None:
-    RunState.read(stored()).check(
-        replace(
-            CONFIG,
-            tiers=TiersConfig(device="cpu", ram=1 << 30, state=("ram",), io_threads=7, generations=2),
-            train=TrainConfig(activations="recompute", evaluate_every=3, kept_layers=1),
-            output=OutputConfig(directory="elsewhere", checkpoint_every=5),
-        ),
-        CPU,
+def test_changes_of_what_changes_no_number_are_none() -> None:
+    config = replace(
+        CONFIG,
+        tiers=TiersConfig(device="cpu", ram=1 << 30, state=("ram",), io_threads=7, generations=2),
+        train=TrainConfig(activations="recompute", evaluate_every=3, kept_layers=1),
+        output=OutputConfig(directory="elsewhere", checkpoint_every=5),
     )
+    assert RunState.read(stored()).changes(config, CPU) == []
 
 
 def test_check_on_another_library_or_device_is_refused() -> None:
     state = stored()
     state["environment"]["torch"] = "1.0"
     with pytest.raises(ConfigError, match=r"torch was '1.0' and is"):
-        RunState.read(state).check(CONFIG, CPU)
+        RunState.read(state).check(RunState.read(state).changes(CONFIG, CPU))
 
 
 def test_check_text_that_changed_is_refused() -> None:

@@ -52,8 +52,9 @@ def plan_choices(config: RunConfig, given: frozenset[str], console: Console) -> 
     except PlanError as error:
         console.print(f"no plan fits by estimate, so the settings stay as they are: {error}", highlight=False)
         return config, None
-    words = " ".join(f"--{name} {value}" for name, value in choice.settings.items())
-    console.print(f"planned, {choice.seconds:.3g} s a step: {words}", markup=False, highlight=False, soft_wrap=True)
+    words = "".join(f" --{name} {value}" for name, value in choice.settings.items())
+    said = f"planned, {choice.seconds:.3g} s a step{':' * bool(words)}{words}"
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
     _describe_hidden(console, choice, config.train.batch * config.data.sequence_length)
     return changed(config, choice.settings), choice.forecast
 

@@ -15,6 +15,8 @@ from megatier.errors import CheckpointError, DamagedCheckpointError, mib
 from megatier.models.decoder import Unit, find_units
 from megatier.models.export import export
 from megatier.train.checkpoint import find_checkpoint, open_masters, read_state
+from megatier.train.history import read_history
+from megatier.train.run_directory import METRICS_FILE, MODEL_FOLDER
 from megatier.train.run_state import RunState
 from megatier.train.session import open_model
 from megatier.train.workload import COMPUTE_DTYPES
@@ -41,7 +43,9 @@ def export_checkpoint(
     """
     checkpoint = find_checkpoint(path)
     console.print(f"from {checkpoint}", markup=False, highlight=False, soft_wrap=True)
-    config = from_dict(RunState.read(read_state(checkpoint)).config)
+    state = RunState.read(read_state(checkpoint))
+    _mention_later_steps(console, path, state.step)
+    config = from_dict(state.config)
     model, _ = open_model(config)
     units, tokenizer = find_units(model), load_tokenizer(config)
     try:
@@ -53,6 +57,16 @@ def export_checkpoint(
         if checkpoint.exists():
             raise
         raise CheckpointError(f"{checkpoint} was removed meanwhile, by its run or by hand. Export again.") from error
+
+
+def _mention_later_steps(console: Console, path: Path, step: int) -> None:
+    """A run may have gone on without another checkpoint."""
+    metrics = path / METRICS_FILE
+    steps = read_history(metrics).steps if metrics.exists() else []
+    if steps and steps[-1].step > step:
+        end = f"{path / MODEL_FOLDER} has the model of its end" if (path / MODEL_FOLDER).exists() else "none is of it"
+        words = f"the run went on to step {steps[-1].step}, its last checkpoint is of step {step}; {end}"
+        console.print(words, markup=False, highlight=False, soft_wrap=True)
 
 
 def write_model(

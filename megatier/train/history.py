@@ -53,6 +53,8 @@ class Opening:
     tiers: tuple[TierState, ...]
     expected: Expected | None
     """None where the machine was not measured."""
+    changes: tuple[str, ...] = ()
+    """Of numbers since the step, which the user accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +159,16 @@ def read_history(path: Path) -> History:
     return history
 
 
-def opening(session: Session, tiers: Sequence[TierState], expected: Forecast | None) -> dict[str, object]:
+def opening(
+    session: Session, tiers: Sequence[TierState], expected: Forecast | None, changes: Sequence[str] = ()
+) -> dict[str, object]:
     """The opening record of a process, without its step.
 
     Args:
         session: open, with its placement.
         tiers: what the placement puts in each.
         expected: a step as planned, if it was.
+        changes: of numbers, since the step that the run goes on from.
     """
     placement, device = session.placement, session.engine.options.device
     homes = {unit.name: {str(kind): str(tier) for kind, tier in _homes(session, unit.name)} for unit in session.units}
@@ -181,6 +186,7 @@ def opening(session: Session, tiers: Sequence[TierState], expected: Forecast | N
         "speculative": placement.speculative,
         "tiers": [dataclasses.asdict(tier) for tier in tiers],
         "expected": forecast,
+        "changes": changes,
     }
 
 
@@ -208,6 +214,7 @@ def _opening(step: int, record: Mapping[str, Any]) -> Opening:
         tuple(map(_text, record["speculative"])),
         tuple(_tier(tier) for tier in record["tiers"]),
         None if expected is None else _expected(expected),
+        tuple(map(_text, record.get("changes", ()))),
     )
 
 

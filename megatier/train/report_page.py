@@ -97,6 +97,9 @@ def _status(run: _Run) -> str:
         words.append(f"On {openings[-1].device}, begun {began}.")
     if len(openings) > 1:
         words.append(f"It went on after step {', '.join(f'{opening.step:,}' for opening in openings[1:][-5:])}.")
+    for opening in openings:
+        if opening.changes:
+            words.append(f"After step {opening.step:,} its numbers changed, as accepted: {'; '.join(opening.changes)}.")
     if run.history.is_cut:
         words.append(f"The last line of {METRICS_FILE} is cut, as where a process is killed, and left out.")
     if skipped := sum(step.skipped is not None for step in steps):

@@ -10,7 +10,7 @@ import base64
 import json
 import platform
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -75,19 +75,22 @@ class RunState:
         """Plain JSON."""
         return asdict(self)
 
-    def check(self, config: RunConfig, device: torch.device) -> None:
-        """Refuse to go on with other numbers.
-
-        Raises:
-            ConfigError: a numeric choice, a library or the device is another; names each with both values.
-        """
-        changes = [
+    def changes(self, config: RunConfig, device: torch.device) -> list[str]:
+        """What would give other numbers: each numeric choice, library or device that is another, with both values."""
+        return [
             *_differences(_numeric(self.config), _numeric(_plain(config))),
             *_differences(self.environment, environment(device)),
         ]
-        if changes:
+
+    def check(self, changes: Collection[str], accepted: Container[str] = ()) -> None:
+        """Refuse to go on with other numbers.
+
+        Raises:
+            ConfigError: one of the changes was not accepted.
+        """
+        if refused := [change for change in changes if change not in accepted]:
             raise ConfigError(
-                f"the numbers of this run would change after step {self.step}: {'; '.join(changes)}. Go on as before, "
+                f"the numbers of this run would change after step {self.step}: {'; '.join(refused)}. Go on as before, "
                 "or add --accept-changes."
             )
 

@@ -24,7 +24,7 @@ from megatier.store.tier import Tier
 from megatier.train.checkpoint import check_room, last_checkpoint, read_state, remove_leftovers, restore
 from megatier.train.choices import fix_choices, plan_choices
 from megatier.train.export import write_model
-from megatier.train.history import opening
+from megatier.train.history import opening, read_history
 from megatier.train.loop import Loop, nvme_path
 from megatier.train.metrics import MetricsLog, format_count, format_seconds
 from megatier.train.process import make_repeatable, share_interpreter
@@ -84,9 +84,10 @@ def train(
         run_directory = stack.enter_context(RunDirectory(config, resumes=resumes))
         directory = run_directory.path
         checkpoint, savepoint = last_checkpoint(directory / CHECKPOINT_FOLDER), Savepoint.last(directory)
-        state = _state_of(checkpoint, savepoint, config, accepts_changes)
+        state = _state_of(checkpoint, savepoint)
         if resumes:
             _check_resumes(directory, config, state, console)
+        changes = [] if state is None else _check_state(state, config, directory, accepts_changes)
         model, reader = open_model(config)
         _check_borders(model, config)
         session = _open_session(stack, model, config, run_directory, savepoint)
@@ -108,7 +109,7 @@ def train(
         scalars = None
         if config.output.tensorboard:
             scalars = stack.enter_context(Scalars(directory / TENSORBOARD_FOLDER, last_step + 1))
-        log.write({"step": last_step, **opening(session, _tier_states(session), expected)})
+        log.write({"step": last_step, **opening(session, _tier_states(session), expected, changes)})
         run = Loop(config, console, session, text, log, scalars, expected, watchdog)
         is_whole = run.steps(state)
         run.report("whole" if is_whole else "stopped")
@@ -251,24 +252,29 @@ def _safety(config: RunConfig, placement: Placement) -> str:
     return f"{len(placement.spilled)} units spill to NVMe and are updated {how}; killed, the run {last}"
 
 
-def _state_of(
-    checkpoint: Path | None, savepoint: Savepoint | None, config: RunConfig, accepts_changes: bool
-) -> RunState | None:
+def _state_of(checkpoint: Path | None, savepoint: Savepoint | None) -> RunState | None:
     """What the run goes on from; None: its start."""
     if savepoint is not None:
-        path, state = savepoint.path, savepoint.state
-    elif checkpoint is not None:
-        path, state = checkpoint, RunState.read(read_state(checkpoint))
-    else:
-        return None
-    if not accepts_changes:
-        state.check(config, choose_device(config.tiers))
+        return savepoint.state
+    return None if checkpoint is None else RunState.read(read_state(checkpoint))
+
+
+def _check_state(state: RunState, config: RunConfig, directory: Path, accepts_changes: bool) -> list[str]:
+    """Refuse other numbers than those of the state, and a run of which no step is left; what has changed.
+
+    What was accepted once, after the same step, is accepted: the process that was told to may have been killed.
+    """
+    changes = state.changes(config, choose_device(config.tiers))
+    if changes and not accepts_changes:
+        metrics = directory / METRICS_FILE
+        begun = read_history(metrics).openings if metrics.exists() else []
+        state.check(changes, {change for each in begun if each.step == state.step for change in each.changes})
     if state.step > config.train.steps or (state.step == config.train.steps and not config.output.export):
         raise ConfigError(
-            f"{path} is of step {state.step}, and train.steps is {config.train.steps}: nothing is left to do. "
-            "Raise train.steps to train on, with --accept-changes, since the learning rate depends on it."
+            f"{directory} goes on from step {state.step}, and train.steps is {config.train.steps}: nothing is left to "
+            "do. Raise train.steps to train on, with --accept-changes, since the learning rate depends on it."
         )
-    return state
+    return changes
 
 
 def _check_resumes(directory: Path, config: RunConfig, state: RunState | None, console: Console) -> None:
