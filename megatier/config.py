@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatier.config_values import ByteCount, MountBudget, parse_mount
+from megatier.config_values import ByteCount, MountBudget, parse_mount, read_text
 from megatier.config_values import require as _require
 from megatier.errors import ConfigError
 
@@ -60,6 +60,7 @@ class ModelConfig:
             raise ConfigError(
                 "give exactly one of model.path (to go on with a model) and model.config (to start anew)."
             )
+        read_text(self, "model", lists=("frozen",))
         _require(self.config is None or "model_type" in self.config, "model.config", self.config, "with a model_type")
         _require(
             all(name.strip("! ") for name in self.frozen), "model.frozen", list(self.frozen), "without empty names"
@@ -137,6 +138,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         """Check each value."""
+        read_text(self, "data", sizes=("max_bytes",), lists=("files", "suffixes"))
         self._check_source()
         _require(
             all(s.startswith(".") for s in self.suffixes),
@@ -193,7 +195,7 @@ def _overlap(split: str, other: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TiersConfig:
-    """Where the state may lie, and how it moves."""
+    """Where the state may lie, and how it moves. Made in Python it takes sizes and lists as text too."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where the model computes; auto: cuda where there is one. On the CPU an arena in RAM stands for GPU memory."""
@@ -232,9 +234,10 @@ class TiersConfig:
 
     def __post_init__(self) -> None:
         """Check each value."""
-        _require(self.gpu is None or self.gpu >= 1, "tiers.gpu", self.gpu, "at least 1 byte")
-        _require(self.gpu_limit is None or self.gpu_limit >= 1, "tiers.gpu_limit", self.gpu_limit, "at least 1 byte")
-        _require(self.ram is None or self.ram >= 1, "tiers.ram", self.ram, "at least 1 byte")
+        read_text(self, "tiers", sizes=("gpu", "gpu_limit", "ram", "chunk"), lists=("nvme", "state"))
+        for name in ("gpu", "gpu_limit", "ram"):
+            num_bytes = getattr(self, name)
+            _require(num_bytes is None or num_bytes >= 1, f"tiers.{name}", num_bytes, "at least 1 byte")
         directories = [mount.directory for mount in self.mounts]
         _require(len(set(directories)) == len(directories), "tiers.nvme", list(self.nvme), "without repeats")
         _require(

@@ -21,7 +21,7 @@ from jsonargparse import ArgumentParser, get_loader
 from jsonargparse.typing import register_type
 
 from megatier.config import SECTIONS, RunConfig
-from megatier.config_values import ByteCount, parse_bytes, parse_yaml
+from megatier.config_values import ByteCount, parse_bytes, parse_list, parse_yaml
 from megatier.errors import ConfigError
 
 
@@ -106,10 +106,10 @@ class _CommaList(tuple[str, ...]):
     __slots__ = ()
 
     def __new__(cls, value: object) -> _CommaList:
-        words = value.split(",") if isinstance(value, str) else value
+        words = [value] if isinstance(value, str) else value
         if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
             raise ConfigError(f"{value!r} is no list of text")
-        return super().__new__(cls, [word.strip() for word in words if word.strip()])
+        return super().__new__(cls, parse_list(value if isinstance(value, str) else words))
 
 
 def _builtin(value: object) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -86,6 +86,35 @@ def parse_mount(text: str, setting: str = "tiers.nvme") -> MountBudget:
         return MountBudget(Path(directory.strip()), parse_bytes(size) if colon else None)
     except ConfigError as error:
         raise ConfigError(f"{setting} is {text!r}: {error}") from error
+
+
+def parse_list(given: str | Sequence[str]) -> tuple[str, ...]:
+    """The entries of a list of text; of one string, those between its commas."""
+    words = given.split(",") if isinstance(given, str) else given
+    return tuple(word.strip() for word in words if word.strip())
+
+
+def read_text(section: object, name: str, *, sizes: Sequence[str] = (), lists: Sequence[str] = ()) -> None:
+    """Make of text in a section what its fields hold, as the config's reader does: for sections made in Python.
+
+    Args:
+        section: one that is frozen, while it is built.
+        name: of the section, for messages.
+        sizes: fields in bytes, given as "8MiB".
+        lists: fields that are tuples of text, given as one string or as a list.
+
+    Raises:
+        ConfigError: not a size; begins with the setting.
+    """
+    for key in sizes:
+        value = getattr(section, key)
+        if isinstance(value, str):
+            try:
+                object.__setattr__(section, key, parse_bytes(value))
+            except ConfigError as error:
+                raise ConfigError(f"{name}.{key}: {error}") from error
+    for key in lists:
+        object.__setattr__(section, key, parse_list(getattr(section, key)))
 
 
 def require(holds: bool, name: str, value: object, bound: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from jsonargparse import get_loader
 
-from megatier.config import SECTIONS, RunConfig
+from megatier.config import SECTIONS, DataConfig, ModelConfig, RunConfig, TiersConfig
 from megatier.config_file import field_docs, from_dict, load, to_dict
 from megatier.config_text import dump
 from megatier.config_values import MountBudget, parse_bytes, parse_mount, parse_yaml
@@ -319,6 +319,16 @@ def test_load_shares_include_their_bounds(share: str) -> None:
     config = least("--model.saved_share", share, "--tiers.streamed_share", share, "--tiers.gpu_limit", "40GiB")
     assert config.model.saved_share == config.tiers.streamed_share == float(share)
     assert config.tiers.gpu_limit == 40 << 30
+
+
+def test_sections_made_in_python_take_text_as_files_do() -> None:
+    tiers = TiersConfig(gpu="8MiB", gpu_limit="1GiB", ram="500MB", chunk="24KiB", nvme="/mnt/a:1GiB", state="ram")  # type: ignore[arg-type]
+    assert (tiers.gpu, tiers.gpu_limit, tiers.ram, tiers.chunk) == (8 << 20, 1 << 30, 500_000_000, 24576)
+    assert (tiers.mounts, tiers.state) == ((MountBudget(Path("/mnt/a"), 1 << 30),), ("ram",))
+    assert ModelConfig(path="here", frozen="lm_head").frozen == ("lm_head",)  # type: ignore[arg-type]
+    assert DataConfig(files="texts").files == ("texts",)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"tiers\.ram: 'much' is no byte size"):
+        TiersConfig(ram="much")  # type: ignore[arg-type]
 
 
 def test_load_quickstart_is_valid() -> None:

@@ -599,3 +599,8 @@ def test_stream_leaves_the_model_it_was_given_as_it_was() -> None:
     with megatier.stream(plain, tiers=TIERS, lr=1.0) as streamed:
         loop(streamed, train_config("tied", groups=1), 160, last=1)
     assert same(dict(plain.named_parameters()), before)
+
+
+def test_stream_without_a_backward_per_step_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="accumulation_steps is 0; it must be at least 1"):
+        megatier.stream("nowhere", accumulation_steps=0)

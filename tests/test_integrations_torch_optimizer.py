@@ -503,6 +503,14 @@ def test_setting_that_cannot_be_used_is_refused(make: Make, settings: dict[str, 
         make(parameters_of(), ram=TINY, **settings)
 
 
+def test_one_mount_may_be_a_string(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.ones(100_000))
+    with TieredAdamW([parameter], ram="512KiB", nvme=f"{tmp_path}:8MiB") as optimizer:
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert list(tmp_path.iterdir())
+
+
 def test_budget_that_is_too_small_is_refused_before_a_step(make: Make, tmp_path: Path) -> None:
     large = [nn.Parameter(torch.zeros(1 << 20))]
     for ram, nvme, words in [

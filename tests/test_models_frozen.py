@@ -45,6 +45,10 @@ def test_freeze_the_last_pattern_that_names_a_parameter_decides() -> None:
     }
 
 
+def test_freeze_takes_one_pattern_as_a_string() -> None:
+    assert trained(skeleton(), "model.layers.0") == trained(skeleton(), ["model.layers.0"])
+
+
 def test_freeze_a_tied_head_by_either_name() -> None:
     for name in ("lm_head", "model.embed_tokens"):
         assert "model.embed_tokens.weight" not in trained(skeleton("llama_tied"), [name])

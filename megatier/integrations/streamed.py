@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.generic import ModelOutput
 
 from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.config_values import require
 from megatier.engine.step import StepResult
 from megatier.engine.unbound import refused_outside
 from megatier.errors import (
@@ -70,7 +71,7 @@ def stream(
     fused_loss: bool = True,
     compile: bool | None = None,
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa",
-    frozen: Sequence[str] = (),
+    frozen: str | Sequence[str] = (),
     expert_parts: int = 1,
 ) -> Streamed:
     """Place a model and its AdamW state on the tiers, for any loop.
@@ -90,7 +91,7 @@ def stream(
         fused_loss: head and loss as one chunked node: the model takes labels and gives a loss, and no logits.
         compile: compile layers and loss; None: on a GPU.
         attention: of transformers.
-        frozen: names or patterns of parameters that are not trained, or after "!" are (`models.frozen`).
+        frozen: names or patterns of parameters that are not trained, or after "!" are (`models.frozen`); or one.
         expert_parts: units that the experts of a layer are cut into, where slots shall not take all of them at once.
 
     Raises:
@@ -101,6 +102,7 @@ def stream(
             f"{type(model).__name__} is no model of transformers. Give the model itself, with what is not trained in "
             "frozen; of one with adapters, what merging them gives."
         )
+    require(accumulation_steps >= 1, "accumulation_steps", accumulation_steps, "at least 1")
     model = model if isinstance(model, PreTrainedModel) else resolve(os.fspath(model))
     model_config = ModelConfig(  # for how it computes; the path is not read
         path="",
@@ -112,8 +114,7 @@ def stream(
     )
     config = model.config if isinstance(model, PreTrainedModel) else read_model_config(model_config, model)
     skeleton = build_skeleton(config, attention)
-    reader: WeightReader
-    reader = InRam(model, skeleton) if isinstance(model, PreTrainedModel) else Checkpoint(model, skeleton)
+    reader: WeightReader = InRam(model, skeleton) if isinstance(model, PreTrainedModel) else Checkpoint(model, skeleton)
     freeze(skeleton, frozen, "frozen")
     train = TrainConfig(
         batch=accumulation_steps,
@@ -155,8 +156,7 @@ class Streamed:
         """Take over a loaded session; `stream` makes one."""
         self._session, self._engine, self._has_logits = session, session.engine, has_logits
         self.model, self.clip, self.accumulation_steps = session.model, train.clip, train.groups
-        self.optimizer = StreamedAdamW(self, train)
-        self.steps = 0
+        self.optimizer, self.steps = StreamedAdamW(self, train), 0
         self.last: StepResult | None = None
         self._groups = 0
         """Forwards with gradients since the last step; 0: no step is open."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatier import _native
-from megatier.config_values import parse_bytes, parse_mount
+from megatier.config_values import parse_bytes, parse_list, parse_mount
 from megatier.engine.optimizer import PIECE_ELEMENTS, SPAN_ELEMENTS, UPDATE_QUEUE_DEPTH, begin_adamw, step_scalars
 from megatier.errors import CapacityError, ConfigError, NonFiniteError, OptimizerError
 from megatier.hardware import cores_usable, ram_available_bytes
@@ -65,7 +65,7 @@ class TieredAdamW(Optimizer):
         weight_decay: float = 1e-2,
         *,
         ram: int | str,
-        nvme: Sequence[str] = (),
+        nvme: str | Sequence[str] = (),
     ) -> None:
         """Plan where the state of the parameters that need a gradient will lie; nothing large is allocated yet.
 
@@ -76,15 +76,15 @@ class TieredAdamW(Optimizer):
             eps: added to the root of the second moment.
             weight_decay: decoupled.
             ram: bytes for state, slots included, such as "8GiB".
-            nvme: where the rest goes: mounts as DIRECTORY or DIRECTORY:SIZE.
+            nvme: where the rest goes: mounts as DIRECTORY or DIRECTORY:SIZE; a list, or comma-separated.
 
         Raises:
             PlanError: the state does not fit.
             ConfigError: a size, a mount or a hyperparameter is not usable.
             OptimizerError: a parameter cannot be taken.
         """
-        self._ram, self._nvme = parse_bytes(str(ram)), tuple(nvme)
-        self._nvme_bytes = sum(budget_bytes(parse_mount(text, "nvme")) for text in nvme)
+        self._ram, self._nvme = parse_bytes(str(ram)), parse_list(nvme)
+        self._nvme_bytes = sum(budget_bytes(parse_mount(text, "nvme")) for text in self._nvme)
         self._chunks: ChunkStore | None = None
         self._forms: dict[int, Form] = {}
         """Of the parameters that have state."""

@@ -17,17 +17,18 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from megatier.config_values import parse_list
 from megatier.errors import ConfigError
 
 
-def freeze(model: nn.Module, patterns: Sequence[str], setting: str = "model.frozen") -> None:
+def freeze(model: nn.Module, patterns: str | Sequence[str], setting: str = "model.frozen") -> None:
     """Set which parameters of a model require a gradient; what no pattern names stays as it is.
 
     A tied parameter has several names and goes by any of them.
 
     Args:
         model: a skeleton.
-        patterns: what is frozen, or trained after all.
+        patterns: what is frozen, or trained after all; a list, or comma-separated.
         setting: what to call them in messages.
 
     Raises:
@@ -36,7 +37,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], setting: str = "model.froz
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
-    for pattern in patterns:
+    for pattern in parse_list(patterns):
         wanted = pattern.removeprefix("!")
         found = [p for p in model.parameters() if any(_is_named(name, wanted) for name in names[id(p)])]
         if not found:

@@ -26,7 +26,7 @@ from typing import Self
 
 import torch
 
-from megatier.config_values import parse_bytes, parse_mount
+from megatier.config_values import parse_bytes, parse_list, parse_mount
 from megatier.errors import BlockNotFoundError, CapacityError, DirtyBlockError, LastCopyError
 from megatier.store.blockfile import BlockFiles, Extent, IoOptions
 from megatier.store.copies import Copies
@@ -85,7 +85,7 @@ class TieredStore:
         *,
         gpu: int | str = 0,
         ram: int | str = 0,
-        nvme: Sequence[str] = (),
+        nvme: str | Sequence[str] = (),
         device: str = "cpu",
         run_id: str | None = None,
         options: IoOptions | None = None,
@@ -95,7 +95,7 @@ class TieredStore:
         Args:
             gpu: bytes of the gpu tier, such as "40GiB"; on device "cpu" a separate arena in RAM stands for it.
             ram: bytes of the ram tier, slots included.
-            nvme: mounts as DIRECTORY or DIRECTORY:SIZE.
+            nvme: mounts as DIRECTORY or DIRECTORY:SIZE; a list, or comma-separated.
             device: device of the gpu tier.
             run_id: names the directory on each mount; random where not given.
             options: how block files are accessed.
@@ -105,7 +105,7 @@ class TieredStore:
             RunLockedError: another process has this run id on a mount.
         """
         budgets = {tier: parse_bytes(str(size)) for tier, size in ((Tier.GPU, gpu), (Tier.RAM, ram))}
-        mounts = [parse_mount(text) for text in nvme]
+        mounts = [parse_mount(text) for text in parse_list(nvme)]
         files = BlockFiles(mounts, run_id or secrets.token_hex(6), options or IoOptions()) if mounts else None
         try:
             return cls(budgets | {Tier.NVME: files.capacity_bytes if files else 0}, files, torch.device(device))
