@@ -83,7 +83,12 @@ def test_conversation_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
         ("messages", {"messages": ["Why?"]}, "a turn is 'Why\\?', not an object"),
         ("messages", {"messages": [{"content": "Why?"}]}, "a turn's role is None; it must be text"),
         ("messages", {"messages": [{"role": "user"}, ANSWER]}, "no text under 'content', but None"),
-        ("messages", {"messages": [USER]}, "no turn of the assistant"),
+        ("messages", {"messages": [USER]}, "no turn of the assistant, .* Leave the record out"),
+        (
+            "messages",
+            {"messages": [USER, {"role": "bot", "content": "So."}]},
+            "no turn of the assistant, .* its roles are user, bot. .* assistant_tag",
+        ),
         ("messages", {"messages": [USER, ANSWER], "tools": {"a": 1}}, "the tools are .*, not a list"),
         ("messages", {"messages": [USER, ANSWER], "tools": "[{"}, "the tools are no valid JSON"),
         (

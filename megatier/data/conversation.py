@@ -16,6 +16,9 @@ from megatier.errors import DataError
 ASSISTANT = "assistant"
 """The role whose turns are learnt."""
 
+OTHER_ROLES = {"system", "developer", "user", "tool", "function"}
+"""Names that say who else speaks, and so are none of the assistant's."""
+
 SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "observation": "tool"}
 
 
@@ -136,8 +139,16 @@ class Alpaca:
 
 
 def _conversation(messages: list[dict[str, Any]], tools: Any, place: str) -> Conversation:  # noqa: ANN401
-    if not any(message["role"] == ASSISTANT for message in messages):
-        raise DataError(f"{place}: no turn of the assistant, so nothing to learn. Leave the record out.")
+    roles = dict.fromkeys(message["role"] for message in messages)
+    if ASSISTANT not in roles:
+        remedy = "Leave the record out."
+        if roles.keys() - OTHER_ROLES:
+            remedy = (
+                f"It is named {ASSISTANT!r} here; for another name set assistant_tag in a dataset_info.json and give "
+                "data.files PATH/dataset_info.json#NAME, or rename it."
+            )
+        found = f"; its roles are {', '.join(roles)}" if roles else ""
+        raise DataError(f"{place}: no turn of the assistant, so nothing to learn{found}. {remedy}")
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
