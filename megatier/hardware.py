@@ -116,6 +116,12 @@ def ram_limit_bytes(root: Path = ROOT) -> int | None:
     return min(limits, default=None)
 
 
+def ram_total_bytes(root: Path = ROOT) -> int:
+    """RAM of the machine, or the tightest cgroup's limit if that is less."""
+    limit = ram_limit_bytes(root)
+    return psutil.virtual_memory().total if limit is None else limit
+
+
 def cores_usable(root: Path = ROOT) -> int:
     """Cores that this process may keep busy: its affinity, cut by the cgroup's quota; at least 1."""
     return max(1, min([len(os.sched_getaffinity(0)), *(int(quota) for quota in _cpu_quotas(root))]))

@@ -45,7 +45,7 @@ def test_ram_available_cgroup_v2_counts_tightest_group_and_page_cache(tmp_path: 
     }
     root = write(tmp_path, files)
     assert hardware.ram_available_bytes(root) == 7_500_000
-    assert hardware.ram_limit_bytes(root) == 10_000_000
+    assert hardware.ram_limit_bytes(root) == hardware.ram_total_bytes(root) == 10_000_000
 
 
 def test_ram_available_cgroup_v1_of_a_container_reads_its_root(tmp_path: Path) -> None:

@@ -171,6 +171,13 @@ def test_train_streamed_run_reports_the_lanes_of_state(tmp_path: Path, capsys: p
     assert re.search(r"[1-9]\d* units stream their state", output)
 
 
+def test_train_gpu_limit_without_a_gpu_is_said_to_be_ignored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(tmp_path, {"tiers.gpu_limit": "1GiB", "train.steps": 1, "train.warmup_steps": 0})) == 0
+    assert "tiers.gpu_limit is ignored" in capsys.readouterr().out
+
+
 def test_train_run_that_cannot_stream_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command(tmp_path, {**PLACES["ram_streamed"], **IMMEDIATE})) == 0
     assert "0 units stream their state" in capsys.readouterr().out

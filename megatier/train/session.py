@@ -17,7 +17,7 @@ from megatier.engine.compilation import Compilation
 from megatier.engine.optimizer import AdamW, Hyperparameters, join_master, split_master
 from megatier.engine.step import Engine, EngineOptions
 from megatier.errors import ConfigError, PlanError, mib
-from megatier.hardware import cores_usable, cpu_has_bf16, default_budgets, set_cuda_defaults
+from megatier.hardware import cores_usable, cpu_has_bf16, default_budgets, ram_total_bytes, set_cuda_defaults
 from megatier.models.decoder import Unit, build_skeleton, decays
 from megatier.models.experts import cut_units
 from megatier.models.frozen import freeze
@@ -264,7 +264,17 @@ def _takes_fp32_products(model: ModelConfig, device: torch.device) -> bool:
 
 
 def budgets_of(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
-    """Bytes of GPU memory and RAM: as set, or from the machine."""
+    """Bytes of GPU memory and RAM: as set, or from the machine.
+
+    Raises:
+        ConfigError: more RAM than there is. The kernel would promise it, and end the process when it is filled.
+    """
+    total_bytes = ram_total_bytes()
+    if tiers.ram is not None and tiers.ram > total_bytes:
+        raise ConfigError(
+            f"tiers.ram is {mib(tiers.ram)}, but this machine, or its container, has {mib(total_bytes)} of RAM. Lower "
+            "it, or leave it out for what is free."
+        )
     if tiers.gpu is not None and tiers.ram is not None:
         return tiers.gpu, tiers.ram
     machine = default_budgets(device.type)

@@ -221,6 +221,8 @@ def _describe(console: Console, config: RunConfig, session: Session, text: Packe
         soft_wrap=True,
     )
     placement = session.placement
+    if config.tiers.gpu_limit is not None and session.engine.options.device.type != "cuda":
+        console.print("tiers.gpu_limit is ignored: there is no GPU in this run", highlight=False)
     if config.tiers.streamed_share:  # given up where no update waits for the norm, RAM spills, or the GPU has no room
         count = len(placement.streamed)
         console.print(f"{count} units stream their state through the GPU to be updated there", highlight=False)
