@@ -49,7 +49,6 @@ def from_dict(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConf
 
 def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunConfig:
     words = _take_model_config(overrides, tree)
-    _check_known(key for name, keys in tree.items() for key in _dotted(name, keys))
     _check_known(word[2:].partition("=")[0] for word in words if word.startswith("--"))
     # Past the parser, which would take its quoted "1" and "null" for 1 and null.
     model_config = tree.setdefault("model", {}).pop("config", None)
@@ -169,14 +168,17 @@ def _read_yaml(path: Path) -> dict[str, dict[str, Any]]:
     except ConfigError as error:
         raise ConfigError(f"{path} is {error}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold sections such as `train:` with `steps: 100` below; found {tree!r}.")
+        found = "is empty; it" if tree is None else f"holds {tree!r}; it"
+        raise ConfigError(f"{path} {found} must hold sections such as `train:` with `steps: 100` below.")
     return _sections(tree, str(path))
 
 
 def _sections(tree: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
-    _check_known(str(name) for name in tree if str(name) not in SECTIONS)
+    _check_known((str(name) for name in tree if str(name) not in SECTIONS), where)
     check_sections(tree, where)
-    return {name: keys or {} for name, keys in tree.items()}
+    sections = {name: keys or {} for name, keys in tree.items()}
+    _check_known((key for name, keys in sections.items() for key in _dotted(name, keys)), where)
+    return sections
 
 
 def check_sections(tree: Mapping[str, Any], where: str) -> None:
@@ -222,8 +224,8 @@ def _dotted(name: str, keys: Mapping[str, Any]) -> Iterator[str]:
     return (f"{name}.{key}" for key in keys)
 
 
-def _check_known(keys: Iterable[str]) -> None:
-    """Refuse unknown keys, with the nearest known one."""
+def _check_known(keys: Iterable[str], where: str | None = None) -> None:
+    """Refuse unknown keys, with the nearest known one, and the file where they stand in one."""
     known = [dotted for name, section in SECTIONS.items() for dotted in _dotted(name, _hints(section))]
     for key in keys:
         if key in known:
@@ -234,7 +236,7 @@ def _check_known(keys: Iterable[str]) -> None:
         near = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
         near = near or difflib.get_close_matches(key, [*known, *SECTIONS], n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(_section_keys(key.partition('.')[0]))}."
-        raise ConfigError(f"unknown setting {key}; {hint}")
+        raise ConfigError(f"{where}: unknown setting {key}; {hint}" if where else f"unknown setting {key}; {hint}")
 
 
 def _check_given(values: Mapping[str, Any]) -> None:
@@ -265,8 +267,14 @@ def _refusal(section: str, name: str, found: str) -> str:
     hint = str(_hints(SECTIONS[section])[name]).replace("typing.", "")
     for pattern, words in (
         ("Optional\\[(.*)\\]$", r"\1 | None"),
+        (" \\| None$", ", or null"),
         ("Annotated\\[int, 'bytes'\\]", "size such as 96GiB"),
-        ("<class '(\\w+)'>", r"\1"),
+        ("Literal\\[(.*)'\\]", r"\1'"),
+        (", ('\\w+')(?=$|, or null)", r" or \1"),
+        ("'(\\w+)'", r"\1"),
+        ("<class (\\w+)>", r"\1"),
+        ("tuple\\[str, \\.\\.\\.\\]", "a list of text"),
+        ("dict\\[str, Any\\]", "keys with values"),
     ):
         hint = re.sub(pattern, words, hint)
     return f"{section}.{name} {found}; expected {hint}. {field_docs(SECTIONS[section])[name]}"

@@ -128,7 +128,7 @@ def test_plan_search_prints_settings_and_plans_with_them(tmp_path: Path, capsys:
 
 def test_plan_machine_that_is_no_file_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", QUICKSTART, "--machine", "/nowhere.yaml"]) == 2
-    assert "/nowhere.yaml: cannot be read" in capsys.readouterr().err
+    assert "cannot read /nowhere.yaml: No such file or directory." in capsys.readouterr().err
 
 
 def test_plan_activations_beyond_the_gpu_are_refused_with_figures(

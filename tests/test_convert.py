@@ -237,7 +237,8 @@ def test_convert_deepspeed_other_optimizer_leaves_its_settings(tmp_path: Path) -
     [
         ("- a\n- b\n", "holds no settings by name"),
         ("just words", "holds no settings by name"),
-        ("{]", "is no valid YAML"),
+        ("{]", "is no valid JSON: Expecting property name enclosed in double quotes: line 1 column 2"),
+        ("a: [", "is no valid YAML"),
         ("foo: 1\nbar: 2\n", "no config that is known here, which are MegaTrain's YAML"),
         ("model: {path: a}\ntrain: {steps: 3}\n", "is a config of megatier already; `megatier config show"),
         ("training: 3\nmodel: {name: a}\n", "training is a section"),

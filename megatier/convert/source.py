@@ -65,7 +65,8 @@ def _read(path: Path) -> Mapping[str, Any]:
         try:
             tree = parse_yaml(text, get_loader("yaml"))
         except ConfigError as refusal:
-            raise ConfigError(f"{path} is {refusal}. Give a YAML or JSON file.") from refusal
+            said = f"no valid JSON: {error}" if text.lstrip().startswith("{") else refusal
+            raise ConfigError(f"{path} is {said}. Give a YAML or JSON file.") from refusal
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no settings by name, but {str(tree)[:80]!r}. It must be {KINDS}.")
     return {str(name): value for name, value in tree.items()}

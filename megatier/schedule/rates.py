@@ -73,8 +73,12 @@ def read_rates(path: Path) -> Rates:
     """
     try:
         parsed = parse_yaml(path.read_text(encoding="utf-8"), yaml.safe_load)
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no valid YAML: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path} is {error}") from error
     if not isinstance(parsed, dict):
         raise ConfigError(f"{path}: names and figures are expected: {', '.join(sorted(FIELDS))}.")
     if isinstance(parsed.get("rates"), dict):  # the whole result of `megatier bench`
