@@ -25,9 +25,11 @@ PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").gl
 STARTS = {
     "docs/beyond_ram.md": "megatier train ",
     "docs/bench.md": "megatier bench ",
+    "docs/data.md": "megatier train examples/quickstart.yaml --data.files ",
     "docs/embedding.md": "import torch",
+    "docs/frozen.md": "megatier train examples/quickstart.yaml --model.frozen ",
 }
-"""What each of the three users types first."""
+"""What readers of these pages type first."""
 FENCE = re.compile(
     r"^(?:<!-- (?:not run by the tests: (?P<reason>.+?)|needs (?P<package>\w+)) -->\n)?"
     r"```(?P<language>sh|python)\n(?P<code>.*?)^```$",
