@@ -156,7 +156,8 @@ class Streamed:
         """Take over a loaded session; `stream` makes one."""
         self._session, self._engine, self._has_logits = session, session.engine, has_logits
         self.model, self.clip, self.accumulation_steps = session.model, train.clip, train.groups
-        self.optimizer, self.steps = StreamedAdamW(self, train), 0
+        self.optimizer = StreamedAdamW(self, train)
+        self.steps = 0
         self.last: StepResult | None = None
         self._groups = 0
         """Forwards with gradients since the last step; 0: no step is open."""
