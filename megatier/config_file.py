@@ -21,7 +21,7 @@ from jsonargparse import ArgumentParser, get_loader
 from jsonargparse.typing import register_type
 
 from megatier.config import SECTIONS, RunConfig
-from megatier.config_values import ByteCount, parse_bytes, parse_list, parse_yaml
+from megatier.config_values import ByteCount, parse_bytes, parse_list, parse_yaml, read_yaml
 from megatier.errors import ConfigError
 
 
@@ -159,14 +159,7 @@ def _argument_type(hint: Any) -> Any:  # noqa: ANN401  type hints have no common
 
 def _read_yaml(path: Path) -> dict[str, dict[str, Any]]:
     """Sections of a YAML file; an empty section is an empty dict."""
-    try:
-        tree = parse_yaml(path.read_text(encoding="utf-8"), get_loader("yaml"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the config {path}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no valid YAML: {error}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{path} is {error}") from error
+    tree = read_yaml(path, get_loader("yaml"))
     if not isinstance(tree, dict):
         found = "is empty; it" if tree is None else f"holds {tree!r}; it"
         raise ConfigError(f"{path} {found} must hold sections such as `train:` with `steps: 100` below.")

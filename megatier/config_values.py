@@ -59,6 +59,22 @@ def parse_yaml(text: str, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401  
         raise ConfigError(f"no valid YAML: {' '.join(str(error).split())}") from error
 
 
+def read_yaml(path: Path, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401
+    """What a YAML file says, by a parser of it.
+
+    Raises:
+        ConfigError: unreadable, or as in `parse_yaml`; names the file.
+    """
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"), parse)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no valid YAML: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path} is {error}") from error
+
+
 def _check_unfolded(root: yaml.Node | None) -> None:
     """Before anything is made of the nodes: ten lines of aliases and merges can stand for more than RAM holds."""
     waiting, count = [(root, 0)], 0

@@ -60,7 +60,7 @@ def test_train_bad_setting_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_train_missing_file_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(tmp_path / "none.yaml")]) == 2
-    assert "cannot read the config" in capsys.readouterr().err
+    assert "cannot read" in capsys.readouterr().err
 
 
 def test_train_hands_the_config_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

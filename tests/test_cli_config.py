@@ -104,7 +104,7 @@ def test_config_show_of_a_gpu_that_is_not_here_leaves_its_budgets_open(
     [
         (["show", str(QUICKSTART), "--train.stesp", "3"], "did you mean train.steps?"),
         (["show", str(QUICKSTART), "--train.batch", "0"], "train.batch is 0; it must be at least 1"),
-        (["show", "none.yaml"], "cannot read the config none.yaml"),
+        (["show", "none.yaml"], "cannot read none.yaml"),
     ],
 )
 def test_config_show_of_a_bad_config_is_refused(

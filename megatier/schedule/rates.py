@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from megatier.config_values import parse_bytes, parse_yaml
+from megatier.config_values import parse_bytes, read_yaml
 from megatier.errors import ConfigError
 
 
@@ -71,14 +71,7 @@ def read_rates(path: Path) -> Rates:
     Raises:
         ConfigError: unreadable, or a name is missing, unknown, or its figure no positive number.
     """
-    try:
-        parsed = parse_yaml(path.read_text(encoding="utf-8"), yaml.safe_load)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no valid YAML: {error}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{path} is {error}") from error
+    parsed = read_yaml(path, yaml.safe_load)
     if not isinstance(parsed, dict):
         raise ConfigError(f"{path}: names and figures are expected: {', '.join(sorted(FIELDS))}.")
     if isinstance(parsed.get("rates"), dict):  # the whole result of `megatier bench`

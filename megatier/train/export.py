@@ -15,7 +15,7 @@ from megatier.errors import CheckpointError, DamagedCheckpointError, mib
 from megatier.models.decoder import Unit, find_units
 from megatier.models.export import export
 from megatier.train.checkpoint import find_checkpoint, open_masters, read_state
-from megatier.train.history import read_history
+from megatier.train.history import read_what_there_is
 from megatier.train.run_directory import METRICS_FILE, MODEL_FOLDER
 from megatier.train.run_state import RunState
 from megatier.train.session import open_model
@@ -61,10 +61,13 @@ def export_checkpoint(
 
 def _mention_later_steps(console: Console, path: Path, step: int) -> None:
     """A run may have gone on without another checkpoint."""
-    metrics = path / METRICS_FILE
-    steps = read_history(metrics).steps if metrics.exists() else []
+    steps = read_what_there_is(path / METRICS_FILE).steps
     if steps and steps[-1].step > step:
-        end = f"{path / MODEL_FOLDER} has the model of its end" if (path / MODEL_FOLDER).exists() else "none is of it"
+        end = (
+            f"{path / MODEL_FOLDER} has the model of its end"
+            if (path / MODEL_FOLDER).exists()
+            else "no folder has the model of its end"
+        )
         words = f"the run went on to step {steps[-1].step}, its last checkpoint is of step {step}; {end}"
         console.print(words, markup=False, highlight=False, soft_wrap=True)
 

@@ -159,6 +159,14 @@ def read_history(path: Path) -> History:
     return history
 
 
+def read_what_there_is(path: Path) -> History:
+    """The same for those who can do without: empty where there is no file, or one that is damaged."""
+    try:
+        return read_history(path)
+    except ConfigError:
+        return History()
+
+
 def opening(
     session: Session, tiers: Sequence[TierState], expected: Forecast | None, changes: Sequence[str] = ()
 ) -> dict[str, object]:

@@ -24,7 +24,7 @@ from megatier.store.tier import Tier
 from megatier.train.checkpoint import check_room, last_checkpoint, read_state, remove_leftovers, restore
 from megatier.train.choices import fix_choices, plan_choices
 from megatier.train.export import write_model
-from megatier.train.history import opening, read_history
+from megatier.train.history import opening, read_what_there_is
 from megatier.train.loop import Loop, nvme_path
 from megatier.train.metrics import MetricsLog, format_count, format_seconds
 from megatier.train.process import make_repeatable, share_interpreter
@@ -268,8 +268,7 @@ def _check_state(state: RunState, config: RunConfig, directory: Path, accepts_ch
     """
     changes = state.changes(config, choose_device(config.tiers))
     if changes and not accepts_changes:
-        metrics = directory / METRICS_FILE
-        begun = read_history(metrics).openings if metrics.exists() else []
+        begun = read_what_there_is(directory / METRICS_FILE).openings
         state.check(changes, {change for each in begun if each.step == state.step for change in each.changes})
     if state.step > config.train.steps or (state.step == config.train.steps and not config.output.export):
         raise ConfigError(
