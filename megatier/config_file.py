@@ -35,7 +35,7 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: the file cannot be read, or a key or value is wrong; names the key, the value and what is allowed.
     """
-    return _parsed({} if path is None else _read_yaml(path), overrides)
+    return _parsed({} if path is None else _read_sections(path), overrides)
 
 
 def from_dict(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
@@ -70,7 +70,7 @@ def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunCon
 
 def given(path: Path | None, overrides: Sequence[str] = ()) -> frozenset[str]:
     """Dotted names of the settings that a file and overrides name, those inside `model.config` aside. After `load`."""
-    return given_in({} if path is None else _read_yaml(path), overrides)
+    return given_in({} if path is None else _read_sections(path), overrides)
 
 
 def given_in(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> frozenset[str]:
@@ -157,7 +157,7 @@ def _argument_type(hint: Any) -> Any:  # noqa: ANN401  type hints have no common
     return _ByteSize | None if ByteCount in get_args(hint) else hint
 
 
-def _read_yaml(path: Path) -> dict[str, dict[str, Any]]:
+def _read_sections(path: Path) -> dict[str, dict[str, Any]]:
     """Sections of a YAML file; an empty section is an empty dict."""
     tree = read_yaml(path, get_loader("yaml"))
     if not isinstance(tree, dict):

@@ -63,11 +63,8 @@ def _mention_later_steps(console: Console, path: Path, step: int) -> None:
     """A run may have gone on without another checkpoint."""
     steps = read_what_there_is(path / METRICS_FILE).steps
     if steps and steps[-1].step > step:
-        end = (
-            f"{path / MODEL_FOLDER} has the model of its end"
-            if (path / MODEL_FOLDER).exists()
-            else "no folder has the model of its end"
-        )
+        model = path / MODEL_FOLDER
+        end = f"{model} has the model of its end" if model.exists() else "no folder has the model of its end"
         words = f"the run went on to step {steps[-1].step}, its last checkpoint is of step {step}; {end}"
         console.print(words, markup=False, highlight=False, soft_wrap=True)
 
