@@ -91,11 +91,27 @@ def test_gradients_parameter_without_gradient_counts_as_zero_in_its_own_place(mi
     assert torch.equal(tray.measured[0], sum((flat(piece) for piece in pieces), torch.zeros(LAYOUT.num_elements)))
 
 
-def test_gradients_missing_in_the_first_slice_only_is_that_of_the_second() -> None:
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_gradients_missing_in_one_slice_only_is_that_of_the_others(at: int) -> None:
     tray = Tray()
-    first, second = {"a": parts(0)["a"]}, parts(1)
-    send(collector(tray), [first, second])
-    assert torch.equal(tray.measured[0], flat(first) + flat(second))
+    pieces = [{"a": parts(i)["a"]} if i == at else parts(i) for i in range(3)]
+    send(collector(tray), pieces)
+    assert torch.equal(tray.measured[0], flat(pieces[0]) + flat(pieces[1]) + flat(pieces[2]))
+
+
+@pytest.mark.parametrize("first", [["a"], ["b", "c"]])
+def test_gradients_parameters_that_a_use_does_not_name_are_left_to_the_others(first: list[str]) -> None:
+    """A layer in parts is used several times, by another module each."""
+    tray = Tray()
+    gradients = collector(tray)
+    piece = parts(0)
+    uses = [{k: v for k, v in piece.items() if (k in first) is which} for which in (True, False)]
+    for _ in uses:
+        gradients.expect("unit", 1)
+    for use in uses:
+        gradients.add("unit", list(use.items()))
+        gradients.close("unit")
+    assert torch.equal(tray.measured[0], flat(piece))
 
 
 def test_gradients_slices_are_summed_in_fp32_and_rounded_once() -> None:

@@ -1,8 +1,9 @@
 """Gradients of units: summed in fp32 over slices, uses and groups, rounded once to the compute dtype, handed over.
 
 A unit's gradient of a group is whole when every forward use has had its backward, or when the backward is over without
-having come to all of them. One summand in one group needs no sum: the gradient is written as autograd made it.
-Parameters without a gradient count as zero; everything is addressed by parameter, never by a running offset.
+having come to all of them. The first summand is copied, the last one added on the way into the buffer that is handed
+over, so n summands are n passes over memory. Parameters without a gradient count as zero; everything is addressed by
+parameter, never by a running offset.
 
 A unit to which no backward of a step came has no gradient and is not updated, as in torch. Where only some of a step's
 groups left it out, theirs is zero.
@@ -59,6 +60,8 @@ class Gradients:
         self._groups = groups
         self._gaps = {name: _gaps(layout) for name, layout in layouts.items()}
         self._summands: Counter[str] = Counter()
+        self._added: Counter[str] = Counter()
+        """How many of them have come."""
         self._left: Counter[str] = Counter()
         self._sums: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
@@ -72,7 +75,7 @@ class Gradients:
         self.group, self._is_watched = group, False
         if not group:
             self._shipped.clear()
-        for counts in (self._summands, self._left):
+        for counts in (self._summands, self._added, self._left):
             counts.clear()
         self._sums.clear()
         self._buffers.clear()
@@ -107,19 +110,24 @@ class Gradients:
                 self._catch_up(unit, self._groups)
 
     def add(self, unit: str, parts: Sequence[tuple[str, Tensor | None]]) -> None:
-        """Gradients of one slice of one use, by parameter name."""
-        layout = self._layouts[unit]
-        tensors = {tensor.name: tensor for tensor in layout.tensors}
-        target, fresh = self._target(unit)
-        for name, grad in parts:
-            piece = target[tensors[name].start : tensors[name].stop]
-            if grad is None:
-                if fresh:
-                    piece.zero_()
-            elif fresh:
+        """Gradients of one slice of one use, by parameter name; those that are not named are zero."""
+        grads = dict(parts)
+        target, before = self._places(unit)
+        if target is not before:
+            for start, stop in self._gaps[unit]:
+                target[start:stop].zero_()
+        for tensor in self._layouts[unit].tensors:
+            grad = grads.get(tensor.name)
+            piece = target[tensor.start : tensor.stop]
+            summed = None if before is None else before[tensor.start : tensor.stop]
+            if grad is not None and summed is not None:
+                torch.add(summed, grad.reshape(-1), out=piece)
+            elif grad is not None:
                 piece.copy_(grad.reshape(-1))
-            else:
-                piece.add_(grad.reshape(-1))
+            elif summed is None:
+                piece.zero_()
+            elif target is not before:
+                piece.copy_(summed)
 
     def close(self, unit: str) -> None:
         """A use's backward is over; after the last, the group's gradient goes out."""
@@ -137,7 +145,7 @@ class Gradients:
             self._send(unit, missing, torch.zeros((), device=self._device))
 
     def _send(self, unit: str, group: int, total: Tensor | None) -> None:
-        """Hand over what was summed; None: the one summand is in the sink's buffer already."""
+        """Hand over what was summed; None: it is in the sink's buffer already."""
         last = group == self._groups - 1
         taken = self._buffers.pop(unit) if unit in self._buffers else self._sink.take_grad(unit)
         buffer = taken.view(torch.float32 if self._groups > 1 else self._dtype)
@@ -154,19 +162,23 @@ class Gradients:
         self._sink.ship_grad(unit, group=group)
         self._shipped[unit] = group + 1
 
-    def _target(self, unit: str) -> tuple[Tensor, bool]:
-        """Flat buffer of all elements, and whether this is its first summand."""
-        if self._groups == 1 and self._summands[unit] == 1:
+    def _places(self, unit: str) -> tuple[Tensor, Tensor | None]:
+        """Where the next summand goes, flat, and what it is added to, if to anything: fp32.
+
+        The last one goes to the sink's buffer, so that a sum is never copied there.
+        """
+        self._added[unit] += 1
+        total = self._sums.get(unit)
+        adds = self.group > 0 and self._sink.sums_here(unit)
+        if self._added[unit] == self._summands[unit] and (total is None or not adds):
+            self._catch_up(unit, self.group)
+            self._sums.pop(unit, None)
             self._buffers[unit] = self._sink.take_grad(unit)
-            buffer = self._buffers[unit].view(self._dtype)
-            for start, stop in self._gaps[unit]:
-                buffer[start:stop].zero_()
-            return buffer, True
-        if unit in self._sums:
-            return self._sums[unit], False
-        count = self._layouts[unit].num_elements
-        self._sums[unit] = torch.zeros(count, dtype=torch.float32, device=self._device)
-        return self._sums[unit], True
+            buffer = self._buffers[unit].view(torch.float32 if self._groups > 1 else self._dtype)
+            return buffer, buffer if adds else total
+        if total is None:
+            self._sums[unit] = torch.empty(self._layouts[unit].num_elements, dtype=torch.float32, device=self._device)
+        return self._sums[unit], total
 
 
 def _gaps(layout: Layout) -> list[tuple[int, int]]:
