@@ -261,7 +261,7 @@ def streamed(activations: str, share: float, *, slices: int = 1, refused: bool =
     layout = Layout.of([("gain", (SIZE, SIZE))])
     shelf = OneShelf(torch.randn(layout.num_elements))
     device = torch.device("cpu")
-    gradients = Gradients({"unit": layout}, torch.float32, device, shelf, shelf, groups=1)
+    gradients = Gradients({"unit": layout}, torch.float32, shelf, shelf, groups=1)
     gradients.begin_group(0)
     anchor = torch.zeros((), requires_grad=True)
     stage = Stage(shelf, gradients, torch.float32, device, slices, anchor, Compilation(share))

@@ -43,7 +43,7 @@ class Tray:
 def collector(tray: Tray, dtype: torch.dtype = torch.float32, *, groups: int = 1) -> Gradients:
     width = 4 if groups > 1 else dtype.itemsize
     tray.buffer = torch.full((LAYOUT.num_elements * width,), 0xFF, dtype=torch.uint8)
-    gradients = Gradients({"unit": LAYOUT}, dtype, torch.device("cpu"), tray, tray, groups=groups)
+    gradients = Gradients({"unit": LAYOUT}, dtype, tray, tray, groups=groups)
     gradients.begin_group(0)
     return gradients
 

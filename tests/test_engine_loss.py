@@ -36,7 +36,7 @@ class Head:
         config = tiny_config("gemma2", final_logit_softcapping=cap)
         self.model = cast("PreTrainedModel", SimpleNamespace(config=config, loss_function=None))
         device = torch.device("cpu")
-        gradients = Gradients({"head": layout}, dtype, device, self, self, groups=1)
+        gradients = Gradients({"head": layout}, dtype, self, self, groups=1)
         gradients.begin_group(0)
         anchor = torch.zeros((), requires_grad=True)
         stage = Stage(self, gradients, dtype, device, 1, anchor)

@@ -115,7 +115,7 @@ def streamed(activations: str = "keep", slices: int = 1) -> tuple[Probe, Node, S
     weights = torch.randn(LAYOUT.num_elements)
     shelf = Shelf(weights)
     device = torch.device("cpu")
-    gradients = Gradients({"unit": LAYOUT}, torch.float32, device, shelf, shelf, groups=1)
+    gradients = Gradients({"unit": LAYOUT}, torch.float32, shelf, shelf, groups=1)
     gradients.begin_group(0)
     anchor = torch.zeros((), requires_grad=True)
     stage = Stage(shelf, gradients, torch.float32, device, slices, anchor)

@@ -1,9 +1,9 @@
 """Gradients of units: summed in fp32 over slices, uses and groups, rounded once to the compute dtype, handed over.
 
 A unit's gradient of a group is whole when every forward use has had its backward, or when the backward is over without
-having come to all of them. The first summand is copied, the last one added on the way into the buffer that is handed
-over, so n summands are n passes over memory. Parameters without a gradient count as zero; everything is addressed by
-parameter, never by a running offset.
+having come to all of them. The first summand waits as autograd made it, and the last one is added on the way into the
+buffer that is handed over: two slices are one pass over memory. Parameters without a gradient count as zero; everything
+is addressed by parameter, never by a running offset.
 
 A unit to which no backward of a step came has no gradient and is not updated, as in torch. Where only some of a step's
 groups left it out, theirs is zero.
@@ -49,21 +49,21 @@ class Gradients:
         self,
         layouts: Mapping[str, Layout],
         dtype: torch.dtype,
-        device: torch.device,
         sink: GradSink,
         norm: Measure,
         *,
         groups: int,
     ) -> None:
-        """Layouts of what is trained; the compute dtype; where sums are taken; the groups of a step."""
-        self._layouts, self._dtype, self._device, self._sink, self._norm = layouts, dtype, device, sink, norm
+        """Layouts of what is trained; the compute dtype; who takes gradients and their norm; the groups of a step."""
+        self._layouts, self._dtype, self._sink, self._norm = layouts, dtype, sink, norm
         self._groups = groups
         self._gaps = {name: _gaps(layout) for name, layout in layouts.items()}
         self._summands: Counter[str] = Counter()
         self._added: Counter[str] = Counter()
         """How many of them have come."""
         self._left: Counter[str] = Counter()
-        self._sums: dict[str, Tensor] = {}
+        self._sums: dict[str, dict[str, Tensor]] = {}
+        """Of all summands of a unit but the last, by parameter, flat: one as it is, more in fp32."""
         self._buffers: dict[str, Tensor] = {}
         self._shipped: Counter[str] = Counter()
         """Groups of this step whose gradients of a unit are out."""
@@ -111,23 +111,14 @@ class Gradients:
 
     def add(self, unit: str, parts: Sequence[tuple[str, Tensor | None]]) -> None:
         """Gradients of one slice of one use, by parameter name; those that are not named are zero."""
-        grads = dict(parts)
-        target, before = self._places(unit)
-        if target is not before:
-            for start, stop in self._gaps[unit]:
-                target[start:stop].zero_()
-        for tensor in self._layouts[unit].tensors:
-            grad = grads.get(tensor.name)
-            piece = target[tensor.start : tensor.stop]
-            summed = None if before is None else before[tensor.start : tensor.stop]
-            if grad is not None and summed is not None:
-                torch.add(summed, grad.reshape(-1), out=piece)
-            elif grad is not None:
-                piece.copy_(grad.reshape(-1))
-            elif summed is None:
-                piece.zero_()
-            elif target is not before:
-                piece.copy_(summed)
+        grads = {name: grad.reshape(-1) for name, grad in parts if grad is not None}
+        self._added[unit] += 1
+        if self._added[unit] == self._summands[unit]:
+            self._write(unit, grads)
+            return
+        total = self._sums.setdefault(unit, {})
+        for name, grad in grads.items():
+            total[name] = total[name].float() + grad if name in total else grad
 
     def close(self, unit: str) -> None:
         """A use's backward is over; after the last, the group's gradient goes out."""
@@ -136,24 +127,53 @@ class Gradients:
             self._ship(unit)
 
     def _ship(self, unit: str) -> None:
-        self._catch_up(unit, self.group)
-        self._send(unit, self.group, self._sums.pop(unit, None))
+        if unit not in self._buffers:
+            self._write(unit, {})
+        self._send(unit, self.group)
 
     def _catch_up(self, unit: str, group: int) -> None:
         """Groups before this one that left the unit out have a gradient of zero."""
         for missing in range(self._shipped[unit], group):
-            self._send(unit, missing, torch.zeros((), device=self._device))
+            buffer = self._take(unit)
+            if not self._adds(unit, missing):
+                buffer.zero_()
+            self._send(unit, missing)
 
-    def _send(self, unit: str, group: int, total: Tensor | None) -> None:
-        """Hand over what was summed; None: it is in the sink's buffer already."""
-        last = group == self._groups - 1
-        taken = self._buffers.pop(unit) if unit in self._buffers else self._sink.take_grad(unit)
-        buffer = taken.view(torch.float32 if self._groups > 1 else self._dtype)
-        if total is not None:
-            if group and self._sink.sums_here(unit):
-                buffer.add_(total)
+    def _write(self, unit: str, grads: Mapping[str, Tensor]) -> None:
+        """Lay the last summand and what the others made into the sink's buffer, rounded once."""
+        self._catch_up(unit, self.group)
+        buffer, total, adds = self._take(unit), self._sums.pop(unit, {}), self._adds(unit, self.group)
+        for start, stop in () if adds else self._gaps[unit]:
+            buffer[start:stop].zero_()
+        for tensor in self._layouts[unit].tensors:
+            piece = buffer[tensor.start : tensor.stop]
+            summands = [found[tensor.name] for found in (total, grads) if tensor.name in found]
+            if len(summands) == 2 and piece.dtype is torch.float32:
+                summands = [summands[0].float() + summands[1]]
+            if adds:
+                for summand in summands:
+                    piece.add_(summand)
+            elif not summands:
+                piece.zero_()
+            elif len(summands) == 1:
+                piece.copy_(summands[0])
             else:
-                buffer.copy_(total)
+                torch.add(*summands, out=piece)  # computes in fp32, rounds what it writes
+
+    def _take(self, unit: str) -> Tensor:
+        """The sink's buffer, flat."""
+        self._buffers[unit] = self._sink.take_grad(unit)
+        return self._buffers[unit].view(torch.float32 if self._groups > 1 else self._dtype)
+
+    def _adds(self, unit: str, group: int) -> bool:
+        """Whether the buffer holds the sum of the groups before."""
+        return group > 0 and self._sink.sums_here(unit)
+
+    def _send(self, unit: str, group: int) -> None:
+        """Hand the buffer over."""
+        last = group == self._groups - 1
+        taken = self._buffers.pop(unit)
+        buffer = taken.view(torch.float32 if self._groups > 1 else self._dtype)
         if last and (self._groups == 1 or self._sink.sums_here(unit)):
             if buffer.dtype is not self._dtype:
                 rounded = buffer.to(self._dtype)
@@ -161,24 +181,6 @@ class Gradients:
             self._norm.measure(unit, buffer)
         self._sink.ship_grad(unit, group=group)
         self._shipped[unit] = group + 1
-
-    def _places(self, unit: str) -> tuple[Tensor, Tensor | None]:
-        """Where the next summand goes, flat, and what it is added to, if to anything: fp32.
-
-        The last one goes to the sink's buffer, so that a sum is never copied there.
-        """
-        self._added[unit] += 1
-        total = self._sums.get(unit)
-        adds = self.group > 0 and self._sink.sums_here(unit)
-        if self._added[unit] == self._summands[unit] and (total is None or not adds):
-            self._catch_up(unit, self.group)
-            self._sums.pop(unit, None)
-            self._buffers[unit] = self._sink.take_grad(unit)
-            buffer = self._buffers[unit].view(torch.float32 if self._groups > 1 else self._dtype)
-            return buffer, buffer if adds else total
-        if total is None:
-            self._sums[unit] = torch.empty(self._layouts[unit].num_elements, dtype=torch.float32, device=self._device)
-        return self._sums[unit], total
 
 
 def _gaps(layout: Layout) -> list[tuple[int, int]]:

@@ -106,9 +106,7 @@ class Engine:
             UnsupportedModelError: the loss cannot be fused with this model's head.
         """
         self.model, self._stream, self._optimizer, self.options = model, stream, optimizer, options
-        gradients = Gradients(
-            optimizer.layouts, options.dtype, options.device, stream, optimizer, groups=options.groups
-        )
+        gradients = Gradients(optimizer.layouts, options.dtype, stream, optimizer, groups=options.groups)
         anchor = torch.zeros((), device=options.device, requires_grad=True)
         self._stage = Stage(
             stream,
