@@ -52,9 +52,11 @@ class ThreadPool:
         split: bool,
         segments: Sequence[tuple[int, int, float]],
         scalars: tuple[float, float, float, float, float, float, float, float],
+        before: tuple[int, int, int, int] = ...,
     ) -> Batch:
-        """AdamW over planes (weight, remainder, exp_avg, exp_avg_sq, grad).
+        """AdamW over planes (weight, remainder, exp_avg, exp_avg_sq, grad), or into them from those before.
 
+        before: weight, remainder, exp_avg and exp_avg_sq; each the plane itself or one that does not overlap it.
         split True: weight is the bf16 plane, remainder its int16 plane, grad bf16. False: weight is the fp32 master,
         remainder 0, grad fp32. segments: (start, stop, decay) in elements; decay is 1 - lr * weight_decay as fp32.
         scalars, each rounded to fp32: beta1, 1 - beta1, beta2, 1 - beta2, eps, step_size = lr / (1 - beta1^t),

@@ -18,11 +18,16 @@ struct adamw_scalars {
     float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, sqrt_bias2, grad_scale;
 };
 
-/* remainder NULL: weight is the fp32 master and grad fp32; else weight and grad are bf16. */
+/* remainder NULL: weight is the fp32 master; else it is bf16. */
 struct adamw_planes {
     void *weight;
     int16_t *remainder;
     float *exp_avg, *exp_avg_sq;
+};
+
+/* State, the same or another place for what becomes of it, plane by plane, and the gradient, of the weight's type. */
+struct adamw_work {
+    struct adamw_planes before, after;
     const void *grad;
 };
 
@@ -32,7 +37,7 @@ struct adamw_segment {
 };
 
 /* One batch, cut so that num_threads threads have work; results do not depend on the cut. NULL: no memory. */
-struct batch *adamw_batch(const struct adamw_planes *planes, const struct adamw_segment *segments, size_t num_segments,
+struct batch *adamw_batch(const struct adamw_work *work, const struct adamw_segment *segments, size_t num_segments,
                           const struct adamw_scalars *scalars, size_t num_threads);
 
 #endif

@@ -49,6 +49,13 @@ static inline void float_state_restore(unsigned saved) { (void)saved; }
 #endif
 #endif
 
+/* Before a loop whose pointers are equal or do not overlap, so that it vectorises without checks of which. */
+#if defined(__clang__)
+#define ISA_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define ISA_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
 #define ISA_BODY static inline __attribute__((always_inline)) void
 
 /* Define function NAME, its parameters and arguments in parentheses, from the always-inlined NAME_body.

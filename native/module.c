@@ -263,33 +263,41 @@ static PyObject *pool_object_submit_io(PyObject *self, PyObject *args, PyObject 
     return object;
 }
 
+/* What four addresses name, or false with an exception. */
+static bool check_planes(const size_t addresses[4], bool is_split, struct adamw_planes *planes)
+{
+    if (is_split ? !addresses[1] : addresses[1] != 0)
+        return value_error("remainder must be the address of a plane when split, else 0");
+    *planes = (struct adamw_planes){(void *)addresses[0], (int16_t *)addresses[1], (float *)addresses[2],
+                                    (float *)addresses[3]};
+    return aligned(addresses[0], is_split ? sizeof(uint16_t) : sizeof(float)) &&
+           aligned(addresses[1], sizeof(int16_t)) && aligned(addresses[2] | addresses[3], sizeof(float));
+}
+
 static PyObject *pool_object_submit_adamw(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     int is_split;
     PyObject *sequence;
-    size_t weight, remainder, exp_avg, exp_avg_sq, grad, num_segments;
+    size_t after[4], before[4] = {0}, grad, num_segments;
     struct adamw_scalars s;
-    static char *names[] = {"planes", "split", "segments", "scalars", NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "(O&O&O&O&O&)pO(ffffffff):submit_adamw", names, to_size, &weight,
-                                     to_size, &remainder, to_size, &exp_avg, to_size, &exp_avg_sq, to_size, &grad,
-                                     &is_split, &sequence, &s.beta1, &s.one_minus_beta1, &s.beta2, &s.one_minus_beta2,
-                                     &s.eps, &s.step_size, &s.sqrt_bias2, &s.grad_scale))
+    struct adamw_work work;
+    static char *names[] = {"planes", "split", "segments", "scalars", "before", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "(O&O&O&O&O&)pO(ffffffff)|(O&O&O&O&):submit_adamw", names, to_size,
+                                     &after[0], to_size, &after[1], to_size, &after[2], to_size, &after[3], to_size,
+                                     &grad, &is_split, &sequence, &s.beta1, &s.one_minus_beta1, &s.beta2,
+                                     &s.one_minus_beta2, &s.eps, &s.step_size, &s.sqrt_bias2, &s.grad_scale, to_size,
+                                     &before[0], to_size, &before[1], to_size, &before[2], to_size, &before[3]))
         return NULL;
-    size_t element_bytes = is_split ? sizeof(uint16_t) : sizeof(float);
-    if (is_split ? !remainder : remainder != 0) {
-        value_error("remainder must be the address of a plane when split, else 0");
+    if (!check_planes(after, is_split, &work.after) ||
+        !check_planes(before[0] ? before : after, is_split, &work.before) ||
+        !aligned(grad, is_split ? sizeof(uint16_t) : sizeof(float)))
         return NULL;
-    }
-    if (!aligned(weight | grad, element_bytes) || !aligned(remainder, sizeof(int16_t)) ||
-        !aligned(exp_avg | exp_avg_sq, sizeof(float)))
-        return NULL;
-    struct adamw_planes planes = {(void *)weight, (int16_t *)remainder, (float *)exp_avg, (float *)exp_avg_sq,
-                                  (const void *)grad};
+    work.grad = (const void *)grad;
     struct adamw_segment *segments = parse_segments(sequence, sizeof *segments, parse_adamw_segment, &num_segments);
     if (!segments)
         return NULL;
     size_t num_threads = pool_num_threads(((PoolObject *)self)->pool);
-    PyObject *object = pool_object_submit(self, adamw_batch(&planes, segments, num_segments, &s, num_threads));
+    PyObject *object = pool_object_submit(self, adamw_batch(&work, segments, num_segments, &s, num_threads));
     free(segments);
     return object;
 }

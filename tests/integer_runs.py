@@ -17,7 +17,7 @@ from conftest import CHUNK_BYTES, check_invariants
 from torch import Tensor
 
 from megatier.errors import NonFiniteError, TransferError
-from megatier.schedule.optimizer import Apply, Elements
+from megatier.schedule.optimizer import Apply, Elements, Planes
 from megatier.schedule.placement import Budgets, place
 from megatier.schedule.player import Player
 from megatier.schedule.sizes import Policy, UnitSpec, state_kinds
@@ -84,10 +84,12 @@ class Adder:
     def unclipped(self) -> Apply:
         return partial(self._apply, 1)
 
-    def apply(self, unit: str, elements: Elements, planes: Mapping[Kind, Tensor], grad: Tensor) -> None:
-        self._apply(self.factor, unit, elements, planes, grad)
+    def apply(self, unit: str, elements: Elements, planes: Planes, grad: Tensor, before: Planes) -> None:
+        self._apply(self.factor, unit, elements, planes, grad, before)
 
-    def _apply(self, factor: int, unit: str, elements: Elements, planes: Mapping[Kind, Tensor], grad: Tensor) -> None:
+    def _apply(self, factor: int, unit: str, elements: Elements, planes: Planes, grad: Tensor, before: Planes) -> None:
+        for kind, plane in before.items():
+            planes[kind].copy_(plane)
         views = {kind: plane.view(self.model.dtype(kind)) for kind, plane in planes.items()}
         apply(views, factor * grad.view(self.width))
         if elements[0] == 0:

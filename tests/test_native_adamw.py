@@ -83,8 +83,14 @@ class State:
         _native.join(address_of(self.weight), address_of(self.remainder), address_of(master), len(master))
         return master
 
-    def update(self, pool: _native.ThreadPool, segments: list[tuple[int, int, float]], scalars: Scalars) -> None:
-        batch = pool.submit_adamw(self.planes, self.is_split, segments, scalars)
+    def update(
+        self,
+        pool: _native.ThreadPool,
+        segments: list[tuple[int, int, float]],
+        scalars: Scalars,
+        before: tuple[int, int, int, int] | None = None,
+    ) -> None:
+        batch = pool.submit_adamw(self.planes, self.is_split, segments, scalars, before=before or self.planes[:4])
         assert batch.wait()
         assert batch.error() is None
 
@@ -202,6 +208,26 @@ def test_update_touches_only_its_segments_and_decays_each_apart(pool: _native.Th
         assert np.array_equal(found[501:990], getattr(undecayed, name)[501:990])
 
 
+@every_level
+@split_or_whole
+@pytest.mark.parametrize("kept", [(), (0,), (1, 2, 3)], ids=["none", "weight", "others"])
+def test_update_from_other_planes_equals_one_in_place_and_leaves_them_as_they_were(
+    pool: _native.ThreadPool, isa: str, split: bool, kept: tuple[int, ...]
+) -> None:
+    """Kept: which of weight, remainder and moments are updated in place all the same."""
+    _native.set_isa(isa)
+    expected, old, untouched, new = (awkward_state(5000, split) for _ in range(4))
+    names = ("weight", "remainder", "exp_avg", "exp_avg_sq")
+    for name in (name for i, name in enumerate(names) if i not in kept):
+        getattr(new, name).view(np.uint8).fill(0xFF)
+    sources = [new.planes[i] if i in kept else old.planes[i] for i in range(4)]
+    segments = [(0, 1234, DECAY), (1234, 5000, 1.0)]
+    expected.update(pool, segments, scalars_of(3))
+    new.update(pool, segments, scalars_of(3), (sources[0], sources[1], sources[2], sources[3]))
+    assert new.same_bits(expected)
+    assert old.same_bits(untouched)
+
+
 @split_or_whole
 def test_padding_of_zeros_stays_zero(pool: _native.ThreadPool, split: bool) -> None:
     zeros = np.zeros(2048, np.float32)
@@ -273,3 +299,9 @@ def test_update_of_impossible_planes_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=r"remainder|aligned|segment|negative"):
         pool.submit_adamw(planes, split, [segment], scalars_of(1))
+
+
+@pytest.mark.parametrize("before", [(65, 64, 64, 64), (64, 0, 64, 64), (64, 65, 64, 64), (64, 64, 64, 66)])
+def test_update_from_impossible_planes_is_refused(pool: _native.ThreadPool, before: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match=r"remainder|aligned"):
+        pool.submit_adamw((64, 64, 64, 64, 64), True, [(0, 0, 1.0)], scalars_of(1), before=before)

@@ -46,11 +46,16 @@ def test_verify_one_placement_that_differs_fails(tmp_path: Path, monkeypatch: py
     apply, count = AdamW.apply, 0
 
     def unlucky(
-        self: AdamW, unit: str, elements: tuple[int, int], planes: Mapping[Kind, torch.Tensor], grad: torch.Tensor
+        self: AdamW,
+        unit: str,
+        elements: tuple[int, int],
+        planes: Mapping[Kind, torch.Tensor],
+        grad: torch.Tensor,
+        before: Mapping[Kind, torch.Tensor],
     ) -> Batch | None:
         nonlocal count
         count += 1
-        work = apply(self, unit, elements, planes, grad)
+        work = apply(self, unit, elements, planes, grad, before)
         if work is not None:
             work.wait()
         if count == 5:

@@ -37,7 +37,8 @@ PIECE_ELEMENTS = 64 * SPAN_ELEMENTS
 """Elements of one call where several threads share a gradient in RAM."""
 UPDATE_QUEUE_DEPTH = 4096
 
-Apply = Callable[[str, tuple[int, int], Mapping[Kind, Tensor], Tensor], _native.Batch | None]
+Planes = Mapping[Kind, Tensor]
+Apply = Callable[[str, tuple[int, int], Planes, Tensor, Planes], _native.Batch | None]
 """AdamW on a run of a unit's elements: see `AdamW.apply`."""
 
 
@@ -216,20 +217,21 @@ class AdamW:
     # ------------------------------------------------------------------ update
 
     def apply(
-        self, unit: str, elements: tuple[int, int], planes: Mapping[Kind, Tensor], grad: Tensor
+        self, unit: str, elements: tuple[int, int], planes: Planes, grad: Tensor, before: Planes
     ) -> _native.Batch | None:
-        """Begin AdamW in place on elements [start, stop) of a unit, clipped as the last norm decided.
+        """Begin AdamW on elements [start, stop) of a unit, clipped as the last norm decided.
 
         Args:
             unit: its unit.
             elements: the run of elements that the planes hold.
             planes: uint8 tensors of each kind of state, all on one device.
             grad: uint8, the final gradient of the same elements, in the compute dtype.
+            before: the planes to read of kinds that are not updated in place; on the CPU only.
 
         Returns:
             What to wait on; None where it lies on the GPU's current stream.
         """
-        return self._apply(self._scalars, unit, elements, planes, grad)
+        return self._apply(self._scalars, unit, elements, planes, grad, before)
 
     def unclipped(self) -> Apply:
         """`apply` for the step begun, as it is if nothing is clipped: for use before the norm is known."""
@@ -237,11 +239,17 @@ class AdamW:
 
     # HOP 5/6: gradient and state -> new state
     def _apply(
-        self, scalars: Scalars, unit: str, elements: tuple[int, int], planes: Mapping[Kind, Tensor], grad: Tensor
+        self,
+        scalars: Scalars,
+        unit: str,
+        elements: tuple[int, int],
+        planes: Planes,
+        grad: Tensor,
+        before: Planes,
     ) -> _native.Batch | None:
         start, stop = elements
         segments = self._segments(self.layouts[unit], start, stop, scalars.decay)
-        return begin_adamw(self._pool, planes, grad, segments, scalars.of_kernels)
+        return begin_adamw(self._pool, planes, grad, segments, scalars.of_kernels, before)
 
     def close(self) -> None:
         """Stop the threads."""
@@ -249,18 +257,17 @@ class AdamW:
         self._workers.shutdown()
 
     def _segments(self, layout: Layout, start: int, stop: int, factor: float) -> list[tuple[int, int, float]]:
-        """Runs of equal decay, relative to `start`. A run takes the padding behind it along: zeros stay zeros."""
-        segments: list[tuple[int, int, float]] = []
+        """Runs of equal decay, relative to `start`, end to end. Padding goes along: zeros stay zeros."""
+        starts: list[tuple[int, float]] = []
         for tensor in layout.tensors:
-            first, last = max(start, tensor.start), min(stop, tensor.stop)
-            if first >= last:
+            if tensor.start >= stop or tensor.stop <= start:
                 continue
             decay = factor if tensor.name in self._decayed else 1.0
-            if segments and segments[-1][2] == decay:
-                segments[-1] = (segments[-1][0], last - start, decay)
-            else:
-                segments.append((first - start, last - start, decay))
-        return segments
+            if not starts or starts[-1][1] != decay:
+                starts.append((tensor.start - start if starts else 0, decay))
+        starts = starts or [(0, 1.0)]
+        stops = [*(first for first, _ in starts[1:]), stop - start]
+        return [(first, last, decay) for (first, decay), last in zip(starts, stops, strict=True)]
 
 
 def step_scalars(
@@ -274,12 +281,13 @@ def step_scalars(
 
 def begin_adamw(
     pool: _native.ThreadPool,
-    planes: Mapping[Kind, Tensor],
+    planes: Planes,
     grad: Tensor,
     segments: Sequence[tuple[int, int, float]],
     scalars: tuple[float, float, float, float, float, float, float, float],
+    before: Planes,
 ) -> _native.Batch | None:
-    """Begin AdamW in place on flat planes of one device.
+    """Begin AdamW on flat planes of one device.
 
     Args:
         pool: does it on the CPU.
@@ -287,25 +295,32 @@ def begin_adamw(
         grad: the gradient of the same elements.
         segments: (start, stop, decay) in elements.
         scalars: `Scalars.of_kernels`.
+        before: the planes to read of kinds that are not updated in place; on the CPU only.
 
     Returns:
         What to wait on; None where it lies on the GPU's current stream.
     """
     remainder = planes.get(Kind.REMAINDER)
-    weight, exp_avg, exp_avg_sq = planes[Kind.WEIGHT], planes[Kind.EXP_AVG], planes[Kind.EXP_AVG_SQ]
-    if weight.is_cuda:
+    if grad.is_cuda:
         from megatier.engine import kernels  # Triton comes with torch's CUDA builds alone
 
-        kernels.adamw((weight, remainder, exp_avg, exp_avg_sq, grad), segments, scalars)
+        moments = planes[Kind.EXP_AVG], planes[Kind.EXP_AVG_SQ]
+        kernels.adamw((planes[Kind.WEIGHT], remainder, *moments, grad), segments, scalars)
         return None
-    addresses = (
-        weight.data_ptr(),
-        remainder.data_ptr() if remainder is not None else 0,
-        exp_avg.data_ptr(),
-        exp_avg_sq.data_ptr(),
-        grad.data_ptr(),
+    sources = _addresses({**planes, **before})
+    return pool.submit_adamw(
+        (*_addresses(planes), grad.data_ptr()), remainder is not None, segments, scalars, before=sources
     )
-    return pool.submit_adamw(addresses, remainder is not None, segments, scalars)
+
+
+def _addresses(planes: Planes) -> tuple[int, int, int, int]:
+    remainder = planes.get(Kind.REMAINDER)
+    return (
+        planes[Kind.WEIGHT].data_ptr(),
+        remainder.data_ptr() if remainder is not None else 0,
+        planes[Kind.EXP_AVG].data_ptr(),
+        planes[Kind.EXP_AVG_SQ].data_ptr(),
+    )
 
 
 def _num_spans(tensor: TensorSlice) -> int:

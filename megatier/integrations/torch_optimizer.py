@@ -181,7 +181,7 @@ class TieredAdamW(Optimizer):
         planes = {kind: chunk[start:stop] for kind, (start, stop) in run.planes.items()}
         planes[Kind.WEIGHT] = in_order(self._parameters[index], self._parameters[index])[run.start : run.stop]
         segment = (0, run.stop - run.start, 1 - learning_rate * group["weight_decay"])
-        return begin_adamw(self._pool, planes, gradients[index][run.start : run.stop], [segment], (*scalars, 1.0))
+        return begin_adamw(self._pool, planes, gradients[index][run.start : run.stop], [segment], (*scalars, 1.0), {})
 
     def _gradients(self) -> dict[int, Tensor]:
         """Every gradient, flat, in the order of its parameter's elements.

@@ -60,12 +60,7 @@ class StateRun:
     """uint8 per kind."""
     spans: Mapping[Kind, tuple[int, int]]
     before: Mapping[Kind, torch.Tensor] = field(default_factory=dict)
-    """The same planes of the generation that held, where that is another."""
-
-    def carry_over(self) -> None:
-        """Copy what the generation before holds; where there is none, the update is in place."""
-        for kind, plane in self.before.items():
-            self.planes[kind].copy_(plane)
+    """The same planes of the generation that held, where that is another: an update reads these and writes those."""
 
     def write_back(self) -> None:
         """Say that every plane was changed, and start its way home; of a streamed unit that of the weights alone."""
@@ -221,7 +216,7 @@ class UnitBlocks:
 
     @contextlib.contextmanager
     def open_update(self, unit: str, elements: Elements, old: Generation, new: Generation) -> Iterator[StateRun]:
-        """Lease a run of a unit's state to update it from one generation into another; call `carry_over` first."""
+        """Lease a run of a unit's state to update it from one generation into another."""
         moved = [kind for kind in self.kinds if self.key(unit, kind, old) != self.key(unit, kind, new)]
         with (
             self.open_state(unit, elements, moved, generation=old) as before,
@@ -243,7 +238,7 @@ class UnitBlocks:
                     self.open_state(unit, elements, [Kind.WEIGHT]) as held,
                     self.open_state(unit, elements, [Kind.WEIGHT], fresh=[Kind.WEIGHT], generation=other) as state,
                 ):
-                    replace(state, before=held.planes).carry_over()
+                    state.planes[Kind.WEIGHT].copy_(held.planes[Kind.WEIGHT])
                     state.write_back()
 
     def feed_frozen(self, unit: str) -> None:

@@ -35,8 +35,8 @@ PIECES_MAX = 4
 """Pieces in which a spilled unit's state is simulated: reads, AdamW and writes of a unit overlap."""
 UPDATE_BYTES = 26
 """Memory traffic of AdamW on the CPU, a parameter: 14 read, 12 written."""
-COPY_BYTES = 24
-"""Memory traffic of copying the state of a parameter to its other generation, which counts as AdamW's."""
+ALLOCATE_BYTES = 12
+"""More of it where AdamW writes to another generation: what lies there is fetched before it is overwritten."""
 SUM_BYTES = {False: 12, True: 24}
 """Memory traffic of adding a group's gradient in RAM, a parameter; the last one is rounded and measured too."""
 
@@ -314,7 +314,7 @@ class _Jobs:
         is_on_nvme = self.placement.grad_homes[unit.name] is Tier.NVME
         grad, gradient_first = (final_grad_bytes(unit, self.policy), gradient) if is_on_nvme else (0, None)
         is_speculative = unit.name in self.placement.speculative
-        amount = unit.num_trained * (1 + COPY_BYTES / UPDATE_BYTES * is_speculative)
+        amount = unit.num_trained * (1 + ALLOCATE_BYTES / UPDATE_BYTES * is_speculative)
         copied: int | None = None
         updated = -1
         for _ in range(pieces):

@@ -26,17 +26,19 @@ class Work(Protocol):
         """Start and end, in time.perf_counter_ns."""
 
 
-Apply = Callable[[str, Elements, Mapping[Kind, torch.Tensor], torch.Tensor], Work | None]
-"""Begins AdamW in place on a run of a unit's elements: planes and gradient. None: done, or enqueued on the GPU."""
+Planes = Mapping[Kind, torch.Tensor]
+"""uint8, of each kind of state."""
+
+Apply = Callable[[str, Elements, Planes, torch.Tensor, Planes], Work | None]
+"""Begins AdamW on a run of a unit's elements: planes, gradient, and the planes to read of kinds that are not updated in
+place. None: done, or enqueued on the GPU."""
 
 
 class Optimizer(Protocol):
     """The arithmetic of a run."""
 
-    def apply(
-        self, unit: str, elements: Elements, planes: Mapping[Kind, torch.Tensor], grad: torch.Tensor
-    ) -> Work | None:
-        """Begin AdamW in place on a run of a unit's elements, clipped as the last norm decided; see `Apply`."""
+    def apply(self, unit: str, elements: Elements, planes: Planes, grad: torch.Tensor, before: Planes) -> Work | None:
+        """Begin AdamW on a run of a unit's elements, clipped as the last norm decided; see `Apply`."""
 
     def unclipped(self) -> Apply:
         """AdamW of the step that has begun, as it is if nothing is clipped."""

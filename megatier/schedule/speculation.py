@@ -192,8 +192,7 @@ class Speculation:
         ):
             self._busy["update_nvme"] = "update"
             start = time.perf_counter_ns()
-            state.carry_over()
-            work = chunk.attempt.apply(unit, elements, state.planes, grad)
+            work = chunk.attempt.apply(unit, elements, state.planes, grad, state.before)
             if work is not None:
                 work.wait()
             self._recorder.work("update_nvme", unit, start, time.perf_counter_ns())

@@ -257,7 +257,7 @@ class Updates:
             self._blocks.open_grad(unit, elements) as grad,
             self._blocks.open_state(unit, elements, self._blocks.kinds, streamed=streamed) as state,
         ):
-            if (work := self._optimizer.apply(unit, elements, state.planes, grad)) is not None:
+            if (work := self._optimizer.apply(unit, elements, state.planes, grad, state.before)) is not None:
                 work.wait()  # on the CPU that stands for a GPU
             state.write_back()
 
@@ -289,7 +289,7 @@ class Updates:
             grad = leases.enter_context(self._blocks.open_grad(unit, elements))
             state = leases.enter_context(self._blocks.open_state(unit, elements, self._blocks.kinds))
             start = time.perf_counter_ns()
-            work = self._optimizer.apply(unit, elements, state.planes, grad)
+            work = self._optimizer.apply(unit, elements, state.planes, grad, state.before)
             leases.callback(state.write_back)
             if work is None:
                 self._recorder.work("update", unit, start, time.perf_counter_ns())
@@ -335,8 +335,7 @@ class Updates:
         ):
             self._busy["update_nvme"] = "update"
             start = time.perf_counter_ns()
-            state.carry_over()
-            if (work := self._optimizer.apply(unit, elements, state.planes, grad)) is not None:
+            if (work := self._optimizer.apply(unit, elements, state.planes, grad, state.before)) is not None:
                 work.wait()
             self._recorder.work("update_nvme", unit, start, time.perf_counter_ns())
             state.write_back()
