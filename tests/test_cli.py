@@ -38,6 +38,12 @@ def test_main_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == "megatier 1.2.3\n"
 
 
+def test_main_as_a_module_is_the_same_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "megatier", "trainn"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("megatier: error: no command 'trainn'")
+
+
 def test_main_unknown_command_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trainn"]) == 2
     there = ", ".join(cli.COMMANDS)
