@@ -67,7 +67,7 @@ SPILLED: dict[str, Any] = {
     "tiers": {"state": ("gpu", "ram", "nvme"), "gpu": 31 * GIB // 2, "ram": 163 * GIB // 2},
     "nvme": 32 * GIB,
     "model": {"saved_share": 0.15},
-    "train": {"clip": 1e9, "slices": 8},
+    "train": {"clip": 1e9, "slices": 2},
 }
 TWICE: dict[str, Any] = {"tiers": SPILLED["tiers"] | {"generations": 2, "ram": 84 * GIB}}
 CLIPPED: dict[str, Any] = {"train": SPILLED["train"] | {"clip": 1e-3}}
