@@ -123,6 +123,7 @@ def timed_round(session: Session, folder: Path, home: str, number: int, tokens: 
         "restore_s": restored - saved,
         "moved_bytes_per_s": moved / (saved - began),
         "drive_write_bytes_per_s": figures.write.bytes_per_s,
+        "drive_first_write_bytes_per_s": figures.first_write_bytes_per_s or figures.write.bytes_per_s,
         "drive_mixed_bytes_per_s": figures.mixed.bytes_per_s,
         "new_files_bytes_per_s": new_files,
         "share": moved / (saved - began) / drive,

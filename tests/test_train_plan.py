@@ -178,6 +178,13 @@ def test_checkpoint_seconds_are_those_of_the_bytes_that_the_first_drive_moves() 
     assert checkpoint_seconds(12_000_000_000, 0, []) is None
 
 
+def test_checkpoint_seconds_are_of_files_that_were_never_written_before() -> None:
+    drives = [DriveRates("/mnt/a", 3e9, 2e9, 2.5e9, first_write_bytes_per_s=1e9)]
+    assert checkpoint_seconds(12_000_000_000, 0, drives) == 12
+    assert checkpoint_seconds(12_000_000_000, 8_000_000_000, drives) == 12
+    assert checkpoint_seconds(12_000_000_000, 28_000_000_000, drives) == 16
+
+
 def test_pause_seconds_are_those_that_a_step_leaves_of_the_writing() -> None:
     step = Forecast(10.0, {}, {"compute": 9.0, "nvme_to_ram": 3.0, "ram_to_nvme": 4.0}, {}, ())
     assert pause_seconds(2.0, step) == 0

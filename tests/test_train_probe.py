@@ -70,7 +70,10 @@ def test_probe_drive_measures_and_leaves_nothing(tmp_path: Path) -> None:
     assert found.knee_bytes is None
     assert any("blocks smaller than the store's" in note for note in found.notes)  # others may use the drive too
     flows = (found.read, found.write, found.mixed)
-    assert dataclasses.astuple(found.rates) == (str(tmp_path), *(one.bytes_per_s for one in flows), found.io_threads)
+    rates = (*(one.bytes_per_s for one in flows), found.io_threads, found.first_write_bytes_per_s)
+    assert dataclasses.astuple(found.rates) == (str(tmp_path), *rates)
+    assert (found.first_write_bytes_per_s is not None) == found.is_direct
+    assert found.first_write_bytes_per_s is None or found.first_write_bytes_per_s > 0
     assert tuple(found.trials) == (drive_probe.THREADS if found.is_direct else ())
     assert found.io_threads in drive_probe.THREADS
 
@@ -401,17 +404,19 @@ def test_io_threads_are_asked_for_or_measured_or_4() -> None:
     assert probe.io_threads(3, dataclasses.replace(RATES, drives=(eight,))) == (3, "as set")
 
 
-def test_cached_io_threads_are_kept_and_shared_on_one_file_system(tmp_path: Path) -> None:
+def test_cached_threads_and_first_writes_are_kept_and_shared_on_one_file_system(tmp_path: Path) -> None:
     path, inner = tmp_path / "rates.json", tmp_path / "inner"
     inner.mkdir()
-    drive = DriveRates(str(tmp_path), 6.0, 4.0, 5.0, 8)
+    drive = DriveRates(str(tmp_path), 6.0, 4.0, 5.0, 8, 3.0)
     probe.cache_rates(dataclasses.replace(RATES, drives=(drive,)), "cpu", path)
     for directories in ([tmp_path], [tmp_path, inner]):
         found = probe.cached_rates(directories, "cpu", path)
         assert found is not None
         assert found.io_threads == 8
+        assert sum(one.first_write_bytes_per_s or 0 for one in found.drives) == 3
     entries = json.loads(path.read_text())
-    del entries[0]["drives"][0]["rates"]["io_threads"]  # written before they were measured
+    for name in ("io_threads", "first_write_bytes_per_s"):  # written before they were measured
+        del entries[0]["drives"][0]["rates"][name]
     path.write_text(json.dumps(entries))
     assert probe.cached_rates([tmp_path], "cpu", path) == with_drives(tmp_path)
 

@@ -175,6 +175,8 @@ def _print_drive(console: Console, drive: DriveFigures) -> None:
         table.add_column(name, justify="right")
     for name, flow in (("read", drive.read), ("write", drive.write), ("mixed 14:12", drive.mixed)):
         table.add_row(name, _rate(flow.bytes_per_s), f"{flow.p50_ms:.1f} ms", f"{flow.p99_ms:.1f} ms")
+    if drive.first_write_bytes_per_s is not None:
+        table.add_row("first write", _rate(drive.first_write_bytes_per_s), "", "")
     if steps := drive.sustained_bytes_per_s:
         table.add_row("sustained write", f"{_rate(min(steps))} to {_rate(max(steps))}", "", "")
         found = "no knee" if drive.knee_bytes is None else f"after {mib(drive.knee_bytes)}"

@@ -31,6 +31,8 @@ class DriveRates:
     """Read and written together, 14 to 12, when both go on at once; of a full-duplex drive up to the sum of both."""
     io_threads: int | None = None
     """Native threads each way with which it was measured; None: not known."""
+    first_write_bytes_per_s: float | None = None
+    """Of bytes of a file that were never written before, as those of a checkpoint; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Rates:
 
 
 FIELDS = {field.name for field in dataclasses.fields(Rates)}
-OPTIONAL = {"gpu_bytes", "io_threads"}
+OPTIONAL = {"gpu_bytes", "io_threads", "first_write_bytes_per_s"}
 DRIVE_FIELDS = {field.name for field in dataclasses.fields(DriveRates)}
 
 

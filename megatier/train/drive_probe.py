@@ -143,6 +143,8 @@ class DriveFigures:
     """Bytes after which a long write got slower for good: the drive's write cache; None: no such point."""
     io_threads: int | None = None
     """Native threads each way with which read, write and mixed were measured."""
+    first_write_bytes_per_s: float | None = None
+    """Of filling the file, with the threads of `options`; None where that went to the page cache."""
     trials: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     """Median rates, mixed and writing, in bytes per second by threads each way; empty where none were tried."""
     notes: tuple[str, ...] = ()
@@ -152,7 +154,7 @@ class DriveFigures:
     def rates(self) -> DriveRates:
         """For a plan."""
         read, write, mixed = (flow.bytes_per_s for flow in (self.read, self.write, self.mixed))
-        return DriveRates(self.directory, read, write, mixed, self.io_threads)
+        return DriveRates(self.directory, read, write, mixed, self.io_threads, self.first_write_bytes_per_s)
 
 
 class BlockTraffic:
@@ -180,7 +182,10 @@ class BlockTraffic:
             noise = np.random.default_rng(0).bytes(block_bytes)  # a drive may compress, or skip zeros
             for slot in range(2 * DEPTH):
                 self._slot(slot).numpy()[:] = np.frombuffer(noise, dtype=np.uint8)
+            began_ns = time.perf_counter_ns()
             self._run(((True, index) for index in range(num_blocks)), DEPTH)
+            self.fill_bytes_per_s = num_blocks * block_bytes * 1e9 / (time.perf_counter_ns() - began_ns)
+            """Rate of the first writes."""
         except BaseException:
             self.close()
             raise
@@ -362,6 +367,7 @@ def probe_drive(
         sustained_bytes_per_s=sustained,
         knee_bytes=None if knee_step is None else knee_step * max(SUSTAINED_STEP_BYTES, block_bytes),
         io_threads=io_threads,
+        first_write_bytes_per_s=traffic.fill_bytes_per_s if is_direct else None,
         trials=trials,
     )
     return replace(figures, notes=drive_notes(figures), flags=drive_flags(figures))

@@ -220,11 +220,12 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
 
 
 def checkpoint_seconds(num_bytes: int, spilled_bytes: int, drives: Sequence[DriveRates]) -> float | None:
-    """How long a checkpoint is written on the first drive, from which what spilled is read as well."""
+    """How long a checkpoint is written to new files of the first drive, from which what spilled is read as well."""
     if not drives:
         return None
-    rate = drives[0].mixed_bytes_per_s if spilled_bytes else drives[0].write_bytes_per_s
-    return (num_bytes + spilled_bytes) / rate
+    drive = drives[0]
+    written_s = num_bytes / (drive.first_write_bytes_per_s or drive.write_bytes_per_s)
+    return max(written_s, (num_bytes + spilled_bytes) / drive.mixed_bytes_per_s) if spilled_bytes else written_s
 
 
 def pause_seconds(written_s: float, step: Forecast) -> float:

@@ -164,6 +164,7 @@ def _shared(drives: Sequence[DriveRates], facts: Sequence[dict[str, Any]]) -> tu
             drive.write_bytes_per_s / n,
             drive.mixed_bytes_per_s / n,
             None if drive.io_threads is None else -(-drive.io_threads // n),
+            None if drive.first_write_bytes_per_s is None else drive.first_write_bytes_per_s / n,
         )
         for drive, n in zip(drives, parts, strict=True)
     )
@@ -183,8 +184,9 @@ def _is_whole(entry: object) -> bool:
     rates = {field.name for field in dataclasses.fields(DriveRates)}
     try:
         assert isinstance(entry, dict)
-        measured = [drive["rates"].keys() | {"io_threads"} for drive in entry["drives"] if drive["facts"]]
-        drives_are_whole = measured == [rates] * len(entry["drives"])  # the threads are not in older ones
+        newer = {"io_threads", "first_write_bytes_per_s"}  # not in entries of older versions
+        measured = [drive["rates"].keys() | newer for drive in entry["drives"] if drive["facts"]]
+        drives_are_whole = measured == [rates] * len(entry["drives"])
         return bool(entry["machine"]) and entry["links"].keys() == links and drives_are_whole
     except (AssertionError, AttributeError, KeyError, TypeError):
         return False
