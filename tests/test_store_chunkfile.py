@@ -167,3 +167,34 @@ def test_write_to_a_full_drive_says_so(tmp_path: Path) -> None:
         patch.setattr(chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY))
         write(tmp_path, Grid.of((10,)), numbers((10,)), piece=10)
     assert caught.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize("count", [1022, 1023, 1024, 2047, 3000, 5_000_000])
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_file_of_any_end_is_read_with_and_without_direct_access(
+    count: int, is_direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An end before, at and behind that of a page; through the page cache alone where O_DIRECT is refused."""
+    grid, values = Grid.of((count,)), numbers((count,))
+    write(tmp_path / "a", grid, values, piece=count)
+    opened = os.open
+
+    def refusing(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT and not is_direct:
+            raise OSError(errno.EINVAL, "refused", path)
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refusing)
+    assert torch.equal(read(tmp_path / "a", grid), values)
+
+
+@pytest.mark.parametrize("at", [0, 4096, 8191, 8192, 12003])
+def test_file_with_a_flipped_bit_in_any_page_is_refused(at: int, tmp_path: Path) -> None:
+    grid = Grid.of((3000,))
+    write(tmp_path / "a", grid, numbers((3000,)), piece=3000)
+    path = tmp_path / "a" / "c" / "0"
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError, match="is damaged: its checksum"):
+        read(tmp_path / "a", grid)

@@ -2,8 +2,8 @@
 
 A chunk is a run of consecutive elements of its array, so that arrays are written and read from front to back through a
 few staging buffers, whatever their size. Where another order is asked for, each buffer keeps the chunk it read last.
-Bytes go through native threads, several files in flight; they are written with O_DIRECT where the file system takes it,
-and read through the page cache. Metadata is not written here, and nothing is synchronised.
+Bytes go through native threads, several files in flight, with O_DIRECT where the file system takes it, all but the end
+of a file that is read: that is no whole page. Metadata is not written here, and nothing is synchronised.
 
 Source: Zarr v3 core, codecs `bytes` (little endian) and `crc32c`.
 """
@@ -18,7 +18,7 @@ import stat
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Self
@@ -30,7 +30,7 @@ from megatier import _native
 from megatier.errors import DamagedCheckpointError, TransferError
 from megatier.store.arena import Arena
 from megatier.store.blockfile import REQUEST_BYTES
-from megatier.store.tier import round_up
+from megatier.store.tier import PAGE_BYTES, round_up
 
 CHUNK_ELEMENTS = 8 << 20
 """32 MiB: large enough for the drive, small enough for several to wait in RAM."""
@@ -105,7 +105,8 @@ class Staged:
     buffer: Tensor
     """uint8, page aligned."""
     path: Path | None = None
-    file: int = -1
+    files: list[int] = field(default_factory=list)
+    """Descriptors: one to write; two to read, of which the second knows no O_DIRECT."""
     num_bytes: int = 0
     """Of the file."""
     batch: _native.Batch | None = None
@@ -113,6 +114,11 @@ class Staged:
     def values(self, num_elements: int) -> Tensor:
         """fp32 [num_elements]."""
         return self.buffer[: 4 * num_elements].view(torch.float32)
+
+    def close(self) -> None:
+        """Close its file."""
+        while self.files:
+            os.close(self.files.pop())
 
     def crc(self) -> Tensor:
         """uint8 [4], where the file's checksum lies."""
@@ -145,7 +151,7 @@ class ChunkFiles:
     def __exit__(self, *exception: object) -> None:
         self._pool.close()  # no request may outlive the buffers
         for staged in self._flying:
-            os.close(staged.file)
+            staged.close()
         self._flying.clear()
 
     def stage(self) -> Staged:
@@ -169,11 +175,11 @@ class ChunkFiles:
         staged.crc().copy_(staged.computed_crc())
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            staged.file = _create(path)
+            staged.files.append(_create(path))
         except OSError as error:
             raise _failed("creating", path, 0, error.errno) from error
         self._flying.append(staged)
-        self._submit(staged, round_up(staged.num_bytes), write=True)
+        self._submit(staged, [(staged.files[0], 0, staged.buffer.data_ptr(), round_up(staged.num_bytes))], write=True)
 
     def flush(self) -> None:
         """Wait until everything is written.
@@ -237,22 +243,25 @@ class ChunkFiles:
         try:
             if os.path.realpath(path) != str(path):
                 raise DamagedCheckpointError(str(path), "leads out of its checkpoint by a link; it was not read")
-            staged.file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._flying.append(staged)
+            staged.files.append(_open_direct(path))
+            staged.files.append(_open(path))
         except OSError as error:
             raise DamagedCheckpointError(str(path), f"cannot be read: {os.strerror(error.errno or 0)}") from error
-        self._flying.append(staged)
-        found = os.fstat(staged.file)
+        found = os.fstat(staged.files[0])
         if not stat.S_ISREG(found.st_mode) or found.st_size != staged.num_bytes:
             what = f"has {found.st_size} bytes instead of {staged.num_bytes}; it is damaged"
             raise DamagedCheckpointError(str(path), what)
-        self._submit(staged, staged.num_bytes, write=False)
+        start, address = staged.num_bytes // PAGE_BYTES * PAGE_BYTES, staged.buffer.data_ptr()
+        end = (staged.files[1], start, address + start, staged.num_bytes - start)
+        self._submit(staged, [(staged.files[0], 0, address, start), end], write=False)
         return staged
 
     def _finish_read(self, staged: Staged) -> None:
         assert staged.batch is not None
         staged.batch.wait()
         self._flying.remove(staged)
-        os.close(staged.file)
+        staged.close()
         _check(staged, "reading")
         if not torch.equal(staged.crc(), staged.computed_crc()):
             raise DamagedCheckpointError(str(staged.path), "is damaged: its checksum is not that of its bytes")
@@ -265,17 +274,16 @@ class ChunkFiles:
         self._free.append(self._flying.popleft())
         try:
             _check(staged, "writing")
-            os.ftruncate(staged.file, staged.num_bytes)
+            os.ftruncate(staged.files[0], staged.num_bytes)
         except TransferError:
             raise
         except OSError as error:
             raise _failed("writing", staged.path, 0, error.errno) from error
         finally:
-            os.close(staged.file)
+            staged.close()
 
-    def _submit(self, staged: Staged, num_bytes: int, *, write: bool) -> None:
-        segment = (staged.file, 0, staged.buffer.data_ptr(), num_bytes)
-        staged.batch = self._pool.submit_io(write, [segment], 0, REQUEST_BYTES, REQUEST_BYTES)
+    def _submit(self, staged: Staged, segments: Sequence[tuple[int, int, int, int]], *, write: bool) -> None:
+        staged.batch = self._pool.submit_io(write, segments, 0, REQUEST_BYTES, REQUEST_BYTES)
 
 
 class ArrayWriter:
@@ -340,6 +348,19 @@ def _create(path: Path) -> int:
     with contextlib.suppress(FileNotFoundError):
         path.unlink()  # the refused attempt may have made it
     return os.open(path, flags, 0o600)
+
+
+def _open(path: Path, more: int = 0) -> int:
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | more)
+
+
+def _open_direct(path: Path) -> int:
+    try:
+        return _open(path, os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return _open(path)
 
 
 def _check(staged: Staged, what: str) -> None:

@@ -175,7 +175,7 @@ class Session:
             is_frozen = elements[0] >= unit.layout.num_trained
             if is_frozen and not is_master:
                 continue
-            values = buffer[: elements[1] - elements[0]].zero_()
+            values = buffer[: elements[1] - elements[0]]
             ahead = _assemble(values, elements, pieces, ahead)
             planes = (Kind.WEIGHT,) if is_frozen else kinds
             with self.player.blocks.open_state(unit.name, elements, planes, fresh=planes) as state:
@@ -305,14 +305,18 @@ def _limit_gpu(limit_bytes: int | None) -> None:
 def _assemble(
     master: Tensor, elements: tuple[int, int], pieces: Iterator[tuple[int, Tensor]], ahead: tuple[int, Tensor] | None
 ) -> tuple[int, Tensor] | None:
-    """Copy what belongs to a run of elements; returns the piece that reaches beyond it."""
+    """Copy what belongs to a run of elements, zeros between; returns the piece that reaches beyond it."""
     start, stop = elements
+    done = start
     while (piece := ahead or next(pieces, None)) is not None:
         first, values = piece
         lower, upper = max(first, start), min(first + values.numel(), stop)
         if lower < upper:
+            master[done - start : lower - start] = 0
             master[lower - start : upper - start] = values[lower - first : upper - first]
+            done = upper
         if first + values.numel() > stop or first >= stop:
-            return piece
+            break
         ahead = None
-    return None
+    master[done - start :] = 0
+    return piece
