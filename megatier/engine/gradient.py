@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -62,8 +63,10 @@ class Gradients:
         self._added: Counter[str] = Counter()
         """How many of them have come."""
         self._left: Counter[str] = Counter()
+        self._firsts: dict[str, dict[str, Tensor]] = {}
+        """Of a unit by parameter, flat: the only summand so far, which is autograd's and must not be changed."""
         self._sums: dict[str, dict[str, Tensor]] = {}
-        """Of all summands of a unit but the last, by parameter, flat: one as it is, more in fp32."""
+        """Of several so far, fp32; the last summand of a unit comes to neither."""
         self._buffers: dict[str, Tensor] = {}
         self._shipped: Counter[str] = Counter()
         """Groups of this step whose gradients of a unit are out."""
@@ -77,6 +80,7 @@ class Gradients:
             self._shipped.clear()
         for counts in (self._summands, self._added, self._left):
             counts.clear()
+        self._firsts.clear()
         self._sums.clear()
         self._buffers.clear()
 
@@ -102,7 +106,7 @@ class Gradients:
 
     def end_group(self) -> None:
         """The backward is over, and came to no more uses."""
-        for unit in [unit for unit, left in self._left.items() if left and unit in (*self._sums, *self._buffers)]:
+        for unit in [unit for unit, left in self._left.items() if left and self._added[unit]]:
             self._ship(unit)  # what its other uses made
         self._left.clear()
         if self.group == self._groups - 1:
@@ -116,9 +120,14 @@ class Gradients:
         if self._added[unit] == self._summands[unit]:
             self._write(unit, grads)
             return
-        total = self._sums.setdefault(unit, {})
+        firsts, sums = self._firsts.setdefault(unit, {}), self._sums.setdefault(unit, {})
         for name, grad in grads.items():
-            total[name] = total[name].float() + grad if name in total else grad
+            if name in sums:
+                sums[name].add_(grad)
+            elif name in firsts:
+                sums[name] = firsts.pop(name).to(torch.float32, copy=True).add_(grad)
+            else:
+                firsts[name] = grad
 
     def close(self, unit: str) -> None:
         """A use's backward is over; after the last, the group's gradient goes out."""
@@ -142,28 +151,30 @@ class Gradients:
     def _write(self, unit: str, grads: Mapping[str, Tensor]) -> None:
         """Lay the last summand and what the others made into the sink's buffer, rounded once."""
         self._catch_up(unit, self.group)
-        buffer, total, adds = self._take(unit), self._sums.pop(unit, {}), self._adds(unit, self.group)
+        buffer, adds = self._take(unit), self._adds(unit, self.group)
+        before = {**self._firsts.pop(unit, {}), **self._sums.pop(unit, {})}
         for start, stop in () if adds else self._gaps[unit]:
             buffer[start:stop].zero_()
         for tensor in self._layouts[unit].tensors:
             piece = buffer[tensor.start : tensor.stop]
-            summands = [found[tensor.name] for found in (total, grads) if tensor.name in found]
+            summands = [found[tensor.name] for found in (before, grads) if tensor.name in found]
             if len(summands) == 2 and piece.dtype is torch.float32:
-                summands = [summands[0].float() + summands[1]]
+                summands[0] = summands[0].float()  # else a sum of bf16 would be rounded
             if adds:
-                for summand in summands:
-                    piece.add_(summand)
-            elif not summands:
-                piece.zero_()
-            elif len(summands) == 1:
+                if summands:
+                    piece.add_(reduce(torch.add, summands))
+            elif len(summands) == 2:
+                torch.add(*summands, out=piece)  # computes in fp32, rounds what it writes
+            elif summands:
                 piece.copy_(summands[0])
             else:
-                torch.add(*summands, out=piece)  # computes in fp32, rounds what it writes
+                piece.zero_()
 
     def _take(self, unit: str) -> Tensor:
         """The sink's buffer, flat."""
-        self._buffers[unit] = self._sink.take_grad(unit)
-        return self._buffers[unit].view(torch.float32 if self._groups > 1 else self._dtype)
+        buffer = self._sink.take_grad(unit).view(torch.float32 if self._groups > 1 else self._dtype)
+        self._buffers[unit] = buffer
+        return buffer
 
     def _adds(self, unit: str, group: int) -> bool:
         """Whether the buffer holds the sum of the groups before."""
@@ -172,12 +183,11 @@ class Gradients:
     def _send(self, unit: str, group: int) -> None:
         """Hand the buffer over."""
         last = group == self._groups - 1
-        taken = self._buffers.pop(unit)
-        buffer = taken.view(torch.float32 if self._groups > 1 else self._dtype)
+        buffer = self._buffers.pop(unit)
         if last and (self._groups == 1 or self._sink.sums_here(unit)):
             if buffer.dtype is not self._dtype:
                 rounded = buffer.to(self._dtype)
-                buffer = taken.view(self._dtype)[: rounded.numel()].copy_(rounded)
+                buffer = buffer.view(self._dtype)[: rounded.numel()].copy_(rounded)
             self._norm.measure(unit, buffer)
         self._sink.ship_grad(unit, group=group)
         self._shipped[unit] = group + 1
