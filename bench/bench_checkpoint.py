@@ -118,12 +118,11 @@ def timed_round(session: Session, folder: Path, home: str, number: int, tokens: 
     shutil.rmtree(checkpoints)
     drive = new_files if home == "ram" else figures.mixed.bytes_per_s
     moved = size if home == "ram" else 2 * size
-    return {
+    found = {
         "save_s": saved - began,
         "restore_s": restored - saved,
         "moved_bytes_per_s": moved / (saved - began),
         "drive_write_bytes_per_s": figures.write.bytes_per_s,
-        "drive_first_write_bytes_per_s": figures.first_write_bytes_per_s or figures.write.bytes_per_s,
         "drive_mixed_bytes_per_s": figures.mixed.bytes_per_s,
         "new_files_bytes_per_s": new_files,
         "share": moved / (saved - began) / drive,
@@ -131,6 +130,9 @@ def timed_round(session: Session, folder: Path, home: str, number: int, tokens: 
         "step_s": alone / STEPS,
         "lost_s": beside - alone,
     }
+    if figures.first_write_bytes_per_s is not None:
+        found["drive_first_write_bytes_per_s"] = figures.first_write_bytes_per_s
+    return found
 
 
 def main() -> None:

@@ -27,7 +27,8 @@ from record import facts
 
 from megatier.config_values import parse_bytes
 from megatier.store.blockfile import REQUEST_BYTES, IoOptions
-from megatier.train.drive_probe import BLOCK_BYTES, DEPTH, BlockTraffic, block_device
+from megatier.train.block_device import block_device
+from megatier.train.drive_probe import BLOCK_BYTES, DEPTH, BlockTraffic
 
 FLOWS = ("read", "write", "mixed")
 DEPTHS = (IoOptions().num_threads, DEPTH * BLOCK_BYTES // REQUEST_BYTES)

@@ -278,7 +278,7 @@ static PyObject *pool_object_submit_adamw(PyObject *self, PyObject *args, PyObje
 {
     int is_split;
     PyObject *sequence;
-    size_t after[4], before[4] = {0}, grad, num_segments;
+    size_t after[4], before[4] = {SIZE_MAX}, grad, num_segments; /* no address is SIZE_MAX: in place */
     struct adamw_scalars s;
     struct adamw_work work;
     static char *names[] = {"planes", "split", "segments", "scalars", "before", NULL};
@@ -289,7 +289,7 @@ static PyObject *pool_object_submit_adamw(PyObject *self, PyObject *args, PyObje
                                      &before[0], to_size, &before[1], to_size, &before[2], to_size, &before[3]))
         return NULL;
     if (!check_planes(after, is_split, &work.after) ||
-        !check_planes(before[0] ? before : after, is_split, &work.before) ||
+        !check_planes(before[0] == SIZE_MAX ? after : before, is_split, &work.before) ||
         !aligned(grad, is_split ? sizeof(uint16_t) : sizeof(float)))
         return NULL;
     work.grad = (const void *)grad;

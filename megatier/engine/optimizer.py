@@ -304,6 +304,7 @@ def begin_adamw(
     if grad.is_cuda:
         from megatier.engine import kernels  # Triton comes with torch's CUDA builds alone
 
+        assert not before, "on the GPU AdamW is in place"
         moments = planes[Kind.EXP_AVG], planes[Kind.EXP_AVG_SQ]
         kernels.adamw((planes[Kind.WEIGHT], remainder, *moments, grad), segments, scalars)
         return None

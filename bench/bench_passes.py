@@ -1,0 +1,155 @@
+"""Passes over memory around an update: AdamW in place and into another generation, and the sum of a gradient's slices.
+
+AdamW on a chunk with split masters, on the CPU: in place; copied to the other generation and updated there; read from
+one generation and written to the other. Gradients of a layer of 8B shape in bf16, on the GPU where there is one: in two
+slices, in eight, and in four groups of one. By turns, medians.
+
+python bench/bench_passes.py [--elements 8388608] [--rounds 40] [--output FILE.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from record import facts
+
+from megatier import _native
+from megatier.engine.gradient import Gradients
+from megatier.engine.optimizer import begin_adamw, step_scalars
+from megatier.hardware import cores_usable
+from megatier.store.layout import Layout
+from megatier.store.tier import Kind
+
+LAYER = Layout.of(
+    [
+        *(("q", (4096, 4096)), ("k", (1024, 4096)), ("v", (1024, 4096)), ("o", (4096, 4096))),
+        *(("gate", (14336, 4096)), ("up", (14336, 4096)), ("down", (4096, 14336))),
+        *(("norm", (4096,)), ("other", (4096,))),
+    ]
+)
+SLICES = {"two slices": (1, 2), "eight slices": (1, 8), "four groups of one": (4, 1)}
+"""Groups and slices."""
+
+
+class Buffer:
+    """Takes gradients and does nothing with them."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """One buffer for all."""
+        self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def take_grad(self, unit: str) -> torch.Tensor:
+        """It."""
+        return self._bytes
+
+    def ship_grad(self, unit: str, *, group: int) -> None:
+        """Nothing."""
+
+    def sums_here(self, unit: str) -> bool:
+        """As of a unit at home on the GPU."""
+        return True
+
+    def measure(self, unit: str, grad: torch.Tensor) -> None:
+        """Nothing."""
+
+
+def by_turns(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """Median milliseconds of each, after one that is not counted."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            way()
+            found[name].append((time.perf_counter() - began) * 1e3)
+    return {name: median(times[1:]) for name, times in found.items()}
+
+
+def updates(elements: int, rounds: int) -> dict[str, float]:
+    """AdamW on the CPU, three ways."""
+    pool = _native.ThreadPool(cores_usable(), 64)
+    scalars = (*step_scalars(1, 1e-3, (0.9, 0.999), 1e-8), 1.0)
+    grad = torch.randn(elements).bfloat16()
+    old, new = (
+        {
+            Kind.WEIGHT: torch.randn(elements).bfloat16(),
+            Kind.REMAINDER: torch.zeros(elements, dtype=torch.int16),
+            Kind.EXP_AVG: torch.zeros(elements),
+            Kind.EXP_AVG_SQ: torch.zeros(elements),
+        }
+        for _ in range(2)
+    )
+
+    def update(before: dict[Kind, torch.Tensor]) -> None:
+        work = begin_adamw(pool, new, grad, [(0, elements, 1.0)], scalars, before)
+        assert work is not None
+        work.wait()
+
+    def copied() -> None:
+        for kind, plane in old.items():
+            new[kind].copy_(plane)
+        update({})
+
+    return by_turns(
+        {
+            "in place": lambda: update({}),
+            "copied, then in place": copied,
+            "from one into the other": lambda: update(old),
+        },
+        rounds,
+    )
+
+
+def sums(device: torch.device, rounds: int) -> dict[str, float]:
+    """A layer's gradients."""
+    grads = [(tensor.name, torch.randn(tensor.shape, device=device).bfloat16()) for tensor in LAYER.tensors]
+
+    def way(groups: int, slices: int) -> Callable[[], None]:
+        buffer = Buffer(LAYER.num_elements * (4 if groups > 1 else 2), device)
+        gradients = Gradients({"layer": LAYER}, torch.bfloat16, buffer, buffer, groups=groups)
+
+        def run() -> None:
+            for group in range(groups):
+                gradients.begin_group(group)
+                gradients.expect("layer", slices)
+                for _ in range(slices):
+                    gradients.add("layer", grads)
+                gradients.close("layer")
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+
+        return run
+
+    return by_turns({name: way(*counts) for name, counts in SLICES.items()}, rounds)
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, default=8 << 20)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    results: dict[str, Any] = {
+        **facts(),
+        "elements": options.elements,
+        "layer_elements": LAYER.num_elements,
+        "device": device.type,
+        "adamw_ms": updates(options.elements, options.rounds),
+        "sums_ms": sums(device, max(3, options.rounds // 8)),
+    }
+    sys.stdout.write(f"{results['adamw_ms']}\n{results['sums_ms']}\n")
+    if options.output is not None:
+        options.output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
