@@ -1,7 +1,8 @@
 """Passes over memory around an update: AdamW in place and into another generation, and the sum of a gradient's slices.
 
 AdamW on a chunk with split masters, on the CPU: in place; copied to the other generation and updated there; read from
-one generation and written to the other. Gradients of a layer of 8B shape in bf16, on the GPU where there is one: in two
+one generation and written to the other; in place while whole units are updated, of which much or little waits for the
+threads. Gradients of a layer of 8B shape in bf16, on the GPU where there is one: in two
 slices, in eight, and in four groups of one. By turns, medians.
 
 python bench/bench_passes.py [--elements 8388608] [--rounds 40] [--output FILE.json]
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +25,7 @@ from record import facts
 
 from megatier import _native
 from megatier.engine.gradient import Gradients
-from megatier.engine.optimizer import begin_adamw, step_scalars
+from megatier.engine.optimizer import adamw_threads, begin_adamw, step_scalars
 from megatier.hardware import cores_usable
 from megatier.store.layout import Layout
 from megatier.store.tier import Kind
@@ -35,6 +37,7 @@ LAYER = Layout.of(
         *(("norm", (4096,)), ("other", (4096,))),
     ]
 )
+SCALARS = (*step_scalars(1, 1e-3, (0.9, 0.999), 1e-8), 1.0)
 SLICES = {"two slices": (1, 2), "eight slices": (1, 8), "four groups of one": (4, 1)}
 """Groups and slices."""
 
@@ -72,39 +75,79 @@ def by_turns(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, floa
     return {name: median(times[1:]) for name, times in found.items()}
 
 
+class Run:
+    """Elements with split masters and their gradient, twice."""
+
+    def __init__(self, elements: int) -> None:
+        """Two generations of state."""
+        self._elements = elements
+        self._grad = torch.randn(elements).bfloat16()
+        self.old, self.new = (
+            {
+                Kind.WEIGHT: torch.randn(elements).bfloat16(),
+                Kind.REMAINDER: torch.zeros(elements, dtype=torch.int16),
+                Kind.EXP_AVG: torch.zeros(elements),
+                Kind.EXP_AVG_SQ: torch.zeros(elements),
+            }
+            for _ in range(2)
+        )
+
+    def begin(self, pool: _native.ThreadPool, before: dict[Kind, torch.Tensor]) -> _native.Batch:
+        """AdamW on the newer generation, in place unless another is read."""
+        work = begin_adamw(pool, self.new, self._grad, [(0, self._elements, 1.0)], SCALARS, before)
+        assert work is not None
+        return work
+
+
 def updates(elements: int, rounds: int) -> dict[str, float]:
     """AdamW on the CPU, three ways."""
-    pool = _native.ThreadPool(cores_usable(), 64)
-    scalars = (*step_scalars(1, 1e-3, (0.9, 0.999), 1e-8), 1.0)
-    grad = torch.randn(elements).bfloat16()
-    old, new = (
-        {
-            Kind.WEIGHT: torch.randn(elements).bfloat16(),
-            Kind.REMAINDER: torch.zeros(elements, dtype=torch.int16),
-            Kind.EXP_AVG: torch.zeros(elements),
-            Kind.EXP_AVG_SQ: torch.zeros(elements),
-        }
-        for _ in range(2)
-    )
+    pool, chunk = adamw_threads(cores_usable()), Run(elements)
 
     def update(before: dict[Kind, torch.Tensor]) -> None:
-        work = begin_adamw(pool, new, grad, [(0, elements, 1.0)], scalars, before)
-        assert work is not None
-        work.wait()
+        chunk.begin(pool, before).wait()
 
     def copied() -> None:
-        for kind, plane in old.items():
-            new[kind].copy_(plane)
+        for kind, plane in chunk.old.items():
+            chunk.new[kind].copy_(plane)
         update({})
 
     return by_turns(
         {
             "in place": lambda: update({}),
             "copied, then in place": copied,
-            "from one into the other": lambda: update(old),
+            "from one into the other": lambda: update(chunk.old),
         },
         rounds,
     )
+
+
+def behind_units(elements: int, rounds: int) -> dict[str, float]:
+    """A chunk's AdamW in place, while another thread has units updated, one after the other."""
+    chunk, unit = Run(elements), Run(8 * elements)
+    pools = {
+        "4,096 requests wait": _native.ThreadPool(cores_usable(), 4096),
+        "16 a thread wait": adamw_threads(cores_usable()),
+    }
+    found = {}
+    for name, pool in pools.items():
+        is_over, waits = threading.Event(), list[float]()
+
+        def submit(pool: _native.ThreadPool = pool, is_over: threading.Event = is_over) -> None:
+            while not is_over.is_set():
+                unit.begin(pool, {})
+
+        feeder = threading.Thread(target=submit)
+        feeder.start()
+        for _ in range(rounds):
+            time.sleep(0.05)
+            began = time.perf_counter()
+            chunk.begin(pool, {}).wait()
+            waits.append((time.perf_counter() - began) * 1e3)
+        is_over.set()
+        feeder.join()
+        pool.close()
+        found[name] = median(waits)
+    return found
 
 
 def sums(device: torch.device, rounds: int) -> dict[str, float]:
@@ -144,9 +187,10 @@ def main() -> None:
         "layer_elements": LAYER.num_elements,
         "device": device.type,
         "adamw_ms": updates(options.elements, options.rounds),
+        "adamw_behind_units_ms": behind_units(options.elements, max(5, options.rounds // 4)),
         "sums_ms": sums(device, max(3, options.rounds // 8)),
     }
-    sys.stdout.write(f"{results['adamw_ms']}\n{results['sums_ms']}\n")
+    sys.stdout.write(f"{results['adamw_ms']}\n{results['adamw_behind_units_ms']}\n{results['sums_ms']}\n")
     if options.output is not None:
         options.output.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -35,7 +35,8 @@ SPAN_ELEMENTS = 65_536
 """Elements under one partial sum of squares."""
 PIECE_ELEMENTS = 64 * SPAN_ELEMENTS
 """Elements of one call where several threads share a gradient in RAM."""
-UPDATE_QUEUE_DEPTH = 4096
+QUEUED_A_THREAD = 16
+"""Requests that wait for each thread of AdamW: none runs dry, and a chunk from NVMe waits for no whole unit."""
 
 Planes = Mapping[Kind, Tensor]
 Apply = Callable[[str, tuple[int, int], Planes, Tensor, Planes], _native.Batch | None]
@@ -90,7 +91,7 @@ class AdamW:
         """Trained tensors of each unit that has any."""
         self._decayed, self._dtype, self._groups = decayed, dtype, groups
         self._split = dtype is torch.bfloat16
-        self._pool = _native.ThreadPool(num_threads, UPDATE_QUEUE_DEPTH)
+        self._pool = adamw_threads(num_threads)
         self._workers = ThreadPoolExecutor(num_threads, "megatier-gradient")
         self._begun = self._scalars = Scalars(1.0, (0.0,) * 8)
         self._sums: dict[str, list[Tensor]] = {}
@@ -277,6 +278,11 @@ def step_scalars(
     beta1, beta2 = betas
     step_size, bias2_root = learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step)
     return (beta1, 1 - beta1, beta2, 1 - beta2, eps, step_size, bias2_root)
+
+
+def adamw_threads(num_threads: int) -> _native.ThreadPool:
+    """Threads for `begin_adamw`, which blocks while they have enough to do."""
+    return _native.ThreadPool(num_threads, QUEUED_A_THREAD * num_threads)
 
 
 def begin_adamw(

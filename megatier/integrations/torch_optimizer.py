@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatier import _native
 from megatier.config_values import parse_bytes, parse_list, parse_mount
-from megatier.engine.optimizer import PIECE_ELEMENTS, SPAN_ELEMENTS, UPDATE_QUEUE_DEPTH, begin_adamw, step_scalars
+from megatier.engine.optimizer import PIECE_ELEMENTS, SPAN_ELEMENTS, adamw_threads, begin_adamw, step_scalars
 from megatier.errors import CapacityError, ConfigError, NonFiniteError, OptimizerError
 from megatier.hardware import cores_usable, ram_available_bytes
 from megatier.integrations.chunk_store import ChunkStore
@@ -351,7 +351,7 @@ class TieredAdamW(Optimizer):
         self._parameters: list[Tensor] = [parameter for group in self.param_groups for parameter in group["params"]]
         self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         self._forms = {index: form_of(parameter) for index, parameter in trained.items()}
-        self._pool = _native.ThreadPool(cores_usable(), UPDATE_QUEUE_DEPTH)
+        self._pool = adamw_threads(cores_usable())
         self._threads = ThreadPoolExecutor(cores_usable(), "megatier-gradient")
         self._finalizer = weakref.finalize(self, _release, os.getpid(), self._pool, self._threads, self._chunks)
         return self._chunks

@@ -17,6 +17,7 @@ from typing import Self
 import torch
 
 from megatier import _native
+from megatier.engine.optimizer import adamw_threads
 from megatier.hardware import ram_available_bytes
 from megatier.schedule.forecast import UPDATE_BYTES
 from megatier.store.arena import Arena
@@ -29,7 +30,6 @@ UPDATE_ELEMENTS = 1 << 27
 """1.9 GB of state and gradient: more than CPU caches hold."""
 UPDATE_CHUNK_ELEMENTS = 8 << 20
 """As the store's largest update chunks."""
-UPDATE_QUEUE_DEPTH = 4096
 SCALARS = (0.9, 0.1, 0.999, 0.001, 1e-8, 1e-4, 1.0, 1.0)
 STATE_BYTE = 0x3C
 """Any plane filled with it holds numbers of about 0.01."""
@@ -193,7 +193,7 @@ class UpdateTraffic:
 
     def on_cpu(self, threads: int, until: Callable[[], bool]) -> float:
         """Update with native threads; parameters per second."""
-        pool = _native.ThreadPool(threads, UPDATE_QUEUE_DEPTH)
+        pool = adamw_threads(threads)
         try:
             return self._on_cpu(pool, until)
         finally:
