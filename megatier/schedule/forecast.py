@@ -312,14 +312,15 @@ class _Jobs:
     ) -> int | None:
         pieces = self._num_pieces(unit.num_trained)
         is_on_nvme = self.placement.grad_homes[unit.name] is Tier.NVME
-        grad, gradient_first = (final_grad_bytes(unit, self.policy), gradient) if is_on_nvme else (0, None)
+        grad = final_grad_bytes(unit, self.policy) if is_on_nvme else 0
         is_speculative = unit.name in self.placement.speculative
         amount = unit.num_trained * (1 + ALLOCATE_BYTES / UPDATE_BYTES * is_speculative)
         copied: int | None = None
         updated = -1
         for _ in range(pieces):
             free = self.chunks[0] if len(self.chunks) == UPDATE_DEPTH else None
-            read = self._add("nvme_to_ram", unit.name, (spilled + grad) / pieces, self.begun, free, gradient_first)
+            # Nothing is read ahead of an update that is not due yet.
+            read = self._add("nvme_to_ram", unit.name, (spilled + grad) / pieces, self.begun, free, gradient)
             updated = self._add("update_nvme", unit.name, amount / pieces, read, gradient)
             if fed is not None:
                 size = trained_bytes(unit, Kind.WEIGHT, self.policy) / pieces
