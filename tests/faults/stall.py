@@ -62,8 +62,10 @@ def checkpoint(player: Player) -> None:
 
 
 def slow(player: Player) -> None:
-    """Nothing hangs; every read takes a second."""
-    slow_reads(pytest.MonkeyPatch(), 1.0)
+    """Nothing hangs; for four steps, longer than the timeout, every read takes a second."""
+    patch = pytest.MonkeyPatch()
+    slow_reads(patch, 1.0)
+    threading.Timer(14.0, patch.undo).start()  # what comes after the steps would read for a minute
 
 
 SCENARIOS: dict[str, Callable[[Player], None]] = {
