@@ -22,6 +22,7 @@ from megatier.store.residency import overlap
 from megatier.store.store import TieredStore
 from megatier.store.tier import Tier
 
+pytest.register_assert_rewrite("store_contract")
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(scratch_directory()))
 """Parent of every tmp_path: a mount of the NVMe tier may not lie in RAM, and on many machines /tmp does."""
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 from conftest import CHUNK_BYTES, check_invariants, pattern
 from fake_kvikio import Kvikio
-from test_store_store import KEYS, NUM_BYTES, SPAN, StoreContract, has_copy, read, send_home, write
+from store_blocks import KEYS, MIB, NUM_BYTES, NUM_CHUNKS, SPAN, has_copy, read, send_home, write
+from store_contract import StoreContract
 from tiny_runs import MODELS, PLACES, Run, exactness_config, one_thread, opened, run_in_fresh_process, run_steps
 
 from megatier.config_values import MountBudget
@@ -30,8 +31,6 @@ from megatier.store.store import TieredStore
 from megatier.store.tier import BlockSpec, Tier, round_up
 
 CPU = torch.device("cpu")
-MIB = 1 << 20
-NUM_CHUNKS = 7
 PADDED = NUM_CHUNKS * CHUNK_BYTES
 
 
