@@ -2,8 +2,8 @@
 
 AdamW on a chunk with split masters, on the CPU: in place; copied to the other generation and updated there; read from
 one generation and written to the other; in place while whole units are updated, of which much or little waits for the
-threads. Gradients of a layer of 8B shape in bf16, on the GPU where there is one: in two
-slices, in eight, and in four groups of one. By turns, medians.
+threads. Gradients of a layer of 8B shape in bf16, on the GPU where there is one: in two slices, in eight, and in four
+groups of one. By turns, medians.
 
 python bench/bench_passes.py [--elements 8388608] [--rounds 40] [--output FILE.json]
 """

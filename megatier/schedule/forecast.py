@@ -311,8 +311,8 @@ class _Jobs:
         self, unit: UnitSpec, spilled: int, gradient: int | None, fed: Load | None, uses: Sequence[int]
     ) -> int | None:
         pieces = self._num_pieces(unit.num_trained)
-        is_on_nvme = self.placement.grad_homes[unit.name] is Tier.NVME
-        grad = final_grad_bytes(unit, self.policy) if is_on_nvme else 0
+        grad_spills = self.placement.grad_homes[unit.name] is Tier.NVME
+        read_bytes = spilled + (final_grad_bytes(unit, self.policy) if grad_spills else 0)
         is_speculative = unit.name in self.placement.speculative
         amount = unit.num_trained * (1 + ALLOCATE_BYTES / UPDATE_BYTES * is_speculative)
         copied: int | None = None
@@ -320,8 +320,8 @@ class _Jobs:
         for _ in range(pieces):
             free = self.chunks[0] if len(self.chunks) == UPDATE_DEPTH else None
             # Nothing is read ahead of an update that is not due yet.
-            read = self._add("nvme_to_ram", unit.name, (spilled + grad) / pieces, self.begun, free, gradient)
-            updated = self._add("update_nvme", unit.name, amount / pieces, read, gradient)
+            read = self._add("nvme_to_ram", unit.name, read_bytes / pieces, self.begun, free, gradient)
+            updated = self._add("update_nvme", unit.name, amount / pieces, read)
             if fed is not None:
                 size = trained_bytes(unit, Kind.WEIGHT, self.policy) / pieces
                 copied = self._add("ram_to_gpu", unit.name, size, updated, self._slot_free(fed, uses))

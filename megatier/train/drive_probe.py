@@ -52,6 +52,7 @@ UNCOUNTED_SHARE_MAX = 1.5
 """Bytes of a flow over those that the block device counted; beyond it a cache answered."""
 KNEE_SHARE = 0.7
 SUSTAINED_STEP_BYTES = 1 << 30
+
 Operation = tuple[bool, int]
 """(write, index of the block)."""
 
