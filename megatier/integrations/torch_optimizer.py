@@ -35,6 +35,7 @@ from megatier.integrations.state_file import write_state_file
 from megatier.store.blockfile import budget_bytes
 from megatier.store.store import Lease
 from megatier.store.tier import Kind, Tier
+from megatier.vector_math import warm
 
 STATE = {Kind.EXP_AVG: torch.float32, Kind.EXP_AVG_SQ: torch.float32, Kind.REMAINDER: torch.int16}
 """Names in `state_dict`, and types."""
@@ -83,6 +84,7 @@ class TieredAdamW(Optimizer):
             ConfigError: a size, a mount or a hyperparameter is not usable.
             OptimizerError: a parameter cannot be taken.
         """
+        warm()
         self._ram, self._nvme = parse_bytes(str(ram)), parse_list(nvme)
         self._nvme_bytes = sum(budget_bytes(parse_mount(text, "nvme")) for text in self._nvme)
         self._chunks: ChunkStore | None = None

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Pret
 
 from megatier.errors import UnsupportedModelError
 from megatier.store.layout import Layout, TensorSlice
+from megatier.vector_math import warm
 
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Parameters that Hugging Face's Trainer leaves out of weight decay, by lower-case name."""
@@ -57,6 +58,7 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     Raises:
         UnsupportedModelError: not a causal decoder, quantised, or a buffer that nothing initialises.
     """
+    warm()  # every way to a streamed model comes by here, before the first buffer is computed
     config = copy.deepcopy(config)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError(

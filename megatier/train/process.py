@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from megatier.config import RunConfig
+from megatier.vector_math import warm
 
 SWITCH_SECONDS = 0.0005
 """Of the interpreter; Python's own 5 ms are longer than a piece of state takes to copy."""
@@ -30,6 +31,7 @@ def share_interpreter() -> None:
 
 def make_repeatable(config: RunConfig) -> None:
     """Choose only operations whose result repeats bit by bit in a fresh process, where the config asks for it."""
+    warm()
     if not config.numerics.deterministic:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
