@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Generic, ParamSpec, TypeVar
 
 import torch
-import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
+import torch.compiler.config
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils import flop_counter
 
@@ -47,10 +47,10 @@ class Compilation:
         deterministic = torch.are_deterministic_algorithms_enabled()
         wanted = (self.saved_share, deterministic)
         if (torch._functorch.config.activation_memory_budget, _inductor_is_deterministic()) != wanted:
-            torch._dynamo.reset()  # what is compiled already was compiled under other settings
+            torch.compiler.reset()  # what is compiled already was compiled under other settings
         torch._functorch.config.activation_memory_budget = self.saved_share
         torch._inductor.config.deterministic = deterministic
-        torch._dynamo.config.recompile_limit = RECOMPILES_MAX
+        torch.compiler.config.recompile_limit = RECOMPILES_MAX
         flop_counter.sdpa_flop_count = _attention_flops
 
 
