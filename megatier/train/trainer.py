@@ -21,7 +21,15 @@ from megatier.models.decoder import check_stops_at_borders
 from megatier.schedule.placement import Placement
 from megatier.schedule.trace import write_trace
 from megatier.store.tier import Tier
-from megatier.train.checkpoint import check_room, last_checkpoint, read_state, remove_leftovers, restore
+from megatier.train.checkpoint import (
+    UNBOUND,
+    check_room,
+    is_bound,
+    last_checkpoint,
+    read_state,
+    remove_leftovers,
+    restore,
+)
 from megatier.train.choices import fix_choices, plan_choices
 from megatier.train.export import write_model
 from megatier.train.history import opening, read_what_there_is
@@ -300,6 +308,8 @@ def _fill(
         savepoint.restore(session)
         what = f"savepoint {savepoint.path.name}: weights and moments"
     elif checkpoint is not None:
+        if not is_bound(checkpoint):
+            console.print(UNBOUND.format(checkpoint.name), highlight=False, soft_wrap=True)
         restore(session, checkpoint)
         what = f"{checkpoint.name}: weights and moments"
     else:
