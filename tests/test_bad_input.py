@@ -394,6 +394,7 @@ def test_train_told_to_stop_ends_with_a_checkpoint_and_a_second_run_is_refused_b
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{last:08d}"]
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         "config.yaml",
+        "numbers.json",
         "metrics.jsonl",
         "data",
         "checkpoints",
@@ -440,6 +441,6 @@ def test_train_drive_that_fails_mid_run_stops_it_in_order(
     assert re.fullmatch(message, found["message"]), found["message"]
     assert found["exit_code"] == 2
     assert found["steps"] in ([1, 2], [1, 2, 3])
-    assert found["run"] == ["config.yaml", "data", "metrics.jsonl"]
+    assert found["run"] == ["config.yaml", "data", "metrics.jsonl", "numbers.json"]
     assert ("blocks" in found["left"]) is (fault in ("read-only", "gone")), "files that can be removed are"
     assert found["again"] == 0

@@ -42,13 +42,14 @@ from megatier.train.run_directory import (
     DATA_FOLDER,
     METRICS_FILE,
     MODEL_FOLDER,
+    NUMBERS_FILE,
     SAVEPOINT_FOLDER,
     STALL_FILE,
     TENSORBOARD_FOLDER,
     TRACE_FILE,
     RunDirectory,
 )
-from megatier.train.run_state import RunState
+from megatier.train.run_state import RunState, check_numbers, write_numbers
 from megatier.train.savepoint import Savepoint, check_savepoint_room, drop_savepoint, remove_savepoints
 from megatier.train.session import Session, WeightReader, choose_device, open_model
 from megatier.train.tensorboard import Scalars, load_tensorboard
@@ -95,7 +96,9 @@ def train(
         state = _state_of(checkpoint, savepoint)
         if resumes:
             _check_resumes(directory, config, state, console)
-        changes = [] if state is None else _check_state(state, config, directory, accepts_changes)
+        else:
+            write_numbers(directory / NUMBERS_FILE, config)
+        changes = _check_changes(state, config, directory, accepts_changes)
         model, reader = open_model(config)
         _check_borders(model, config)
         session = _open_session(stack, model, config, run_directory, savepoint)
@@ -109,6 +112,7 @@ def train(
         _describe(console, config, session, text)
         _fill(console, session, reader, checkpoint, savepoint)
         if resumes:  # nothing refuses these settings any more
+            write_numbers(directory / NUMBERS_FILE, config)
             run_directory.write_config(config)
         log = stack.enter_context(MetricsLog(directory / METRICS_FILE))
         last_step = 0 if state is None else state.step
@@ -215,6 +219,9 @@ def _check_positions(model: PreTrainedModel, sequence_length: int, console: Cons
 
 
 def _describe(console: Console, config: RunConfig, session: Session, text: PackedText | TextStream) -> None:
+    if text.damaged is not None:
+        words = f"{text.damaged} was damaged: the text was tokenised again"
+        console.print(words, markup=False, highlight=False, soft_wrap=True)
     tokens = "a stream of tokens to train on"
     if isinstance(text, PackedText):
         tokens = f"{format_count(text.num_tokens)} tokens to train on"
@@ -267,6 +274,13 @@ def _state_of(checkpoint: Path | None, savepoint: Savepoint | None) -> RunState 
     if savepoint is not None:
         return savepoint.state
     return None if checkpoint is None else RunState.read(read_state(checkpoint))
+
+
+def _check_changes(state: RunState | None, config: RunConfig, directory: Path, accepts_changes: bool) -> list[str]:
+    """Refuse other numbers than those that the run goes on from, or began with; what has changed."""
+    if state is None:
+        return check_numbers(directory / NUMBERS_FILE, config, accepts_changes=accepts_changes)
+    return _check_state(state, config, directory, accepts_changes)
 
 
 def _check_state(state: RunState, config: RunConfig, directory: Path, accepts_changes: bool) -> list[str]:
