@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -340,13 +341,16 @@ def test_train_refused_with_debug_shows_the_traceback(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- while a run goes on
 
 
+RUN_AS_PROGRAM = [sys.executable, "-m", "megatier"]
+
+
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A run of many steps, past its second, with its state on NVMe."""
     settings = {"train.steps": 100_000, "tiers.state": "nvme", "tiers.nvme": f"{tmp_path}:16MiB"}
     words = command(tmp_path, settings)
     with subprocess.Popen(
-        [*RUN_AS_MAIN, *words],
+        [*RUN_AS_PROGRAM, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -394,6 +398,7 @@ def test_train_told_to_stop_ends_with_a_checkpoint_and_a_second_run_is_refused_b
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{last:08d}"]
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         "config.yaml",
+        "numbers.json",
         "metrics.jsonl",
         "data",
         "checkpoints",
@@ -408,6 +413,65 @@ def test_train_told_to_stop_twice_ends_at_once(running: subprocess.Popen[str], t
     _, errors = running.communicate(timeout=60)
     assert (running.returncode, errors) == (130, "megatier: interrupted.\n")
     assert list(leftovers(tmp_path)) == []
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGINT)], ids=["one", "both"])
+def test_train_told_to_stop_twenty_times_ends_in_order(
+    numbers: tuple[signal.Signals, ...], running: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    for number in itertools.islice(itertools.cycle(numbers), 20):
+        running.send_signal(number)
+        time.sleep(0.01)
+    _, errors = running.communicate(timeout=60)
+    assert (running.returncode, errors) in [(0, ""), (130, "megatier: interrupted.\n")]
+    assert running.returncode == 130 or len(numbers) == 1
+    assert list(leftovers(tmp_path)) == []
+
+
+def test_train_told_to_stop_while_it_cleans_up_goes_on_with_that(tmp_path: Path) -> None:
+    """Every line of the cleaning up and of Python's own end brings another signal."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            SIGNALLED,
+            *command(tmp_path, {"tiers.state": "nvme", "tiers.nvme": f"{tmp_path}:16MiB"}),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (130, "megatier: interrupted.\n")
+    assert list(leftovers(tmp_path)) == []
+
+
+SIGNALLED = """
+import atexit, os, signal, sys
+import megatier.cli
+from megatier.train import session
+
+close = session.Session.close
+
+def kill(*_):
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+
+def close_and_be_killed(self):
+    sys.setprofile(kill)
+    close(self)
+
+def step(*_, **__):
+    session.Session.close = close_and_be_killed
+    kill()
+
+def end():
+    kill()
+    sys.setprofile(None)
+
+atexit.register(end)
+session.Session.load = step
+sys.exit(megatier.cli.main())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -440,6 +504,6 @@ def test_train_drive_that_fails_mid_run_stops_it_in_order(
     assert re.fullmatch(message, found["message"]), found["message"]
     assert found["exit_code"] == 2
     assert found["steps"] in ([1, 2], [1, 2, 3])
-    assert found["run"] == ["config.yaml", "data", "metrics.jsonl"]
+    assert found["run"] == ["config.yaml", "data", "metrics.jsonl", "numbers.json"]
     assert ("blocks" in found["left"]) is (fault in ("read-only", "gone")), "files that can be removed are"
     assert found["again"] == 0

@@ -36,6 +36,7 @@ from megatier.models.shards import read_header, write_header
 from megatier.schedule.rates import as_dict, read_rates
 from megatier.store.chunkfile import Grid
 from megatier.train import checkpoint, savepoint
+from megatier.train.manifest import METADATA_FILE, digest_of
 from megatier.train.metrics import MetricsLog
 from megatier.train.report_page import build
 from megatier.train.run_directory import SAVEPOINT_FOLDER
@@ -124,10 +125,13 @@ def fuzz_state(draw: Draw, folder: Path) -> None:
     state = RunState.of(3, CONFIG, CPU, TEXT).to_dict()
     if draw.random() < 0.6:  # by somebody who knows how to make the digest fit
         state = json.loads(json.dumps(harmed_tree(draw, state)))
-    held = {"format": checkpoint.FORMAT, "state": state, "digest": checkpoint.digest_of(state)}
+    held: dict[str, Any] = {"state": state, "manifest": {"step": 3, "checksums": {"params/a": "00112233aabbccdd"}}}
+    if draw.random() < 0.3:
+        held = json.loads(json.dumps(harmed_tree(draw, held)))
+    held |= {"format": checkpoint.FORMAT, "digest": digest_of(held)}
     tree = {"zarr_format": 3, "node_type": "group", "attributes": {"megatier": held}}
     raw = json.dumps(tree).encode() if draw.random() < 0.5 else as_text(draw, tree)
-    (folder / checkpoint.METADATA_FILE).write_bytes(raw)
+    (folder / METADATA_FILE).write_bytes(raw)
     found = RunState.read(checkpoint.read_state(folder))
     found.set_random(CPU)
     assert len((torch.randn(3), random.gauss(), random.random(), np.random.randn(), np.random.rand(700))) == 5
@@ -138,9 +142,10 @@ def fuzz_state(draw: Draw, folder: Path) -> None:
 def fuzz_savepoint(draw: Draw, folder: Path) -> None:
     state = RunState.of(3, CONFIG, CPU, TEXT).to_dict()
     tree: dict[str, Any] = {"state": state, "placement": "0" * 32, "generations": {"model.layers.0": 1, "lm_head": 0}}
+    tree["manifest"] = {"step": 3, "checksums": {"state/lm_head/weight": "00112233"}}
     if draw.random() < 0.6:  # by somebody who knows how to make the digest fit
         tree = json.loads(json.dumps(harmed_tree(draw, tree)))
-    tree |= {"format": savepoint.FORMAT, "digest": checkpoint.digest_of(tree)}
+    tree |= {"format": savepoint.FORMAT, "digest": digest_of(tree)}
     raw = json.dumps(tree).encode() if draw.random() < 0.5 else as_text(draw, tree)
     path = folder / SAVEPOINT_FOLDER / "step-00000003" / savepoint.MANIFEST_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +161,7 @@ def fuzz_array(draw: Draw, folder: Path) -> None:
     keys = {"name": "default", "configuration": {"separator": "/"}}
     tree = {"zarr_format": 3, "node_type": "array", "shape": list(SHAPE), "data_type": "float32", "attributes": {}}
     tree |= {"codecs": checkpoint.CODECS, "chunk_grid": chunks, "chunk_key_encoding": keys, "fill_value": 0.0}
-    (folder / checkpoint.METADATA_FILE).write_bytes(as_text(draw, tree))
+    (folder / METADATA_FILE).write_bytes(as_text(draw, tree))
     checkpoint._grid(folder, SHAPE)
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from megatier.errors import ConfigError
+from megatier.train import metrics
 from megatier.train.metrics import MetricsLog, format_count, format_seconds, format_share
 
 
@@ -55,9 +57,12 @@ def test_open_impossible_path_raises(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_write_on_full_drive_raises() -> None:
-    with MetricsLog(Path("/dev/full")) as log, pytest.raises(ConfigError, match="No space left"):
-        log.write({"step": 1})
+def test_write_on_full_drive_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    with Path("/dev/full").open("ab", buffering=0) as full:
+        monkeypatch.setattr(metrics, "_append_to", lambda _: full)
+        with MetricsLog(tmp_path / "metrics.jsonl") as log, pytest.raises(ConfigError, match="No space left"):
+            log.write({"step": 1})
 
 
 @pytest.mark.parametrize(
@@ -92,3 +97,17 @@ def test_cut_after_half_a_line_keeps_what_is_before(tmp_path: Path) -> None:
         assert log.cut_after(2) == [3]
         log.write({"step": 3})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_open_of_a_pipe_is_refused_and_one_where_the_log_is_cut_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"cannot write .*metrics\.jsonl: it is no regular file"):
+        MetricsLog(path)
+    path.unlink()
+    os.mkfifo(tmp_path / ".metrics.jsonl.partial")
+    with MetricsLog(path) as log:
+        log.write({"step": 1})
+        log.cut_after(0)
+        log.write({"step": 2})
+    assert path.read_text() == '{"step": 2}\n'

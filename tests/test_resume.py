@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -73,6 +75,12 @@ def _one_thread() -> Iterator[None]:
     with one_thread():
         yield
     torch.use_deterministic_algorithms(before)
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[20] ^= 4
+    path.write_bytes(raw)
 
 
 @pytest.fixture
@@ -236,6 +244,64 @@ def test_resume_removes_half_a_checkpoint_before_it_asks_for_room(
     )
     assert main(["resume", str(stopped)]) == 0
     assert not half.exists()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "data/tokens.json", "data/holdout.tokens", "numbers.json"])
+def test_resume_with_a_pipe_in_the_place_of_a_file_is_refused_by_name(
+    name: str, stopped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(stopped / "checkpoints")
+    (stopped / name).unlink()
+    os.mkfifo(stopped / name)
+    assert main(["resume", str(stopped)]) == 2
+    assert f"{stopped / name}: it is no regular file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["train.tokens", "holdout.tokens", "tokens.json"])
+def test_resume_over_a_damaged_token_file_tokenises_again_to_the_same_bits(
+    name: str, stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = [record["heldout_loss"] for record in metrics(tmp_path) if "heldout_loss" in record]
+    flip(stopped / "data" / name)
+    assert main(["resume", str(stopped)]) == 0
+    assert f"{stopped / 'data' / name} was damaged: the text was tokenised again" in capsys.readouterr().out
+    assert [record["heldout_loss"] for record in metrics(tmp_path) if "heldout_loss" in record] == before
+
+
+def test_resume_over_a_damaged_hold_out_whose_text_has_changed_is_refused(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(stopped / "data" / "holdout.tokens")
+    held_out = (stopped / "data" / "holdout.tokens").read_bytes()
+    for path in (tmp_path / "texts").iterdir():
+        path.write_text(path.read_text().replace("words", "sword"))
+    assert main(["resume", str(stopped)]) == 2
+    assert "the text is not that of the checkpoint" in capsys.readouterr().err
+    assert (stopped / "data" / "holdout.tokens").read_bytes() != held_out
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "numbers.json"])
+def test_resume_without_a_checkpoint_on_other_numbers_is_refused_unless_accepted(
+    name: str, stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(stopped / "checkpoints")
+    path = stopped / name
+    text = path.read_text()
+    seed = re.search(r"train:.*?seed\W+(\d+)", text, re.DOTALL) or re.search(r"train.seed\W+(\d+)", text)
+    assert seed is not None
+    path.write_text(f"{text[: seed.start(1)]}7{text[seed.end(1) :]}")
+    assert main(["resume", str(stopped)]) == 2
+    words = "train.seed was 0 and is 7" if name == "config.yaml" else "numbers.json is damaged"
+    assert f"these are not the numbers that {stopped} began with: {words}." in capsys.readouterr().err
+    assert main(["resume", str(stopped), "--accept-changes", "--output.export=false"]) == 0
+    shutil.rmtree(stopped / "checkpoints")
+    assert main(["resume", str(stopped)]) == 0, "what was accepted is what the run began with"
+
+
+def test_resume_of_a_run_of_an_older_version_without_a_checkpoint_begins_again(stopped: Path) -> None:
+    shutil.rmtree(stopped / "checkpoints")
+    (stopped / "numbers.json").unlink()
+    assert main(["resume", str(stopped)]) == 0
 
 
 @pytest.mark.parametrize("tiers", TIERS_OF_BAD_STEPS, ids=str)

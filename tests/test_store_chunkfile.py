@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatier.errors import CheckpointError, TransferError
 from megatier.store import chunkfile
-from megatier.store.chunkfile import STAGED, ArrayReader, ArrayWriter, ChunkFiles, Grid, Staged
+from megatier.store.chunkfile import STAGED, ArrayReader, ArrayWriter, Chunk, ChunkFiles, Grid, Staged, StoredArray
 
 SHAPES = [(), (1,), (7,), (4096,), (5, 3), (33, 128), (3, 5, 7), (2, 3, 4, 5), (1, 1000), (1000, 1)]
 
@@ -22,7 +22,8 @@ def numbers(shape: tuple[int, ...]) -> Tensor:
     return torch.arange(math.prod(shape), dtype=torch.float32) + 0.5
 
 
-def write(folder: Path, grid: Grid, values: Tensor, piece: int) -> None:
+def write(folder: Path, grid: Grid, values: Tensor, piece: int) -> list[int]:
+    """Checksums of its chunks."""
     with ChunkFiles(grid.chunk_elements, 2) as files:
         writer = ArrayWriter(files, folder, grid)
         for start in range(0, values.numel(), piece):
@@ -30,12 +31,13 @@ def write(folder: Path, grid: Grid, values: Tensor, piece: int) -> None:
             for first, target in writer.rooms(part.numel()):
                 target.copy_(part[first : first + target.numel()])
         files.flush()
+    return writer.checksums
 
 
-def read(folder: Path, grid: Grid) -> Tensor:
+def read(folder: Path, grid: Grid, checksums: list[int] | None = None) -> Tensor:
     found = torch.full((math.prod(grid.shape),), math.nan)
     with ChunkFiles(grid.chunk_elements, 2) as files:
-        for _, start, values in files.read([(folder.resolve(), grid)]):
+        for _, start, values in files.read([StoredArray(folder.resolve(), grid, checksums)]):
             found[start : start + values.numel()] = values
     return found
 
@@ -73,7 +75,7 @@ def test_arrays_read_one_after_the_other_come_in_order(tmp_path: Path) -> None:
     for index, grid in enumerate(grids):
         write(tmp_path / str(index), grid, numbers(grid.shape), piece=999)
     with ChunkFiles(100, 2) as files:
-        arrays = [((tmp_path / str(index)).resolve(), grid) for index, grid in enumerate(grids)]
+        arrays = [StoredArray((tmp_path / str(index)).resolve(), grid) for index, grid in enumerate(grids)]
         found = [(index, start, values.clone()) for index, start, values in files.read(arrays)]
     assert [index for index, _, _ in found] == [0] * 10 + [1] * 3
     assert all(torch.equal(values, numbers(grids[i].shape)[start : start + len(values)]) for i, start, values in found)
@@ -86,7 +88,7 @@ def test_array_read_in_pieces_from_back_to_front_is_whole(shape: tuple[int, ...]
     write(tmp_path / "a", grid, values, piece=999)
     found = torch.full_like(values, math.nan)
     with ChunkFiles(grid.chunk_elements, 2) as files:
-        reader = ArrayReader(files, (tmp_path / "a").resolve(), grid)
+        reader = ArrayReader(files, StoredArray((tmp_path / "a").resolve(), grid))
         for start in reversed(range(0, values.numel(), piece)):
             reader.copy(start, found[start : start + piece])
     assert torch.equal(found, values)
@@ -96,15 +98,15 @@ def test_fetch_keeps_the_chunks_that_were_used_last(tmp_path: Path, monkeypatch:
     grid, reads, begin = Grid.of((STAGED + 1, 10), 10), list[str](), ChunkFiles._begin_read
     write(tmp_path / "a", grid, numbers(grid.shape), piece=999)
 
-    def noted(self: ChunkFiles, path: Path, chunk_elements: int) -> Staged:
-        reads.append(path.parent.name)
-        return begin(self, path, chunk_elements)
+    def noted(self: ChunkFiles, array: StoredArray, place: int, chunk: Chunk) -> Staged:
+        reads.append(str(place))
+        return begin(self, array, place, chunk)
 
     monkeypatch.setattr(ChunkFiles, "_begin_read", noted)
-    folder = (tmp_path / "a").resolve()
+    array, chunks = StoredArray((tmp_path / "a").resolve(), grid), list(grid.chunks())
     with ChunkFiles(10, 2) as files:
         for index in (*range(STAGED), 0, STAGED, 0, 2, 1):
-            assert files.fetch(folder / "c" / str(index) / "0", 10)[3] == 10 * index + 3.5
+            assert files.fetch(array, index, chunks[index])[3] == 10 * index + 3.5
     assert reads == [str(index) for index in (*range(STAGED), STAGED, 1)]
 
 
@@ -145,6 +147,23 @@ def test_array_with_a_harmed_file_is_refused_by_name(harm: str, words: str, tmp_
     with pytest.raises(CheckpointError, match=words) as caught:
         read(tmp_path / "a", grid)
     assert str(tmp_path / "a" / "c") in str(caught.value)
+
+
+@pytest.mark.parametrize("reads_on_demand", [False, True])
+def test_array_with_a_whole_chunk_of_another_place_is_refused_by_name(reads_on_demand: bool, tmp_path: Path) -> None:
+    grid = Grid.of((1000,), 100)
+    checksums = write(tmp_path / "a", grid, numbers(grid.shape), piece=1000)
+    assert torch.equal(read(tmp_path / "a", grid, checksums), numbers(grid.shape))
+    chunks = tmp_path / "a" / "c"
+    (chunks / "7").write_bytes((chunks / "3").read_bytes())
+    read(tmp_path / "a", grid)  # nobody noted what belongs there
+    with pytest.raises(CheckpointError, match="c/7 holds other bytes than were written there"):
+        if reads_on_demand:
+            with ChunkFiles(grid.chunk_elements, 2) as files:
+                reader = ArrayReader(files, StoredArray((tmp_path / "a").resolve(), grid, checksums))
+                reader.copy(0, torch.empty(1000))
+        else:
+            read(tmp_path / "a", grid, checksums)
 
 
 def test_write_of_more_chunks_than_buffers_waits_for_them(tmp_path: Path) -> None:

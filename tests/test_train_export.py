@@ -23,8 +23,9 @@ from megatier.data.tokenizer import byte_tokenizer
 from megatier.models import weights
 from megatier.models.decoder import build_skeleton, find_units
 from megatier.models.export import export
-from megatier.store.chunkfile import ChunkFiles
+from megatier.store.chunkfile import Chunk, ChunkFiles, StoredArray
 from megatier.train import checkpoint, checkpoint_writer
+from megatier.train.manifest import digest_of
 
 MOE = {**FAMILIES["qwen3_moe"], "model_type": "qwen3_moe", "head_dim": 16}
 """transformers holds the experts of a layer in two tensors; the hub has three for each."""
@@ -145,9 +146,9 @@ def test_export_reads_each_chunk_once(model: str, tmp_path: Path, monkeypatch: p
     run = trained(tmp_path / "run", model, output__export=False)
     begin, reads = ChunkFiles._begin_read, Counter[Path]()
 
-    def counted(self: ChunkFiles, path: Path, chunk_elements: int) -> Any:
-        reads[path] += 1
-        return begin(self, path, chunk_elements)
+    def counted(self: ChunkFiles, array: StoredArray, place: int, chunk: Chunk) -> Any:
+        reads[array.folder / chunk.key] += 1
+        return begin(self, array, place, chunk)
 
     monkeypatch.setattr(ChunkFiles, "_begin_read", counted)
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
@@ -235,7 +236,7 @@ def test_export_of_a_state_that_no_run_wrote_is_refused(
         tree = json.loads(stored)
         held = tree["attributes"]["megatier"]
         held["state"]["config"] = config
-        held["digest"] = checkpoint.digest_of(held["state"])
+        held["digest"] = digest_of({"state": held["state"], "manifest": held["manifest"]})
         path.write_text(json.dumps(tree))
         assert words in refused(run, tmp_path / "out", capsys)
 

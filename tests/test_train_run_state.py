@@ -94,6 +94,15 @@ def test_check_text_that_changed_is_refused() -> None:
         RunState.read(stored()).check_text({"num_tokens": 100, "crc32": 8})
 
 
+def test_check_text_compares_what_is_held_out_where_the_checkpoint_notes_it() -> None:
+    found = {**TEXT, "held_out": {"num_tokens": 9, "crc32": 1}}
+    RunState.read(stored()).check_text(found)
+    state = RunState.of(3, CONFIG, CPU, found)
+    state.check_text(found)
+    with pytest.raises(DataError, match="the text is not that of the checkpoint"):
+        state.check_text({**TEXT, "held_out": {"num_tokens": 9, "crc32": 2}})
+
+
 HARMS: list[tuple[tuple[str, ...], object]] = [
     (("step",), "3"),
     (("step",), -1),

@@ -27,7 +27,7 @@ from megatier.errors import ConfigError, SavepointError
 from megatier.store import chunkfile
 from megatier.store.tier import Tier
 from megatier.train import checkpoint, loop, savepoint
-from megatier.train.checkpoint import digest_of
+from megatier.train.manifest import digest_of
 from megatier.train.savepoint import Savepoint, drop_savepoint, resident_bytes, save_savepoint
 from megatier.train.session import Session
 
@@ -381,8 +381,8 @@ def flip_each_chunk(path: Path) -> None:
 
 
 def link(path: Path) -> None:
-    path.rename(path.with_name("elsewhere"))
-    path.symlink_to(path.with_name("elsewhere"))
+    path.rename(path.with_name(".elsewhere"))
+    path.symlink_to(path.with_name(".elsewhere"))
 
 
 def cut(path: Path) -> None:
@@ -420,6 +420,40 @@ def test_savepoint_that_is_damaged_is_refused_by_name(
         check_refused(kept, words, capsys)
 
 
+def test_savepoint_with_two_blocks_exchanged_is_refused_by_name(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each file has its own checksum, which does not say where it belongs."""
+    files: dict[int, list[Path]] = {}
+    for path in sorted(last(kept).glob("state/**/c/0")):
+        files.setdefault(path.stat().st_size, []).append(path)
+    one, other = next(paths[:2] for paths in files.values() if len(paths) > 1)
+    with put_back(one), put_back(other):
+        raw = one.read_bytes(), other.read_bytes()
+        assert raw[0] != raw[1]
+        one.write_bytes(raw[1])
+        other.write_bytes(raw[0])
+        check_refused(kept, "state/.*/c/0 holds other bytes than were written there", capsys)
+
+
+def test_savepoint_with_the_manifest_of_another_is_refused(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = last(kept) / "manifest.json"
+    with put_back(path):
+        stored = json.loads(path.read_text())
+        stored["manifest"]["step"] = stored["state"]["step"] = 2
+        stored["digest"] = digest_of({name: stored[name] for name in (*savepoint.FIELDS, "manifest")})
+        path.write_text(json.dumps(stored))
+        check_refused(kept, "is of another savepoint: that of step 2", capsys)
+
+
+def test_savepoint_of_an_older_version_is_gone_on_from(tmp_path: Path, whole: dict[str, Any]) -> None:
+    run = ended(tmp_path, settings_of(tmp_path, SPREAD))
+    path = run / "savepoints" / "step-00000004" / "manifest.json"
+    stored = json.loads(path.read_text())
+    found = {name: stored[name] for name in savepoint.FIELDS}
+    path.write_text(json.dumps({"format": savepoint.UNBOUND_FORMAT, "digest": digest_of(found), **found}))
+    assert main(["resume", str(run)]) == 0
+    assert outcome_of(run) == whole
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -442,7 +476,7 @@ def test_hostile_manifest_with_a_right_digest_is_refused(
         stored = json.loads(path.read_text())
         for name, value in changes.items():
             stored[name] = {**stored[name], **value} if isinstance(value, dict) and value else value
-        stored["digest"] = digest_of({name: stored[name] for name in savepoint.FIELDS})
+        stored["digest"] = digest_of({name: stored[name] for name in (*savepoint.FIELDS, "manifest")})
         path.write_text(json.dumps(stored))
         check_refused(kept, "", capsys)
 

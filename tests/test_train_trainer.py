@@ -92,7 +92,13 @@ def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 def test_train_run_leaves_config_metrics_and_model_and_nothing_else(tmp_path: Path) -> None:
     assert main(command(tmp_path, {"tiers.nvme": f"{tmp_path}:16MiB", "tiers.state": "nvme"})) == 0
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.jsonl", "data", "model"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "config.yaml",
+        "numbers.json",
+        "metrics.jsonl",
+        "data",
+        "model",
+    }
     assert list(leftovers(tmp_path)) == []
 
 

@@ -9,8 +9,11 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from types import FrameType
+from typing import Any
 
 from megatier.errors import MegatierError
+from megatier.train.stop import SIGNALS
 
 GROUPS = {
     "before a run": {
@@ -51,9 +54,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 a check failed, 2 an error, 130 interrupted.
 
     Args:
-        argv: words after the program's name; None: those of this process.
+        argv: words after the program's name; None: those of this process, which ends behind it. Signals are ignored
+            then; else they do what they did before.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    before = _catch_signals()
+    try:
+        try:
+            return _answer(words)
+        finally:
+            _handle(dict.fromkeys(before, _drop))
+    except KeyboardInterrupt:
+        if "--debug" in words:
+            raise
+        print("megatier: interrupted.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    finally:
+        # A signal while Python exits would be a traceback out of an exit handler.
+        _handle(before if argv is not None else dict.fromkeys(before, signal.SIG_IGN))
+
+
+def _answer(words: Sequence[str]) -> int:
+    """Run one command, and turn every error into a message."""
     debug = "--debug" in words
     try:
         code = _run([word for word in words if word != "--debug"])
@@ -63,11 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"megatier: error: {error}", file=sys.stderr)
         return EXIT_ERROR
-    except KeyboardInterrupt:
-        if debug:
-            raise
-        print("megatier: interrupted.", file=sys.stderr)
-        return EXIT_INTERRUPTED
     except RuntimeError as error:  # torch's, which is not loaded here
         if debug or not (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)):
             raise
@@ -90,10 +107,36 @@ def _run(words: Sequence[str]) -> int:
     if command not in COMMANDS:
         print(f"megatier: error: no command {command!r}; there are {', '.join(COMMANDS)}.", file=sys.stderr)
         return EXIT_ERROR
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is ended cleans up, as on Ctrl-C
     # Imported here, so that --help is fast and doctor runs where something else is broken.
     return int(importlib.import_module(f"megatier.cli.{command}").run(rest))
+
+
+Handlers = dict[signal.Signals, Any]
+
+
+def _catch_signals() -> Handlers:
+    """Let a job that is ended clean up, as on Ctrl-C; what was there before, of signals that are not ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    _handle(dict.fromkeys(before, _interrupt))
+    return before
+
+
+def _handle(handlers: Handlers) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """The first signal ends the command in order; another one would break off what cleans up behind it."""
+    _handle({each: _drop for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN})
+    raise KeyboardInterrupt
+
+
+def _drop(number: int, frame: FrameType | None) -> None:
+    """Not `SIG_IGN`: Python complains of a signal that came just before that was set."""
 
 
 def _version() -> str:

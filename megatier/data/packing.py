@@ -12,14 +12,14 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from megatier.config import DataConfig
@@ -27,10 +27,11 @@ from megatier.data import hub
 from megatier.data.conversation import Conversation
 from megatier.data.packer import MARK_BITS, Packer, columns_of
 from megatier.data.text import documents, read_rows
+from megatier.data.token_files import NOTE_FILE, Content, read_contents, write_note
 from megatier.errors import DataError
+from megatier.files import create_file, open_regular
 
-FINGERPRINT_BYTES = 16 << 20
-SETTINGS_FILE = "tokens.json"
+FILES = "train.tokens", "holdout.tokens"
 
 SHUFFLE_ROUNDS = 6
 """Feistel rounds; four already look random."""
@@ -47,6 +48,8 @@ class TokenSpan:
     num_tokens: int
     is_apart: bool
     """Positions start anew at each document, and so attention does."""
+    crc32: int
+    """Of the whole file."""
 
     def read(self, numbers: Sequence[int], length: int) -> dict[str, torch.Tensor]:
         """The sequences of these numbers, as `columns_of` gives them.
@@ -58,7 +61,7 @@ class TokenSpan:
         """
         rows = np.empty((len(numbers), length), self.dtype)
         try:
-            with self.path.open("rb") as file:
+            with os.fdopen(open_regular(self.path), "rb") as file:
                 for row, number in zip(rows, numbers, strict=True):
                     file.seek((self.start + number * length) * self.dtype.itemsize)
                     row[:] = np.frombuffer(file.read(length * self.dtype.itemsize), self.dtype)
@@ -83,6 +86,8 @@ class PackedText:
     seed: int
     vocabulary_size: int
     """Tokens of the tokenizer; every id is below."""
+    damaged: str | None = None
+    """The file that made it necessary to tokenise again."""
 
     @staticmethod
     def build(config: DataConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PackedText:
@@ -91,29 +96,20 @@ class PackedText:
         Raises:
             DataError: missing path, malformed line, no text, less than one sequence, or no room for the files.
         """
-        train_span, held_out_span = _split_few(*tokenise(config, tokenizer, directory), config)
+        train_span, held_out_span, damaged = tokenise(config, tokenizer, directory)
+        train_span, held_out_span = _split_few(train_span, held_out_span, config)
         if train_span.num_tokens < config.sequence_length:
             raise DataError(
                 f"the dataset has {train_span.num_tokens} tokens to train on, less than one sequence of "
                 f"{config.sequence_length}. Give it more text or lower data.sequence_length."
             )
-        return PackedText(train_span, held_out_span, config.sequence_length, config.seed, len(tokenizer))
+        return PackedText(train_span, held_out_span, config.sequence_length, config.seed, len(tokenizer), damaged)
 
-    @cached_property
+    @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint notes, which tells this text from another: tokens to train on and their CRC32.
-
-        Raises:
-            DataError: the file was removed from outside.
-        """
-        crc = 0
-        try:
-            with self.train.path.open("rb") as file:
-                while piece := file.read(FINGERPRINT_BYTES):
-                    crc = zlib.crc32(piece, crc)
-        except OSError as error:
-            raise DataError(f"cannot read tokens from {self.train.path}: {error.strerror}.") from error
-        return {"num_tokens": self.num_tokens, "crc32": crc}
+        """What a checkpoint notes, which tells this text from another: tokens to train on and held out, their CRC32."""
+        held_out = {"num_tokens": self.held_out.num_tokens, "crc32": self.held_out.crc32}
+        return {"num_tokens": self.num_tokens, "crc32": self.train.crc32, "held_out": held_out}
 
     @property
     def num_tokens(self) -> int:
@@ -142,30 +138,33 @@ class PackedText:
         return self.held_out.batches(batch, self.sequence_length)
 
 
-def tokenise(config: DataConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> tuple[TokenSpan, TokenSpan]:
+def tokenise(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, directory: Path
+) -> tuple[TokenSpan, TokenSpan, str | None]:
     """The dataset in two files of tokens, to train on and held out; of a stream what is held out alone.
 
-    What is there already is taken, where `tokens.json` beside it says that it was made by the same settings.
+    What is there already is taken, where `tokens.json` beside it says that it was made by the same settings, and the
+    files are those that were made. Last of all comes the file that was damaged, if that is why they were made again.
 
     Raises:
-        DataError: missing path, malformed line, no text, or no room for the files.
+        DataError: missing path, malformed line, no text, no room for the files, or something else in their place.
     """
     is_small = len(tokenizer) <= 1 << (16 - MARK_BITS)
     dtype: np.dtype[np.unsignedinteger] = np.dtype(np.uint16 if is_small else np.uint32)
-    paths = directory / "train.tokens", directory / "holdout.tokens"
+    settings = settings_of(config, tokenizer)
     try:
-        made, settings = directory / SETTINGS_FILE, settings_of(config, tokenizer)
-        if not all(path.exists() for path in (*paths, made)) or made.read_text("utf-8") != settings:
-            made.unlink(missing_ok=True)
-            _write_tokens(config, tokenizer, dtype, *paths)
-            made.write_text(settings, "utf-8")
+        contents, damaged = read_contents(directory, settings, FILES)
+        if contents is None:
+            (directory / NOTE_FILE).unlink(missing_ok=True)
+            contents = _write_tokens(config, tokenizer, dtype, directory)
+            write_note(directory, settings, FILES, contents)
     except OSError as error:
         raise DataError(f"cannot write tokens to {directory}: {error.strerror}.") from error
-    sizes = [path.stat().st_size // dtype.itemsize for path in paths]
     train, held_out = (
-        TokenSpan(path, dtype, 0, size, config.is_apart) for path, size in zip(paths, sizes, strict=True)
+        TokenSpan(directory / name, dtype, 0, content.num_bytes // dtype.itemsize, config.is_apart, content.crc32)
+        for name, content in zip(FILES, contents, strict=True)
     )
-    return train, held_out
+    return train, held_out, damaged
 
 
 def num_real_tokens(batch: Mapping[str, torch.Tensor]) -> int:
@@ -187,24 +186,42 @@ def settings_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _write_tokens(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, dtype: np.dtype[Any], train: Path, held_out: Path
-) -> None:
-    """Tokenise into two files, which get their names when both are whole and on the drive."""
-    train.parent.mkdir(parents=True, exist_ok=True)
-    partial = [path.with_name(f"{path.name}.partial") for path in (train, held_out)]
-    with partial[0].open("wb") as to_train, partial[1].open("wb") as to_held_out:
-        packers = [(Packer(config, tokenizer), file) for file in (to_train, to_held_out)]
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, dtype: np.dtype[Any], directory: Path
+) -> list[Content]:
+    """Tokenise into two files, which get their names when both are whole and on the drive; what is in each."""
+    directory.mkdir(parents=True, exist_ok=True)
+    partial = [directory / f"{name}.partial" for name in FILES]
+    with create_file(partial[0]) as to_train, create_file(partial[1]) as to_held_out:
+        writers = [_TokenWriter(file, dtype, Packer(config, tokenizer)) for file in (to_train, to_held_out)]
         for is_for_evaluation, document in _sorted_out(config):
-            packer, file = packers[is_for_evaluation]
-            for piece in packer.lay(document):
-                piece.astype(dtype).tofile(file)
-        for packer, file in packers:
-            for piece in packer.end():
-                piece.astype(dtype).tofile(file)
-            file.flush()
-            os.fsync(file.fileno())
-    for path, name in zip(partial, (train, held_out), strict=True):
-        path.rename(name)
+            writer = writers[is_for_evaluation]
+            writer.write(writer.packer.lay(document))
+        for writer in writers:
+            writer.write(writer.packer.end())
+            writer.file.flush()
+            os.fsync(writer.file.fileno())
+    for path, name in zip(partial, FILES, strict=True):
+        path.rename(directory / name)
+    return [Content(writer.num_bytes, writer.crc32) for writer in writers]
+
+
+@dataclass(slots=True)
+class _TokenWriter:
+    """One of the files, and what was written to it."""
+
+    file: IO[bytes]
+    dtype: np.dtype[Any]
+    packer: Packer
+    num_bytes: int = 0
+    crc32: int = 0
+
+    def write(self, pieces: Iterable[NDArray[np.int64]]) -> None:
+        """Append marked tokens."""
+        for piece in pieces:
+            raw = piece.astype(self.dtype).tobytes()
+            self.file.write(raw)
+            self.num_bytes += len(raw)
+            self.crc32 = zlib.crc32(raw, self.crc32)
 
 
 def _sorted_out(config: DataConfig) -> Iterator[tuple[bool, str | Conversation]]:

@@ -70,7 +70,11 @@ class Position:
 
 
 class TextStream:
-    """Training sequences of a stream, in order, and held-out ones. Use as a context: its thread ends with it."""
+    """Training sequences of a stream, in order, and held-out ones. Use as a context: its thread ends with it.
+
+    Attributes:
+        damaged: the file that made it necessary to tokenise again what is held out, if one did.
+    """
 
     def __init__(
         self,
@@ -100,7 +104,8 @@ class TextStream:
         self._checks = not accepts_changes
         pinned = replace(config, revision=commit or config.revision)
         self._dataset, self._commit = hub.stream(pinned, config.split)
-        _, self._held_out = tokenise(replace(pinned, revision=self._commit), tokenizer, directory)
+        _, self._held_out, self.damaged = tokenise(replace(pinned, revision=self._commit), tokenizer, directory)
+        self._check_held_out(state)
         if config.holdout_split is None and config.holdout_rows:  # with none, skip would still keep the shards' order
             self._dataset = self._dataset.skip(config.holdout_rows)
         self._sequences = self._read_sequences(self._position)
@@ -119,7 +124,8 @@ class TextStream:
     @property
     def state(self) -> dict[str, Any]:
         """What a checkpoint notes: where the last batch ended, and of which stream."""
-        return {"settings": self._settings, "commit": self._commit, "position": asdict(self._position)}
+        found = {"settings": self._settings, "commit": self._commit, "position": asdict(self._position)}
+        return {**found, "held_out": self._held_out.crc32}
 
     def batch(self, step: int, batch: int) -> dict[str, torch.Tensor]:
         """The next sequences, as `columns_of` gives them.
@@ -152,6 +158,13 @@ class TextStream:
             "the stream is not that of the checkpoint: its dataset, settings, tokenizer or chat template are others. "
             "Bring the old ones back, or add --accept-changes to begin the new stream."
         )
+
+    def _check_held_out(self, state: Mapping[str, Any] | None) -> None:
+        if state is not None and self._checks and state.get("held_out", self._held_out.crc32) != self._held_out.crc32:
+            raise DataError(
+                f"the rows of {self._config.dataset} that are held out are not those of the checkpoint. Bring the old "
+                "ones back, or add --accept-changes to evaluate on these."
+            )
 
     def _take(self, batch: int) -> list[tuple[NDArray[np.int64], Position]]:
         return list(itertools.islice(self._sequences, batch))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +47,16 @@ from megatier.models.frozen import freeze
 from megatier.models.weights import Checkpoint, resolve
 from megatier.schedule.trace import TraceEvent, write_trace
 from megatier.store.layout import TensorSlice
-from megatier.train.checkpoint import checkpoints, last_checkpoint, read_state, remove, restore, step_of
+from megatier.train.checkpoint import (
+    UNBOUND,
+    checkpoints,
+    is_bound,
+    last_checkpoint,
+    read_state,
+    remove,
+    restore,
+    step_of,
+)
 from megatier.train.checkpoint_writer import CheckpointWriter
 from megatier.train.export import SHARD_BYTES
 from megatier.train.process import share_interpreter
@@ -410,6 +420,8 @@ class Streamed:
         settings = read_state(checkpoint).get("streamed")
         if not isinstance(settings, list):
             raise CheckpointError(f"{checkpoint} is of a `megatier train` run; go on with `megatier resume`.")
+        if not is_bound(checkpoint):
+            warnings.warn(UNBOUND.format(checkpoint), stacklevel=2)
         restore(self._session, checkpoint)
         self.optimizer.take_saved_settings(settings)
         self.steps = step_of(checkpoint)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatier.errors import TransferError
+from megatier.files import open_regular
 from megatier.schedule.timeline import Access
 from megatier.store.transfer import Instant, Transfer
 
@@ -148,6 +150,7 @@ def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -
         for lane, track in lanes.items()
     ]
     try:
-        path.write_text(json.dumps({"traceEvents": [*names, *rows]}), encoding="utf-8")
+        with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(json.dumps({"traceEvents": [*names, *rows]}).encode())
     except OSError as error:
         raise TransferError("writing the trace", "disk", str(path), 0, error.errno or 0) from error

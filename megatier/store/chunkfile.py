@@ -98,6 +98,17 @@ class Grid:
                 yield Chunk(key, (number * size + first) * row, min(self.rows, size - first) * row)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """Where an array lies, and what was written there."""
+
+    folder: Path
+    """Resolved already: no link may lead out of it."""
+    grid: Grid
+    checksums: Sequence[int] | None = None
+    """CRC32C of each chunk, by its place; None: nobody noted them."""
+
+
 @dataclass(slots=True, eq=False)
 class Staged:
     """A staging buffer, and the file that it goes to or comes from."""
@@ -109,6 +120,8 @@ class Staged:
     """Descriptors: one to write; two to read, of which the second knows no O_DIRECT."""
     num_bytes: int = 0
     """Of the file."""
+    expected: int | None = None
+    """CRC32C of what was written at this place, if that was noted."""
     batch: _native.Batch | None = None
 
     def values(self, num_elements: int) -> Tensor:
@@ -124,10 +137,13 @@ class Staged:
         """uint8 [4], where the file's checksum lies."""
         return self.buffer[self.num_bytes - CRC_BYTES : self.num_bytes]
 
-    def computed_crc(self) -> Tensor:
-        """uint8 [4], little endian."""
-        found = _native.crc32c(self.buffer.data_ptr(), self.num_bytes - CRC_BYTES)
-        return torch.tensor(list(found.to_bytes(CRC_BYTES, "little")), dtype=torch.uint8)
+    def computed_crc(self) -> int:
+        """Of the file's bytes before it."""
+        return _native.crc32c(self.buffer.data_ptr(), self.num_bytes - CRC_BYTES)
+
+    def stored_crc(self) -> int:
+        """As it lies in the file, little endian."""
+        return int.from_bytes(self.crc().numpy().tobytes(), "little")
 
 
 class ChunkFiles:
@@ -164,15 +180,19 @@ class ChunkFiles:
             self._finish_write()
         return self._free.popleft()
 
-    def write(self, staged: Staged, path: Path, num_elements: int, chunk_elements: int) -> None:
+    def write(self, staged: Staged, path: Path, num_elements: int, chunk_elements: int) -> int:
         """Start writing a buffer, of which num_elements are filled, to a new file; the rest of the chunk becomes zeros.
+
+        Returns:
+            The CRC32C that the file ends with.
 
         Raises:
             TransferError: the file cannot be created.
         """
         staged.values(chunk_elements)[num_elements:] = 0
         staged.path, staged.num_bytes = path, 4 * chunk_elements + CRC_BYTES
-        staged.crc().copy_(staged.computed_crc())
+        checksum = staged.computed_crc()
+        staged.crc().copy_(torch.tensor(list(checksum.to_bytes(CRC_BYTES, "little")), dtype=torch.uint8))
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             staged.files.append(_create(path))
@@ -180,6 +200,7 @@ class ChunkFiles:
             raise _failed("creating", path, 0, error.errno) from error
         self._flying.append(staged)
         self._submit(staged, [(staged.files[0], 0, staged.buffer.data_ptr(), round_up(staged.num_bytes))], write=True)
+        return checksum
 
     def flush(self) -> None:
         """Wait until everything is written.
@@ -191,30 +212,30 @@ class ChunkFiles:
             self._finish_write()
 
     def read(
-        self, arrays: Sequence[tuple[Path, Grid]], wanted: Sequence[tuple[int, int]] | None = None
+        self, arrays: Sequence[StoredArray], wanted: Sequence[tuple[int, int]] | None = None
     ) -> Iterator[tuple[int, int, Tensor]]:
         """(which array, first element, fp32 [n]), each array from front to back; valid until the next is asked for.
 
         Args:
-            arrays: folder and grid of each. Folders are resolved already: no link may lead out of them.
+            arrays: where they lie.
             wanted: elements [start, stop) of each; None: all of them.
 
         Raises:
-            DamagedCheckpointError: a file is missing, of another size, no plain file in this folder, or damaged.
+            DamagedCheckpointError: a file is missing, of another size, no plain file in this folder, damaged, or not
+                the one that was written at its place.
             TransferError: the drive failed.
         """
-        bounds = [(0, math.prod(grid.shape)) for _, grid in arrays] if wanted is None else wanted
+        bounds = [(0, math.prod(array.grid.shape)) for array in arrays] if wanted is None else wanted
         chunks = [
-            (index, chunk)
-            for index, ((_, grid), (start, stop)) in enumerate(zip(arrays, bounds, strict=True))
-            for chunk in grid.chunks()
+            (index, place, chunk)
+            for index, (array, (start, stop)) in enumerate(zip(arrays, bounds, strict=True))
+            for place, chunk in enumerate(array.grid.chunks())
             if start < chunk.start + chunk.num_elements and chunk.start < stop
         ]
         waiting, reading = iter(chunks), deque[Staged]()
-        for index, chunk in chunks:
+        for index, _, chunk in chunks:
             while self._free and (ahead := next(waiting, None)) is not None:
-                folder, grid = arrays[ahead[0]]
-                reading.append(self._begin_read(folder / ahead[1].key, grid.chunk_elements))
+                reading.append(self._begin_read(arrays[ahead[0]], ahead[1], ahead[2]))
             staged = reading.popleft()
             self._finish_read(staged)
             first = max(bounds[index][0], chunk.start)
@@ -222,24 +243,31 @@ class ChunkFiles:
             yield index, first, values[first - chunk.start :]
             self._free.append(staged)
 
-    def fetch(self, path: Path, chunk_elements: int) -> Tensor:
-        """One chunk, fp32 [chunk_elements] with its padding; not read again before as many others as there are buffers.
+    def fetch(self, array: StoredArray, place: int, chunk: Chunk) -> Tensor:
+        """One chunk, fp32 with its padding; not read again before as many others as there are buffers.
+
+        Args:
+            array: where it lies.
+            place: which one of the array it is.
+            chunk: of this place.
 
         Raises:
             DamagedCheckpointError, TransferError: as in `read`.
         """
+        path = array.folder / chunk.key
         staged = next((staged for staged in self._free if staged.path == path), None)
         if staged is None:
-            staged = self._begin_read(path, chunk_elements)  # into the buffer that was not used for longest
+            staged = self._begin_read(array, place, chunk)  # into the buffer that was not used for longest
             self._finish_read(staged)
         else:
             self._free.remove(staged)
         self._free.append(staged)
-        return staged.values(chunk_elements)
+        return staged.values(array.grid.chunk_elements)
 
-    def _begin_read(self, path: Path, chunk_elements: int) -> Staged:
-        staged = self._free.popleft()
-        staged.path, staged.num_bytes = path, 4 * chunk_elements + CRC_BYTES
+    def _begin_read(self, array: StoredArray, place: int, chunk: Chunk) -> Staged:
+        staged, path = self._free.popleft(), array.folder / chunk.key
+        staged.path, staged.num_bytes = path, 4 * array.grid.chunk_elements + CRC_BYTES
+        staged.expected = None if array.checksums is None else array.checksums[place]
         try:
             if os.path.realpath(path) != str(path):
                 raise DamagedCheckpointError(str(path), "leads out of its checkpoint by a link; it was not read")
@@ -263,8 +291,12 @@ class ChunkFiles:
         self._flying.remove(staged)
         staged.close()
         _check(staged, "reading")
-        if not torch.equal(staged.crc(), staged.computed_crc()):
+        if (found := staged.stored_crc()) != staged.computed_crc():
             raise DamagedCheckpointError(str(staged.path), "is damaged: its checksum is not that of its bytes")
+        # A write that a drive misdirected or lost leaves whole bytes of another place or time, with their own checksum.
+        if staged.expected is not None and found != staged.expected:
+            what = f"holds other bytes than were written there: their checksum is {found:#010x}, noted"
+            raise DamagedCheckpointError(str(staged.path), f"{what} is {staged.expected:#010x}")
 
     def _finish_write(self) -> None:
         staged = self._flying[0]
@@ -295,6 +327,8 @@ class ArrayWriter:
         self._chunks, self._chunk = grid.chunks(), Chunk("", 0, 0)
         self._staged: Staged | None = None
         self._filled = 0
+        self.checksums: list[int] = []
+        """CRC32C of each chunk that was filled."""
 
     def rooms(self, num_elements: int) -> Iterator[tuple[int, Tensor]]:
         """Buffers for the next elements, fp32 [n] each, with the first's number among them; filled by the caller.
@@ -311,17 +345,17 @@ class ArrayWriter:
             self._filled, done = self._filled + count, done + count
             if self._filled == self._chunk.num_elements:
                 path, whole = self._folder / self._chunk.key, self._grid.chunk_elements
-                self._files.write(self._staged, path, self._filled, whole)
+                self.checksums.append(self._files.write(self._staged, path, self._filled, whole))
                 self._staged = None
 
 
 class ArrayReader:
     """One array, read in any order, each chunk once if that is from its first element to its last."""
 
-    def __init__(self, files: ChunkFiles, folder: Path, grid: Grid) -> None:
-        """Nothing is read. The folder is resolved already, as for `ChunkFiles.read`."""
-        self._files, self._folder, self._grid = files, folder, grid
-        self._chunks = list(grid.chunks())
+    def __init__(self, files: ChunkFiles, array: StoredArray) -> None:
+        """Nothing is read."""
+        self._files, self._array = files, array
+        self._chunks = list(array.grid.chunks())
 
     def copy(self, first: int, target: Tensor) -> None:
         """Copy elements from `first` on into fp32 [n].
@@ -332,7 +366,7 @@ class ArrayReader:
         stop = first + target.numel()
         index = bisect_right(self._chunks, first, key=lambda chunk: chunk.start) - 1
         while index < len(self._chunks) and (chunk := self._chunks[index]).start < stop:
-            values = self._files.fetch(self._folder / chunk.key, self._grid.chunk_elements)
+            values = self._files.fetch(self._array, index, chunk)
             lower, upper = max(first, chunk.start), min(stop, chunk.start + chunk.num_elements)
             target[lower - first : upper - first] = values[lower - chunk.start : upper - chunk.start]
             index += 1

@@ -1,26 +1,25 @@
 """Checkpoints: a run's state as named fp32 arrays in Zarr v3, whole or not there, whatever tier each byte came from.
 
-    step-00000100/                       a Zarr group; its attribute "megatier" holds what is no array (`RunState`)
+    step-00000100/                       a Zarr group; its attribute "megatier" holds what is no array (`RunState`), and
+                                         the manifest: the checksum of each other file by its place
         params/<name>                    master weights; of what is frozen, those that it computes with
         exp_avg/<name>, exp_avg_sq/<name>   of what is trained
 
 Names are those of the model's parameters; a tied one comes once. `zarr.open_group(path)["params/lm_head.weight"][:]`
 reads a tensor.
 
-A checkpoint is written (`checkpoint_writer`) under a hidden name and renamed when all of it is on the drive. Nothing is
-unpickled; a path is made of the model's own names alone.
+A checkpoint is written (`checkpoint_writer`) under a hidden name, the attribute last, and renamed when all of it is on
+the drive. Nothing is unpickled; a path is made of the model's own names alone.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,18 +29,18 @@ from torch import Tensor
 
 from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, MegatierError, TransferError
 from megatier.models.decoder import Unit
-from megatier.store.chunkfile import ArrayReader, ChunkFiles, Grid
+from megatier.store.chunkfile import ArrayReader, ChunkFiles, Grid, StoredArray
 from megatier.store.layout import TensorSlice
 from megatier.store.tier import Kind
+from megatier.train.manifest import METADATA_FILE, Manifest, digest_of, read_json
 from megatier.train.run_directory import CHECKPOINT_FOLDER
 from megatier.train.session import Session
 
 ARRAYS = {"params": Kind.WEIGHT, "exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
-FORMAT = 2
+FORMAT = 3
+UNBOUND_FORMAT = 2
+"""Written before there were manifests."""
 NUM_THREADS = 4
-METADATA_FILE = "zarr.json"
-METADATA_BYTES_MAX = 16 << 20
-"""More is no metadata of ours."""
 NAME = re.compile(r"step-(\d{8,})")
 WRITING, REMOVING = ".partial", ".removed"
 """Ends of hidden names: a checkpoint that is not whole yet, and one that is not whole any more."""
@@ -188,43 +187,82 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is no checkpoint of ours, or damaged.
     """
-    found = read_json(path / METADATA_FILE).get("attributes", {})
+    return _read_root(path)[0]
+
+
+def is_bound(path: Path) -> bool:
+    """Whether each chunk is compared with what was written at its place; those of older versions have no manifest.
+
+    Raises:
+        CheckpointError: as `read_state`.
+    """
+    return _read_root(path)[1] is not None
+
+
+UNBOUND = "{} was written by an older version: damage of a chunk is found, but not one that took another's place"
+"""What is said where a run or an export reads one."""
+
+
+def _read_root(path: Path) -> tuple[dict[str, Any], Manifest | None]:
+    """State and manifest; None: it is of an older version."""
+    file = path / METADATA_FILE
+    found = read_json(file).get("attributes", {})
     found = found.get("megatier") if isinstance(found, dict) else None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(found, dict) or found.get("format") not in (FORMAT, UNBOUND_FORMAT):
         raise CheckpointError(f"{path} is no checkpoint that this version of megatier reads (format {FORMAT}).")
-    state = found.get("state")
-    if not isinstance(state, dict) or found.get("digest") != digest_of(state):
-        raise CheckpointError(f"{path / METADATA_FILE} is damaged: its digest is not that of its state.")
-    return state
+    manifest, state = None, found.get("state")
+    digested: Any = state
+    if found["format"] == FORMAT:
+        manifest = Manifest.read(file, found.get("manifest"))
+        digested = {"state": state, "manifest": found["manifest"]}
+    elif any(read_json(path / name / METADATA_FILE).get("attributes") for name in ARRAYS):
+        raise DamagedCheckpointError(str(file), "is of an older checkpoint than the arrays beside it")
+    if not isinstance(state, dict) or found.get("digest") != digest_of(digested):
+        raise CheckpointError(f"{file} is damaged: its digest is not that of its state.")
+    if manifest is not None and NAME.fullmatch(path.name) and manifest.step != step_of(path):
+        raise DamagedCheckpointError(str(file), f"is of another checkpoint: that of step {manifest.step}")
+    return state, manifest
 
 
-def digest_of(state: Mapping[str, Any]) -> str:
-    """Of plain JSON, the same before and after it was stored. Chunks have their own checksums."""
-    return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
+def _open_arrays(path: Path, shapes: dict[tuple[str, str], tuple[int, ...]]) -> dict[tuple[str, str], StoredArray]:
+    """Arrays that are about to be read, by group and parameter, with the checksums of their chunks.
+
+    Raises:
+        CheckpointError: metadata is not what this model asks for, or not of this checkpoint.
+    """
+    root, manifest = path.resolve(), _read_root(path)[1]
+    grids = {place: _grid(root.joinpath(*place), shape) for place, shape in shapes.items()}
+    if manifest is None:
+        return {place: StoredArray(root.joinpath(*place), grid) for place, grid in grids.items()}
+    manifest.check_folder(root, "", (METADATA_FILE,))
+    for name in ARRAYS:
+        manifest.check_metadata(root, name)
+        manifest.check_folder(root, name, (METADATA_FILE,))
+    return {place: manifest.array(root, "/".join(place), grid) for place, grid in grids.items()}
 
 
 def restore(session: Session, path: Path) -> None:
     """Fill the whole state of a run.
 
     Raises:
-        CheckpointError: the arrays are not those of this model, or damaged.
+        CheckpointError: the arrays are not those of this model or checkpoint, or damaged.
         TransferError: the drive failed.
     """
-    root, arrays = path.resolve(), arrays_of(session.units)
-    for name, parameter in arrays:
+    root, shapes = path.resolve(), arrays_of(session.units)
+    for name, parameter in shapes:
         if not (root / name / parameter).exists() and (root / "params" / parameter).exists():
             raise CheckpointError(
                 f"{path} has no moments of {parameter}, which was frozen in its run. Freeze it as before, or export "
                 "the checkpoint and begin a run with that model."
             )
-    grids = {(name, parameter): _grid(root / name / parameter, shape) for (name, parameter), shape in arrays.items()}
-    with _files(grids.values()) as files:
+    arrays = _open_arrays(path, shapes)
+    with _files(arrays.values()) as files:
         for unit in session.units:
             for name, kind in ARRAYS.items():
                 planes = session.master_kinds if kind is Kind.WEIGHT else (kind,)
                 if not (tensors := tensors_of(unit, name)):
                     continue
-                places = [(root / name / tensor.name, grids[name, tensor.name]) for tensor in tensors]
+                places = [arrays[name, tensor.name] for tensor in tensors]
                 pieces = files.read(places, [tensor.elements for tensor in tensors])
                 session.fill(unit, planes, ((tensors[i].place(first), values) for i, first, values in pieces))
     session.player.drain()
@@ -237,13 +275,12 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
     Through STAGED chunks: asked in the order of a unit's elements, each chunk is read once.
 
     Raises:
-        CheckpointError: the arrays are not those of this model, or damaged.
+        CheckpointError: the arrays are not those of this model or checkpoint, or damaged.
         TransferError: the drive failed.
     """
-    root = path.resolve() / "params"
-    grids = {name: _grid(root / name, shape) for name, shape in parameter_shapes(units).items()}
-    with _files(grids.values()) as files:
-        readers = {name: ArrayReader(files, root / name, grid) for name, grid in grids.items()}
+    arrays = _open_arrays(path, {("params", name): shape for name, shape in parameter_shapes(units).items()})
+    with _files(arrays.values()) as files:
+        readers = {name: ArrayReader(files, array) for (_, name), array in arrays.items()}
 
         def read(unit: Unit, start: int, stop: int) -> Tensor:
             values = torch.zeros(stop - start)
@@ -257,8 +294,8 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
         yield read
 
 
-def _files(grids: Iterable[Grid]) -> ChunkFiles:
-    return ChunkFiles(max(grid.chunk_elements for grid in grids), NUM_THREADS)
+def _files(arrays: Iterable[StoredArray]) -> ChunkFiles:
+    return ChunkFiles(max(array.grid.chunk_elements for array in arrays), NUM_THREADS)
 
 
 def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:
@@ -285,27 +322,6 @@ def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:
                 f"{folder}: {key} is {str(found.get(key))[:200]}; this run's model and format ask for {value}."
             )
     return grid
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object that a file of a checkpoint holds.
-
-    Raises:
-        DamagedCheckpointError: it cannot be read, or holds none.
-    """
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(file, "rb") as stream:
-            text = stream.read(METADATA_BYTES_MAX + 1)
-    except OSError as error:
-        raise DamagedCheckpointError(str(path), f"cannot be read: {os.strerror(error.errno or 0)}") from error
-    try:
-        found = json.loads(text[:METADATA_BYTES_MAX])
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(str(path), "is damaged: it is no JSON") from error
-    if not isinstance(found, dict):
-        raise DamagedCheckpointError(str(path), "is damaged: it holds no JSON object")
-    return found
 
 
 @contextmanager

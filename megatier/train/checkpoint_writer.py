@@ -40,18 +40,18 @@ from megatier.store.transfer import Transfer
 from megatier.train.checkpoint import (
     ARRAYS,
     FORMAT,
-    METADATA_FILE,
     WRITING,
     arrays_of,
     becoming,
     check_room,
     checkpoint_bytes,
-    digest_of,
     parameter_shapes,
     prune,
     remove_leftovers,
+    sync,
     tensors_of,
 )
+from megatier.train.manifest import METADATA_FILE, Manifest, checksum_of, digest_of, read_bytes
 from megatier.train.session import Session
 
 RUN_ELEMENTS = 2 << 20
@@ -87,7 +87,7 @@ class CheckpointWriter:
         self._session, self._folder, self._num_kept = session, folder, num_kept
         self._target = folder / f"step-{step:08d}"
         self._partial = folder / f".{self._target.name}{WRITING}"
-        self._attributes = {"format": FORMAT, "state": dict(state), "digest": digest_of(state)}
+        self._state = dict(state)
         self._opened = ExitStack()
         self._writers: list[_PlaneWriter] = []
         self._began = time.perf_counter()
@@ -143,13 +143,15 @@ class CheckpointWriter:
     def _finish(self, last: Transfer) -> None:
         """Make it whole, or leave nothing of it."""
         with becoming(self._partial, self._target, "a checkpoint"):
+            writers = list(self._writers)
             try:
                 last.wait()
-                for writer in self._writers:
+                for writer in writers:
                     writer.files.flush()
             finally:
                 self._opened.close()
-            write_metadata(self._partial, self._session.units, self._attributes)
+            chunks = {node: values for writer in writers for node, values in writer.checksums.items()}
+            _write_metadata(self._partial, self._session.units, self.step, self._state, chunks)
         if self._num_kept is not None:
             prune(self._folder, self._num_kept)
         self.seconds = time.perf_counter() - self._began
@@ -201,6 +203,8 @@ class _PlaneWriter:
         self._buffers, self._weight_dtype = buffers, session.engine.options.dtype
         self._arrays: dict[str, ArrayWriter] = {}
         """Of parameters that are not whole yet."""
+        self.checksums: dict[str, list[int]] = {}
+        """Of each chunk, by the path of its array."""
 
     def write(self, unit: Unit, generation: Generation) -> None:
         """All of a unit's elements into chunks, the last of which may still be on their way to the drive."""
@@ -218,6 +222,7 @@ class _PlaneWriter:
         array = self._arrays.pop(tensor.name, None)
         if array is None:
             array = ArrayWriter(self.files, self._folder / tensor.name, Grid.of(tensor.parameter_shape))
+            self.checksums[f"{self._name}/{tensor.name}"] = array.checksums
         if tensor.elements[1] < math.prod(tensor.parameter_shape):
             self._arrays[tensor.name] = array
         return array
@@ -284,16 +289,43 @@ def _copy_fp32(planes: Sequence[Tensor], first: int, target: Tensor) -> None:
         target.copy_(source)
 
 
-def write_metadata(folder: Path, units: Sequence[Unit], attributes: Mapping[str, Any]) -> None:
-    """All of a checkpoint but its chunks, in a folder that may hold these already."""
+def _write_metadata(
+    folder: Path, units: Sequence[Unit], step: int, state: Mapping[str, Any], chunks: Mapping[str, Sequence[int]]
+) -> None:
+    """All of a checkpoint but its chunks, in a folder that may hold these already; last of all what binds them.
+
+    Args:
+        folder: of the checkpoint.
+        units: of the model.
+        step: the last one.
+        state: what is no array.
+        chunks: checksums, by the path of their array.
+
+    Raises:
+        OSError: the drive failed.
+    """
     import zarr  # slow to import, and most of a run does without
+
+    root = zarr.create_group(store=str(folder), zarr_format=3)
+    # The second place that says there is a manifest: an older group's metadata over the root's would deny it.
+    groups = {name: root.create_group(name, attributes={"megatier": {"format": FORMAT}}) for name in ARRAYS}
+    _create_arrays(folder, groups, arrays_of(units))
+    checksums = {name: [checksum_of(read_bytes(folder / name / METADATA_FILE))] for name in ARRAYS}
+    for node, values in sorted(chunks.items()):
+        checksums[node] = [checksum_of(read_bytes(folder / node / METADATA_FILE)), *values]
+    manifest = Manifest(step, checksums).to_dict()
+    digest = digest_of({"state": state, "manifest": manifest})
+    sync(folder)  # the manifest says that these files are there
+    root.update_attributes({"megatier": {"format": FORMAT, "state": state, "manifest": manifest, "digest": digest}})
+
+
+def _create_arrays(folder: Path, groups: Mapping[str, Any], shapes: Mapping[tuple[str, str], tuple[int, ...]]) -> None:
+    """Metadata of arrays, by group and parameter."""
     from zarr.codecs import BytesCodec, Crc32cCodec
 
-    root = zarr.create_group(store=str(folder), zarr_format=3, attributes={"megatier": dict(attributes)})
-    groups = {name: root.create_group(name) for name in ARRAYS}
     like: dict[tuple[int, ...], Path] = {}
     """Metadata of each shape: arrays of one shape have the same, and zarr needs milliseconds for it."""
-    for (name, parameter), shape in arrays_of(units).items():
+    for (name, parameter), shape in shapes.items():
         path = folder / name / parameter / METADATA_FILE
         if shape in like:
             path.parent.mkdir(mode=0o700, exist_ok=True)

@@ -14,7 +14,7 @@ from megatier.data.tokenizer import load_tokenizer
 from megatier.errors import CheckpointError, DamagedCheckpointError, mib
 from megatier.models.decoder import Unit, find_units
 from megatier.models.export import export
-from megatier.train.checkpoint import find_checkpoint, open_masters, read_state
+from megatier.train.checkpoint import UNBOUND, find_checkpoint, is_bound, open_masters, read_state
 from megatier.train.history import read_what_there_is
 from megatier.train.run_directory import METRICS_FILE, MODEL_FOLDER
 from megatier.train.run_state import RunState
@@ -44,6 +44,8 @@ def export_checkpoint(
     checkpoint = find_checkpoint(path)
     console.print(f"from {checkpoint}", markup=False, highlight=False, soft_wrap=True)
     state = RunState.read(read_state(checkpoint))
+    if not is_bound(checkpoint):
+        console.print(UNBOUND.format(checkpoint.name), markup=False, highlight=False, soft_wrap=True)
     _mention_later_steps(console, path, state.step)
     config = from_dict(state.config)
     model, _ = open_model(config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from megatier.errors import ConfigError
+from megatier.files import open_regular
 from megatier.schedule.forecast import Forecast
 from megatier.store.tier import STATE_KINDS, Kind
 from megatier.train.report import TierState
@@ -143,7 +145,7 @@ def read_history(path: Path) -> History:
     """
     history = History()
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             for number, line in enumerate(file, 1):
                 try:
                     history.add(json.loads(line))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
 from megatier.errors import REMEDIES, ConfigError
+from megatier.files import open_regular, read_regular, replace_file
 
 
 class MetricsLog:
@@ -23,7 +25,7 @@ class MetricsLog:
         """
         self._path = path
         try:
-            self._file: IO[bytes] = path.open("ab", buffering=0)
+            self._file: IO[bytes] = _append_to(path)
             if not _ends_whole(path):
                 self._file.write(b"\n")
         except OSError as error:
@@ -48,14 +50,12 @@ class MetricsLog:
         Raises:
             ConfigError: the drive is full or gone.
         """
-        partial = self._path.with_name(f".{self._path.name}.partial")
         try:
-            lines = self._path.read_bytes().splitlines(keepends=True)
+            lines = read_regular(self._path).splitlines(keepends=True)
             steps = [_step_of(line) for line in lines]
-            partial.write_bytes(b"".join(line for line, its in zip(lines, steps, strict=True) if its <= step))
-            partial.rename(self._path)
+            replace_file(self._path, b"".join(line for line, its in zip(lines, steps, strict=True) if its <= step))
             self._file.close()
-            self._file = self._path.open("ab", buffering=0)
+            self._file = _append_to(self._path)
         except OSError as error:
             raise self._refused(error) from error
         return [number for number, its in enumerate(steps, 1) if not math.isfinite(its)]
@@ -102,9 +102,13 @@ def format_share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
+def _append_to(path: Path) -> IO[bytes]:
+    return os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
+
+
 def _ends_whole(path: Path) -> bool:
     """Whether the file is empty or its last line is complete: a killed process may leave half a line."""
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         if file.seek(0, 2) == 0:
             return True
         file.seek(-1, 2)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatier.errors import ConfigError
+from megatier.files import read_regular
 from megatier.schedule.trace import TraceEvent, busy_seconds, stall_seconds
 from megatier.train.metrics import format_seconds, format_share
 from megatier.train.svg import LETTER, TRACK, WIDTH, bar, grid_line, page, text, ticks
@@ -90,7 +91,7 @@ def read_trace(path: Path) -> dict[int, list[TraceEvent]]:
         ConfigError: the file cannot be read, or is no such trace.
     """
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        rows = json.loads(read_regular(path).decode("utf-8"))["traceEvents"]
         lanes = {row["tid"]: str(row["args"]["name"]) for row in rows if row["ph"] == "M"}
         steps: dict[int, list[TraceEvent]] = {}
         for row in rows:

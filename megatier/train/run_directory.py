@@ -19,12 +19,14 @@ from megatier.config import RunConfig
 from megatier.config_file import to_dict
 from megatier.config_text import dump
 from megatier.errors import ConfigError
+from megatier.files import replace_file
 from megatier.store.blockfile import lock_directory
 from megatier.store.leftovers import is_abandoned
 
 CONFIG_FILE, METRICS_FILE, TRACE_FILE, STALL_FILE = "config.yaml", "metrics.jsonl", "trace.json", "stall.txt"
 MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER, SAVEPOINT_FOLDER = "model", "data", "checkpoints", "savepoints"
 TENSORBOARD_FOLDER = "tensorboard"
+NUMBERS_FILE = "numbers.json"
 
 
 class RunDirectory:
@@ -77,17 +79,9 @@ class RunDirectory:
         Raises:
             ConfigError: it cannot be written.
         """
-        text = dump(to_dict(config))
-        partial = self.path / f".{CONFIG_FILE}.partial"
         try:
-            with partial.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.rename(self.path / CONFIG_FILE)
+            replace_file(self.path / CONFIG_FILE, dump(to_dict(config)).encode())
         except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink()
             raise ConfigError(f"output.directory: cannot write to {self.path}: {error.strerror}.") from error
 
     def __enter__(self) -> Self:
@@ -109,7 +103,7 @@ class RunDirectory:
 
     def _remove_traces(self) -> None:
         """Remove what this run wrote: it refused to begin in a directory that had any of it."""
-        for path in (self.path / CONFIG_FILE, *(self.path / DATA_FOLDER).glob("*tokens*")):
+        for path in (self.path / CONFIG_FILE, self.path / NUMBERS_FILE, *(self.path / DATA_FOLDER).glob("*tokens*")):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # missing, or somebody put a file of theirs inside: it stays
             (self.path / DATA_FOLDER).rmdir()

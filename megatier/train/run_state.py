@@ -12,6 +12,7 @@ import platform
 import random
 from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -22,7 +23,9 @@ import transformers
 from megatier.config import RunConfig
 from megatier.config_file import to_dict
 from megatier.errors import CheckpointError, ConfigError, DataError
+from megatier.files import read_regular, replace_file
 from megatier.hardware import cpu_has_bf16
+from megatier.train.manifest import digest_of
 
 FREE_SECTIONS = ("tiers", "output")
 FREE = (
@@ -105,7 +108,7 @@ class RunState:
         Raises:
             DataError: the tokens are not those of the checkpoint.
         """
-        if found != self.text:
+        if {name: found.get(name) for name in self.text} != self.text:  # older checkpoints noted less
             raise DataError(
                 f"the text is not that of the checkpoint ({found['num_tokens']} tokens to train on instead of "
                 f"{self.text.get('num_tokens')}, or others). Bring the old text back, or add --accept-changes."
@@ -126,6 +129,52 @@ class RunState:
             np.random.set_state(_numpy_state(*self.random["numpy"]))
         except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise CheckpointError(f"the checkpoint is damaged: its random states cannot be set ({error}).") from error
+
+
+def write_numbers(path: Path, config: RunConfig) -> None:
+    """Note the numeric choices that a run begins with: what is compared where it has no checkpoint yet.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    note = {"config": _numeric(_plain(config))}
+    try:
+        replace_file(path, json.dumps({**note, "digest": digest_of(note)}).encode())
+    except OSError as error:
+        raise ConfigError(f"output.directory: cannot write {path}: {error.strerror}.") from error
+
+
+def check_numbers(path: Path, config: RunConfig, *, accepts_changes: bool) -> list[str]:
+    """Refuse to begin a run again with other numbers than it began with; what has changed.
+
+    Raises:
+        ConfigError: something differs that was not accepted, or the note is no regular file.
+    """
+    try:
+        text = read_regular(path)
+    except FileNotFoundError:  # an older version began it
+        return []
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}. Move it away.") from error
+    before = _noted_numbers(text)
+    now = _numeric(_plain(config))
+    changes = [f"{path.name} is damaged"] if before is None else list(_differences(before, now))
+    if changes and not accepts_changes:
+        raise ConfigError(
+            f"these are not the numbers that {path.parent} began with: {'; '.join(changes)}. Set config.yaml there as "
+            "it was, or add --accept-changes to begin with what it says now."
+        )
+    return changes
+
+
+def _noted_numbers(text: bytes) -> dict[str, Any] | None:
+    """What `write_numbers` noted; None where it is damaged."""
+    try:
+        note = json.loads(text)
+        before, digest = note["config"], note["digest"]
+    except (LookupError, TypeError, ValueError, RecursionError):
+        return None
+    return before if isinstance(before, dict) and digest == digest_of({"config": before}) else None
 
 
 def environment(device: torch.device) -> dict[str, Any]:

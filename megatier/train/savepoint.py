@@ -1,7 +1,8 @@
 """Savepoints: a run's state kept where it lies on NVMe, and what lies in RAM or on the GPU beside it in a folder.
 
     step-00000100/
-        manifest.json        which generation of each unit is kept, where blocks lie, what is no array; with a digest
+        manifest.json        which generation of each unit is kept, where blocks lie, what is no array, and the checksum
+                             of each other file by its place; with a digest
         state/<block>/       blocks at home in RAM or on the GPU, as they are
         checksums/           of every chunk that is kept on NVMe, block after block
 
@@ -41,28 +42,29 @@ from megatier.errors import (
 )
 from megatier.schedule.blocks import Generation, block_key
 from megatier.store.blockfile import Extent
-from megatier.store.chunkfile import ArrayWriter, ChunkFiles, Grid
+from megatier.store.chunkfile import ArrayWriter, ChunkFiles, Grid, StoredArray
 from megatier.store.tier import Kind, Tier
 from megatier.train.checkpoint import (
     NUM_THREADS,
     WRITING,
     becoming,
     checkpoints,
-    digest_of,
     last_checkpoint,
     prune,
-    read_json,
     remove,
     remove_leftovers,
     step_of,
 )
+from megatier.train.manifest import Manifest, digest_of, read_json
 from megatier.train.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER
 from megatier.train.run_state import RunState
 from megatier.train.session import Session
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST_FILE, STATE_FOLDER, CHECKSUM_FOLDER = "manifest.json", "state", "checksums"
 FIELDS = {"state": dict, "placement": str, "generations": dict}
+UNBOUND_FORMAT = 1
+"""Written before there were manifests of files."""
 WORD_BYTES = 4
 
 
@@ -89,6 +91,8 @@ class Savepoint:
     """Digest of where blocks lie."""
     generations: dict[str, int]
     """The place on NVMe that is kept, of each unit that spills."""
+    manifest: Manifest | None
+    """None: an older version wrote it."""
 
     @classmethod
     def last(cls, run: Path) -> Self | None:
@@ -130,7 +134,7 @@ class Savepoint:
         blocks.valid.update({unit: Generation(nvme=place) for unit, place in self.generations.items()})
         blocks.keep()
         with _refusing(self.path, self.before):
-            _read_arrays(session, self.path.resolve())
+            _read_arrays(session, self.path.resolve(), self.manifest)
             _verify(session)
             for unit in session.placement.spilled:  # other places hold what no checksum is known of
                 blocks.share_frozen(unit)
@@ -160,8 +164,8 @@ def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str
             folder.mkdir(mode=0o700, exist_ok=True)
             remove_leftovers(folder)
             partial.mkdir(mode=0o700)
-            num_bytes = _write_arrays(session, partial)
-            _write_manifest(session, partial / MANIFEST_FILE, state)
+            num_bytes, checksums = _write_arrays(session, partial)
+            _write_manifest(session, partial / MANIFEST_FILE, state, Manifest(step, checksums))
             if session.store.files is not None:
                 session.store.files.sync()
             _keep_files(session, True)
@@ -262,60 +266,71 @@ def _fingerprint(session: Session) -> str:
 # ---------------------------------------------------------------------- the manifest
 
 
-def _write_manifest(session: Session, path: Path, state: Mapping[str, Any]) -> None:
+def _write_manifest(session: Session, path: Path, state: Mapping[str, Any], manifest: Manifest) -> None:
     blocks = session.player.blocks
     generations = {unit: blocks.valid[unit].nvme for unit in session.placement.spilled}
-    found = {"state": state, "placement": _fingerprint(session), "generations": generations}
+    lies = {"placement": _fingerprint(session), "generations": generations}
+    found = {"state": state, **lies, "manifest": manifest.to_dict()}
     text = json.dumps({"format": FORMAT, "digest": digest_of(found), **found})
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
         file.write(text)
 
 
-def _read_manifest(path: Path) -> tuple[RunState, str, dict[str, int]]:
-    """State, placement and generations.
+def _read_manifest(path: Path) -> tuple[RunState, str, dict[str, int], Manifest | None]:
+    """State, placement, generations, and what lies in the files beside it.
 
     Raises:
         CheckpointError: it is no manifest of ours, or damaged.
     """
     stored = read_json(path)
-    if stored.get("format") != FORMAT:
+    if stored.get("format") not in (FORMAT, UNBOUND_FORMAT):
         raise CheckpointError(f"{path} is no savepoint that this version of megatier reads (format {FORMAT}).")
-    found = {name: stored.get(name) for name in FIELDS}
-    if any(type(found[name]) is not kind for name, kind in FIELDS.items()) or stored.get("digest") != digest_of(found):
+    fields = FIELDS if stored["format"] == UNBOUND_FORMAT else FIELDS | {"manifest": dict}
+    found = {name: stored.get(name) for name in fields}
+    if any(type(found[name]) is not kind for name, kind in fields.items()) or stored.get("digest") != digest_of(found):
         raise DamagedCheckpointError(str(path), "is damaged: its digest is not that of its content")
-    return RunState.read(stored["state"]), stored["placement"], stored["generations"]
+    manifest = Manifest.read(path, stored["manifest"]) if "manifest" in fields else None
+    if manifest is not None and manifest.step != step_of(path.parent):
+        raise DamagedCheckpointError(str(path), f"is of another savepoint: that of step {manifest.step}")
+    return RunState.read(stored["state"]), stored["placement"], stored["generations"], manifest
 
 
 # ---------------------------------------------------------------------- the arrays
 
 
-def _write_arrays(session: Session, folder: Path) -> int:
-    """Every block that is not on NVMe, and the checksums of those that are; returns the bytes."""
+def _write_arrays(session: Session, folder: Path) -> tuple[int, dict[str, list[int]]]:
+    """Every block that is not on NVMe, and the checksums of those that are; returns bytes, and checksums of chunks."""
     resident = [plane for plane in _planes(session) if plane.home is not Tier.NVME]
     table = np.concatenate([extent.checksums for extent in _extents(session)] or [np.zeros(0, np.uint32)])
+    checksums: dict[str, list[int]] = {}
     with _files([*(plane.num_bytes for plane in resident), table.nbytes]) as files:
         for plane in resident:
             with session.store.lease(plane.key, plane.home) as lease:
-                _write_words(files, folder / STATE_FOLDER / plane.name, lease.bytes.view(torch.int32))
+                node = f"{STATE_FOLDER}/{plane.name}"
+                checksums[node] = _write_words(files, folder / node, lease.bytes.view(torch.int32))
         if table.size:
-            _write_words(files, folder / CHECKSUM_FOLDER, torch.from_numpy(table.view(np.int32)))
+            words = torch.from_numpy(table.view(np.int32))
+            checksums[CHECKSUM_FOLDER] = _write_words(files, folder / CHECKSUM_FOLDER, words)
         files.flush()
-    return sum(plane.num_bytes for plane in resident) + table.nbytes
+    return sum(plane.num_bytes for plane in resident) + table.nbytes, checksums
 
 
-def _write_words(files: ChunkFiles, folder: Path, words: Tensor) -> None:
-    for first, target in ArrayWriter(files, folder, Grid.of(words.shape)).rooms(words.numel()):
+def _write_words(files: ChunkFiles, folder: Path, words: Tensor) -> list[int]:
+    writer = ArrayWriter(files, folder, Grid.of(words.shape))
+    for first, target in writer.rooms(words.numel()):
         target.view(torch.int32).copy_(words[first : first + target.numel()])
+    return writer.checksums
 
 
-def _read_arrays(session: Session, folder: Path) -> None:
+def _read_arrays(session: Session, folder: Path, manifest: Manifest | None) -> None:
     """Put back what `_write_arrays` wrote."""
     resident = [plane for plane in _planes(session) if plane.home is not Tier.NVME]
     extents = _extents(session)
     table = np.zeros(sum(extent.checksums.size for extent in extents), np.uint32)
-    arrays = [(folder / STATE_FOLDER / plane.name, _grid(plane.num_bytes)) for plane in resident]
+    sizes = {f"{STATE_FOLDER}/{plane.name}": plane.num_bytes for plane in resident}
     if table.size:
-        arrays.append((folder / CHECKSUM_FOLDER, _grid(table.nbytes)))
+        sizes[CHECKSUM_FOLDER] = table.nbytes
+    arrays = [_array(manifest, folder, node, size) for node, size in sizes.items()]
     with _files([*(plane.num_bytes for plane in resident), table.nbytes]) as files:
         for index, first, values in files.read(arrays):
             span = WORD_BYTES * first, WORD_BYTES * (first + values.numel())
@@ -328,6 +343,12 @@ def _read_arrays(session: Session, folder: Path) -> None:
             session.store.mark_dirty(plane.key, plane.home, span)
     for extent in extents:
         extent.checksums[:], table = table[: extent.checksums.size], table[extent.checksums.size :]
+
+
+def _array(manifest: Manifest | None, folder: Path, node: str, num_bytes: int) -> StoredArray:
+    if manifest is None:
+        return StoredArray(folder / node, _grid(num_bytes))
+    return manifest.array(folder, node, _grid(num_bytes), has_metadata=False)
 
 
 def _grid(num_bytes: int) -> Grid:

@@ -37,7 +37,8 @@ class StopRequest:
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            if signal.getsignal(number) == self._ask:  # else the process ends, and what comes now is dropped
+                signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -45,4 +46,5 @@ class StopRequest:
             self.is_asked, self._first = True, (number, now)
             self._say("stopping after this step, with a checkpoint; once more to stop at once")
         elif number != self._first[0] or now - self._first[1] >= REPEAT_S:
-            signal.default_int_handler(number, frame)
+            before = self._before.get(signal.Signals(number))
+            (before if callable(before) else signal.default_int_handler)(number, frame)

@@ -21,7 +21,15 @@ from megatier.models.decoder import check_stops_at_borders
 from megatier.schedule.placement import Placement
 from megatier.schedule.trace import write_trace
 from megatier.store.tier import Tier
-from megatier.train.checkpoint import check_room, last_checkpoint, read_state, remove_leftovers, restore
+from megatier.train.checkpoint import (
+    UNBOUND,
+    check_room,
+    is_bound,
+    last_checkpoint,
+    read_state,
+    remove_leftovers,
+    restore,
+)
 from megatier.train.choices import fix_choices, plan_choices
 from megatier.train.export import write_model
 from megatier.train.history import opening, read_what_there_is
@@ -34,13 +42,14 @@ from megatier.train.run_directory import (
     DATA_FOLDER,
     METRICS_FILE,
     MODEL_FOLDER,
+    NUMBERS_FILE,
     SAVEPOINT_FOLDER,
     STALL_FILE,
     TENSORBOARD_FOLDER,
     TRACE_FILE,
     RunDirectory,
 )
-from megatier.train.run_state import RunState
+from megatier.train.run_state import RunState, check_numbers, write_numbers
 from megatier.train.savepoint import Savepoint, check_savepoint_room, drop_savepoint, remove_savepoints
 from megatier.train.session import Session, WeightReader, choose_device, open_model
 from megatier.train.tensorboard import Scalars, load_tensorboard
@@ -87,7 +96,9 @@ def train(
         state = _state_of(checkpoint, savepoint)
         if resumes:
             _check_resumes(directory, config, state, console)
-        changes = [] if state is None else _check_state(state, config, directory, accepts_changes)
+        else:
+            write_numbers(directory / NUMBERS_FILE, config)
+        changes = _check_changes(state, config, directory, accepts_changes)
         model, reader = open_model(config)
         _check_borders(model, config)
         session = _open_session(stack, model, config, run_directory, savepoint)
@@ -101,6 +112,7 @@ def train(
         _describe(console, config, session, text)
         _fill(console, session, reader, checkpoint, savepoint)
         if resumes:  # nothing refuses these settings any more
+            write_numbers(directory / NUMBERS_FILE, config)
             run_directory.write_config(config)
         log = stack.enter_context(MetricsLog(directory / METRICS_FILE))
         last_step = 0 if state is None else state.step
@@ -207,6 +219,9 @@ def _check_positions(model: PreTrainedModel, sequence_length: int, console: Cons
 
 
 def _describe(console: Console, config: RunConfig, session: Session, text: PackedText | TextStream) -> None:
+    if text.damaged is not None:
+        words = f"{text.damaged} was damaged: the text was tokenised again"
+        console.print(words, markup=False, highlight=False, soft_wrap=True)
     tokens = "a stream of tokens to train on"
     if isinstance(text, PackedText):
         tokens = f"{format_count(text.num_tokens)} tokens to train on"
@@ -261,6 +276,13 @@ def _state_of(checkpoint: Path | None, savepoint: Savepoint | None) -> RunState 
     return None if checkpoint is None else RunState.read(read_state(checkpoint))
 
 
+def _check_changes(state: RunState | None, config: RunConfig, directory: Path, accepts_changes: bool) -> list[str]:
+    """Refuse other numbers than those that the run goes on from, or began with; what has changed."""
+    if state is None:
+        return check_numbers(directory / NUMBERS_FILE, config, accepts_changes=accepts_changes)
+    return _check_state(state, config, directory, accepts_changes)
+
+
 def _check_state(state: RunState, config: RunConfig, directory: Path, accepts_changes: bool) -> list[str]:
     """Refuse other numbers than those of the state, and a run of which no step is left; what has changed.
 
@@ -300,6 +322,8 @@ def _fill(
         savepoint.restore(session)
         what = f"savepoint {savepoint.path.name}: weights and moments"
     elif checkpoint is not None:
+        if not is_bound(checkpoint):
+            console.print(UNBOUND.format(checkpoint.name), highlight=False, soft_wrap=True)
         restore(session, checkpoint)
         what = f"{checkpoint.name}: weights and moments"
     else:

@@ -1,0 +1,114 @@
+"""`tokens.json`: what the token files beside it were made from, and their checksums, compared whenever a run begins.
+
+A flipped bit of a token is another token, and nobody would notice. What is damaged is tokenised again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatier.errors import DataError
+from megatier.files import open_regular, read_regular, replace_file
+
+NOTE_FILE = "tokens.json"
+NOTE_BYTES_MAX = 64 << 20
+"""More is no note of ours: the longest thing in it is a list of files."""
+PIECE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Of a token file."""
+
+    num_bytes: int
+    crc32: int
+
+
+def write_note(directory: Path, settings: str, names: Sequence[str], contents: Sequence[Content]) -> None:
+    """Note what files of these names hold, and the settings that they were made by (`packing.settings_of`).
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    files = {name: astuple(content) for name, content in zip(names, contents, strict=True)}
+    note = {"settings": settings, "files": files}
+    replace_file(directory / NOTE_FILE, json.dumps({**note, "digest": _digest(note)}).encode())
+
+
+def read_contents(directory: Path, settings: str, names: Sequence[str]) -> tuple[list[Content] | None, str | None]:
+    """What files of these names hold, if they are as noted and of these settings; None: they have to be made.
+
+    Returns:
+        Their contents, and what is damaged, if that is why they have to be made.
+
+    Raises:
+        DataError: one is no regular file, or cannot be read.
+        OSError: the note cannot be written.
+    """
+    paths = [directory / name for name in names]
+    if not all(path.exists() for path in (directory / NOTE_FILE, *paths)):
+        return None, None
+    text = _read(directory / NOTE_FILE)
+    if text == settings.encode():  # a version without checksums wrote it, and nothing is known of the files
+        found = [content_of(path) for path in paths]
+        write_note(directory, settings, names, found)
+        return found, None
+    note = _parsed(text)
+    if note is None:
+        return None, str(directory / NOTE_FILE)
+    if note["settings"] != settings:
+        return None, None
+    found = [content_of(path) for path in paths]
+    for path, content in zip(paths, found, strict=True):
+        if note["files"].get(path.name) != list(astuple(content)):
+            return None, str(path)
+    return found, None
+
+
+def content_of(path: Path) -> Content:
+    """Of the file as it is.
+
+    Raises:
+        DataError: it is no regular file, or cannot be read.
+    """
+    size = crc32 = 0
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            while piece := file.read(PIECE_BYTES):
+                size, crc32 = size + len(piece), zlib.crc32(piece, crc32)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return Content(size, crc32)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_regular(path, NOTE_BYTES_MAX)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """The note; None where it is damaged."""
+    try:
+        note = json.loads(text)
+        digest = note.pop("digest")
+        is_whole = type(note["settings"]) is str and type(note["files"]) is dict and digest == _digest(note)
+    except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
+        return None
+    return note if is_whole else None
+
+
+def _digest(note: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(note, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"cannot read {path}: {error.strerror}. Move it away, and the text is tokenised again.")
