@@ -17,6 +17,7 @@ import torch
 import zarr
 from tiny_runs import PLACES, Run, exactness_config, one_thread, opened, outcome, random_groups, read_parameters
 
+from megatier import durable
 from megatier.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from megatier.errors import CapacityError, CheckpointError, TransferError
 from megatier.store import chunkfile
@@ -355,7 +356,7 @@ def test_save_that_a_drive_refuses_says_so(
     monkeypatch.setattr(
         *{
             "rename": (Path, "rename", refuse),
-            "syncfs": (checkpoint, "sync", refuse),
+            "syncfs": (durable, "sync_tree", refuse),
             "metadata": (zarr, "create_group", refuse),
         }[what]
     )

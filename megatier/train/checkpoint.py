@@ -13,7 +13,6 @@ unpickled; a path is made of the model's own names alone.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import math
@@ -28,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, MegatierError, TransferError
+from megatier.durable import REPLACED, discard, settle
+from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, TransferError
 from megatier.models.decoder import Unit
 from megatier.store.chunkfile import ArrayReader, ChunkFiles, Grid
 from megatier.store.layout import TensorSlice
@@ -122,36 +122,6 @@ def find_checkpoint(path: Path) -> Path:
     return found
 
 
-@contextmanager
-def becoming(partial: Path, target: Path, what: str) -> Iterator[None]:
-    """What is written to `partial` inside is `target` in the end, all of it on the drive; or nothing of it is there.
-
-    Raises:
-        TransferError: writing failed.
-    """
-    try:
-        yield
-        sync(partial)
-        partial.rename(target)
-        sync(target.parent)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, MegatierError) or not isinstance(error, OSError):
-            raise
-        path = str(error.filename or target.parent)
-        raise TransferError(f"writing {what}", "disk", path, 0, error.errno or 0) from error
-
-
-def sync(path: Path) -> None:
-    """All of the file system on the drive: one call, where a large checkpoint has thousands of files and folders."""
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        if ctypes.CDLL(None, use_errno=True).syncfs(directory):
-            raise OSError(ctypes.get_errno(), "syncfs", str(path))
-    finally:
-        os.close(directory)
-
-
 def prune(folder: Path, num_kept: int) -> None:
     """Remove all whole checkpoints but the last num_kept, at least 1; see `remove`."""
     for path in checkpoints(folder)[:-num_kept]:
@@ -159,7 +129,7 @@ def prune(folder: Path, num_kept: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint.
+    """Remove a checkpoint; one that somebody moved elsewhere stays there: only the link to it goes.
 
     Raises:
         TransferError: it cannot be removed; it is not among the whole ones any more, or whole.
@@ -167,7 +137,17 @@ def remove(path: Path) -> None:
     hidden = path.with_name(f".{path.name}{REMOVING}")
     with _removing(path):
         path.rename(hidden)
-        _remove(hidden)
+        discard(hidden)
+
+
+def settle_replaced(folder: Path) -> None:
+    """See `durable.settle`, for all checkpoints of a folder in which one may take the place of another.
+
+    Raises:
+        TransferError: the drive does not let it.
+    """
+    for path in folder.glob(f".step-*{REPLACED}"):
+        settle(folder / path.name[1:].removesuffix(REPLACED))
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -179,7 +159,7 @@ def remove_leftovers(folder: Path) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         if HIDDEN.fullmatch(path.name):
             with _removing(path):
-                _remove(path)
+                discard(path)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -314,11 +294,3 @@ def _removing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise TransferError("removing a checkpoint", "disk", str(path), 0, error.errno or 0) from error
-
-
-def _remove(path: Path) -> None:
-    """A checkpoint that somebody moved elsewhere stays there: only the link to it goes."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megatier import _native
+from megatier.durable import becoming
 from megatier.engine.optimizer import join_master
 from megatier.errors import StepAbandonedError
 from megatier.models.decoder import Unit
@@ -43,7 +44,6 @@ from megatier.train.checkpoint import (
     METADATA_FILE,
     WRITING,
     arrays_of,
-    becoming,
     check_room,
     checkpoint_bytes,
     digest_of,
@@ -79,7 +79,7 @@ class CheckpointWriter:
         Args:
             session: after `player.drain`, and no checkpoint of it is on its way.
             folder: of all checkpoints of the run.
-            step: its last step, of which there is none yet.
+            step: its last step; a checkpoint of it that is there already is replaced.
             state: what is no array; plain JSON.
             num_kept: of the whole checkpoints, this one included, at least 1; None: all.
         """
@@ -142,7 +142,7 @@ class CheckpointWriter:
 
     def _finish(self, last: Transfer) -> None:
         """Make it whole, or leave nothing of it."""
-        with becoming(self._partial, self._target, "a checkpoint"):
+        with becoming(self._partial, self._target, "a checkpoint", replaces=True):
             try:
                 last.wait()
                 for writer in self._writers:

@@ -18,7 +18,8 @@ from typing import Self
 from megatier.config import RunConfig
 from megatier.config_file import to_dict
 from megatier.config_text import dump
-from megatier.errors import ConfigError
+from megatier.durable import becoming
+from megatier.errors import ConfigError, TransferError
 from megatier.store.blockfile import lock_directory
 from megatier.store.leftovers import is_abandoned
 
@@ -80,15 +81,12 @@ class RunDirectory:
         text = dump(to_dict(config))
         partial = self.path / f".{CONFIG_FILE}.partial"
         try:
-            with partial.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.rename(self.path / CONFIG_FILE)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink()
-            raise ConfigError(f"output.directory: cannot write to {self.path}: {error.strerror}.") from error
+            with becoming(partial, self.path / CONFIG_FILE, CONFIG_FILE):
+                partial.write_text(text, encoding="utf-8")
+        except TransferError as error:
+            raise ConfigError(
+                f"output.directory: cannot write to {self.path}: {os.strerror(error.errno or 0)}."
+            ) from error
 
     def __enter__(self) -> Self:
         return self

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from megatier.config import RunConfig
+from megatier.durable import becoming
 from megatier.errors import (
     CapacityError,
     CheckpointError,
@@ -46,7 +47,6 @@ from megatier.store.tier import Kind, Tier
 from megatier.train.checkpoint import (
     NUM_THREADS,
     WRITING,
-    becoming,
     checkpoints,
     digest_of,
     last_checkpoint,
@@ -162,8 +162,6 @@ def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str
             partial.mkdir(mode=0o700)
             num_bytes = _write_arrays(session, partial)
             _write_manifest(session, partial / MANIFEST_FILE, state)
-            if session.store.files is not None:
-                session.store.files.sync()
             _keep_files(session, True)
     except BaseException:
         with contextlib.suppress(TransferError):
