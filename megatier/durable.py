@@ -22,8 +22,8 @@ from pathlib import Path
 from megatier.errors import MegatierError, TransferError
 
 REPLACED = ".replaced"
-"""End of the hidden name of what is whole and gave its name up, where a file system cannot exchange two names."""
-NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+"""End of the hidden name of what is whole and gave its name up, where a file system cannot switch two names."""
+NO_SWITCH = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
 
@@ -62,7 +62,7 @@ def becoming(partial: Path, target: Path, what: str, *, replaces: bool = False) 
 
 
 def settle(target: Path) -> None:
-    """Give what was whole its name back, where a kill came between the two renames of an exchange.
+    """Give what was whole its name back, where a kill came between the two renames that stand for a switch.
 
     Raises:
         TransferError: the drive does not let it.
@@ -118,7 +118,7 @@ def discard(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def exchange(first: Path, second: Path) -> bool:
+def switch(first: Path, second: Path) -> bool:
     """Let two names change places, in one step; False where the file system cannot.
 
     Raises:
@@ -130,7 +130,7 @@ def exchange(first: Path, second: Path) -> bool:
         return False
     if not rename(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE):
         return True
-    if (code := ctypes.get_errno()) in NO_EXCHANGE:
+    if (code := ctypes.get_errno()) in NO_SWITCH:
         return False
     raise OSError(code, os.strerror(code), str(second))
 
@@ -140,7 +140,7 @@ def _take_name(partial: Path, target: Path, replaces: bool) -> Path | None:
     if not (replaces and os.path.lexists(target)):
         partial.rename(target)
         return None
-    if exchange(partial, target):
+    if switch(partial, target):
         return partial
     replaced = target.with_name(f".{target.name}{REPLACED}")
     discard(replaced)

@@ -17,7 +17,7 @@ from conftest import FAULTS
 from megatier import durable
 from megatier.errors import TransferError
 
-CALLS = ((durable, "sync"), (durable, "sync_tree"), (durable, "exchange"), (os, "rename"), (durable, "discard"))
+CALLS = ((durable, "sync"), (durable, "sync_tree"), (durable, "switch"), (os, "rename"), (durable, "discard"))
 KINDS = ["file", "folder"]
 
 
@@ -80,7 +80,7 @@ def test_becoming_lets_the_old_one_go_when_the_drive_has_the_new_name(kind: str,
     write(tmp_path / "target", kind, "old")
     assert recorded(tmp_path, kind, replaces=True) == [
         (sync, ".target.partial"),
-        ("exchange", ".target.partial", "target"),
+        ("switch", ".target.partial", "target"),
         (sync, tmp_path.name),
         ("discard", ".target.partial"),
     ]
@@ -88,14 +88,14 @@ def test_becoming_lets_the_old_one_go_when_the_drive_has_the_new_name(kind: str,
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_becoming_without_an_exchange_keeps_the_old_one_under_a_name_until_the_new_one_is_safe(
+def test_becoming_without_a_switch_keeps_the_old_one_under_a_name_until_the_new_one_is_safe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durable, "exchange", lambda first, second: False)
+    monkeypatch.setattr(durable, "switch", lambda first, second: False)
     write(tmp_path / "target", "folder", "old")
     assert recorded(tmp_path, "folder", replaces=True) == [
         ("sync_tree", ".target.partial"),
-        ("exchange", ".target.partial", "target"),
+        ("switch", ".target.partial", "target"),
         ("discard", ".target.replaced"),
         ("rename", "target", ".target.replaced"),
         ("rename", ".target.partial", "target"),
@@ -106,26 +106,26 @@ def test_becoming_without_an_exchange_keeps_the_old_one_under_a_name_until_the_n
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_exchange_that_a_file_system_does_not_know_is_told(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switch_that_a_file_system_does_not_know_is_told(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Library:
         def renameat2(self, *_: object) -> int:
             return -1
 
     monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: Library())
     monkeypatch.setattr("ctypes.get_errno", lambda: code)
-    assert not durable.exchange(Path("a"), Path("b"))
+    assert not durable.switch(Path("a"), Path("b"))
 
 
-def test_exchange_of_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_switch_of_what_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        durable.exchange(tmp_path / "a", tmp_path / "b")
+        durable.switch(tmp_path / "a", tmp_path / "b")
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("switches", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_becoming_that_a_drive_refuses_at_any_call_leaves_one_whole(
-    code: int, kind: str, exchanges: bool, tmp_path: Path
+    code: int, kind: str, switches: bool, tmp_path: Path
 ) -> None:
     outcomes = []
     for last in range(20):
@@ -141,8 +141,8 @@ def test_becoming_that_a_drive_refuses_at_any_call_leaves_one_whole(
                 raise OSError(code, os.strerror(code), str(args[0]))
 
         with pytest.MonkeyPatch.context() as patch:
-            if not exchanges:
-                patch.setattr(durable, "exchange", lambda first, second: False)
+            if not switches:
+                patch.setattr(durable, "switch", lambda first, second: False)
             watched(patch, refuse)
             try:
                 become(folder, kind, replaces=True)
@@ -167,15 +167,15 @@ def become_again(folder: Path, kind: str) -> None:
     assert [path.name for path in folder.iterdir()] == ["target"]
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("switches", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_process_killed_at_any_call_leaves_one_whole(kind: str, exchanges: bool, tmp_path: Path) -> None:
+def test_process_killed_at_any_call_leaves_one_whole(kind: str, switches: bool, tmp_path: Path) -> None:
     outcomes = []
     for last in range(20):
         folder = tmp_path / str(last)
         folder.mkdir()
         write(folder / "target", kind, "old")
-        script = [sys.executable, str(FAULTS / "swap.py"), str(folder), kind, str(last), str(int(exchanges))]
+        script = [sys.executable, str(FAULTS / "replace.py"), str(folder), kind, str(last), str(int(switches))]
         done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
         if done.returncode == 0:
             break

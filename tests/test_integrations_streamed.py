@@ -369,9 +369,9 @@ def test_save_and_restore_on_other_tiers_goes_on_bit_by_bit(target: str, tmp_pat
         assert outcome(session, loop(streamed, train, 2112, first=4)) == expected
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("switches", [True, False])
 def test_save_in_the_place_of_one_of_its_step_leaves_one_that_restores_wherever_it_is_killed(
-    exchanges: bool, tmp_path: Path
+    switches: bool, tmp_path: Path
 ) -> None:
     train, folder, seen = train_config("tied"), tmp_path / "saved", list[Path]()
 
@@ -386,8 +386,8 @@ def test_save_in_the_place_of_one_of_its_step_leaves_one_that_restores_wherever_
         loop(streamed, train, 160, first=2, last=2)
         new, streamed.steps = weights_of(streamed), 1
         with pytest.MonkeyPatch.context() as patch:
-            if not exchanges:
-                patch.setattr(durable, "exchange", lambda first, second: False)
+            if not switches:
+                patch.setattr(durable, "switch", lambda first, second: False)
             watched(patch, see)
             streamed.save(folder)
         assert [path.name for path in folder.iterdir()] == ["step-00000001"]
@@ -404,7 +404,7 @@ def weights_of(streamed: Streamed) -> dict[str, list[float]]:
     return {name: value.flatten().tolist() for name, value in streamed.state_dict().items()}
 
 
-@pytest.mark.parametrize("what", ["bytes", "sync_tree", "exchange"])
+@pytest.mark.parametrize("what", ["bytes", "sync_tree", "switch"])
 def test_save_that_a_full_drive_refuses_leaves_the_one_of_its_step(what: str, tmp_path: Path) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))

@@ -28,7 +28,7 @@ from megatier.cli import main
 from megatier.errors import ConfigError, SavepointError
 from megatier.store import chunkfile
 from megatier.store.tier import Tier
-from megatier.train import loop, savepoint
+from megatier.train import savepoint, saves
 from megatier.train.checkpoint import digest_of
 from megatier.train.savepoint import Savepoint, drop_savepoint, resident_bytes, save_savepoint
 from megatier.train.session import Session
@@ -306,7 +306,7 @@ def test_savepoint_that_a_drive_refuses_ends_the_run_which_goes_on_from_the_one_
             return save_savepoint(session, folder, step, state)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "save_savepoint", save)
+        patch.setattr(saves, "save_savepoint", save)
         assert main(command(tmp_path, settings_of(tmp_path, SPREAD))) == 2
     assert re.search(words, capsys.readouterr().err)
     run = tmp_path / "run"
@@ -350,7 +350,7 @@ def test_room_that_is_short_is_refused_with_figures(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    assert main(command(tmp_path, settings_of(tmp_path, SPREAD))) == 2
+    assert main(command(tmp_path, settings_of(tmp_path, SPREAD, **{"output.export": False}))) == 2
     assert re.search(r"2 savepoints in \S+ is full: needs .* KiB, 1000 B free", capsys.readouterr().err)
 
 

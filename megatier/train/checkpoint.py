@@ -74,18 +74,15 @@ def parameter_shapes(units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
     return {parameter: shape for (name, parameter), shape in arrays_of(units).items() if name == "params"}
 
 
-def check_room(folder: Path, units: Sequence[Unit], num_kept: int) -> None:
-    """Refuse a run whose drive cannot take its checkpoints: those that are kept and the one that is written.
+def check_room(folder: Path, units: Sequence[Unit]) -> None:
+    """Refuse to begin a checkpoint for which there is no room; `room` asks for a whole run's.
 
     Raises:
         CapacityError: there is less room.
     """
-    present = len(checkpoints(folder))
-    needed = max(1, num_kept + 1 - present) * checkpoint_bytes(units)
-    free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+    needed, free = checkpoint_bytes(units), shutil.disk_usage(folder).free
     if needed > free:
-        remedy = "Free space there, set a smaller output.keep_checkpoints, or name another output.directory."
-        raise CapacityError(f"{num_kept + 1} checkpoints in {folder}", needed, free, remedy)
+        raise CapacityError(f"a checkpoint in {folder}", needed, free, "Free space there, or name another directory.")
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -119,7 +119,7 @@ class CheckpointWriter:
     def _begin(self) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         remove_leftovers(self._folder)
-        check_room(self._folder, self._session.units, 0)
+        check_room(self._folder, self._session.units)
         self._partial.mkdir(mode=0o700)
         units = self._session.units
         layouts = [unit.layout for unit in units]

@@ -1,8 +1,8 @@
 """A process that is killed while something new takes the place of something old.
 
-Usage: swap.py FOLDER KIND NUMBER EXCHANGES. FOLDER/target is there already, a "file" or a "folder" by KIND. The process
-kills itself before the call of that number among those that reach the drive; with too high a number it ends with 0.
-EXCHANGES is 0 for a file system that cannot exchange two names.
+Usage: replace.py FOLDER KIND NUMBER SWITCHES. FOLDER/target is there already, a "file" or a "folder" by KIND. The
+process kills itself before the call of that number among those that reach the drive; with too high a number it ends
+with 0. SWITCHES is 0 for a file system that cannot switch two names.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 from megatier import durable
 
-CALLS = ((durable, "sync"), (durable, "sync_tree"), (durable, "exchange"), (os, "rename"), (os, "unlink"))
+CALLS = ((durable, "sync"), (durable, "sync_tree"), (durable, "switch"), (os, "rename"), (os, "unlink"))
 
 
-def main(folder: Path, kind: str, last: int, exchanges: bool) -> None:
+def main(folder: Path, kind: str, last: int, switches: bool) -> None:
     count = 0
 
     def killed_before(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,8 +32,8 @@ def main(folder: Path, kind: str, last: int, exchanges: bool) -> None:
 
         return counted
 
-    if not exchanges:
-        durable.exchange = lambda first, second: False
+    if not switches:
+        durable.switch = lambda first, second: False
     for module, name in CALLS:
         setattr(module, name, killed_before(getattr(module, name)))
     target, partial = folder / "target", folder / ".target.partial"
