@@ -27,9 +27,10 @@ from torch import Tensor
 
 from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.config_values import MountBudget
+from megatier.durable import sync_tree
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.store.chunkfile import CHUNK_ELEMENTS, ChunkFiles
-from megatier.train.checkpoint import checkpoint_bytes, restore, sync
+from megatier.train.checkpoint import checkpoint_bytes, restore
 from megatier.train.checkpoint_writer import CheckpointWriter
 from megatier.train.drive_probe import probe_drive
 from megatier.train.session import Session
@@ -83,7 +84,7 @@ def new_files_rate(folder: Path, num_bytes: int) -> float:
         for number in range(num_bytes // (4 * CHUNK_ELEMENTS)):
             files.write(files.stage(), folder / str(number), CHUNK_ELEMENTS, CHUNK_ELEMENTS)
         files.flush()
-    sync(folder)
+    sync_tree(folder)
     seconds = time.perf_counter() - began
     shutil.rmtree(folder)
     return num_bytes // (4 * CHUNK_ELEMENTS) * 4 * CHUNK_ELEMENTS / seconds

@@ -353,9 +353,10 @@ class OutputConfig:
     """Write a Hugging Face folder at the end."""
     export_dtype: Literal["bf16", "fp32"] = "bf16"
     """Type of the exported weights; fp32 writes the masters."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints, at least 0, and one at the end. 0: only when the run is stopped
-    by Ctrl-C or SIGTERM, or ended by steps that are not finite."""
+    checkpoint_every: int | Literal["auto"] = "auto"
+    """Steps between checkpoints, at least 0, and one at the end. auto: by time and by what they cost, 2 % of the run at
+    most, and one where the export fails; none where savepoint_every is set, or where the drive has no room for two. 0:
+    only when the run is stopped by Ctrl-C or SIGTERM, ended by steps that are not finite, or its export fails."""
     savepoint_every: int = 0
     """Steps between savepoints, at least 0. A savepoint keeps a generation of what spilled in place on NVMe and writes
     only the rest, so it takes less time than a checkpoint; `resume` goes on from it on the same tiers and drives. The
@@ -370,9 +371,15 @@ class OutputConfig:
     def __post_init__(self) -> None:
         """Check each value."""
         _require(self.directory != "", "output.directory", self.directory, "a path")
-        _require(self.checkpoint_every >= 0, "output.checkpoint_every", self.checkpoint_every, "at least 0")
+        every = self.checkpoint_every
+        _require(every == "auto" or every >= 0, "output.checkpoint_every", every, "auto or at least 0")
         _require(self.savepoint_every >= 0, "output.savepoint_every", self.savepoint_every, "at least 0")
         _require(self.keep_checkpoints >= 1, "output.keep_checkpoints", self.keep_checkpoints, "at least 1")
+
+    @property
+    def saves_by_time(self) -> bool:
+        """Whether the clock says when a checkpoint is written: nobody did, and there are no savepoints."""
+        return self.checkpoint_every == "auto" and not self.savepoint_every
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

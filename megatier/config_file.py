@@ -263,6 +263,8 @@ def _refusal(section: str, name: str, found: str) -> str:
         (" \\| None$", ", or null"),
         ("Annotated\\[int, 'bytes'\\]", "size such as 96GiB"),
         ("Literal\\[(.*)'\\]", r"\1'"),
+        ("Union\\[(.*), (.*)\\]$", r"\1 or \2"),
+        (" \\| ", " or "),
         (", ('\\w+')(?=$|, or null)", r" or \1"),
         ("'(\\w+)'", r"\1"),
         ("<class (\\w+)>", r"\1"),

@@ -121,6 +121,15 @@ class SavepointError(CheckpointError):
         )
 
 
+class ExportError(MegatierError):
+    """The steps of a run are done, and its model could not be written."""
+
+    def __init__(self, reason: str, step: int, saved: str) -> None:
+        """Say why, which step was the last, and what is left of it and how to go on."""
+        self.reason, self.step, self.saved = reason, step, saved
+        super().__init__(f"all {step} steps are done, and the model could not be written: {reason} {saved}")
+
+
 class RunLockedError(MegatierError):
     """Another process uses this directory."""
 

@@ -13,6 +13,8 @@ import stat
 from pathlib import Path
 from typing import IO
 
+from megatier.durable import sync
+
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     """Descriptor of a regular file, or of a new one where the flags create it. Never waits for another process.
@@ -53,7 +55,7 @@ def create_file(path: Path) -> IO[bytes]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Put a file with this content in the place of what is there. It is on the drive before it gets the name.
+    """Put a file with this content in the place of what is there, all of it on the drive.
 
     Raises:
         OSError: it cannot be written; what was there is as it was.
@@ -65,6 +67,7 @@ def replace_file(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
+        sync(path.parent)
     except OSError:
         with contextlib.suppress(OSError):
             partial.unlink()

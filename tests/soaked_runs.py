@@ -85,7 +85,7 @@ def _sampled(words: list[str], folder: Path, samples: Path, every: int) -> int:
 
 def held(run: Loop, folder: Path) -> dict[str, Any]:
     """What must stay the same after step and step, and the resident bytes."""
-    if (writer := run._checkpoint) is not None:  # it makes and removes files meanwhile
+    if (writer := run._saves.writer) is not None:  # it makes and removes files meanwhile
         writer.wait()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # freed bytes are the allocator's, not ours

@@ -205,6 +205,8 @@ def test_dump_of_any_text_is_read_again() -> None:
             ["--data.chat=alpaca", "--model.attention=flex_attention", "--train.slices=2"],
             r"train\.slices is 2; it must be 1 with flex_attention",
         ),
+        (["--output.checkpoint_every", "often"], r"output\.checkpoint_every is 'often'; expected int or auto\. Steps"),
+        (["--output.checkpoint_every", "-1"], r"output\.checkpoint_every is -1; it must be auto or at least 0\."),
         (["--model.config", "{hidden_size: 3}"], r"model\.config is .* with a model_type"),
     ],
 )
@@ -307,6 +309,14 @@ def test_load_documents_are_apart_for_conversations_unless_told() -> None:
 @pytest.mark.parametrize(("split", "held_out"), [("train", "training"), ("train[9:]", "train[:9]"), ("a+b", "ab")])
 def test_load_splits_that_are_apart_are_taken(split: str, held_out: str) -> None:
     assert least(*HUB, f"--data.split={split}", f"--data.holdout_split={held_out}").data.holdout_split == held_out
+
+
+@pytest.mark.parametrize(("text", "every"), [(None, "auto"), ("auto", "auto"), ("0", 0), ("100", 100)])
+def test_load_checkpoints_come_by_time_unless_told(text: str | None, every: object) -> None:
+    words = [] if text is None else ["--output.checkpoint_every", text]
+    output = least(*words).output
+    assert (output.checkpoint_every, output.saves_by_time) == (every, every == "auto")
+    assert not least(*words, "--output.savepoint_every", "5").output.saves_by_time
 
 
 def test_load_past_ram_is_off_unless_asked_for() -> None:

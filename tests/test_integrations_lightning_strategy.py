@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_durable import watched
 from test_integrations_transformers_trainer import Rows, open_streamed
 from tiny_runs import exactness_config, one_thread, plain_model
 from torch import Tensor, nn
@@ -16,9 +19,10 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
 import megatier
-from megatier.errors import CheckpointError, ConfigError, StreamedModelError
+from megatier.errors import CheckpointError, ConfigError, StreamedModelError, TransferError
 from megatier.integrations.streamed import Streamed
 from megatier.models.decoder import decays
+from megatier.store import chunkfile
 
 pytest.importorskip("lightning")
 
@@ -203,6 +207,47 @@ def test_lightning_checkpoint_takes_the_place_of_one_of_its_name(tmp_path: Path)
         streamed.steps += 1
         trainer.save_checkpoint(tmp_path / "last.ckpt")
         assert sorted(path.name for path in (tmp_path / "last.ckpt").iterdir()) == ["lightning.ckpt", "step-00000002"]
+
+
+def test_lightning_checkpoint_of_its_name_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    seen: list[Path] = []
+
+    def see(name: str, args: tuple[Any, ...]) -> None:
+        """What a kill before this call would leave."""
+        seen.append(shutil.copytree(tmp_path / "saved", tmp_path / f"{len(seen)} {name}"))
+
+    with open_model(tmp_path) as streamed:
+        trainer = trainer_of(streamed, max_steps=1)
+        trainer.fit(module_of(streamed), loader())
+        (tmp_path / "saved").mkdir()
+        trainer.save_checkpoint(tmp_path / "saved" / "last.ckpt")
+        streamed.steps += 1
+        with pytest.MonkeyPatch.context() as patch:
+            watched(patch, see)
+            trainer.save_checkpoint(tmp_path / "saved" / "last.ckpt")
+        assert [path.name for path in (tmp_path / "saved").iterdir()] == ["last.ckpt"]
+        steps = []
+        for snapshot in seen:
+            trainer.strategy.load_checkpoint(snapshot / "last.ckpt", weights_only=False)
+            steps.append(streamed.steps)
+    assert steps == sorted(steps)
+    assert {1, 2} == set(steps)
+
+
+def test_lightning_checkpoint_that_a_full_drive_refuses_leaves_the_one_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_model(tmp_path) as streamed:
+        trainer = trainer_of(streamed, max_steps=1)
+        trainer.fit(module_of(streamed), loader())
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        streamed.steps += 1
+        monkeypatch.setattr(chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY))
+        with pytest.raises(TransferError, match="Free space"):
+            trainer.save_checkpoint(tmp_path / "last.ckpt")
+        assert not (tmp_path / ".last.ckpt.partial").exists()
+        trainer.strategy.load_checkpoint(tmp_path / "last.ckpt", weights_only=False)
+        assert streamed.steps == 1
 
 
 def test_lightning_checkpoint_of_weights_alone_is_what_from_pretrained_loads(tmp_path: Path) -> None:

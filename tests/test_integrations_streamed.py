@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from test_durable import watched
 from tiny_runs import (
     PLACES,
     ModelWeights,
@@ -29,11 +33,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import megatier
+from megatier import durable
 from megatier.config import NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.gradient import Gradients
 from megatier.engine.step import Batch, StepResult
-from megatier.errors import BlockNotFoundError, CheckpointError, ConfigError, NonFiniteError, StreamedModelError
+from megatier.errors import (
+    BlockNotFoundError,
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    StreamedModelError,
+    TransferError,
+)
 from megatier.integrations.streamed import Streamed
+from megatier.store import chunkfile
 from megatier.train.session import Session
 
 VOCAB = {"untied": 2112, "tied": 160, "moe": 160}
@@ -354,6 +367,64 @@ def test_save_and_restore_on_other_tiers_goes_on_bit_by_bit(target: str, tmp_pat
         assert streamed.optimizer.param_groups[0]["lr"] == rate_of(4)
         torch.manual_seed(6)
         assert outcome(session, loop(streamed, train, 2112, first=4)) == expected
+
+
+@pytest.mark.parametrize("switches", [True, False])
+def test_save_in_the_place_of_one_of_its_step_leaves_one_that_restores_wherever_it_is_killed(
+    switches: bool, tmp_path: Path
+) -> None:
+    train, folder, seen = train_config("tied"), tmp_path / "saved", list[Path]()
+
+    def see(name: str, args: tuple[Any, ...]) -> None:
+        """What a kill before this call would leave."""
+        seen.append(shutil.copytree(folder, tmp_path / f"{len(seen)} {name}"))
+
+    with streamed_on("ram", tmp_path, train) as (_, streamed):
+        loop(streamed, train, 160, last=1)
+        streamed.save(folder)
+        old = weights_of(streamed)
+        loop(streamed, train, 160, first=2, last=2)
+        new, streamed.steps = weights_of(streamed), 1
+        with pytest.MonkeyPatch.context() as patch:
+            if not switches:
+                patch.setattr(durable, "switch", lambda first, second: False)
+            watched(patch, see)
+            streamed.save(folder)
+        assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+        found = []
+        for snapshot in seen:
+            streamed.restore(snapshot)
+            assert weights_of(streamed) in (old, new)
+            found.append(weights_of(streamed) == new)
+    assert found == sorted(found)
+    assert {False, True} == set(found)
+
+
+def weights_of(streamed: Streamed) -> dict[str, list[float]]:
+    return {name: value.flatten().tolist() for name, value in streamed.state_dict().items()}
+
+
+@pytest.mark.parametrize("what", ["bytes", "sync_tree", "switch"])
+def test_save_that_a_full_drive_refuses_leaves_the_one_of_its_step(what: str, tmp_path: Path) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
+
+    train = train_config("tied")
+    with streamed_on("ram", tmp_path, train) as (_, streamed):
+        loop(streamed, train, 160, last=1)
+        streamed.save(tmp_path / "saved")
+        old = weights_of(streamed)
+        loop(streamed, train, 160, first=2, last=2)
+        streamed.steps = 1
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(TransferError, match="Free space"):
+            if what == "bytes":
+                patch.setattr(chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY))
+            else:
+                patch.setattr(durable, what, refuse)
+            streamed.save(tmp_path / "saved")
+        assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-00000001"]
+        streamed.restore(tmp_path / "saved")
+        assert weights_of(streamed) == old
 
 
 def test_restore_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -159,6 +159,8 @@ def test_trainer_saves_what_from_pretrained_loads(tmp_path: Path) -> None:
         trainer = MegatierTrainer(streamed, arguments(tmp_path / "run", max_steps=2), train_dataset=Rows(60))
         trainer.train()
         for _ in range(2):  # a second one takes the first one's place
+            (tmp_path / "run" / ".export").mkdir(parents=True)  # of a process that was killed
+            (tmp_path / "run" / ".export" / "half").write_text("half")
             trainer.save_model()
         weights = streamed.state_dict()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype=torch.float32)

@@ -1,18 +1,24 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from test_durable import watched
 from test_models_weights import SHARD_BYTES, fresh, reader, stored_tensors
 from torch import Tensor
 
 from megatier.errors import ConfigError, TransferError
 from megatier.models import weights
 from megatier.models.decoder import Unit
-from megatier.models.export import export
+from megatier.models.export import export, export_bytes
 from megatier.models.shards import read_header
 
 
@@ -90,6 +96,56 @@ def test_export_full_disk_is_a_transfer_error_and_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", no_space)
-    with pytest.raises(TransferError, match=r"export failed.*No space left"):
+    with pytest.raises(TransferError, match=r"writing the export failed.*No space left"):
         export(tmp_path / "out", model, units, reader(blocks), torch.float32, 1 << 30)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_export_is_on_the_drive_before_it_has_its_name(tmp_path: Path) -> None:
+    model, units, blocks = fresh("llama")
+    calls: list[tuple[str, list[str]]] = []
+
+    def see(name: str, args: tuple[Any, ...]) -> None:
+        if name != "discard":
+            calls.append((name, sorted(path.name for path in args[0].iterdir())))
+
+    with pytest.MonkeyPatch.context() as patch:
+        watched(patch, see)
+        export(tmp_path / "out", model, units, reader(blocks), torch.float32, 1 << 30)
+    files = ["config.json", "generation_config.json", "model.safetensors"]
+    assert calls == [("sync_tree", files), ("rename", files), ("sync_tree", ["out"])]
+
+
+@pytest.mark.parametrize("what", ["sync_tree", "rename"])
+def test_export_that_a_drive_refuses_leaves_nothing_behind(what: str, tmp_path: Path) -> None:
+    model, units, blocks = fresh("llama")
+
+    def refuse(name: str, _: tuple[Any, ...]) -> None:
+        if name == what:
+            raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TransferError, match="Check the drive"):
+        watched(patch, refuse)
+        export(tmp_path / "out", model, units, reader(blocks), torch.float32, 1 << 30)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_export_removes_what_killed_processes_left_of_it_alone(tmp_path: Path) -> None:
+    model, units, blocks = fresh("llama")
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    gone = [f".out.{dead.pid}.partial", f".out.{os.getpid()}.partial"]
+    stays = [".out.1.partial", ".other.1.partial", f".out.b.{dead.pid}.partial", ".out.x.partial"]
+    for name in (*gone, *stays):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text("half")
+    export(tmp_path / "out", model, units, reader(blocks), torch.float32, 1 << 30)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*stays, "out"])
+    assert len(list((tmp_path / "out").iterdir())) == 3
+
+
+def test_export_bytes_are_those_of_the_weights_that_are_written(tmp_path: Path) -> None:
+    model, units, blocks = fresh("llama")
+    export(tmp_path / "out", model, units, reader(blocks), torch.bfloat16, SHARD_BYTES)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert export_bytes(model, units, torch.bfloat16) == index["metadata"]["total_size"]

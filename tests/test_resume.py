@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from megatier.cli import main
 from megatier.engine.step import Engine
 from megatier.train.checkpoint import checkpoints, last_checkpoint
+from megatier.train.room import Room
 
 KILLED_RUNS = Path(__file__).parent / "killed_runs.py"
 TIERS_OF_BAD_STEPS: list[dict[str, Any]] = [
@@ -239,9 +240,7 @@ def test_resume_removes_half_a_checkpoint_before_it_asks_for_room(
 ) -> None:
     half = stopped / "checkpoints" / ".step-00000003.partial"
     half.mkdir()
-    monkeypatch.setattr(
-        "megatier.train.trainer.check_room", lambda folder, *_: None if not half.exists() else pytest.fail("no room")
-    )
+    monkeypatch.setattr(Room, "check", lambda *_: None if not half.exists() else pytest.fail("no room"))
     assert main(["resume", str(stopped)]) == 0
     assert not half.exists()
 

@@ -9,7 +9,7 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from megatier import durable
 from megatier.config_values import MountBudget
 from megatier.errors import CapacityError, ConfigError, IntegrityError, RunLockedError, TransferError
 from megatier.store import blockfile
@@ -382,12 +383,43 @@ def test_budget_of_a_full_mount_without_a_size_is_refused_by_name(
 # ---- files that are kept ----
 
 
+def test_mark_is_made_when_the_files_of_all_mounts_are_on_their_drives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = [tmp_path / "a", tmp_path / "b"]
+    for mount in mounts:
+        mount.mkdir()
+    files = BlockFiles([MountBudget(mount, 4 << 20) for mount in mounts], "run", IoOptions(num_threads=1))
+    prepared(files, NUM_BYTES)
+    calls: list[tuple[str, str]] = []
+
+    def noted(name: str, call: Callable[..., None]) -> Callable[..., None]:
+        def note(path: Path, **options: int) -> None:
+            calls.append((name, "/".join(path.relative_to(tmp_path).parts)))
+            call(path, **options)
+
+        return note
+
+    monkeypatch.setattr(durable, "sync", noted("sync", durable.sync))
+    monkeypatch.setattr(Path, "touch", noted("touch", Path.touch))
+    files.keep(True)
+    inside = [[f"{name}/megatier-run/blocks", f"{name}/megatier-run", name] for name in "ab"]
+    assert calls == [
+        *(("sync", path) for paths in inside for path in paths),
+        *(("touch", f"{name}/megatier-run/savepoint") for name in "ab"),
+        *(("sync", f"{name}/megatier-run") for name in "ab"),
+    ]
+    calls.clear()
+    files.keep(False)
+    assert calls == []
+    files.close()
+
+
 def keep_one(directory: Path) -> tuple[Extent, npt.NDArray[np.uint8]]:
     """A process that keeps one block."""
     files, source = open_files(directory), memory(NUM_BYTES, seed=1)
     extent = prepared(files, NUM_BYTES)[0]
     write(files, extent, source)
-    files.sync()
     files.keep(True)
     files.close()
     return extent, source

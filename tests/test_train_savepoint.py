@@ -20,13 +20,15 @@ import pytest
 import torch
 from small_commands import after_step, command, metrics
 from small_commands import outcome as outcome_of
+from test_durable import watched
 from tiny_runs import KIB, Outcome, Place, Run, exactness_config, one_thread, opened, outcome, random_groups
 
+from megatier import durable
 from megatier.cli import main
 from megatier.errors import ConfigError, SavepointError
 from megatier.store import chunkfile
 from megatier.store.tier import Tier
-from megatier.train import checkpoint, loop, savepoint
+from megatier.train import savepoint, saves
 from megatier.train.manifest import digest_of
 from megatier.train.savepoint import Savepoint, drop_savepoint, resident_bytes, save_savepoint
 from megatier.train.session import Session
@@ -284,7 +286,7 @@ def refuse(*_: object, **__: object) -> None:
 FAULTS: dict[str, tuple[Any, str, Any, str]] = {
     "full": (chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY), "Free space on this drive"),
     "block files": (os, "fsync", refuse, "synchronising failed on tier nvme.*Check the drive"),
-    "folder": (checkpoint, "sync", refuse, "writing a savepoint failed on tier disk.*Check the drive"),
+    "folder": (durable, "sync_tree", refuse, "writing a savepoint failed on tier disk.*Check the drive"),
     "name": (Path, "rename", refuse, "writing a savepoint failed on tier disk.*Check the drive"),
     "mark": (Path, "touch", refuse, "marking failed on tier nvme.*Check the drive"),
     "manifest": (json, "dumps", refuse, "writing a savepoint failed on tier disk"),
@@ -304,7 +306,7 @@ def test_savepoint_that_a_drive_refuses_ends_the_run_which_goes_on_from_the_one_
             return save_savepoint(session, folder, step, state)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "save_savepoint", save)
+        patch.setattr(saves, "save_savepoint", save)
         assert main(command(tmp_path, settings_of(tmp_path, SPREAD))) == 2
     assert re.search(words, capsys.readouterr().err)
     run = tmp_path / "run"
@@ -313,9 +315,31 @@ def test_savepoint_that_a_drive_refuses_ends_the_run_which_goes_on_from_the_one_
     assert outcome_of(run) == whole
 
 
+def test_savepoint_goes_when_the_export_has_its_name_on_the_drive(tmp_path: Path) -> None:
+    run, calls = tmp_path / "run", list[tuple[str, bool]]()
+
+    def see(name: str, args: tuple[Any, ...]) -> None:
+        if args[0] == run and name == "sync_tree" and (run / "model").exists():
+            calls.append((name, (run / "savepoints").exists()))
+
+    drop = savepoint.remove_savepoints
+
+    def dropped(folder: Path) -> None:
+        if (run / "model").exists():
+            calls.append(("drop", folder.exists()))
+        drop(folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        watched(patch, see)
+        patch.setattr(savepoint, "remove_savepoints", dropped)
+        assert main(command(tmp_path, settings_of(tmp_path, SPREAD))) == 0
+    assert calls == [("sync_tree", True), ("drop", True)]
+    assert not (run / "savepoints").exists()
+
+
 def test_first_savepoint_that_a_drive_refuses_leaves_no_block_files(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "sync", refuse)
+        patch.setattr(durable, "sync_tree", refuse)
         assert main(command(tmp_path, settings_of(tmp_path, SPREAD))) == 2
     assert not list((tmp_path / "drive").iterdir())
     assert list((tmp_path / "run" / "savepoints").iterdir()) == []
@@ -326,7 +350,7 @@ def test_room_that_is_short_is_refused_with_figures(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    assert main(command(tmp_path, settings_of(tmp_path, SPREAD))) == 2
+    assert main(command(tmp_path, settings_of(tmp_path, SPREAD, **{"output.export": False}))) == 2
     assert re.search(r"2 savepoints in \S+ is full: needs .* KiB, 1000 B free", capsys.readouterr().err)
 
 

@@ -212,7 +212,8 @@ def test_train_run_with_two_generations_says_what_became_of_its_guesses(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, "updated in place; killed, the run begins again"),
+        ({}, "updated in place; killed, the run goes on from its last checkpoint (by time)"),
+        ({"output.checkpoint_every": 0}, "updated in place; killed, the run begins again"),
         ({"output.checkpoint_every": 3}, "updated in place; killed, the run goes on from its last checkpoint (3 steps"),
         (
             {"output.savepoint_every": 2, "tiers.generations": 2},

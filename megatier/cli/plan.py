@@ -20,6 +20,7 @@ from megatier.hardware import device_for, mount_of
 from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import Rates, read_rates
 from megatier.train.metrics import format_count, format_seconds, format_share
+from megatier.train.pace import about, every_seconds
 from megatier.train.probe import cached_rates, io_threads
 
 if TYPE_CHECKING:
@@ -202,4 +203,5 @@ def _writing(plan: Plan) -> str:
     if plan.checkpoint_seconds is None or plan.checkpoint_pause_seconds is None:
         return ""
     seconds, pause = format_seconds(plan.checkpoint_seconds), format_seconds(plan.checkpoint_pause_seconds)
-    return f" and is written in {seconds}, of which training waits {pause}"
+    apart = about(every_seconds(plan.checkpoint_pause_seconds))
+    return f" and is written in {seconds}, of which training waits {pause}; by time one is due every {apart} or so"

@@ -21,6 +21,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from megatier.durable import becoming, discard, settle
 from megatier.errors import ConfigError
 from megatier.integrations.streamed import Streamed
 
@@ -136,7 +137,7 @@ class MegatierStrategy(SingleDeviceStrategy):
         filepath: str | os.PathLike[str],
         storage_options: Any = None,  # noqa: ANN401 - Lightning's
     ) -> None:
-        """Write a folder; it takes the place of one of that name when it is whole.
+        """Write a folder; it takes the place of one of that name, which stays whole until the new one is on the drive.
 
         Raises:
             StreamedModelError: in the middle of a step.
@@ -145,12 +146,13 @@ class MegatierStrategy(SingleDeviceStrategy):
         self._drop_cut_step()
         target = Path(filepath)
         partial = target.with_name(f".{target.name}.partial")
-        self.remove_checkpoint(partial)
         write = self.streamed.save if "optimizer_states" in checkpoint else self.streamed.export
-        write(partial)
-        super().save_checkpoint(checkpoint, partial / LIGHTNING_FILE, storage_options)
-        self.remove_checkpoint(target)
-        partial.rename(target)
+        with becoming(partial, target, "a checkpoint", replaces=True):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            settle(target)
+            discard(partial)  # of a process that was killed
+            write(partial)
+            super().save_checkpoint(checkpoint, partial / LIGHTNING_FILE, storage_options)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -160,6 +162,7 @@ class MegatierStrategy(SingleDeviceStrategy):
         Raises:
             CheckpointError: see `Streamed.restore`.
         """
+        settle(Path(checkpoint_path))
         self.streamed.restore(checkpoint_path)
         loaded: dict[str, Any] = super().load_checkpoint(Path(checkpoint_path) / LIGHTNING_FILE, weights_only)
         return loaded

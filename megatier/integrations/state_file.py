@@ -16,7 +16,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import set_default_mmap_options, skip_data
 
-from megatier.errors import MegatierError, TransferError
+from megatier.durable import becoming
+from megatier.errors import TransferError
 
 StateDict = dict[str, Any]
 
@@ -36,23 +37,15 @@ def write_state_file(
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial")
-    try:
+    with becoming(partial, target, "optimizer state"):
         partial.touch(0o600)  # torch would not say what is wrong with it
         with FakeTensorMode():
             described = describe()
         _lay_out(described, partial)
         with partial.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)  # where a page had no room, writing would kill
-            with set_default_mmap_options(mmap.MAP_SHARED):
-                fill(torch.load(partial, mmap=True))
-            os.fsync(file.fileno())
-        partial.rename(target)
-    except OSError as error:
-        if isinstance(error, MegatierError):
-            raise
-        raise _failed(target, error.errno or 0) from error
-    finally:
-        partial.unlink(missing_ok=True)
+        with set_default_mmap_options(mmap.MAP_SHARED):
+            fill(torch.load(partial, mmap=True))
 
 
 def _lay_out(described: StateDict, path: Path) -> None:
@@ -61,8 +54,4 @@ def _lay_out(described: StateDict, path: Path) -> None:
         with skip_data(materialize_fake_tensors=True):
             torch.save(described, path)
     except RuntimeError as error:  # torch does not pass the system's error on
-        raise _failed(path, 0) from error
-
-
-def _failed(path: Path, code: int) -> TransferError:
-    return TransferError("writing optimizer state", "disk", str(path), 0, code)
+        raise TransferError("writing optimizer state", "disk", str(path), 0, 0) from error

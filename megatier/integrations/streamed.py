@@ -47,16 +47,7 @@ from megatier.models.frozen import freeze
 from megatier.models.weights import Checkpoint, resolve
 from megatier.schedule.trace import TraceEvent, write_trace
 from megatier.store.layout import TensorSlice
-from megatier.train.checkpoint import (
-    UNBOUND,
-    checkpoints,
-    is_bound,
-    last_checkpoint,
-    read_state,
-    remove,
-    restore,
-    step_of,
-)
+from megatier.train.checkpoint import UNBOUND, is_bound, last_checkpoint, read_state, restore, settle_replaced, step_of
 from megatier.train.checkpoint_writer import CheckpointWriter
 from megatier.train.export import SHARD_BYTES
 from megatier.train.process import share_interpreter
@@ -394,7 +385,7 @@ class Streamed:
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write a checkpoint, `step-...` in the folder: weights and moments in fp32, settings, the number of the step.
 
-        It takes the place of one of the same step.
+        It takes the place of one of the same step, which stays whole until the new one is on the drive.
 
         Raises:
             CapacityError, TransferError: see `CheckpointWriter.wait`.
@@ -402,9 +393,7 @@ class Streamed:
         self._settle("A checkpoint")
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
-        for checkpoint in checkpoints(target):
-            if step_of(checkpoint) == self.steps:
-                remove(checkpoint)
+        settle_replaced(target)
         state = {"streamed": self.optimizer.saved_settings()}
         return CheckpointWriter(self._session, target, self.steps, state).wait()
 
@@ -415,6 +404,7 @@ class Streamed:
             CheckpointError: there is none, or it is of another model, or damaged.
         """
         self._settle("Restoring a checkpoint")
+        settle_replaced(Path(folder))
         if (checkpoint := last_checkpoint(Path(folder))) is None:
             raise CheckpointError(f"{folder} holds no checkpoint of a streamed model; Streamed.save writes them.")
         settings = read_state(checkpoint).get("streamed")

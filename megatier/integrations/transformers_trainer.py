@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from megatier.durable import discard
 from megatier.errors import ConfigError
 from megatier.integrations.streamed import Streamed
 
@@ -89,6 +90,7 @@ class StreamedTraining(Base):
         """The Trainer's files about the run; the weights are an export."""
         folder = Path(output_dir or self.args.output_dir or ".")
         export = folder / ".export"
+        discard(export)  # of a process that was killed
         self.streamed.export(export)
         for file in export.iterdir():
             file.replace(folder / file.name)

@@ -9,6 +9,7 @@ import copy
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megatier.errors import CapacityError, ConfigError, TransferError
+from megatier.durable import becoming, discard
+from megatier.errors import CapacityError, ConfigError
 from megatier.models.conversion import Assembly, Run, hub_layout
 from megatier.models.decoder import Unit
 from megatier.models.experts import places_of
@@ -28,17 +30,21 @@ from megatier.models.weights import INDEX_FILE, SINGLE_FILE, by_columns, chunks
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Read = Callable[[Unit, int, int], Tensor]
+
 
 def export(
     folder: Path,
     model: PreTrainedModel,
     units: Sequence[Unit],
-    read: Callable[[Unit, int, int], Tensor],
+    read: Read,
     dtype: torch.dtype,
     shard_bytes: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Write a folder that `from_pretrained` loads. It appears whole or not at all.
+    """Write a folder that `from_pretrained` loads. It appears whole or not at all, through a loss of power too.
+
+    What a killed process left of the same export goes.
 
     Args:
         folder: new or empty.
@@ -58,40 +64,46 @@ def export(
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty; export writes only to a new or empty folder. Choose another one.")
-    outgoing = _Outgoing(model, units, read, dtype)
+    outgoing = _Outgoing(model, units, dtype)
     shards = _cut(outgoing.num_bytes, shard_bytes)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    try:
+    with becoming(partial, folder, "the export"):
         folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder)
         total, free = sum(outgoing.num_bytes.values()), shutil.disk_usage(folder.parent).free
         if free < total:
             raise CapacityError(str(folder.parent), total, free, "Free space on this disk, or export to another one.")
         partial.mkdir()
         for file_name, names in shards.items():
-            outgoing.write_shard(partial / file_name, names)
+            outgoing.write_shard(partial / file_name, names, read)
         if len(shards) > 1:
             _write_index(partial / INDEX_FILE, shards, total)
         _write_settings(partial, model, dtype, tokenizer)
-        partial.rename(folder)
-    except TransferError:
-        raise
-    except OSError as error:
-        raise TransferError("export", "disk", str(error.filename or folder), 0, error.errno or 0) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+
+
+def export_bytes(model: PreTrainedModel, units: Sequence[Unit], dtype: torch.dtype) -> int:
+    """Bytes of the weights that `export` writes.
+
+    Raises:
+        UnsupportedModelError: no layout of the weights is known that loads back.
+    """
+    return sum(_Outgoing(model, units, dtype).num_bytes.values())
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Of exports to this folder whose processes are gone; of this process's number too, which had another life."""
+    ours = re.compile(rf"\.{re.escape(folder.name)}\.(\d+)\.partial")
+    for path in folder.parent.iterdir():
+        found = ours.fullmatch(path.name)
+        if found is not None and (found[1] == str(os.getpid()) or not Path("/proc", found[1]).exists()):
+            discard(path)
 
 
 class _Outgoing:
     """The tensors of a checkpoint that is being written, by the names they have on disk."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        units: Sequence[Unit],
-        read: Callable[[Unit, int, int], Tensor],
-        dtype: torch.dtype,
-    ) -> None:
-        self._read, self._dtype = read, dtype
+    def __init__(self, model: PreTrainedModel, units: Sequence[Unit], dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._places = places_of(units)
         state = model.state_dict(keep_vars=True)
         self._buffers = {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
@@ -106,14 +118,14 @@ class _Outgoing:
             for name, assembly in self._layout.items()
         }
 
-    def write_shard(self, path: Path, names: Sequence[str]) -> None:
+    def write_shard(self, path: Path, names: Sequence[str], read: Read) -> None:
         """Header first, then the tensors in the order of `names`; on disk when it returns."""
         with path.open("wb") as file:
             tensors = {name: self._layout[name] for name in names}
             file.write(write_header((name, self._dtype_of(tensor), tensor.shape) for name, tensor in tensors.items()))
             for tensor in tensors.values():
                 for run in tensor.runs:
-                    for piece in self._pieces(run):
+                    for piece in self._pieces(run, read):
                         file.write(piece.contiguous().view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())
@@ -126,15 +138,15 @@ class _Outgoing:
         source = assembly.runs[0].name
         return self._buffers[source].dtype if source in self._buffers else self._dtype
 
-    def _pieces(self, run: Run) -> Iterator[Tensor]:
+    def _pieces(self, run: Run, read: Read) -> Iterator[Tensor]:
         first, last = run.start, run.start + run.num_elements
         if run.num_columns:
-            yield by_columns(torch.cat(list(self._elements(run.name, first, last))), run.num_columns)
+            yield by_columns(torch.cat(list(self._elements(run.name, first, last, read))), run.num_columns)
             return
         for start, stop in chunks(run.num_elements):
-            yield from self._elements(run.name, first + start, first + stop)
+            yield from self._elements(run.name, first + start, first + stop, read)
 
-    def _elements(self, name: str, first: int, last: int) -> Iterator[Tensor]:
+    def _elements(self, name: str, first: int, last: int, read: Read) -> Iterator[Tensor]:
         """Those of a tensor of the model, flat, from each unit that holds some."""
         if name in self._buffers:
             yield self._buffers[name].flatten()[first:last]
@@ -142,7 +154,7 @@ class _Outgoing:
         for unit, tensor in self._places[name]:
             lower, upper = max(first, tensor.elements[0]), min(last, tensor.elements[1])
             if lower < upper:
-                yield self._read(unit, tensor.place(lower), tensor.place(upper)).to(self._dtype)
+                yield read(unit, tensor.place(lower), tensor.place(upper)).to(self._dtype)
 
 
 def _cut(num_bytes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megatier import _native
+from megatier import _native, durable
 from megatier.config_values import MountBudget
 from megatier.errors import CapacityError, ConfigError, IntegrityError, RunLockedError, TransferError
 from megatier.hardware import mount_of
@@ -285,15 +285,19 @@ class BlockFiles:
         """Whether the files outlive this process, as they are when it ends; says so beside them.
 
         Raises:
-            TransferError: a drive refuses the mark.
+            TransferError: a drive failed, or refuses the mark.
         """
         self._is_kept = keeps
+        if keeps:
+            self.sync()  # all of it, on all mounts, before a mark says that it is kept
         for directory in self._directories:
             mark = directory / KEPT_FILE
             try:
                 mark.touch(mode=0o600) if keeps else mark.unlink(missing_ok=True)
             except OSError as error:
                 raise TransferError("marking", "nvme", str(mark), 0, error.errno or 0) from error
+        for directory in self._directories if keeps else ():
+            _sync(directory)
 
     def sync(self) -> None:
         """Wait until everything written is on the drives, through a loss of power too.
@@ -328,11 +332,7 @@ class BlockFiles:
 
 def _sync(path: Path) -> None:
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
+        durable.sync(path)
     except OSError as error:
         raise TransferError("synchronising", "nvme", str(path), 0, error.errno or 0) from error
 

@@ -14,7 +14,6 @@ the drive. Nothing is unpickled; a path is made of the model's own names alone.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import re
@@ -27,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, MegatierError, TransferError
+from megatier.durable import REPLACED, discard, settle
+from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, TransferError
 from megatier.models.decoder import Unit
 from megatier.store.chunkfile import ArrayReader, ChunkFiles, Grid, StoredArray
 from megatier.store.layout import TensorSlice
@@ -73,18 +73,15 @@ def parameter_shapes(units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
     return {parameter: shape for (name, parameter), shape in arrays_of(units).items() if name == "params"}
 
 
-def check_room(folder: Path, units: Sequence[Unit], num_kept: int) -> None:
-    """Refuse a run whose drive cannot take its checkpoints: those that are kept and the one that is written.
+def check_room(folder: Path, units: Sequence[Unit]) -> None:
+    """Refuse to begin a checkpoint for which there is no room; `room` asks for a whole run's.
 
     Raises:
         CapacityError: there is less room.
     """
-    present = len(checkpoints(folder))
-    needed = max(1, num_kept + 1 - present) * checkpoint_bytes(units)
-    free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+    needed, free = checkpoint_bytes(units), shutil.disk_usage(folder).free
     if needed > free:
-        remedy = "Free space there, set a smaller output.keep_checkpoints, or name another output.directory."
-        raise CapacityError(f"{num_kept + 1} checkpoints in {folder}", needed, free, remedy)
+        raise CapacityError(f"a checkpoint in {folder}", needed, free, "Free space there, or name another directory.")
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -121,36 +118,6 @@ def find_checkpoint(path: Path) -> Path:
     return found
 
 
-@contextmanager
-def becoming(partial: Path, target: Path, what: str) -> Iterator[None]:
-    """What is written to `partial` inside is `target` in the end, all of it on the drive; or nothing of it is there.
-
-    Raises:
-        TransferError: writing failed.
-    """
-    try:
-        yield
-        sync(partial)
-        partial.rename(target)
-        sync(target.parent)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, MegatierError) or not isinstance(error, OSError):
-            raise
-        path = str(error.filename or target.parent)
-        raise TransferError(f"writing {what}", "disk", path, 0, error.errno or 0) from error
-
-
-def sync(path: Path) -> None:
-    """All of the file system on the drive: one call, where a large checkpoint has thousands of files and folders."""
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        if ctypes.CDLL(None, use_errno=True).syncfs(directory):
-            raise OSError(ctypes.get_errno(), "syncfs", str(path))
-    finally:
-        os.close(directory)
-
-
 def prune(folder: Path, num_kept: int) -> None:
     """Remove all whole checkpoints but the last num_kept, at least 1; see `remove`."""
     for path in checkpoints(folder)[:-num_kept]:
@@ -158,7 +125,7 @@ def prune(folder: Path, num_kept: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint.
+    """Remove a checkpoint; one that somebody moved elsewhere stays there: only the link to it goes.
 
     Raises:
         TransferError: it cannot be removed; it is not among the whole ones any more, or whole.
@@ -166,7 +133,17 @@ def remove(path: Path) -> None:
     hidden = path.with_name(f".{path.name}{REMOVING}")
     with _removing(path):
         path.rename(hidden)
-        _remove(hidden)
+        discard(hidden)
+
+
+def settle_replaced(folder: Path) -> None:
+    """See `durable.settle`, for all checkpoints of a folder in which one may take the place of another.
+
+    Raises:
+        TransferError: the drive does not let it.
+    """
+    for path in folder.glob(f".step-*{REPLACED}"):
+        settle(folder / path.name[1:].removesuffix(REPLACED))
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -178,7 +155,7 @@ def remove_leftovers(folder: Path) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         if HIDDEN.fullmatch(path.name):
             with _removing(path):
-                _remove(path)
+                discard(path)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -330,11 +307,3 @@ def _removing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise TransferError("removing a checkpoint", "disk", str(path), 0, error.errno or 0) from error
-
-
-def _remove(path: Path) -> None:
-    """A checkpoint that somebody moved elsewhere stays there: only the link to it goes."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path)

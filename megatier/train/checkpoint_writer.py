@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megatier import _native
+from megatier.durable import becoming, sync_tree
 from megatier.engine.optimizer import join_master
 from megatier.errors import StepAbandonedError
 from megatier.models.decoder import Unit
@@ -42,13 +43,11 @@ from megatier.train.checkpoint import (
     FORMAT,
     WRITING,
     arrays_of,
-    becoming,
     check_room,
     checkpoint_bytes,
     parameter_shapes,
     prune,
     remove_leftovers,
-    sync,
     tensors_of,
 )
 from megatier.train.manifest import METADATA_FILE, Manifest, checksum_of, digest_of, read_bytes
@@ -79,7 +78,7 @@ class CheckpointWriter:
         Args:
             session: after `player.drain`, and no checkpoint of it is on its way.
             folder: of all checkpoints of the run.
-            step: its last step, of which there is none yet.
+            step: its last step; a checkpoint of it that is there already is replaced.
             state: what is no array; plain JSON.
             num_kept: of the whole checkpoints, this one included, at least 1; None: all.
         """
@@ -119,7 +118,7 @@ class CheckpointWriter:
     def _begin(self) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         remove_leftovers(self._folder)
-        check_room(self._folder, self._session.units, 0)
+        check_room(self._folder, self._session.units)
         self._partial.mkdir(mode=0o700)
         units = self._session.units
         layouts = [unit.layout for unit in units]
@@ -142,7 +141,7 @@ class CheckpointWriter:
 
     def _finish(self, last: Transfer) -> None:
         """Make it whole, or leave nothing of it."""
-        with becoming(self._partial, self._target, "a checkpoint"):
+        with becoming(self._partial, self._target, "a checkpoint", replaces=True):
             writers = list(self._writers)
             try:
                 last.wait()
@@ -315,7 +314,7 @@ def _write_metadata(
         checksums[node] = [checksum_of(read_bytes(folder / node / METADATA_FILE)), *values]
     manifest = Manifest(step, checksums).to_dict()
     digest = digest_of({"state": state, "manifest": manifest})
-    sync(folder)  # the manifest says that these files are there
+    sync_tree(folder)  # the manifest says that these files are there
     root.update_attributes({"megatier": {"format": FORMAT, "state": state, "manifest": manifest, "digest": digest}})
 
 

@@ -9,16 +9,26 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from megatier.config import RunConfig
 from megatier.config_file import from_dict
 from megatier.data.tokenizer import load_tokenizer
-from megatier.errors import CheckpointError, DamagedCheckpointError, mib
+from megatier.errors import CheckpointError, DamagedCheckpointError, ExportError, MegatierError, mib
 from megatier.models.decoder import Unit, find_units
 from megatier.models.export import export
-from megatier.train.checkpoint import UNBOUND, find_checkpoint, is_bound, open_masters, read_state
+from megatier.train.checkpoint import (
+    UNBOUND,
+    find_checkpoint,
+    is_bound,
+    last_checkpoint,
+    open_masters,
+    read_state,
+    step_of,
+)
 from megatier.train.history import read_what_there_is
-from megatier.train.run_directory import METRICS_FILE, MODEL_FOLDER
+from megatier.train.run_directory import CHECKPOINT_FOLDER, METRICS_FILE, MODEL_FOLDER, SAVEPOINT_FOLDER
 from megatier.train.run_state import RunState
-from megatier.train.session import open_model
+from megatier.train.saves import Saves
+from megatier.train.session import Session, open_model
 from megatier.train.workload import COMPUTE_DTYPES
 
 SHARD_BYTES = 4 << 30
@@ -69,6 +79,41 @@ def _mention_later_steps(console: Console, path: Path, step: int) -> None:
         end = f"{model} has the model of its end" if model.exists() else "no folder has the model of its end"
         words = f"the run went on to step {steps[-1].step}, its last checkpoint is of step {step}; {end}"
         console.print(words, markup=False, highlight=False, soft_wrap=True)
+
+
+def export_end(
+    console: Console, config: RunConfig, session: Session, tokenizer: PreTrainedTokenizerBase, saves: Saves
+) -> None:
+    """Write the model of a run whose steps are done; where that fails, save what it goes on from.
+
+    Raises:
+        ExportError: it failed. Says what is kept, and what finishes the run.
+    """
+
+    def say(words: str) -> None:
+        console.print(words, markup=False, highlight=False, soft_wrap=True)
+
+    directory, step = Path(config.output.directory), config.train.steps
+    folder, dtype = directory / MODEL_FOLDER, config.output.export_dtype
+    try:
+        session.player.drain()
+        write_model(console, folder, session.model, session.units, session.read_master, tokenizer, dtype)
+    except (MegatierError, OSError) as error:
+        saved = saves.keep_end(step, say)
+        raise ExportError(str(error), step, _way_on(directory, saved)) from error
+
+
+def _way_on(directory: Path, saved: Path | None) -> str:
+    """What finishes a run whose export failed."""
+    if saved is None:
+        kept = (last_checkpoint(directory / name) for name in (CHECKPOINT_FOLDER, SAVEPOINT_FOLDER))
+        steps = [step_of(path) for path in kept if path is not None]
+        before = f"step {max(steps)}" if steps else "its start"
+        return f"Nothing more could be saved; `megatier resume {directory}` goes on from {before}."
+    finish = f"They are kept in {saved}: `megatier resume {directory}` writes the model once that is mended"
+    if saved.parent.name == CHECKPOINT_FOLDER:
+        finish += f", `megatier export {directory} FOLDER` writes it elsewhere"
+    return f"{finish}."
 
 
 def write_model(

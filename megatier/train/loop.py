@@ -1,10 +1,9 @@
-"""The loop over a run's steps, with evaluations, checkpoints, savepoints, and what is told of them."""
+"""The loop over a run's steps, with evaluations and saves, and what is told of them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 
 from rich.console import Console
 
@@ -19,17 +18,13 @@ from megatier.schedule.trace import TraceEvent, busy_seconds, stall_seconds
 from megatier.store.store import TieredStore
 from megatier.store.tier import Tier
 from megatier.store.transfer import QUEUES
-from megatier.train.checkpoint import last_checkpoint, remove
-from megatier.train.checkpoint_writer import CheckpointWriter
-from megatier.train.metrics import MetricsLog, format_seconds
+from megatier.train.metrics import format_seconds
 from megatier.train.process import memory_bytes, seed
 from megatier.train.report import Progress, QueueBytes, StepReport, TierUse, print_moves
-from megatier.train.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER
 from megatier.train.run_state import RunState
-from megatier.train.savepoint import drop_savepoint, save_savepoint
+from megatier.train.saves import Record, Saves
 from megatier.train.session import Session
 from megatier.train.stop import StopRequest
-from megatier.train.tensorboard import Scalars
 from megatier.train.watchdog import Watchdog
 
 TRACED_STEPS = 3
@@ -49,10 +44,10 @@ class Loop:
         console: Console,
         session: Session,
         text: PackedText | TextStream,
-        log: MetricsLog,
-        scalars: Scalars | None,
+        record: Record,
         expected: Forecast | None,
         watchdog: Watchdog,
+        saves: Saves,
     ) -> None:
         """Nothing runs before `steps`.
 
@@ -61,29 +56,21 @@ class Loop:
             console: what a person sees.
             session: filled.
             text: what it trains on.
-            log: metrics.jsonl.
-            scalars: for TensorBoard, if wanted.
+            record: keeps the figures of each step.
             expected: the planned step, where the machine was measured.
             watchdog: watches passes.
+            saves: made as the run goes on.
         """
-        self._config, self._console, self._session, self._text, self._log = config, console, session, text, log
-        self._scalars, self._expected, self._watchdog = scalars, expected, watchdog
-        self._has_learnt = False
-        """A weight has changed since the last checkpoint."""
+        self._config, self._console, self._session, self._text = config, console, session, text
+        self._record, self._expected, self._watchdog, self._saves = record, expected, watchdog, saves
         self._last_step = 0
         self._device = session.engine.options.device
-        self._directory = Path(config.output.directory)
-        self._folder = self._directory / CHECKPOINT_FOLDER
         self._moved_before = session.store.moved_bytes.copy()
-        self._checkpoint: CheckpointWriter | None = None
-        """It is on its way."""
-        self._paused = 0.0
-        """Seconds that it held up this thread so far."""
         self.traced: list[tuple[int, list[TraceEvent]]] = []
 
     def steps(self, state: RunState | None) -> bool:
         """All steps after a state, with evaluations and checkpoints; False where the run was told to stop before."""
-        train, output = self._config.train, self._config.output
+        train = self._config.train
         if state is None:
             seed(train.seed)
         else:
@@ -96,79 +83,17 @@ class Loop:
                     self._step(step, progress)
                 except NonFiniteError:
                     if self._session.optimizer.hyper.deferred:  # then no weight has changed
-                        self._save_behind(step, progress)
+                        self._saves.behind(step, progress.note)
                     raise
                 is_last = step == train.steps
                 if is_last or (train.evaluate_every and step % train.evaluate_every == 0):
                     self._evaluate(step, progress)
-                self._end_checkpoint(progress, waits=False)
-                is_due = output.checkpoint_every and (is_last or step % output.checkpoint_every == 0)
                 stops = stop.is_asked and not is_last  # asked once: a signal may come between two looks
-                if is_due or stops:
-                    self._save(step, progress)
-                elif output.savepoint_every and step % output.savepoint_every == 0:
-                    self._save_in_place(step, progress)
+                self._saves.after(step, progress.note, is_last=is_last, stops=stops)
                 if stops:
                     break
-            self._end_checkpoint(progress)
+            self._saves.end(progress.note)
         return not stops
-
-    def _save_behind(self, step: int, progress: Progress) -> None:
-        """The run ends on bad steps: it may go on behind them. Of equal weights one checkpoint stays, of others all."""
-        self._end_checkpoint(progress)
-        twin = None if self._has_learnt else last_checkpoint(self._folder)
-        if self._has_learnt or twin is not None:
-            self._save(step, progress, prunes=False)
-            self._end_checkpoint(progress)
-        if twin is not None:
-            remove(twin)
-
-    def _save(self, step: int, progress: Progress, *, prunes: bool = True) -> None:
-        """Begin a checkpoint; the steps after it go on while it is written."""
-        self._end_checkpoint(progress)
-        began = time.perf_counter()
-        with self._watchdog.watch(self._session.player):
-            self._session.player.drain()
-        state = RunState.of(step, self._config, self._device, self._text.state)
-        num_kept = self._config.output.keep_checkpoints if prunes else None
-        self._checkpoint = CheckpointWriter(self._session, self._folder, step, state.to_dict(), num_kept)
-        self._has_learnt = False
-        self._session.player.take_events()
-        self._paused = time.perf_counter() - began
-
-    def _end_checkpoint(self, progress: Progress, *, waits: bool = True) -> None:
-        """Tell of the checkpoint that was begun, if it is whole; wait for that if it `waits`."""
-        writer = self._checkpoint
-        if writer is None or not (waits or writer.is_over()):
-            return
-        began, self._checkpoint = time.perf_counter(), None
-        with self._watchdog.watch(self._session.player):
-            writer.wait()
-        self._paused += time.perf_counter() - began
-        size, seconds, paused = mib(writer.num_bytes), format_seconds(writer.seconds), format_seconds(self._paused)
-        progress.note(f"step {writer.step}: checkpoint written ({size} in {seconds}; training waited {paused})")
-        self._record(
-            {
-                "step": writer.step,
-                "checkpoint_bytes": writer.num_bytes,
-                "checkpoint_seconds": writer.seconds,
-                "checkpoint_pause_seconds": self._paused,
-            }
-        )
-        drop_savepoint(self._session, self._directory / SAVEPOINT_FOLDER)  # which is older
-
-    def _save_in_place(self, step: int, progress: Progress) -> None:
-        """Make a savepoint, which takes the place of a checkpoint before it."""
-        self._end_checkpoint(progress)
-        began = time.perf_counter()
-        with self._watchdog.watch(self._session.player):
-            self._session.player.drain()
-        state = RunState.of(step, self._config, self._device, self._text.state)
-        num_bytes = save_savepoint(self._session, self._directory / SAVEPOINT_FOLDER, step, state.to_dict())
-        seconds = time.perf_counter() - began
-        self._session.player.take_events()
-        progress.note(f"step {step}: savepoint ({mib(num_bytes)} written, {format_seconds(seconds)})")
-        self._log.write({"step": step, "savepoint_bytes": num_bytes, "savepoint_seconds": seconds})
 
     def report(self, outcome: str) -> None:
         """How the run ended, and what moved, against what the placement demands."""
@@ -183,11 +108,6 @@ class Loop:
         if store.gpu_path is not None:
             self._console.print(f"nvme_to_gpu: {store.gpu_path}", highlight=False, soft_wrap=True)
         self._record({"step": self._last_step, "run": outcome, **self._moves()})
-
-    def _record(self, record: Mapping[str, object]) -> None:
-        self._log.write(record)
-        if self._scalars is not None:
-            self._scalars.write(record)
 
     def _moves(self) -> dict[str, dict[str, int]]:
         """Bytes per queue since this process began to train, those of checkpoints aside."""
@@ -210,7 +130,7 @@ class Loop:
         stalls, busy = stall_seconds(events), busy_seconds(events)
         if self._config.data.streaming:
             stalls["data"] = waited
-        self._paused += stalls.get("checkpoint", 0.0)
+        self._saves.step(seconds, stalls.get("checkpoint", 0.0), learnt=result.skipped is None)
         count = num_real_tokens(batch)
         tiers = tuple(TierUse(tier, used, budget) for tier, used, budget in _tier_uses(session))
         attainment = None if self._expected is None else self._expected.seconds / seconds
@@ -220,7 +140,6 @@ class Loop:
                 step, result.loss, rate, result.grad_norm, count, seconds, stalls, tiers, attainment, bound_by, busy
             )
         )
-        self._has_learnt |= result.skipped is None
         self._last_step = step
         if result.skipped is not None:
             what = "the loss" if result.skipped == "loss" else f"the gradient of {result.skipped}"

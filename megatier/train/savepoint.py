@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from megatier.config import RunConfig
+from megatier.durable import becoming
 from megatier.errors import (
     CapacityError,
     CheckpointError,
@@ -47,7 +48,6 @@ from megatier.store.tier import Kind, Tier
 from megatier.train.checkpoint import (
     NUM_THREADS,
     WRITING,
-    becoming,
     checkpoints,
     last_checkpoint,
     prune,
@@ -166,8 +166,6 @@ def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str
             partial.mkdir(mode=0o700)
             num_bytes, checksums = _write_arrays(session, partial)
             _write_manifest(session, partial / MANIFEST_FILE, state, Manifest(step, checksums))
-            if session.store.files is not None:
-                session.store.files.sync()
             _keep_files(session, True)
     except BaseException:
         with contextlib.suppress(TransferError):

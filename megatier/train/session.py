@@ -48,6 +48,7 @@ class Session:
         engine: steps and evaluation.
         player: the timeline at work; its placement and store.
         io_threads: native threads that read and write NVMe, each way, and why so many.
+        rates: of the mounts, where they were measured on this machine.
     """
 
     def __init__(
@@ -94,9 +95,9 @@ class Session:
             _limit_gpu(tiers.gpu_limit)
         layouts = {unit.name: unit.layout.trained for unit in self.units if unit.layout.num_trained}
         with ExitStack() as stack:
-            measured = _measured(tiers, device)
-            self.io_threads = io_threads(tiers.io_threads, measured)
-            drives = measured.drives if measured is not None and len(tiers.mounts) > 1 else ()
+            self.rates = _measured(tiers, device)
+            self.io_threads = io_threads(tiers.io_threads, self.rates)
+            drives = self.rates.drives if self.rates is not None and len(tiers.mounts) > 1 else ()
             shares = tuple(drive.mixed_bytes_per_s for drive in drives)
             options = replace(work.options, num_threads=self.io_threads[0], shares=shares, reuses=reuses)
             store = TieredStore.open(

@@ -48,7 +48,7 @@ class Scalars:
             self._writer = library.SummaryWriter(str(folder), purge_step=first_step, flush_secs=FLUSH_SECONDS)
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Add the numbers of a record of a step, an evaluation or a checkpoint; how a process began is left out.
+        """Add the numbers of a record of a step, an evaluation or a save; how a process began is left out.
 
         Raises:
             ConfigError: the drive is full or gone.

@@ -6,6 +6,7 @@ directory -> skeleton -> plan -> data -> reserve -> weights in -> steps -> weigh
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,22 +22,16 @@ from megatier.models.decoder import check_stops_at_borders
 from megatier.schedule.placement import Placement
 from megatier.schedule.trace import write_trace
 from megatier.store.tier import Tier
-from megatier.train.checkpoint import (
-    UNBOUND,
-    check_room,
-    is_bound,
-    last_checkpoint,
-    read_state,
-    remove_leftovers,
-    restore,
-)
+from megatier.train.checkpoint import UNBOUND, is_bound, last_checkpoint, read_state, remove_leftovers, restore
 from megatier.train.choices import fix_choices, plan_choices
-from megatier.train.export import write_model
+from megatier.train.export import export_end
 from megatier.train.history import opening, read_what_there_is
 from megatier.train.loop import Loop, nvme_path
 from megatier.train.metrics import MetricsLog, format_count, format_seconds
+from megatier.train.pace import Pace
 from megatier.train.process import make_repeatable, share_interpreter
 from megatier.train.report import TierState, print_placement
+from megatier.train.room import Room
 from megatier.train.run_directory import (
     CHECKPOINT_FOLDER,
     DATA_FOLDER,
@@ -51,6 +46,7 @@ from megatier.train.run_directory import (
 )
 from megatier.train.run_state import RunState, check_numbers, write_numbers
 from megatier.train.savepoint import Savepoint, check_savepoint_room, drop_savepoint, remove_savepoints
+from megatier.train.saves import Record, Saves, expected_cost, promise
 from megatier.train.session import Session, WeightReader, choose_device, open_model
 from megatier.train.tensorboard import Scalars, load_tensorboard
 from megatier.train.watchdog import Watchdog
@@ -108,8 +104,13 @@ def train(
         text = _open_text(stack, config.data, tokenizer, directory, state, accepts_changes)
         session.store.seal()
         remove_leftovers(directory / CHECKPOINT_FOLDER)
-        _check_room(config, session)
-        _describe(console, config, session, text)
+        room = Room.of(config.output, session)
+        is_done = state is not None and state.step == config.train.steps
+        num_kept = _check_room(config, session, room, is_done)
+        _describe(console, config, session, text, num_kept)
+        cost_s = expected_cost(session, expected)
+        if config.output.saves_by_time and not is_done:
+            console.print(promise(config.output, room, num_kept, cost_s), markup=False, highlight=False, soft_wrap=True)
         _fill(console, session, reader, checkpoint, savepoint)
         if resumes:  # nothing refuses these settings any more
             write_numbers(directory / NUMBERS_FILE, config)
@@ -122,16 +123,17 @@ def train(
         if config.output.tensorboard:
             scalars = stack.enter_context(Scalars(directory / TENSORBOARD_FOLDER, last_step + 1))
         log.write({"step": last_step, **opening(session, _tier_states(session), expected, changes)})
-        run = Loop(config, console, session, text, log, scalars, expected, watchdog)
+        record = _recorder(log, scalars)
+        pace = Pace(cost_s) if config.output.saves_by_time and num_kept else None
+        saves = Saves(config, session, text, room, num_kept or config.output.keep_checkpoints, pace, watchdog, record)
+        run = Loop(config, console, session, text, record, expected, watchdog, saves)
         is_whole = run.steps(state)
         run.report("whole" if is_whole else "stopped")
         if not is_whole:
             console.print(f"stopped; `megatier resume {directory}` goes on", highlight=False, soft_wrap=True)
         else:
             if config.output.export:
-                session.player.drain()
-                dtype, units, read = config.output.export_dtype, session.units, session.read_master
-                write_model(console, directory / MODEL_FOLDER, model, units, read, tokenizer, dtype)
+                export_end(console, config, session, tokenizer, saves)
             drop_savepoint(session, directory / SAVEPOINT_FOLDER)
         if config.output.trace:
             write_trace(directory / TRACE_FILE, run.traced)
@@ -184,13 +186,34 @@ def _open_text(
     return text
 
 
-def _check_room(config: RunConfig, session: Session) -> None:
-    """Refuse a run that could not save what it is told to."""
-    directory, output = Path(config.output.directory), config.output
-    if output.checkpoint_every:
-        check_room(directory / CHECKPOINT_FOLDER, session.units, output.keep_checkpoints)
+def _recorder(log: MetricsLog, scalars: Scalars | None) -> Record:
+    """Keeps figures in metrics.jsonl, and for TensorBoard where that is wanted."""
+
+    def record(figures: Mapping[str, object]) -> None:
+        log.write(figures)
+        if scalars is not None:
+            scalars.write(figures)
+
+    return record
+
+
+def _check_room(config: RunConfig, session: Session, room: Room, is_done: bool) -> int:
+    """Refuse a run that could not save what it is told to, or not export; returns how many checkpoints are kept.
+
+    By time there are as many as the drive takes: none where it has no room for two of them. A run of which the export
+    alone is left needs room for that alone.
+    """
+    output = config.output
+    if is_done:
+        room.check(0)
+        return output.keep_checkpoints
+    num_kept = output.keep_checkpoints if output.checkpoint_every != 0 else 0
+    if output.checkpoint_every == "auto":
+        num_kept = room.num_that_fit(num_kept) if output.saves_by_time else 0
+    room.check(num_kept)
     if output.savepoint_every:
-        check_savepoint_room(session, directory / SAVEPOINT_FOLDER)
+        check_savepoint_room(session, Path(output.directory) / SAVEPOINT_FOLDER)
+    return num_kept
 
 
 def _check_borders(model: PreTrainedModel, config: RunConfig) -> None:
@@ -218,7 +241,9 @@ def _check_positions(model: PreTrainedModel, sequence_length: int, console: Cons
         )
 
 
-def _describe(console: Console, config: RunConfig, session: Session, text: PackedText | TextStream) -> None:
+def _describe(
+    console: Console, config: RunConfig, session: Session, text: PackedText | TextStream, num_kept: int
+) -> None:
     if text.damaged is not None:
         words = f"{text.damaged} was damaged: the text was tokenised again"
         console.print(words, markup=False, highlight=False, soft_wrap=True)
@@ -242,7 +267,7 @@ def _describe(console: Console, config: RunConfig, session: Session, text: Packe
         count = len(placement.streamed)
         console.print(f"{count} units stream their state through the GPU to be updated there", highlight=False)
     if placement.spilled:
-        console.print(_safety(config, placement), highlight=False, soft_wrap=True)
+        console.print(_safety(config, placement, num_kept), highlight=False, soft_wrap=True)
     if count := sum(home is Tier.NVME for home in placement.grad_homes.values()):
         words = "sums of groups" if placement.sums_on_gpu else "gradients"
         console.print(f"{words} of {count} units lie on NVMe, because RAM is too short for them", highlight=False)
@@ -254,7 +279,7 @@ def _io_threads(session: Session) -> str:
     return f", {count} I/O threads each way ({why})" if session.store.files is not None else ""
 
 
-def _safety(config: RunConfig, placement: Placement) -> str:
+def _safety(config: RunConfig, placement: Placement, num_kept: int) -> str:
     """How state on NVMe is updated, and what that leaves of a run that is killed."""
     output = config.output
     how, last = "in place", "begins again (output.checkpoint_every would save it)"
@@ -264,8 +289,9 @@ def _safety(config: RunConfig, placement: Placement) -> str:
         how = "when the norm is known, beside the savepoint"
     if output.savepoint_every:
         last = f"goes on from its last savepoint ({output.savepoint_every} steps apart)"
-    elif output.checkpoint_every:
-        last = f"goes on from its last checkpoint ({output.checkpoint_every} steps apart)"
+    elif num_kept:
+        apart = "by time" if output.checkpoint_every == "auto" else f"{output.checkpoint_every} steps apart"
+        last = f"goes on from its last checkpoint ({apart})"
     return f"{len(placement.spilled)} units spill to NVMe and are updated {how}; killed, the run {last}"
 
 

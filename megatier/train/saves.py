@@ -1,0 +1,276 @@
+"""What a run saves on its way: when checkpoints and savepoints are made, and what is told of them."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatier.config import OutputConfig, RunConfig
+from megatier.data.packing import PackedText
+from megatier.data.stream import TextStream
+from megatier.errors import CapacityError, MegatierError, TransferError, mib
+from megatier.schedule.forecast import Forecast
+from megatier.store.tier import Tier
+from megatier.train.checkpoint import checkpoint_bytes, last_checkpoint, prune, remove, step_of
+from megatier.train.checkpoint_writer import CheckpointWriter
+from megatier.train.metrics import format_seconds
+from megatier.train.pace import SHARE, Pace, about, every_seconds, first_seconds, unmeasured_seconds
+from megatier.train.plan import checkpoint_seconds, pause_seconds
+from megatier.train.room import Room
+from megatier.train.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER
+from megatier.train.run_state import RunState
+from megatier.train.savepoint import drop_savepoint, save_savepoint
+from megatier.train.session import Session
+from megatier.train.watchdog import Watchdog
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+Say = Callable[[str], None]
+Record = Callable[[Mapping[str, object]], None]
+
+
+class Saves:
+    """Checkpoints and savepoints of one process. From the training thread."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        session: Session,
+        text: PackedText | TextStream,
+        room: Room,
+        num_kept: int,
+        pace: Pace | None,
+        watchdog: Watchdog,
+        record: Record,
+    ) -> None:
+        """Nothing is saved yet.
+
+        Args:
+            config: the run.
+            session: filled.
+            text: what it trains on; its position is saved.
+            room: of the run's directory.
+            num_kept: checkpoints that are kept, at least 1.
+            pace: says when one is due, where the config does not.
+            watchdog: watches what is waited for.
+            record: keeps the figures of what was saved.
+        """
+        self._config, self._session, self._text, self._watchdog = config, session, text, watchdog
+        self._record = record
+        self._room, self._num_kept, self._pace = room, num_kept, pace
+        self._device = session.engine.options.device
+        directory = Path(config.output.directory)
+        self._folder, self._savepoints = directory / CHECKPOINT_FOLDER, directory / SAVEPOINT_FOLDER
+        self._has_learnt = False
+        """A weight has changed since the last checkpoint."""
+        self._may_fail = False
+        """The checkpoint on its way is one that nobody asked for: where it finds no room, the run goes on."""
+        self.writer: CheckpointWriter | None = None
+        """Of the checkpoint that is on its way."""
+        self._outside = 0.0
+        """Seconds that it held up this thread so far, between two steps."""
+        self._inside = 0.0
+        """And within steps."""
+
+    # ------------------------------------------------------------------ what the loop tells
+
+    def step(self, seconds: float, waited_s: float, *, learnt: bool) -> None:
+        """A step ended.
+
+        Args:
+            seconds: that it took.
+            waited_s: of these, that compute waited for a checkpoint.
+            learnt: a weight will have changed.
+        """
+        self._inside += waited_s
+        self._has_learnt |= learnt
+        if self._pace is not None:
+            self._pace.step(seconds, is_beside=self.writer is not None)
+
+    def after(self, step: int, say: Say, *, is_last: bool, stops: bool) -> None:
+        """Save what is due after a step, and tell of a checkpoint that is whole by now."""
+        self.end(say, waits=False)
+        every = self._config.output.savepoint_every
+        if stops or self._is_due(step, is_last):
+            self._begin(step, say)
+        elif self._is_time(is_last):
+            self._begin_by_time(step, say)
+        elif every and step % every == 0:
+            self._save_in_place(step, say)
+
+    def _is_due(self, step: int, is_last: bool) -> bool:
+        """By the config's own number."""
+        every = self._config.output.checkpoint_every
+        return every != "auto" and every > 0 and (is_last or step % every == 0)
+
+    def _is_time(self, is_last: bool) -> bool:
+        """By the clock; not before an export, which is followed by a checkpoint where it fails."""
+        if self._pace is None:
+            return False
+        if is_last:
+            return self._pace.is_long() and not self._config.output.export
+        return self.writer is None and self._pace.is_due()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _begin(self, step: int, say: Say, *, prunes: bool = True) -> None:
+        """Begin a checkpoint; the steps after it go on while it is written."""
+        self.end(say)
+        began = time.perf_counter()
+        with self._watchdog.watch(self._session.player):
+            self._session.player.drain()
+        num_kept = self._num_kept if prunes else None
+        self.writer = CheckpointWriter(self._session, self._folder, step, self._state(step), num_kept)
+        self._has_learnt, self._may_fail = False, False
+        self._session.player.take_events()
+        self._outside, self._inside = time.perf_counter() - began, 0.0
+
+    def _begin_by_time(self, step: int, say: Say) -> None:
+        """Begin one that nobody asked for, if the drive has room for it."""
+        assert self._pace is not None
+        self.end(say)
+        self._pace.begin()
+        if not self._room.takes_another(self._num_kept):
+            free, size = mib(self._room.free_bytes), mib(self._room.checkpoint_bytes)
+            say(f"step {step}: no checkpoint: {self._folder} takes {size} and has {free} free; tried again later")
+            return
+        self._begin(step, say)
+        self._may_fail = True
+
+    def end(self, say: Say, *, waits: bool = True) -> None:
+        """Tell of the checkpoint that was begun, if it is whole; wait for that if it `waits`.
+
+        Raises:
+            MegatierError: it failed, for another reason than room or though the run was told to write it.
+        """
+        writer = self.writer
+        if writer is None or not (waits or writer.is_over()):
+            return
+        began, self.writer = time.perf_counter(), None
+        try:
+            with self._watchdog.watch(self._session.player):
+                writer.wait()
+        except (CapacityError, TransferError) as error:
+            if not (self._may_fail and _is_about_room(error)):
+                raise
+            self._has_learnt = True
+            say(f"step {writer.step}: no checkpoint, tried again later: {error}")
+            return
+        self._outside += time.perf_counter() - began
+        if self._pace is not None:
+            self._pace.end(self._outside, writer.seconds)
+        paused = self._outside + self._inside
+        size, seconds, waited = mib(writer.num_bytes), format_seconds(writer.seconds), format_seconds(paused)
+        say(f"step {writer.step}: checkpoint written ({size} in {seconds}; training waited {waited})")
+        self._record(
+            {
+                "step": writer.step,
+                "checkpoint_bytes": writer.num_bytes,
+                "checkpoint_seconds": writer.seconds,
+                "checkpoint_pause_seconds": paused,
+            }
+        )
+        drop_savepoint(self._session, self._savepoints)  # which is older
+
+    def behind(self, step: int, say: Say) -> None:
+        """The run ends on bad steps: it may go on behind them. Of equal weights one checkpoint stays, of others all."""
+        self.end(say)
+        twin = None if self._has_learnt else last_checkpoint(self._folder)
+        if self._has_learnt or twin is not None:
+            self._begin(step, say, prunes=False)
+            self.end(say)
+        if twin is not None:
+            remove(twin)
+
+    # ------------------------------------------------------------------ savepoints
+
+    def _save_in_place(self, step: int, say: Say) -> None:
+        """Make a savepoint, which takes the place of a checkpoint before it."""
+        self.end(say)
+        began = time.perf_counter()
+        with self._watchdog.watch(self._session.player):
+            self._session.player.drain()
+        num_bytes = save_savepoint(self._session, self._savepoints, step, self._state(step))
+        seconds = time.perf_counter() - began
+        self._session.player.take_events()
+        say(f"step {step}: savepoint ({mib(num_bytes)} written, {format_seconds(seconds)})")
+        self._record({"step": step, "savepoint_bytes": num_bytes, "savepoint_seconds": seconds})
+
+    # ------------------------------------------------------------------ the end
+
+    def keep_end(self, step: int, say: Say) -> Path | None:
+        """Save the end of a run whose export failed: as a checkpoint, else as a savepoint, if it makes any.
+
+        Where there is no room, checkpoints but the last one go first, as they would when this one is whole.
+
+        Returns:
+            What the run goes on from now, of this step; None where the drive takes neither. What was saved before, and
+            the block files of an older savepoint, stay.
+        """
+        for folder in (self._folder, self._savepoints):
+            if (last := last_checkpoint(folder)) is not None and step_of(last) == step:
+                return last
+        try:
+            if not self._room.has_room_for_checkpoint:
+                prune(self._folder, 1)
+            self._begin(step, say)
+            self.end(say)
+            return last_checkpoint(self._folder)
+        except (MegatierError, OSError) as error:
+            say(f"step {step}: no checkpoint: {error}")
+        if not self._config.output.savepoint_every:
+            return None
+        try:
+            self._save_in_place(step, say)
+        except (MegatierError, OSError) as error:
+            say(f"step {step}: no savepoint: {error}")
+            return None
+        return last_checkpoint(self._savepoints)
+
+    def _state(self, step: int) -> dict[str, Any]:
+        return RunState.of(step, self._config, self._device, self._text.state).to_dict()
+
+
+def expected_cost(session: Session, expected: Forecast | None) -> float:
+    """Seconds that a checkpoint is expected to hold training up, before one was written.
+
+    Args:
+        session: of the run.
+        expected: the planned step, where the machine was measured.
+    """
+    num_bytes, spilled = checkpoint_bytes(session.units), session.placement.state_bytes.get(Tier.NVME, 0)
+    drives = () if session.rates is None else session.rates.drives
+    written_s = checkpoint_seconds(num_bytes, spilled, drives)
+    if written_s is None:
+        return unmeasured_seconds(num_bytes + spilled)
+    return written_s if expected is None else pause_seconds(written_s, expected)
+
+
+def promise(output: OutputConfig, room: Room, num_kept: int, cost_s: float) -> str:
+    """What the clock will do for a run, as a line.
+
+    Args:
+        output: with checkpoints by time.
+        room: of the run's directory.
+        num_kept: checkpoints that the drive takes.
+        cost_s: of one, as expected.
+    """
+    if not num_kept:
+        beside = " beside the export" if output.export else ""
+        needed, free = mib(room.needed_bytes(1)), mib(room.free_bytes)
+        return (
+            f"no checkpoint is written: {room.directory} has {free} free, and two of them{beside} take {needed}; "
+            "a kill loses what is trained from here on. Name an output.directory with more room"
+        )
+    last = "the last one is" if num_kept == 1 else f"the last {num_kept} are"
+    first, every = about(first_seconds(cost_s)), about(every_seconds(cost_s))
+    return (
+        f"a checkpoint ({mib(room.checkpoint_bytes)}) is written after about {first}, then every {every} or so, for "
+        f"{SHARE * 100:.0f} % of the run's time at most; {last} kept; output.checkpoint_every: 0 turns that off"
+    )
+
+
+def _is_about_room(error: CapacityError | TransferError) -> bool:
+    return isinstance(error, CapacityError) or error.errno in NO_ROOM

@@ -1,0 +1,347 @@
+"""Checkpoints by time, and runs whose export fails: whole runs, with the test's clock and the test's drive."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_commands import after_step, command, metrics, outcome
+from tiny_runs import one_thread
+
+from megatier.cli import main
+from megatier.config import OutputConfig
+from megatier.models import export
+from megatier.store import chunkfile
+from megatier.train import saves, trainer
+from megatier.train.checkpoint_writer import CheckpointWriter
+from megatier.train.pace import Pace
+from megatier.train.room import Room
+
+SIX: dict[str, Any] = {"train.steps": 6}
+DUE = (2, 4)
+"""Steps behind which the clock has gone on for long; behind the others for a second."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Losses and weights of a run that saves nothing."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert main(command(folder, {**SIX, "output.checkpoint_every": 0})) == 0
+    return outcome(folder / "run")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goes on by steps alone; a checkpoint is whole when the loop asks for it first."""
+    now = [0.0]
+    real = Pace.step
+
+    def step(self: Pace, seconds: float, *, is_beside: bool) -> None:
+        now.append(now[-1] + (1e6 if len(now) in DUE else 1.0))
+        real(self, seconds, is_beside=is_beside)
+
+    def is_over(self: CheckpointWriter) -> bool:
+        with contextlib.suppress(Exception):
+            self.wait()
+        return True
+
+    monkeypatch.setattr(Pace, "step", step)
+    monkeypatch.setattr(trainer, "Pace", functools.partial(Pace, clock=lambda: now[-1]))
+    monkeypatch.setattr(CheckpointWriter, "is_over", is_over)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "run" / "checkpoints").glob("step-*"))
+
+
+def free_bytes(patch: pytest.MonkeyPatch, folder: Path, free: int) -> None:
+    usage = shutil.disk_usage(folder)
+    patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+
+
+# ---------------------------------------------------------------------- by time
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        {},
+        {"tiers.state": "nvme", "tiers.generations": 2},
+        {"numerics.guard": False, "train.clip": "null", "tiers.state": "ram"},
+    ],
+    ids=["gpu", "speculative", "immediate"],
+)
+@pytest.mark.usefixtures("clock")
+def test_checkpoints_by_time_change_no_bit(tiers: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**SIX, **tiers, "tiers.nvme": f"{tmp_path}:32MiB"}
+    assert main(command(tmp_path, {**settings, "output.checkpoint_every": 0})) == 0
+    expected = outcome(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    assert main(command(tmp_path, settings)) == 0
+    assert saved_steps(tmp_path) == list(DUE)
+    assert outcome(tmp_path / "run") == expected
+    assert [record["step"] for record in metrics(tmp_path) if "checkpoint_bytes" in record] == list(DUE)
+
+
+@pytest.mark.usefixtures("clock")
+def test_run_that_ends_by_an_error_goes_on_from_a_checkpoint_that_nobody_asked_for(
+    tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def harm() -> None:
+        (tmp_path / "run" / "data").rename(tmp_path / "away")
+
+    with after_step(5, harm):
+        assert main(command(tmp_path, SIX)) == 2
+    (tmp_path / "away").rename(tmp_path / "run" / "data")
+    assert main(["resume", str(tmp_path / "run")]) == 0
+    assert "step-00000004: weights and moments in place" in capsys.readouterr().out
+    assert outcome(tmp_path / "run") == whole
+
+
+def test_short_run_writes_no_checkpoint_and_says_what_a_long_one_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(tmp_path)) == 0
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    words = (
+        r"a checkpoint \(.* KiB\) is written after about 5 minutes, then every 30 minutes or so, for 2 % of the run's "
+        r"time at most; the last 2 are kept; output.checkpoint_every: 0 turns that off\n"
+    )
+    assert re.search(words, capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(
+    "more", [{"output.checkpoint_every": 0}, {"output.savepoint_every": 4, "tiers.generations": 2}], ids=str
+)
+def test_run_told_otherwise_writes_no_checkpoint_by_time(
+    more: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(tmp_path, {**SIX, **more, "tiers.nvme": f"{tmp_path}:32MiB"})) == 0
+    assert saved_steps(tmp_path) == []
+    assert "turns that off" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("clock")
+def test_long_run_without_an_export_ends_with_a_checkpoint(tmp_path: Path) -> None:
+    assert main(command(tmp_path, {**SIX, "output.export": False})) == 0
+    assert saved_steps(tmp_path) == [4, 6]
+
+
+@pytest.mark.usefixtures("clock")
+def test_run_on_a_drive_without_room_for_checkpoints_says_so_and_writes_none(
+    tmp_path: Path, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free_bytes(monkeypatch, tmp_path, 1 << 20)  # of a checkpoint, 567 KiB, it takes one
+    assert main(command(tmp_path, SIX)) == 0
+    found = capsys.readouterr().out
+    words = r"no checkpoint is written: \S+ has 1\.0 MiB free, and two of them beside the export take 1\.1 MiB; a"
+    assert re.search(words, found)
+    assert saved_steps(tmp_path) == []
+    assert outcome(tmp_path / "run") == whole
+
+
+@pytest.mark.usefixtures("clock")
+def test_run_on_a_drive_with_room_for_two_checkpoints_keeps_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free_bytes(monkeypatch, tmp_path, 3 << 19)
+    assert main(command(tmp_path, SIX)) == 0
+    assert "the last one is kept" in capsys.readouterr().out
+    assert saved_steps(tmp_path) == [4]
+
+
+@pytest.mark.usefixtures("clock")
+def test_run_whose_drive_has_no_room_when_a_checkpoint_is_due_goes_on_and_tries_again(
+    tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        after_step(1, lambda: free_bytes(patch, tmp_path, 1000)),
+        after_step(3, patch.undo),
+    ):
+        assert main(command(tmp_path, SIX)) == 0
+    words = r"step 2: no checkpoint: \S+ takes 56\d\.\d KiB and has 1000 B free; tried again later"
+    assert re.search(words, capsys.readouterr().out)
+    assert saved_steps(tmp_path) == [4]
+    assert outcome(tmp_path / "run") == whole
+
+
+@pytest.mark.usefixtures("clock")
+def test_run_whose_drive_fills_up_while_a_checkpoint_by_time_is_written_goes_on_and_tries_again(
+    tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill() -> None:
+        patch.setattr(chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY))
+
+    with pytest.MonkeyPatch.context() as patch, after_step(1, fill), after_step(3, patch.undo):
+        assert main(command(tmp_path, SIX)) == 0
+    assert re.search(r"step 2: no checkpoint, tried again later: .*No space left", capsys.readouterr().out)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
+    assert outcome(tmp_path / "run") == whole
+
+
+@pytest.mark.usefixtures("clock")
+def test_drive_that_fails_while_a_checkpoint_by_time_is_written_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_: Path) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(chunkfile, "_create", refuse)
+    assert main(command(tmp_path, SIX)) == 2
+    assert "Check the drive" in capsys.readouterr().err
+
+
+def test_promise_of_a_dear_checkpoint_waits_for_longer(tmp_path: Path) -> None:
+    found = saves.promise(OutputConfig(), Room(tmp_path, 96 << 30, 16 << 30), 2, 90.0)
+    assert found.startswith("a checkpoint (96.0 GiB) is written after about 75 minutes, then every 75 minutes or so")
+
+
+# ---------------------------------------------------------------------- the export
+
+
+def test_run_whose_export_has_no_room_is_refused_before_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free_bytes(monkeypatch, tmp_path, 90_000)
+    assert main(command(tmp_path)) == 2
+    words = r"tier the export in \S+/run is full: needs 9\d\.\d KiB, 87\.9 KiB free\. Free space there, or name another"
+    found = capsys.readouterr()
+    assert re.search(words, found.err), found.err
+    assert "step 1" not in found.out
+    assert not (tmp_path / "run").exists()
+    monkeypatch.undo()
+    assert main(command(tmp_path)) == 0
+
+
+@contextlib.contextmanager
+def failing_export(code: int = errno.ENOSPC) -> Iterator[None]:
+    """A drive that fails when all but the last files are written."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code), "/some/path")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "_write_settings", refuse)
+        yield
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("every", ["auto", 0])
+def test_run_whose_export_fails_ends_with_a_checkpoint_from_which_it_is_written(
+    every: object, code: int, tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    with failing_export(code):
+        assert main(command(tmp_path, {**SIX, "output.checkpoint_every": every})) == 2
+    found = capsys.readouterr().err
+    assert re.search(rf"all 6 steps are done, and the model could not be written: .*: {os.strerror(code)}\.", found)
+    kept = run / "checkpoints" / "step-00000006"
+    assert f"They are kept in {kept}: `megatier resume {run}` writes the model once that is mended, " in found
+    assert f"`megatier export {run} FOLDER` writes it elsewhere." in found
+    assert not (run / "model").exists()
+    assert main(["export", str(run), str(tmp_path / "elsewhere")]) == 0
+    assert main(["resume", str(run)]) == 0
+    assert outcome(run) == whole
+    weights = [(path / "model.safetensors").read_bytes() for path in (run / "model", tmp_path / "elsewhere")]
+    assert weights[0] == weights[1]
+
+
+def test_run_whose_export_fails_behind_its_last_checkpoint_writes_no_other_and_then_needs_room_for_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with failing_export():
+        assert main(command(tmp_path, {**SIX, "output.checkpoint_every": 3})) == 2
+    found = capsys.readouterr()
+    assert found.out.count("step 6: checkpoint written") == 1
+    assert "step-00000006: `megatier resume" in found.err
+    assert saved_steps(tmp_path) == [3, 6]
+    free_bytes(monkeypatch, tmp_path, 90_000)
+    assert main(["resume", str(tmp_path / "run")]) == 2
+    assert "the export in" in capsys.readouterr().err
+    free_bytes(monkeypatch, tmp_path, 200_000)
+    assert main(["resume", str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.usefixtures("clock")
+def test_run_whose_export_fails_without_room_lets_an_older_checkpoint_go_first(
+    tmp_path: Path, whole: dict[str, Any]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch, failing_export():
+        real, usage, folder = export.export, shutil.disk_usage(tmp_path), tmp_path / "run" / "checkpoints"
+
+        def room(_: Path) -> Any:
+            """It comes with the checkpoint that goes."""
+            return usage._replace(free=600 << 10 if len(list(folder.iterdir())) < 2 else 99)
+
+        def fill(*args: Any) -> None:
+            patch.setattr(shutil, "disk_usage", room)
+            real(*args)
+
+        patch.setattr("megatier.train.export.export", fill)
+        assert main(command(tmp_path, SIX)) == 2
+    assert saved_steps(tmp_path) == [4, 6]
+    assert main(["resume", str(tmp_path / "run")]) == 0
+    assert outcome(tmp_path / "run") == whole
+
+
+def test_run_whose_export_fails_and_that_cannot_be_saved_says_from_where_it_goes_on(
+    tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch, failing_export():
+        patch.setattr(chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY))
+        assert main(command(tmp_path, SIX)) == 2
+    found = capsys.readouterr()
+    assert re.search(r"step 6: no checkpoint: .*No space left", found.out)
+    assert f"Nothing more could be saved; `megatier resume {tmp_path / 'run'}` goes on from its start." in found.err
+    assert main(["resume", str(tmp_path / "run")]) == 0
+    assert outcome(tmp_path / "run") == whole
+
+
+SAVEPOINTS: dict[str, Any] = {**SIX, "output.savepoint_every": 4, "tiers.generations": 2, "tiers.state": "nvme"}
+
+
+@pytest.mark.parametrize("has_room", [True, False], ids=["for a savepoint", "for nothing"])
+def test_run_with_savepoints_whose_export_fails_keeps_one_and_its_block_files(
+    has_room: bool, tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    drive, run = tmp_path / "drive", tmp_path / "run"
+    drive.mkdir()
+    with pytest.MonkeyPatch.context() as patch, failing_export():
+        patch.setattr(CheckpointWriter, "_begin", refuse_for_room)
+
+        def harm() -> None:
+            if not has_room:
+                patch.setattr(saves, "save_savepoint", refuse_for_room)
+
+        with after_step(5, harm):
+            assert main(command(tmp_path, {**SAVEPOINTS, "tiers.nvme": f"{drive}:64MiB"})) == 2
+    found = capsys.readouterr()
+    assert "step 6: no checkpoint: " in found.out
+    step = 6 if has_room else 4
+    assert [path.name for path in (run / "savepoints").iterdir()] == [f"step-{step:08d}"]
+    assert len(list(drive.glob("megatier-*/blocks"))) == 1
+    words = "writes the model once that is mended." if has_room else "goes on from step 4."
+    assert words in found.err
+    assert main(["resume", str(run)]) == 0
+    assert outcome(run) == whole
+    assert not list(drive.iterdir())
+
+
+def refuse_for_room(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/some/path")
