@@ -289,9 +289,9 @@ def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chunk takes a while."""
     write = ChunkFiles.write
 
-    def wait_and_write(self: ChunkFiles, *words: Any) -> None:
+    def wait_and_write(self: ChunkFiles, *words: Any) -> int:
         time.sleep(0.002)
-        write(self, *words)
+        return write(self, *words)
 
     monkeypatch.setattr(ChunkFiles, "write", wait_and_write)
 
