@@ -56,6 +56,7 @@ def test_train_help_shows_each_setting_without_torch() -> None:
     assert "--tiers.ram  SIZE  (null)" in done.stdout
     assert "--train.steps  N  (1000)\n      Optimizer steps, at least 1." in done.stdout
     assert "--train.activations  keep | recompute | offload  (keep)\n" in done.stdout
+    assert "--output.checkpoint_every  N | auto  (auto)\n" in done.stdout
 
 
 def test_train_bad_setting_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

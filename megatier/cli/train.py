@@ -6,8 +6,8 @@ import dataclasses
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatier import config, config_file, config_values
 from megatier.errors import ConfigError
@@ -67,7 +67,6 @@ def _kind(hint: Any) -> str:  # noqa: ANN401  type hints have no common type
         return " | ".join(get_args(hint))
     if hint == config_values.ByteCount:
         return "SIZE"
-    parts = [part for part in get_args(hint) if part is not NoneType]
-    if NoneType in get_args(hint) and len(parts) == 1:
-        return _kind(parts[0])
+    if get_origin(hint) in (Union, UnionType):
+        return " | ".join(_kind(part) for part in get_args(hint) if part is not NoneType)
     return KINDS[get_origin(hint) or hint]
