@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatier.errors import ConfigError
-from megatier.train.metrics import MetricsLog, format_count, format_seconds, format_share
+from megatier.train.metrics import MetricsLog, format_count, format_seconds, format_share, wavering
 
 
 def test_write_record_is_on_file_at_once(tmp_path: Path) -> None:
@@ -92,3 +92,8 @@ def test_cut_after_half_a_line_keeps_what_is_before(tmp_path: Path) -> None:
         assert log.cut_after(2) == [3]
         log.write({"step": 3})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_wavering_says_from_what_to_what_where_that_shows() -> None:
+    assert wavering((29.51, 36.44)) == " (29.5 to 36.4 as the drives waver)"
+    assert wavering((1.0, 1.0)) == wavering((1.0, 1.0001)) == ""
