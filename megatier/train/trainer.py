@@ -79,7 +79,7 @@ def train(
     config, expected = plan_choices(fix_choices(config), given, console)
     with ExitStack() as stack:
         stall_file = Path(config.output.directory) / STALL_FILE
-        expected_s = 0.0 if expected is None else expected.seconds
+        expected_s = 0.0 if expected is None else expected.forecast.seconds
         watchdog = stack.enter_context(Watchdog(stall_file, config.train.stall_timeout, expected_s))
         run_directory = stack.enter_context(RunDirectory(config, resumes=resumes))
         directory = run_directory.path
