@@ -107,6 +107,12 @@ def test_prediction_of_a_run_without_drives_is_left_alone() -> None:
     assert run.forecast is made
 
 
+def test_prediction_of_drives_that_take_no_time_is_left_alone() -> None:
+    run = prediction(SLOW.times(1e30))
+    assert run.forecast.uses_drives
+    assert all(run.observe(step_of(prediction(SLOW).forecast)) is None for _ in range(9))
+
+
 def test_prediction_gives_a_range_until_the_run_knows_better() -> None:
     run = prediction(WAVERS)
     low, high = run.seconds_range

@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
     for mount in mounts:
         with console.status(escape(f"filling and measuring {mount.directory} ({mib(mount.num_bytes or 0)})")):
             drive = probe_drive(
-                mount, seconds=options.seconds, sustained_bytes=sustained, threads=threads[-1], pin=device == "cuda"
+                mount, seconds=options.seconds, sustained_bytes=sustained, threads=max(threads), pin=device == "cuda"
             )
         _print_drive(console, drive)
         drives.append(drive)

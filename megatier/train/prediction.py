@@ -88,7 +88,7 @@ class Prediction:
         which the drives were idle, as after one that was left out, tells nothing.
         """
         self._num_seen += 1
-        if self._num_seen == 1 or len(self._rates) == STEPS or not self.forecast.uses_drives:
+        if self._num_seen == 1 or len(self._rates) == STEPS or not planned_rate(self.forecast):
             return None
         if rate := measured_rate(events):
             self._rates.append(rate)
@@ -98,7 +98,8 @@ class Prediction:
         planned = self.forecast
         made, factor = planned, 1.0
         for _ in range(ROUNDS):
-            factor *= rate / planned_rate(made)
+            # A drive that was planned to do much less may become so fast that it takes no time.
+            factor *= rate / (planned_rate(made) or rate)
             rates = self._trial.rates.times(factor)
             made = replace(self._trial, rates=rates).forecast(self._placement)
             if abs(planned_rate(made) / rate - 1) < CLOSE:
@@ -115,9 +116,10 @@ def measured_rate(events: Iterable[TraceEvent]) -> float:
 
 
 def planned_rate(made: Forecast) -> float:
-    """The same of a forecast, which has to use drives."""
+    """The same of a forecast."""
     spans = [(max(0.0, span.start), min(made.seconds, span.end)) for span in made.spans if span.lane in QUEUES_OF_DISK]
-    return sum(made.moved_bytes.get(queue, 0.0) for queue in QUEUES_OF_DISK) / covered(spans)
+    busy_s = covered(spans)
+    return sum(made.moved_bytes.get(queue, 0.0) for queue in QUEUES_OF_DISK) / busy_s if busy_s else 0.0
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
