@@ -6,6 +6,7 @@ are looked up below `root`, which tests point at a made-up tree.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import subprocess
@@ -26,6 +27,9 @@ RAM_SHARE = 0.8
 
 PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """By generation, each way."""
+
+CUDA_DRIVER, ROCM_DEVICE = "libcuda.so.1", Path("/dev/kfd")
+"""Without either no build of torch sees a GPU."""
 
 SMI_SECONDS = 30
 """A driver that is not whole can let nvidia-smi hang."""
@@ -174,7 +178,9 @@ def scratch_directory() -> Path:
 
 def gpus() -> tuple[Gpu, ...]:
     """The CUDA devices that this process sees."""
-    import torch  # slow, and planning does without
+    if not _has_gpu_driver():
+        return ()
+    import torch  # slow: only where it may see a GPU
 
     if not torch.cuda.is_available():
         return ()
@@ -184,6 +190,17 @@ def gpus() -> tuple[Gpu, ...]:
         properties = torch.cuda.get_device_properties(index)
         found.append(Gpu(properties.name, total_bytes, free_bytes, str(properties.uuid)))
     return tuple(found)
+
+
+def _has_gpu_driver() -> bool:
+    """Whether torch may see a GPU, without loading it."""
+    if ROCM_DEVICE.exists():
+        return True
+    try:
+        ctypes.CDLL(CUDA_DRIVER)
+    except OSError:
+        return False
+    return True
 
 
 def device_for(asked: str) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import types
@@ -16,6 +17,7 @@ from megatier.config import RunConfig
 from megatier.config_values import MountBudget
 from megatier.errors import DataError
 
+ROOT = Path(__file__).parent.parent
 LEAST = ["--data.files=python-stdlib", "--data.tokenizer", "bytes", "--model.config.model_type", "llama"]
 
 
@@ -167,6 +169,14 @@ def test_doctor_missing_directory_fails(tmp_path: Path, capsys: pytest.CaptureFi
     assert "fail" in capsys.readouterr().out
 
 
+def test_doctor_json_is_all_of_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--nvme", str(tmp_path / "none")]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] is False
+    assert {"name", "state", "found", "remedy"} == document["checks"][0].keys()
+    assert "fail" in {check["state"] for check in document["checks"]}
+
+
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")
 def test_doctor_directory_in_ram_fails() -> None:
     check = found(Path("/dev/shm"))["file system"]
@@ -190,6 +200,46 @@ def test_doctor_missing_package_fails(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setitem(sys.modules, "zarr", None)
     check = found(tmp_path)["zarr"]
     assert (check.state, check.remedy) == ("fail", "pip install zarr")
+
+
+def test_doctor_torch_that_does_not_load_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken() -> tuple[hardware.Gpu, ...]:
+        raise OSError("libcudart.so: cannot open shared object file")
+
+    monkeypatch.setattr(hardware, "gpus", broken)
+    check = found(tmp_path)["GPU"]
+    assert (check.state, check.found) == (
+        "fail",
+        "torch cannot be loaded: libcudart.so: cannot open shared object file",
+    )
+
+
+SHOWS_LOADED = """
+import atexit, sys
+from megatier import hardware
+from megatier.cli import main
+hardware.CUDA_DRIVER = "libnone.so"  # as where there is no GPU
+names = ("torch", "transformers", "zarr", "datasets")
+atexit.register(lambda: print([name for name in names if name in sys.modules], file=sys.stderr))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        *([name, "--help"] for name in cli.COMMANDS),
+        ["config", "show", "examples/quickstart.yaml"],
+        ["doctor"],
+    ],
+    ids=" ".join,
+)
+def test_command_loads_no_library_that_it_does_without(words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SHOWS_LOADED, *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == "[]\n"
 
 
 @pytest.mark.parametrize("limit", [None, 65536])

@@ -46,7 +46,7 @@ def test_bench_prints_writes_and_keeps(drive: Path, tmp_path: Path, capsys: pyte
     for words in ("read", "mixed 14:12", "p99 a block", "sustained write", "no knee", "AdamW, 1 thread", "GFLOP/s"):
         assert words in text
     assert "note no GPU: the native memory copy stands for the link" in text
-    assert "I/O threads each way (4: " in " ".join(text.split())
+    assert "I/O threads each way (short trials: 4: " in " ".join(text.split())
     assert "I/O threads each way, unless tiers.io_threads says otherwise" in text
     assert not list(drive.iterdir())
     report = json.loads(output.read_text())
@@ -58,6 +58,18 @@ def test_bench_prints_writes_and_keeps(drive: Path, tmp_path: Path, capsys: pyte
     rates = read_rates(tmp_path / "rates.json")
     assert cached_rates([drive], "cpu") == rates
     assert as_dict(rates) == report["rates"]
+
+
+def test_bench_json_is_all_of_stdout(drive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "bench.json"
+    assert main(["bench", *QUICK, "--nvme", str(drive), "--json", "--output", str(output)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    kept = Path(document.pop("rates_file"))
+    assert kept.is_file()
+    assert document == json.loads(output.read_text())
+    assert {"measured", "machine", "rates", "drives", "links"} == document.keys()
+    assert main(["bench", *QUICK, "--nvme", str(drive), "--json", "--size", "big"]) == 2
+    assert capsys.readouterr().out == ""
 
 
 def test_bench_from_source_that_is_not_installed_writes_its_report(

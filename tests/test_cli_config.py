@@ -36,6 +36,17 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "gpus", tuple)
 
 
+def test_config_show_json_has_settings_and_their_sources(capsys: pytest.CaptureFixture[str], no_gpu: None) -> None:
+    document = json.loads(shown(capsys, str(QUICKSTART), "--json", "--train.steps=70", "--tiers.ram=null"))
+    assert document.keys() == {"settings", "sources"}
+    assert document["settings"]["train"]["steps"] == 70
+    assert document["settings"]["tiers"]["ram"] > 0
+    sources = document["sources"]
+    names = ("train.steps", "train.groups", "tiers.ram")
+    assert [sources[name] for name in names] == ["given", "default", "from this machine"]
+    assert sources.keys() == {f"{name}.{key}" for name, keys in document["settings"].items() for key in keys}
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
 def test_config_show_is_the_same_config_again(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_gpu: None

@@ -8,9 +8,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
+from megatier import config_file, hardware
 from megatier.cli import main
-from megatier.schedule.rates import read_rates
+from megatier.schedule.rates import DriveRates, as_dict, read_rates
+from megatier.train.choices import fix_choices, plan_choices
 from megatier.train.probe import cache_rates
 
 ROOT = Path(__file__).parent.parent
@@ -92,7 +95,7 @@ def test_plan_names_the_bytes_of_gradients_that_ram_does_not_take(
     ("words", "message"),
     [
         (["--tiers.ram", "1MiB"], "Raise tiers.ram to at least"),
-        (["--tiers.gpu", "null"], "set tiers.gpu and tiers.ram"),
+        (["--tiers.gpu", "null"], "a plan for another machine needs both budgets: set tiers.gpu and tiers.ram"),
         (["--tiers.rom", "1MiB"], "tiers.rom"),
         (["--output", "/nowhere/plan.json"], "cannot write /nowhere/plan.json"),
     ],
@@ -111,6 +114,58 @@ def test_plan_without_a_machine_takes_what_was_measured_here(
     assert "Run `megatier bench` first" in capsys.readouterr().err
     cache_rates(replace(read_rates(Path(H200)), drives=()), "cpu")
     assert main(words) == 0
+
+
+def test_plan_of_this_machine_is_that_of_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(hardware, "ram_available_bytes", lambda root=None: 64 << 30)
+    (tmp_path / "drive").mkdir()
+    drive = DriveRates(str(tmp_path / "drive"), 3e9, 2e9, 2.5e9, 8, None, 2e9, 3e9)
+    cache_rates(replace(read_rates(Path(H200)), drives=(drive,), gpu_bytes=None), "cpu")
+    config_path = tmp_path / "run.yaml"
+    lines = Path(QUICKSTART).read_text().splitlines()
+    config_path.write_text("\n".join(line for line in lines if "gpu: 9MiB" not in line and "ram: 17MiB" not in line))
+    words = [str(config_path), f"--tiers.nvme={drive.directory}:1GiB", "--tiers.device=cpu"]
+    assert main(["plan", *words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    loaded, given = config_file.load(Path(words[0]), words[1:]), config_file.given(Path(words[0]), words[1:])
+    config, prediction = plan_choices(fix_choices(loaded), given, Console(quiet=True))
+    assert prediction is not None
+    assert document["seconds"] == prediction.forecast.seconds
+    assert document["budget_bytes"]["gpu"] == document["chosen"]["tiers.gpu"] == config.tiers.gpu
+    assert document["chosen"]["train.groups"] == config.train.groups
+    assert document["budget_bytes"]["ram"] == hardware.default_budgets("cpu").ram_bytes
+    assert document["io_threads"] == 8
+    assert main(["plan", *words]) == 0
+    assert "chosen: --train.groups" in capsys.readouterr().out
+
+
+def test_plan_with_a_drive_that_wavers_gives_a_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = tmp_path / "machine.json"
+    slow = DriveRates("a", 3e6, 2e6, 2.5e6)
+    found = {}
+    for name, drive in {
+        "median": slow,
+        "wavers": replace(slow, mixed_low_bytes_per_s=2e6, mixed_high_bytes_per_s=3e6),
+        "low": slow.times(0.8),
+        "high": slow.times(1.2),
+    }.items():
+        machine.write_text(json.dumps(as_dict(replace(read_rates(Path(H200)), drives=(drive,)))))
+        assert main(["plan", QUICKSTART, "--machine", str(machine), "--json"]) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+    spans = {name: (plan["seconds_low"], plan["seconds"], plan["seconds_high"]) for name, plan in found.items()}
+    assert spans["median"] == (found["median"]["seconds"],) * 3
+    assert spans["wavers"] == pytest.approx([spans[name][1] for name in ("high", "median", "low")])
+    assert spans["wavers"][0] < spans["wavers"][1] < spans["wavers"][2]
+    machine.write_text(
+        json.dumps(as_dict(replace(read_rates(Path(H200)), drives=(replace(slow, mixed_low_bytes_per_s=2e6),))))
+    )
+    assert main(["plan", QUICKSTART, "--machine", str(machine)]) == 0
+    assert "as the drives waver" in " ".join(capsys.readouterr().out.split())
 
 
 def test_plan_search_prints_settings_and_plans_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatier.train.drive_probe import DriveFigures, Flow
+from megatier.train.drive_probe import DriveFigures
+from megatier.train.drive_traffic import Flow
 from megatier.train.link_probe import CopyFigures, LinkFigures, UpdateFigures
 from megatier.train.probe_picture import INSIDE, LEFT, MIXED, PLOT, READ, UPDATE, WRITE, draw
 from megatier.train.svg import WIDTH

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,19 @@ def test_rates_of_a_drive_may_name_its_io_threads(tmp_path: Path) -> None:
     for value in (0, 2.5, "many"):
         with pytest.raises(ConfigError, match=r"io_threads is .* a positive number is expected, such as 8"):
             read_rates(changed(tmp_path, drives=[drive | {"io_threads": value}]))
+
+
+def test_rates_of_drives_that_waver_have_a_slowest_and_a_fastest(tmp_path: Path) -> None:
+    first, second = RATES.drives
+    wavers = replace(first, mixed_low_bytes_per_s=4.4e9, mixed_high_bytes_per_s=6.6e9, first_write_bytes_per_s=1e9)
+    rates = replace(RATES, drives=(wavers, second))
+    assert read_rates(written(tmp_path, json.dumps(as_dict(rates)))) == rates
+    slow, fast = rates.slowest.drives, rates.fastest.drives
+    figures = [(d.read_bytes_per_s, d.write_bytes_per_s, d.mixed_bytes_per_s) for d in (slow[0], fast[0])]
+    assert figures == [pytest.approx((4.8e9, 4e9, 4.4e9)), pytest.approx((7.2e9, 6e9, 6.6e9))]
+    assert slow[0].first_write_bytes_per_s == pytest.approx(0.8e9)
+    assert slow[1] == fast[1] == second
+    assert RATES.slowest == RATES.fastest == RATES
 
 
 def test_rates_without_drives_have_none(tmp_path: Path) -> None:

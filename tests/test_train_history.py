@@ -12,7 +12,7 @@ from small_commands import all_records, command
 
 from megatier.cli import main
 from megatier.errors import ConfigError
-from megatier.train.history import History, read_history
+from megatier.train.history import Corrected, History, read_history
 
 STEP: dict[str, Any] = {"step": 1, "loss": 2.0, "tokens": 8, "seconds": 0.5}
 BEGINS: dict[str, Any] = {
@@ -51,6 +51,14 @@ def test_history_of_a_run_has_its_processes_steps_evaluations_and_checkpoints(tm
     assert history.moved_bytes == history.demanded_bytes != {}
     for queue, size in history.moved_bytes.items():
         assert sum(step.moved_bytes.get(queue, 0) for step in history.steps) <= size
+
+
+def test_history_has_the_range_of_a_plan_and_what_the_run_made_of_it(tmp_path: Path) -> None:
+    made = {"planned_seconds": 0.4, "planned_bytes_per_s": 2e9, "seconds": 0.5, "measured_bytes_per_s": 1.6e9}
+    wavers = {**BEGINS, "expected": {**BEGINS["expected"], "seconds_range": [0.3, 0.6]}}
+    history = written(tmp_path / "m", BEGINS, wavers, {"step": 4, "correction": made})
+    assert [each.expected.seconds_range for each in history.openings if each.expected] == [(0.4, 0.4), (0.3, 0.6)]
+    assert history.corrections == [Corrected(4, 0.5, 2e9, 1.6e9)]
 
 
 def test_history_of_a_run_that_went_on_counts_moves_of_each_process_anew(tmp_path: Path) -> None:
@@ -129,6 +137,8 @@ def test_history_without_records_is_empty(tmp_path: Path) -> None:
         json.dumps({**BEGINS, "homes": {"a": {"weight": 1}}}),
         json.dumps({**BEGINS, "tiers": {"gpu": 1}}),
         json.dumps({**BEGINS, "expected": 4}),
+        json.dumps({**BEGINS, "expected": {**BEGINS["expected"], "seconds_range": [1]}}),
+        json.dumps({"step": 4, "correction": {"seconds": 1}}),
         json.dumps({**BEGINS, "expected": {"seconds": 0, "bound_by": "nvme"}}),
         "\udcff",
     ],

@@ -16,21 +16,18 @@ import pytest
 import torch
 
 from megatier.config_values import MountBudget
-from megatier.errors import CapacityError, ConfigError, IntegrityError, MegatierError, TransferError
-from megatier.schedule.rates import DriveRates, Rates
+from megatier.errors import CapacityError, ConfigError, MegatierError, TransferError
+from megatier.schedule.rates import WAVERING, DriveRates, Rates
 from megatier.store.blockfile import FileBatch, IoOptions
 from megatier.train import drive_probe, link_probe, probe
-from megatier.train.drive_probe import BLOCK_BYTES, BLOCKS_MIN, BlockTraffic, DriveFigures, Flow
+from megatier.train.drive_probe import DriveFigures
+from megatier.train.drive_traffic import BLOCK_BYTES, Flow
 from megatier.train.link_probe import CopyFigures, LinkFigures, UpdateFigures, UpdateTraffic
 
 SIZE = 4 << 20
 BLOCK = 256 << 10
 SECONDS = 0.01
 GB = 10**9
-
-
-def traffic(directory: Path, options: IoOptions | None = None) -> BlockTraffic:
-    return BlockTraffic(directory, BLOCKS_MIN, BLOCK, options or IoOptions(), pin=False)
 
 
 def flow(bytes_per_s: float = 2 * GB, counted: float | None = 1.0) -> Flow:
@@ -70,7 +67,9 @@ def test_probe_drive_measures_and_leaves_nothing(tmp_path: Path) -> None:
     assert found.knee_bytes is None
     assert any("blocks smaller than the store's" in note for note in found.notes)  # others may use the drive too
     flows = (found.read, found.write, found.mixed)
-    rates = (*(one.bytes_per_s for one in flows), found.io_threads, found.first_write_bytes_per_s)
+    windows = found.mixed.windows
+    spread = (min(windows), max(windows)) if windows else (None, None)
+    rates = (*(one.bytes_per_s for one in flows), found.io_threads, found.first_write_bytes_per_s, *spread)
     assert dataclasses.astuple(found.rates) == (str(tmp_path), *rates)
     assert (found.first_write_bytes_per_s is not None) == found.is_direct
     assert found.first_write_bytes_per_s is None or found.first_write_bytes_per_s > 0
@@ -144,25 +143,6 @@ def test_probe_drive_that_ends_early_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_probe_drive_that_returns_another_block_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(IntegrityError), traffic(tmp_path, IoOptions(direct=False)) as blocks:
-        (file,) = tmp_path.glob("*/blocks")
-        content = bytearray(file.read_bytes())
-        content[:BLOCK], content[BLOCK : 2 * BLOCK] = content[BLOCK : 2 * BLOCK], content[:BLOCK]
-        file.write_bytes(content)
-        blocks.read(SECONDS)
-    assert not list(tmp_path.iterdir())
-
-
-def test_mixed_reads_seven_blocks_to_six_written_elsewhere(tmp_path: Path) -> None:
-    with traffic(tmp_path) as blocks:
-        turns = list(itertools.islice(blocks._turns(), 26)) if blocks.is_direct else list(blocks._turns())
-    reads, writes = ([index for write, index in turns if write is way] for way in (False, True))
-    assert not set(reads) & set(writes)
-    if len(turns) == 26:
-        assert (len(reads), len(writes)) == (14, 12)
-
-
 def refused(mount: MountBudget, kind: type[MegatierError]) -> str:
     with pytest.raises(kind) as caught:
         drive_probe.probe_drive(mount, seconds=SECONDS)
@@ -232,20 +212,6 @@ def test_drive_flags_tell_what_cannot_be(found: DriveFigures, words: str | None)
 def test_drive_notes_tell_what_to_know(found: DriveFigures, words: str | None) -> None:
     notes = drive_probe.drive_notes(found)
     assert not notes if words is None else words in notes[0]
-
-
-@pytest.mark.parametrize(("share", "number"), [(0.5, 50.0), (0.99, 99.0), (1.0, 100.0), (0.0, 1.0)])
-def test_quantile_is_a_number_that_was_measured(share: float, number: float) -> None:
-    assert drive_probe.quantile([float(i) for i in range(1, 101)], share) == number
-    assert drive_probe.quantile([3.0], share) == 3.0
-
-
-def test_step_rates_are_of_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drive_probe, "SUSTAINED_STEP_BYTES", 2000)
-    ends = [3 * GB, 1 * GB, 2 * GB, 6 * GB, 7 * GB]  # as they came, not in order
-    assert drive_probe.step_rates(0, ends, 1000) == (1000.0, 500.0)
-    assert drive_probe.step_rates(0, [GB], 1000) == (1000.0,)
-    assert drive_probe.step_rates(0, [], 1000) == ()
 
 
 @pytest.mark.parametrize(
@@ -369,18 +335,20 @@ def test_io_threads_are_asked_for_or_measured_or_4() -> None:
     assert probe.io_threads(3, dataclasses.replace(RATES, drives=(eight,))) == (3, "as set")
 
 
-def test_cached_threads_and_first_writes_are_kept_and_shared_on_one_file_system(tmp_path: Path) -> None:
+def test_cached_threads_first_writes_and_wavering_are_kept_and_shared_on_one_file_system(tmp_path: Path) -> None:
     path, inner = tmp_path / "rates.json", tmp_path / "inner"
     inner.mkdir()
-    drive = DriveRates(str(tmp_path), 6.0, 4.0, 5.0, 8, 3.0)
+    drive = DriveRates(str(tmp_path), 6.0, 4.0, 5.0, 8, 3.0, 4.5, 6.5)
     probe.cache_rates(dataclasses.replace(RATES, drives=(drive,)), "cpu", path)
     for directories in ([tmp_path], [tmp_path, inner]):
         found = probe.cached_rates(directories, "cpu", path)
         assert found is not None
         assert found.io_threads == 8
         assert sum(one.first_write_bytes_per_s or 0 for one in found.drives) == 3
+        assert sum(one.mixed_low_bytes_per_s or 0 for one in found.drives) == 4.5
+        assert sum(one.mixed_high_bytes_per_s or 0 for one in found.drives) == 6.5
     entries = json.loads(path.read_text())
-    for name in ("io_threads", "first_write_bytes_per_s"):  # written before they were measured
+    for name in ("io_threads", "first_write_bytes_per_s", *WAVERING):  # written before they were measured
         del entries[0]["drives"][0]["rates"][name]
     path.write_text(json.dumps(entries))
     assert probe.cached_rates([tmp_path], "cpu", path) == with_drives(tmp_path)

@@ -220,6 +220,18 @@ def test_page_settings_are_a_config_again(run: Path) -> None:
     assert dump(to_dict(config)).strip() in Page(build(run)).section("Settings")
 
 
+def test_page_says_how_the_run_corrected_its_plan(run: Path) -> None:
+    made = {"planned_seconds": 0.4, "planned_bytes_per_s": 2.2e9, "seconds": 0.5, "measured_bytes_per_s": 1.9e9}
+    wavers = {**BEGINS, "expected": {**BEGINS["expected"], "seconds_range": [0.3, 0.6]}}
+    planned = record(run, wavers).section("The plan against what happened")
+    assert "Planned: 400 ms a step (0.3 to 0.6 as the drives waver), bound by nvme." in planned
+    section = record(run, wavers, step(1), step(2), {"step": 2, "correction": made}).section(
+        "The plan against what happened"
+    )
+    assert "(0.3 to 0.6 as the drives waver)" in section
+    assert "drives that do 1.9 GB/s in this run, not 2.2, make it 500 ms a step" in section
+
+
 def test_page_hostile_names_are_text(tmp_path: Path) -> None:
     directory = tmp_path / HOSTILE.replace("/", "")
     directory.mkdir()

@@ -60,6 +60,12 @@ def test_patience_lasts_a_multiple_of_the_predicted_step() -> None:
     assert looks(Patience(10.0, 60.0), "seen") == MULTIPLE * 60
 
 
+def test_watchdog_takes_the_corrected_step(tmp_path: Path) -> None:
+    watchdog = Watchdog(tmp_path / "stall.txt", 10.0, 60.0)
+    watchdog.expect(90.0)
+    assert looks(watchdog._patience, "seen") == MULTIPLE * 90
+
+
 def test_patience_counts_nothing_between_passes() -> None:
     patience = Patience(10.0, 0.0)
     assert not any(patience.ends(None, 1.0) for _ in range(1000))

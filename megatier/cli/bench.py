@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import platform
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatier import hardware
-from megatier.cli.output import write_text
+from megatier.cli.output import json_text, print_json, write_text
 from megatier.config_values import MountBudget, parse_bytes, parse_mount
 from megatier.errors import ConfigError, mib
 from megatier.schedule.rates import Rates, as_dict
@@ -47,13 +47,15 @@ def run(argv: Sequence[str]) -> int:
     from megatier.train.probe import machine_facts, rates_of
     from megatier.train.probe_picture import draw
 
-    device, console = _device(options.device), Console()
+    device, console = _device(options.device), Console(quiet=options.json)
     for mount in mounts:
         check_mount(mount)
     drives = []
     for mount in mounts:
         with console.status(escape(f"filling and measuring {mount.directory} ({mib(mount.num_bytes or 0)})")):
-            drive = probe_drive(mount, seconds=options.seconds, sustained_bytes=sustained, pin=device == "cuda")
+            drive = probe_drive(
+                mount, seconds=options.seconds, sustained_bytes=sustained, threads=max(threads), pin=device == "cuda"
+            )
         _print_drive(console, drive)
         drives.append(drive)
     with console.status("measuring copies, AdamW and products"):
@@ -64,18 +66,25 @@ def run(argv: Sequence[str]) -> int:
         _say(console, f"a run takes {rates.io_threads} I/O threads each way, unless tiers.io_threads says otherwise")
     if len(rates.drives) > len({drive.device for drive in drives}):
         _say(console, "note: some mounts share a device; a plan gets a share of its rates for each")
-    _keep(console, dataclasses.replace(rates, drives=tuple(d.rates for d in drives if not d.flags)), links)
-    facts = machine_facts(device)
+    kept = _keep(console, dataclasses.replace(rates, drives=tuple(d.rates for d in drives if not d.flags)), links)
+    report = _report(machine_facts(device), rates, drives, links)
+    _write(console, options, report, partial(draw, drives, links))
+    if options.json:
+        print_json(report | {"rates_file": None if kept is None else str(kept)})
+    return 1 if links.flags or any(drive.flags for drive in drives) else 0
+
+
+def _write(console: Console, options: argparse.Namespace, report: dict[str, Any], draw: Callable[[str], str]) -> None:
+    """The files that were asked for; `draw` makes a picture with a title."""
     if options.output is not None:
-        report = json.dumps(_report(facts, rates, drives, links), indent=2) + "\n"
-        write_text(options.output, report, "--output FILE.json")
+        write_text(options.output, json_text(report), "--output FILE.json")
         _say(console, f"figures written to {options.output}")
     if options.picture is not None:
+        facts = report["machine"]
         machine = ", ".join([facts["processor"], f"{facts['cores']} cores", *facts["gpus"]])
-        picture = draw(drives, links, f"megatier bench, {datetime.now(UTC):%Y-%m-%d}: {machine}")
+        picture = draw(f"megatier bench, {datetime.now(UTC):%Y-%m-%d}: {machine}")
         write_text(options.picture, picture, "--picture FILE.svg")
         _say(console, f"picture written to {options.picture}")
-    return 1 if links.flags or any(drive.flags for drive in drives) else 0
 
 
 def default_threads(cores: int | None = None) -> list[int]:
@@ -105,7 +114,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="of the file on drives named without one, removed afterwards (default: %(default)s)",
     )
-    add("--seconds", type=float, default=5.0, metavar="S", help="seconds of each measurement (default: %(default)g)")
+    add(
+        "--seconds",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="seconds of each measurement; mixed: six times as long (default: %(default)g)",
+    )
     add(
         "--threads",
         metavar="N,...",
@@ -118,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         help="also write so much to each drive without a pause, to fill its cache (default: nothing)",
     )
     add("--output", type=Path, metavar="FILE.json", help="also write all figures as JSON")
+    add("--json", action="store_true", help="print all figures as one JSON document, and nothing else")
     add("--picture", type=Path, metavar="FILE.svg", help="also draw them")
     add(
         "--device",
@@ -175,6 +191,8 @@ def _print_drive(console: Console, drive: DriveFigures) -> None:
         table.add_column(name, justify="right")
     for name, flow in (("read", drive.read), ("write", drive.write), ("mixed 14:12", drive.mixed)):
         table.add_row(name, _rate(flow.bytes_per_s), f"{flow.p50_ms:.1f} ms", f"{flow.p99_ms:.1f} ms")
+    if windows := drive.mixed.windows:
+        table.add_row("mixed, as it wavers", f"{_rate(min(windows))} to {_rate(max(windows))}", "", "")
     if drive.first_write_bytes_per_s is not None:
         table.add_row("first write", _rate(drive.first_write_bytes_per_s), "", "")
     if steps := drive.sustained_bytes_per_s:
@@ -185,7 +203,7 @@ def _print_drive(console: Console, drive: DriveFigures) -> None:
         tried = "; ".join(
             f"{n}: {_rate(mixed)} mixed, {_rate(write)} write" for n, (mixed, write) in drive.trials.items()
         )
-        table.caption = f"with {drive.io_threads} I/O threads each way" + (f" ({tried})" if tried else "")
+        table.caption = f"with {drive.io_threads} I/O threads each way" + (f" (short trials: {tried})" if tried else "")
     _print(console, table, drive.notes, drive.flags)
 
 
@@ -228,19 +246,20 @@ def _say(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _keep(console: Console, rates: Rates, links: LinkFigures) -> None:
-    """Cache what may be believed."""
+def _keep(console: Console, rates: Rates, links: LinkFigures) -> Path | None:
+    """Cache what may be believed; where."""
     from megatier.train.probe import cache_rates
 
     if links.flags:
         _say(console, "rates not kept for `megatier plan`: see the flags")
-        return
+        return None
     try:
         path = cache_rates(rates, links.device)
     except OSError as error:
         _say(console, f"rates not kept for `megatier plan`: {error}; set XDG_CACHE_HOME to a directory of yours")
-        return
+        return None
     _say(console, f"rates kept for `megatier plan` in {path}")
+    return path
 
 
 def _report(facts: dict[str, Any], rates: Rates, drives: Sequence[DriveFigures], links: LinkFigures) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatier import config_file, config_text
+from megatier.cli.output import print_json
 from megatier.config import SECTIONS, RunConfig
 from megatier.errors import mib
 from megatier.hardware import cores_usable, default_budgets, device_for, gpus
@@ -17,7 +18,7 @@ HEAD = """\
 # before the planner, which chooses tiers.gpu and defaults anew where `megatier bench` measured the machine.
 # As an input file this fixes each of them, and leaves the planner none to choose: take lines out to leave them open.
 """
-MACHINE, DEFAULT = "from this machine", "default"
+GIVEN, MACHINE, DEFAULT = "given", "from this machine", "default"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -33,6 +34,9 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "config", type=Path, nargs="?", metavar="CONFIG.yaml", help="the run's; settings on the command line win"
     )
+    parser.add_argument(
+        "--json", action="store_true", help="print settings and where they come from as one JSON document"
+    )
     options, overrides = parser.parse_known_args(argv)
     loaded = config_file.load(options.config, overrides)
     given = config_file.given(options.config, overrides)
@@ -42,6 +46,10 @@ def run(argv: Sequence[str]) -> int:
         section, _, key = name.partition(".")
         sections[section][key] = value
     names = [f"{name}.{key}" for name, section in SECTIONS.items() for key in section.__dataclass_fields__]
+    if options.json:
+        sources = {name: GIVEN if name in given else DEFAULT for name in names} | dict.fromkeys(of_machine, MACHINE)
+        print_json({"settings": sections, "sources": sources})
+        return 0
     remarks = {name: DEFAULT for name in names if name not in given} | dict.fromkeys(of_machine, MACHINE)
     for name in of_machine.keys() & {"tiers.gpu", "tiers.ram"}:
         remarks[name] += f", {mib(sections['tiers'][name.removeprefix('tiers.')])}"

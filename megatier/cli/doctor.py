@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
+import importlib.metadata
 import importlib.util
 import mmap
 import os
@@ -20,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatier import hardware
+from megatier.cli.output import print_json
 from megatier.config_values import MountBudget, parse_mount
 from megatier.errors import mib
 
@@ -66,13 +69,18 @@ def run(argv: Sequence[str]) -> int:
         metavar="DIR[:SIZE],...",
         help="drives that state would spill to (default: the one under the working directory)",
     )
-    words = parser.parse_args(argv).nvme.split(",")
-    found = list(checks([parse_mount(word, "--nvme") for word in words if word]))
+    parser.add_argument("--json", action="store_true", help="print the checks as one JSON document")
+    options = parser.parse_args(argv)
+    found = list(checks([parse_mount(word, "--nvme") for word in options.nvme.split(",") if word]))
+    code = 1 if any(check.state == "fail" for check in found) else 0
+    if options.json:
+        print_json({"ok": code == 0, "checks": [dataclasses.asdict(check) for check in found]})
+        return code
     table = Table("check", "", "found", "remedy")
     for check in found:
         table.add_row(check.name, MARKS[check.state], check.found, check.remedy)
     Console().print(table)
-    return 1 if any(check.state == "fail" for check in found) else 0
+    return code
 
 
 def checks(mounts: Sequence[MountBudget]) -> Iterator[Check]:
@@ -81,8 +89,13 @@ def checks(mounts: Sequence[MountBudget]) -> Iterator[Check]:
     yield from map(_package, ("torch", "transformers", "zarr", "safetensors"))
     yield _native()
     yield _cpu()
-    gpus = hardware.gpus() if _package("torch").state == "ok" else ()
-    yield from _cuda(gpus)
+    gpus: Sequence[hardware.Gpu] = ()
+    try:
+        gpus = hardware.gpus()
+    except (ImportError, OSError) as error:  # a torch that does not fit the driver's libraries, or none
+        yield Check("GPU", "fail", f"torch cannot be loaded: {error}", "pip install --force-reinstall torch")
+    else:
+        yield from _cuda(gpus)
     yield from _gds(bool(gpus), mounts)
     yield _ram()
     yield _memlock()
@@ -97,11 +110,14 @@ def _python() -> Check:
 
 
 def _package(name: str) -> Check:
+    """Whether it is there; loading all of them would take seconds."""
+    if importlib.util.find_spec(name) is None:
+        return Check(name, "fail", "not installed", f"pip install {name}")
     try:
-        module = importlib.import_module(name)
-    except ImportError as error:
-        return Check(name, "fail", str(error), f"pip install {name}")
-    return Check(name, "ok", str(getattr(module, "__version__", "installed")))
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        found = "installed"  # from its source
+    return Check(name, "ok", found)
 
 
 def _native() -> Check:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from megatier import config_file
-from megatier.cli.output import write_text
+from megatier.cli.output import json_text, print_json, write_text
 from megatier.config import RunConfig
 from megatier.errors import ConfigError, mib
 from megatier.hardware import device_for, mount_of
 from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import Rates, read_rates
-from megatier.train.metrics import format_count, format_seconds, format_share
+from megatier.train.metrics import format_count, format_seconds, format_share, wavering
 from megatier.train.pace import about, every_seconds
 from megatier.train.probe import cached_rates, io_threads
 
@@ -33,8 +34,10 @@ def run(argv: Sequence[str]) -> int:
         prog="megatier plan",
         usage="%(prog)s [options] CONFIG.yaml [--section.key VALUE ...]",
         description="Say what a run needs and how fast it will be, before it runs: what lies where, seconds a step, "
-        "what bounds it, and which one change would help most. Needs no GPU and reserves nothing.",
-        epilog="example: megatier plan run.yaml --machine examples/machines/h200.yaml --tiers.gpu 83GiB",
+        "what bounds it, and which one change would help most. On this machine it takes the defaults of `megatier "
+        "train` and chooses what is left open as that does. Reserves nothing.",
+        epilog="example: megatier plan run.yaml (here), or megatier plan run.yaml --machine h200.yaml --tiers.gpu "
+        "83GiB --tiers.ram 80GiB (elsewhere)",
     )
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the run's; settings on the command line win")
     parser.add_argument(
@@ -46,42 +49,83 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--search",
         action="store_true",
-        help="first choose the settings that make the step shortest: groups, slices, activations, saved and streamed "
-        "share, generations and tiers.gpu, as far as neither file nor command line gives them",
+        help="with --machine, too, first choose the settings that make the step shortest: groups, slices, activations, "
+        "saved and streamed share, generations and tiers.gpu, as far as neither file nor command line gives them",
     )
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the plan as JSON")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="also draw the step as planned")
+    parser.add_argument("--json", action="store_true", help="print the plan as one JSON document, and nothing else")
     options, overrides = parser.parse_known_args(argv)
-    loaded = config_file.load(options.config, overrides)
+    loaded, given = config_file.load(options.config, overrides), config_file.given(options.config, overrides)
     rates = read_rates(options.machine) if options.machine is not None else _measured(loaded)
-    from megatier.train.picture import draw  # loads torch: only once the arguments are known to be right
-    from megatier.train.plan import make_plan
-    from megatier.train.search import changed, search
-    from megatier.train.trial import skeleton_of
+    console = Console(quiet=options.json)
+    with _nothing_collected():
+        from megatier.train.picture import draw  # loads torch: only once the arguments are known to be right
 
-    console = Console()
-    free_gpu = rates.gpu_bytes if options.search else None
-    budgets, compiles, model = _budgets(loaded, free_gpu), _compiles(loaded), skeleton_of(loaded.model)
-    if options.search:
-        given = config_file.given(options.config, overrides)
-        choice = search(model, loaded, rates, budgets, compiles=compiles, fixed=given)
-        loaded = changed(loaded, choice.settings)
-        budgets = replace(budgets, gpu=choice.settings.get("tiers.gpu", budgets.gpu))
-        words = " ".join(f"--{name} {value}" for name, value in choice.settings.items())
-        console.print(f"chosen: {words}", markup=False, highlight=False, soft_wrap=True)
-    plan = make_plan(model, loaded, rates, budgets, compiles=compiles)
+        plan, chosen = _planned(loaded, given, rates, here=options.machine is None, searches=options.search)
+    threads, why = io_threads(loaded.tiers.io_threads, rates)
+    document = plan.as_dict() | {"chosen": chosen, "io_threads": threads if loaded.tiers.nvme else None}
     if options.output is not None:
-        write_text(options.output, json.dumps(plan.as_dict(), indent=2) + "\n", "--output FILE.json")
+        write_text(options.output, json_text(document), "--output FILE.json")
     if options.picture is not None:
         picture = draw(plan.events(), f"{options.config.name}, as planned")
         write_text(options.picture, picture, "--picture FILE.svg")
-    for table in (_bytes_table(plan), _time_table(plan, rates), _change_table(plan)):
+    if options.json:
+        print_json(document)
+    if chosen:
+        words = " ".join(f"--{name} {value}" for name, value in chosen.items())
+        console.print(f"chosen: {words}", markup=False, highlight=False, soft_wrap=True)
+    for table in (_bytes_table(plan), _time_table(plan), _change_table(plan)):
         console.print(table)
     if loaded.tiers.nvme:
-        count, why = io_threads(loaded.tiers.io_threads, rates)
-        console.print(f"NVMe: {count} I/O threads each way, {why}.", highlight=False, soft_wrap=True)
+        console.print(f"NVMe: {threads} I/O threads each way, {why}.", highlight=False, soft_wrap=True)
     console.print(*_sentences(plan), sep="\n", markup=False, highlight=False)
     return 0
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Looking for garbage while libraries load takes a sixth of a plan's time, and finds none."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _planned(
+    loaded: RunConfig, given: frozenset[str], rates: Rates, *, here: bool, searches: bool
+) -> tuple[Plan, Mapping[str, Any]]:
+    """The plan of a run, and the settings that were chosen for it, by dotted name.
+
+    Args:
+        loaded: the run.
+        given: dotted names of the settings that stay as they are.
+        rates: the machine's.
+        here: this machine will run it: budgets and choices are then those of `megatier train`.
+        searches: choose on another machine too.
+    """
+    from megatier.train.choices import budgets_here, fix_choices
+    from megatier.train.plan import make_plan
+    from megatier.train.search import changed, search
+    from megatier.train.session import choose_device, compiles
+    from megatier.train.trial import skeleton_of
+
+    if here:
+        device = choose_device(loaded.tiers)
+        loaded = fix_choices(loaded)
+        budgets, compiled = budgets_here(loaded.tiers, device), compiles(loaded.model, device)
+    else:
+        budgets, compiled = _budgets(loaded, rates.gpu_bytes if searches else None), _compiles(loaded)
+    model = skeleton_of(loaded.model)
+    chosen: Mapping[str, Any] = {}
+    if here or searches:
+        chosen = search(model, loaded, rates, budgets, compiles=compiled, fixed=given).settings
+        loaded = changed(loaded, chosen)
+        budgets = replace(budgets, gpu=chosen.get("tiers.gpu", budgets.gpu))
+    return make_plan(model, loaded, rates, budgets, compiles=compiled), chosen
 
 
 def _measured(loaded: RunConfig) -> Rates:
@@ -98,11 +142,13 @@ def _measured(loaded: RunConfig) -> Rates:
 
 
 def _budgets(loaded: RunConfig, free_gpu: float | None) -> Budgets:
-    """As set; what is not has to be, since the machine may be another one. A search chooses within `free_gpu` bytes."""
+    """Of another machine: as set, since nobody can look. A search chooses within `free_gpu` bytes."""
     tiers = loaded.tiers
     gpu = round(free_gpu) if tiers.gpu is None and free_gpu is not None else tiers.gpu
     if gpu is None or tiers.ram is None:
-        raise ConfigError("a plan needs both budgets: set tiers.gpu and tiers.ram, such as --tiers.gpu 60GiB.")
+        raise ConfigError(
+            "a plan for another machine needs both budgets: set tiers.gpu and tiers.ram, such as --tiers.gpu 60GiB."
+        )
     nvme = sum(
         mount_of(mount.directory).free_bytes if mount.num_bytes is None else mount.num_bytes for mount in tiers.mounts
     )
@@ -110,7 +156,7 @@ def _budgets(loaded: RunConfig, free_gpu: float | None) -> Budgets:
 
 
 def _compiles(loaded: RunConfig) -> bool:
-    """As set; by default where a GPU computes."""
+    """On another machine: as set; by default where a GPU computes."""
     return loaded.tiers.device != "cpu" if loaded.model.compile is None else loaded.model.compile
 
 
@@ -130,10 +176,11 @@ def _bytes_table(plan: Plan) -> Table:
     return table
 
 
-def _time_table(plan: Plan, rates: Rates) -> Table:
+def _time_table(plan: Plan) -> Table:
     """How long each lane is busy, and would be alone."""
     made = plan.forecast
-    title = f"a step: {format_seconds(made.seconds)}, {format_count(plan.tokens_per_s)} tokens/s"
+    waver = wavering(plan.seconds_range)
+    title = f"a step: {format_seconds(made.seconds)}{waver}, {format_count(plan.tokens_per_s)} tokens/s"
     table = Table("lane", title=title, title_justify="left")
     for name in ("moves", "alone", "busy", "share"):
         table.add_column(name, justify="right")

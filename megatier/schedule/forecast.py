@@ -72,6 +72,11 @@ class Forecast:
     spans: tuple[Span, ...]
 
     @property
+    def uses_drives(self) -> bool:
+        """Whether a step reads or writes NVMe."""
+        return any(self.moved_bytes.get(queue) for queue in QUEUES_OF_DISK)
+
+    @property
     def bound_by(self) -> str:
         """What would need longest if all else were free: a lane, or "nvme", whose drives do both directions' work."""
         needs = {lane: seconds for lane, seconds in self.alone_seconds.items() if lane != "host"}

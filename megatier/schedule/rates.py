@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,16 @@ class DriveRates:
     """Native threads each way with which it was measured; None: not known."""
     first_write_bytes_per_s: float | None = None
     """Of bytes of a file that were never written before, as those of a checkpoint; None: not known."""
+    mixed_low_bytes_per_s: float | None = None
+    """The mixed rate in the slowest seconds of its measurement, whose median is mixed_bytes_per_s; None: not known."""
+    mixed_high_bytes_per_s: float | None = None
+    """The same in the fastest seconds."""
+
+    def times(self, factor: float) -> DriveRates:
+        """A drive that does so many times as much."""
+        figures = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        rates = {name: rate * factor for name, rate in figures.items() if name.endswith("_per_s") and rate is not None}
+        return dataclasses.replace(self, **rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +71,30 @@ class Rates:
         counts = [drive.io_threads for drive in self.drives if drive.io_threads is not None]
         return sum(counts) if counts and len(counts) == len(self.drives) else None
 
+    def times(self, factor: float) -> Rates:
+        """With drives that do so many times as much."""
+        return dataclasses.replace(self, drives=tuple(drive.times(factor) for drive in self.drives))
+
+    @property
+    def slowest(self) -> Rates:
+        """With every drive as in the slowest seconds of its measurement."""
+        return self._as_in([drive.mixed_low_bytes_per_s for drive in self.drives])
+
+    @property
+    def fastest(self) -> Rates:
+        """With every drive as in the fastest seconds of its measurement."""
+        return self._as_in([drive.mixed_high_bytes_per_s for drive in self.drives])
+
+    def _as_in(self, mixed: Sequence[float | None]) -> Rates:
+        """With each drive scaled to a mixed rate where that is known."""
+        pairs = zip(self.drives, mixed, strict=True)
+        drives = (drive if rate is None else drive.times(rate / drive.mixed_bytes_per_s) for drive, rate in pairs)
+        return dataclasses.replace(self, drives=tuple(drives))
+
 
 FIELDS = {field.name for field in dataclasses.fields(Rates)}
-OPTIONAL = {"gpu_bytes", "io_threads", "first_write_bytes_per_s"}
+WAVERING = {"mixed_low_bytes_per_s", "mixed_high_bytes_per_s"}
+OPTIONAL = {"gpu_bytes", "io_threads", "first_write_bytes_per_s", *WAVERING}
 DRIVE_FIELDS = {field.name for field in dataclasses.fields(DriveRates)}
 
 

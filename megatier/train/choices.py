@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from rich.console import Console
 
-from megatier.config import RunConfig
+from megatier.config import RunConfig, TiersConfig
 from megatier.errors import PlanError
-from megatier.schedule.forecast import Forecast
 from megatier.schedule.placement import Budgets
+from megatier.schedule.rates import Rates
 from megatier.store.blockfile import budget_bytes
+from megatier.train.metrics import wavering
 from megatier.train.plan import hidden_at
+from megatier.train.prediction import Prediction
 from megatier.train.probe import cached_rates
 from megatier.train.search import Choice, changed, search
 from megatier.train.session import budgets_of, choose_device, compiles
@@ -32,31 +35,45 @@ def fix_choices(config: RunConfig) -> RunConfig:
     return replace(config, model=replace(config.model, compile=chosen), tiers=tiers)
 
 
-def plan_choices(config: RunConfig, given: frozenset[str], console: Console) -> tuple[RunConfig, Forecast | None]:
+def plan_choices(config: RunConfig, given: frozenset[str], console: Console) -> tuple[RunConfig, Prediction | None]:
     """The config with the settings that make the simulated step shortest, where `megatier bench` measured the machine.
 
     And the step that they should make. Where nothing fits by estimate the config stays as it is: the run itself says
     what is short.
     """
     device = choose_device(config.tiers)
-    rates = cached_rates([mount.directory for mount in config.tiers.mounts], device.type)
+    rates = rates_here(config.tiers, device)
     if rates is None:
         if device.type == "cuda":
             console.print("`megatier bench` would measure this machine and let the planner choose what is not given")
         return config, None
-    gpu, ram = budgets_of(config.tiers, device)
-    budgets = Budgets(gpu, ram, sum(budget_bytes(mount) for mount in config.tiers.mounts))
-    compiled = compiles(config.model, device)
+    budgets, compiled = budgets_here(config.tiers, device), compiles(config.model, device)
     try:
         choice = search(skeleton_of(config.model), config, rates, budgets, compiles=compiled, fixed=given)
     except PlanError as error:
         console.print(f"no plan fits by estimate, so the settings stay as they are: {error}", highlight=False)
         return config, None
     words = "".join(f" --{name} {value}" for name, value in choice.settings.items())
-    said = f"planned, {choice.seconds:.3g} s a step{':' * bool(words)}{words}"
+    prediction = Prediction.of(choice)
+    said = f"planned, {choice.seconds:.3g} s a step{wavering(prediction.seconds_range)}{':' * bool(words)}{words}"
     console.print(said, markup=False, highlight=False, soft_wrap=True)
     _describe_hidden(console, choice, config.train.batch * config.data.sequence_length)
-    return changed(config, choice.settings), choice.forecast
+    return changed(config, choice.settings), prediction
+
+
+def rates_here(tiers: TiersConfig, device: torch.device) -> Rates | None:
+    """What `megatier bench` measured on this machine with a run's mounts; None: it did not."""
+    return cached_rates([mount.directory for mount in tiers.mounts], device.type)
+
+
+def budgets_here(tiers: TiersConfig, device: torch.device) -> Budgets:
+    """Bytes of each tier that a run begun now would have: as set, or from the machine.
+
+    Raises:
+        ConfigError: more RAM than there is, or a mount cannot be used.
+    """
+    gpu, ram = budgets_of(tiers, device)
+    return Budgets(gpu, ram, sum(budget_bytes(mount) for mount in tiers.mounts))
 
 
 def _describe_hidden(console: Console, choice: Choice, tokens: int) -> None:

@@ -6,38 +6,26 @@ Nothing is printed; files are removed whatever happens but kill -9. A *flag* say
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
-import secrets
 import statistics
-import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Self
-
-import numpy as np
-import torch
 
 from megatier.config_values import MountBudget
 from megatier.errors import CapacityError, ConfigError, at_least
 from megatier.hardware import mount_of
 from megatier.schedule.rates import DriveRates
-from megatier.store.arena import Arena
-from megatier.store.blockfile import STRIPE_BYTES, BlockFiles, FileBatch, IoOptions, check_directory
+from megatier.store.blockfile import IoOptions, check_directory
 from megatier.store.tier import PAGE_BYTES
 from megatier.train.block_device import block_device
+from megatier.train.drive_traffic import (
+    BLOCK_BYTES,
+    SUSTAINED_STEP_BYTES,
+    BlockTraffic,
+    Flow,
+)
 
-BLOCK_BYTES = STRIPE_BYTES
-"""A plane of moments of the largest update chunk: what the store moves at once."""
 BLOCKS_MIN = 16
-DEPTH = 4
-"""Blocks in flight in each direction."""
-MIXED_READS, MIXED_WRITES = 7, 6
-"""14 to 12: what a spilled parameter is read and written in a step."""
-
 THREADS = (4, 8, 16)
 """Native threads each way that are tried. DEPTH blocks have 16 requests, so more would find nothing to do."""
 TRIAL_ROUNDS = 3
@@ -51,28 +39,6 @@ DRIVE_LIMIT_BYTES_PER_S = 16e9
 UNCOUNTED_SHARE_MAX = 1.5
 """Bytes of a flow over those that the block device counted; beyond it a cache answered."""
 KNEE_SHARE = 0.7
-SUSTAINED_STEP_BYTES = 1 << 30
-
-Operation = tuple[bool, int]
-"""(write, index of the block)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """Blocks moved one after the other, several in flight."""
-
-    num_bytes: int
-    seconds: float
-    p50_ms: float
-    """Of one block, from the start of its first request to the end of its last."""
-    p99_ms: float
-    device_bytes: int | None
-    """What the block device counted meanwhile, others' traffic included; None where nothing counts."""
-
-    @property
-    def bytes_per_s(self) -> float:
-        """The rate."""
-        return self.num_bytes / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +59,7 @@ class DriveFigures:
     read: Flow
     write: Flow
     mixed: Flow
-    """14 read to 12 written."""
+    """14 read to 12 written, with AdamW on what was read."""
     sustained_bytes_per_s: tuple[float, ...]
     """Rate of each GiB of a long write; empty where none was asked for."""
     knee_bytes: int | None
@@ -103,7 +69,8 @@ class DriveFigures:
     first_write_bytes_per_s: float | None = None
     """Of filling the file, with the threads of `options`; None where that went to the page cache."""
     trials: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    """Median rates, mixed and writing, in bytes per second by threads each way; empty where none were tried."""
+    """Median rates, mixed and writing, in bytes per second by threads each way; empty where none were tried. They
+    choose the number and are no figures of the drive: the best of several short trials is too good."""
     notes: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
 
@@ -111,150 +78,9 @@ class DriveFigures:
     def rates(self) -> DriveRates:
         """For a plan."""
         read, write, mixed = (flow.bytes_per_s for flow in (self.read, self.write, self.mixed))
-        return DriveRates(self.directory, read, write, mixed, self.io_threads, self.first_write_bytes_per_s)
-
-
-class BlockTraffic:
-    """A block file filled with blocks, and slots in RAM through which they are written and read."""
-
-    def __init__(self, directory: Path, num_blocks: int, block_bytes: int, options: IoOptions, *, pin: bool) -> None:
-        """Create the file at full size and fill it: first writes are slower, reads of what was never written faster.
-
-        Raises:
-            ConfigError, CapacityError, TransferError: the mount cannot be used, is full, or failed.
-        """
-        run_id = f"bench-{secrets.token_hex(6)}"
-        self._path = directory / f"megatier-{run_id}" / "blocks"
-        self._block_bytes, self._stamp_words = block_bytes, options.chunk_bytes // 8
-        self._device = block_device(directory)
-        self._arena = Arena(2 * DEPTH * block_bytes, torch.device("cpu"), pin=pin)
-        try:
-            self._files = BlockFiles([MountBudget(directory, num_blocks * block_bytes)], run_id, options)
-        except BaseException:
-            self._arena.close()
-            raise
-        try:
-            self._extents = [self._files.reserve(block_bytes) for _ in range(num_blocks)]
-            self._files.allocate()
-            noise = np.random.default_rng(0).bytes(block_bytes)  # a drive may compress, or skip zeros
-            for slot in range(2 * DEPTH):
-                self._slot(slot).numpy()[:] = np.frombuffer(noise, dtype=np.uint8)
-            began_ns = time.perf_counter_ns()
-            self._run(((True, index) for index in range(num_blocks)), DEPTH)
-            self.fill_bytes_per_s = num_blocks * block_bytes * 1e9 / (time.perf_counter_ns() - began_ns)
-            """Rate of the first writes."""
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Remove the file."""
-        self._files.close()  # first: requests in flight still use the slots
-        self._arena.close()
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether the page cache is out of it."""
-        return self._files.is_direct
-
-    def set_threads(self, num_threads: int) -> None:
-        """Go on with so many native threads each way."""
-        self._files.set_threads(num_threads)
-
-    def read(self, seconds: float) -> Flow:
-        """Read the file from its start, again and again; through the page cache once, since then RAM would answer."""
-        return self._measure(self._reads(len(self._extents)), (0,), seconds)
-
-    def write(self, seconds: float) -> Flow:
-        """Overwrite the file from its start, again and again."""
-        return self._measure(((True, i) for i in itertools.cycle(range(len(self._extents)))), (1,), seconds)
-
-    def mixed(self, seconds: float) -> Flow:
-        """Read one half and write the other, 7 blocks to 6."""
-        return self._measure(self._turns(), (0, 1), seconds)
-
-    def sustained(self, num_bytes: int) -> tuple[float, ...]:
-        """Write so many bytes without a pause; the rate of each GiB."""
-        indices = itertools.cycle(range(len(self._extents)))
-        writes = ((True, index) for index in itertools.islice(indices, -(-num_bytes // self._block_bytes)))
-        began = time.perf_counter_ns()
-        ends = [end for _, end in self._run(writes, DEPTH)]
-        return step_rates(began, ends, self._block_bytes)
-
-    def _reads(self, num_blocks: int) -> Iterator[Operation]:
-        indices = range(num_blocks)
-        return ((False, index) for index in (itertools.cycle(indices) if self.is_direct else indices))
-
-    def _turns(self) -> Iterator[Operation]:
-        half = len(self._extents) // 2
-        reads, writes = self._reads(half), itertools.cycle(range(half, len(self._extents)))
-        for turn in itertools.count():
-            if turn % (MIXED_READS + MIXED_WRITES) % 2:
-                yield True, next(writes)
-            elif (operation := next(reads, None)) is not None:
-                yield operation
-            else:
-                return
-
-    def _measure(self, operations: Iterator[Operation], ways: tuple[int, ...], seconds: float) -> Flow:
-        """Ways: 0, reading; 1, writing; or both."""
-        if not self.is_direct:
-            self._leave_page_cache()
-        before, began = self._device.moved_bytes(), time.perf_counter_ns()
-        spans = self._run(operations, DEPTH * len(ways), began + int(seconds * 1e9))
-        if not self.is_direct:
-            self._leave_page_cache()  # what is written counts once it is on the drive
-        ended, after = time.perf_counter_ns(), self._device.moved_bytes()
-        counted = None if before is None or after is None else sum(after[way] - before[way] for way in ways)
-        times = sorted((end - start) / 1e6 for start, end in spans)
-        p50, p99 = quantile(times, 0.5), quantile(times, 0.99)
-        return Flow(len(spans) * self._block_bytes, (ended - began) / 1e9, p50, p99, counted)
-
-    def _run(self, operations: Iterable[Operation], window: int, until_ns: int | None = None) -> list[tuple[int, int]]:
-        """Do operations until the time is over, each mixed turn at least once; start and end of each, in ns."""
-        flying: deque[FileBatch] = deque()
-        spans: list[tuple[int, int]] = []
-
-        def land() -> None:
-            batch = flying.popleft()
-            batch.wait()
-            spans.append(batch.span_ns())
-
-        for number, (write, index) in enumerate(operations):
-            if len(flying) == window:
-                land()
-            is_over = until_ns is not None and time.perf_counter_ns() >= until_ns
-            if is_over and number >= MIXED_READS + MIXED_WRITES:
-                break
-            flying.append(self._submit(write, index, number % window))
-        while flying:
-            land()
-        return spans
-
-    def _submit(self, write: bool, index: int, slot: int) -> FileBatch:
-        view = self._slot(slot)
-        key, extent, size, address = f"block {index}", self._extents[index], self._block_bytes, view.data_ptr()
-        if not write:
-            return self._files.read(key, extent, 0, size, address)
-        view.view(torch.int64)[:: self._stamp_words] = index  # a block read from another's place has wrong checksums
-        return self._files.write(key, extent, 0, size, address)
-
-    def _slot(self, slot: int) -> torch.Tensor:
-        return self._arena.view(slot * self._block_bytes, self._block_bytes)
-
-    def _leave_page_cache(self) -> None:
-        file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            os.fsync(file)  # dirty pages cannot be dropped
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
+        low, high = (min(self.mixed.windows), max(self.mixed.windows)) if self.mixed.windows else (None, None)
+        first_write = self.first_write_bytes_per_s
+        return DriveRates(self.directory, read, write, mixed, self.io_threads, first_write, low, high)
 
 
 def check_mount(mount: MountBudget) -> int:
@@ -279,6 +105,7 @@ def probe_drive(
     *,
     seconds: float,
     sustained_bytes: int = 0,
+    threads: int = 1,
     options: IoOptions | None = None,
     pin: bool = False,
 ) -> DriveFigures:
@@ -286,8 +113,10 @@ def probe_drive(
 
     Args:
         mount: directory and size of the file, rounded down to whole blocks.
-        seconds: of each of the three flows. The numbers of threads take 1.8 times as long, all together.
+        seconds: of reading and of writing, and of each window of the mixed flow. The numbers of threads take 1.8 times
+            as long, all together.
         sustained_bytes: of the long write; 0: none. It goes first, so that the others meet a write cache that is full.
+        threads: of AdamW on the CPU, beside the mixed flow.
         options: how block files are accessed.
         pin: page-lock the slots, as on a machine with a GPU.
 
@@ -306,7 +135,8 @@ def probe_drive(
         if trials:
             io_threads = fewest_threads(trials)
             traffic.set_threads(io_threads)
-        write, mixed, read = traffic.write(seconds), traffic.mixed(seconds), traffic.read(seconds)
+        # Anew, and for long: the best of several short trials is too good a figure.
+        write, mixed, read = traffic.write(seconds), traffic.updated(seconds, threads), traffic.read(seconds)
     knee_step = knee(sustained)
     figures = DriveFigures(
         directory=str(directory),
@@ -382,19 +212,6 @@ def drive_notes(figures: DriveFigures) -> tuple[str, ...]:
     if any(flow.device_bytes and flow.device_bytes > UNCOUNTED_SHARE_MAX * flow.num_bytes for flow in flows):
         notes.append("others used the device meanwhile: the figures are too low")
     return tuple(notes)
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """The least number that so large a share of them does not exceed; 0 of nothing."""
-    return ordered[max(1, math.ceil(share * len(ordered))) - 1] if ordered else 0.0
-
-
-def step_rates(began_ns: int, ends_ns: Iterable[int], block_bytes: int) -> tuple[float, ...]:
-    """Bytes per second of each whole GiB, from the moments at which blocks were written; of all if it is less."""
-    ends = sorted(ends_ns)
-    per_step = min(max(1, SUSTAINED_STEP_BYTES // block_bytes), max(1, len(ends)))
-    marks = [began_ns, *ends[per_step - 1 :: per_step]]
-    return tuple(per_step * block_bytes * 1e9 / max(1, b - a) for a, b in itertools.pairwise(marks))
 
 
 def knee(rates: Sequence[float]) -> int | None:

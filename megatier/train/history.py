@@ -19,8 +19,8 @@ import torch
 
 from megatier.errors import ConfigError
 from megatier.files import open_regular
-from megatier.schedule.forecast import Forecast
 from megatier.store.tier import STATE_KINDS, Kind
+from megatier.train.prediction import Prediction
 from megatier.train.report import TierState
 from megatier.train.session import Session
 
@@ -36,6 +36,8 @@ class Expected:
     bound_by: str
     busy_seconds: Mapping[str, float]
     moved_bytes: Mapping[str, float]
+    seconds_range: tuple[float, float]
+    """Shortest and longest, as the drives waver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,18 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Corrected:
+    """What a step was predicted to take once the run had measured its drives."""
+
+    step: int
+    """After which."""
+    seconds: float
+    planned_bytes_per_s: float
+    """Of the drives while they are busy."""
+    measured_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """A checkpoint or savepoint that was written."""
 
@@ -99,6 +113,7 @@ class History:
     steps: list[Step] = field(default_factory=list)
     heldout: list[tuple[int, float]] = field(default_factory=list)
     """Steps and losses of evaluations."""
+    corrections: list[Corrected] = field(default_factory=list)
     checkpoints: list[Saved] = field(default_factory=list)
     savepoints: list[Saved] = field(default_factory=list)
     outcome: str = ""
@@ -131,6 +146,9 @@ class History:
             self.moved_bytes, self.demanded_bytes = moved, demanded
         elif "heldout_loss" in record:
             self.heldout.append((step, float(record["heldout_loss"])))
+        elif "correction" in record:
+            names = ("seconds", "planned_bytes_per_s", "measured_bytes_per_s")
+            self.corrections.append(Corrected(step, *(_figure(record["correction"][name]) for name in names)))
         elif "checkpoint_bytes" in record:
             self.checkpoints.append(_saved(step, record, "checkpoint"))
         elif "savepoint_bytes" in record:
@@ -170,7 +188,7 @@ def read_what_there_is(path: Path) -> History:
 
 
 def opening(
-    session: Session, tiers: Sequence[TierState], expected: Forecast | None, changes: Sequence[str] = ()
+    session: Session, tiers: Sequence[TierState], expected: Prediction | None, changes: Sequence[str] = ()
 ) -> dict[str, object]:
     """The opening record of a process, without its step.
 
@@ -184,8 +202,9 @@ def opening(
     homes = {unit.name: {str(kind): str(tier) for kind, tier in _homes(session, unit.name)} for unit in session.units}
     forecast = None
     if expected is not None:
-        names = [field.name for field in dataclasses.fields(Expected)]
-        forecast = {name: getattr(expected, name) for name in names}
+        names = ("seconds", "bound_by", "busy_seconds", "moved_bytes")
+        forecast = {name: getattr(expected.forecast, name) for name in names}
+        forecast["seconds_range"] = expected.seconds_range
     return {
         "run": "begins",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -237,7 +256,8 @@ def _expected(found: Mapping[str, Any]) -> Expected:
     lanes, queues = _amounts(found, "busy_seconds"), _amounts(found, "moved_bytes")
     if not (seconds := _figure(found["seconds"])):
         raise ValueError(found)
-    return Expected(seconds, _text(found["bound_by"]), lanes, queues)
+    low, high = map(_figure, found.get("seconds_range", (seconds, seconds)))  # older versions wrote none
+    return Expected(seconds, _text(found["bound_by"]), lanes, queues, (low, high))
 
 
 def _step(step: int, record: Mapping[str, Any], moved: Mapping[str, float], demanded: Mapping[str, float]) -> Step:

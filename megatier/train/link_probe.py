@@ -174,13 +174,20 @@ class UpdateTraffic:
     WIDTHS = (2, 2, 4, 4, 2)
     """Bytes an element of weight, remainder, exp_avg, exp_avg_sq, grad."""
 
-    def __init__(self, device: torch.device, num_elements: int, *, pin: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        num_elements: int,
+        *,
+        chunk_elements: int = UPDATE_CHUNK_ELEMENTS,
+        pin: bool = False,
+    ) -> None:
         """Allocate the state, with small numbers in it.
 
         Raises:
             CapacityError: there is less memory.
         """
-        self._chunk = min(UPDATE_CHUNK_ELEMENTS, round_up(num_elements))  # planes start at multiples of their width
+        self._chunk = min(chunk_elements, round_up(num_elements))  # planes start at multiples of their width
         self.num_elements = max(1, num_elements // self._chunk) * self._chunk
         self._arena = Arena(self.num_elements * STATE_BYTES_PER_PARAMETER, device, pin=pin)
         self._arena.bytes.fill_(STATE_BYTE)
@@ -189,7 +196,15 @@ class UpdateTraffic:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back."""
         self._arena.close()
+
+    def submit(self, pool: _native.ThreadPool, chunk: int) -> _native.Batch:
+        """Begin to update a chunk, by its number; never one that is being updated."""
+        return pool.submit_adamw(self._addresses(chunk * self._chunk), True, [(0, self._chunk, 1.0)], SCALARS)
 
     def on_cpu(self, threads: int, until: Callable[[], bool]) -> float:
         """Update with native threads; parameters per second."""
@@ -216,10 +231,10 @@ class UpdateTraffic:
     def _on_cpu(self, pool: _native.ThreadPool, until: Callable[[], bool]) -> float:
         flying: deque[_native.Batch] = deque()
         done, began = 0, time.perf_counter()
-        starts = range(0, self.num_elements, self._chunk)
-        depth = min(2, len(starts))  # the next chunk is queued while one is worked on; never one chunk twice
-        for start in itertools.cycle(starts):
-            flying.append(pool.submit_adamw(self._addresses(start), True, [(0, self._chunk, 1.0)], SCALARS))
+        chunks = range(self.num_elements // self._chunk)
+        depth = min(2, len(chunks))  # the next chunk is queued while one is worked on; never one chunk twice
+        for chunk in itertools.cycle(chunks):
+            flying.append(self.submit(pool, chunk))
             if len(flying) == depth:
                 flying.popleft().wait()
                 done += self._chunk

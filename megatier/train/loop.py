@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
@@ -12,13 +12,13 @@ from megatier.data.packing import PackedText, num_real_tokens
 from megatier.data.stream import TextStream
 from megatier.engine.optimizer import learning_rate
 from megatier.errors import NonFiniteError, mib
-from megatier.schedule.forecast import Forecast
 from megatier.schedule.speculation import Speculation
 from megatier.schedule.trace import TraceEvent, busy_seconds, stall_seconds
 from megatier.store.store import TieredStore
 from megatier.store.tier import Tier
 from megatier.store.transfer import QUEUES
 from megatier.train.metrics import format_seconds
+from megatier.train.prediction import Prediction
 from megatier.train.process import memory_bytes, seed
 from megatier.train.report import Progress, QueueBytes, StepReport, TierUse, print_moves
 from megatier.train.run_state import RunState
@@ -45,7 +45,7 @@ class Loop:
         session: Session,
         text: PackedText | TextStream,
         record: Record,
-        expected: Forecast | None,
+        expected: Prediction | None,
         watchdog: Watchdog,
         saves: Saves,
     ) -> None:
@@ -57,7 +57,7 @@ class Loop:
             session: filled.
             text: what it trains on.
             record: keeps the figures of each step.
-            expected: the planned step, where the machine was measured.
+            expected: the planned step, where the machine was measured; the first steps correct it.
             watchdog: watches passes.
             saves: made as the run goes on.
         """
@@ -133,8 +133,8 @@ class Loop:
         self._saves.step(seconds, stalls.get("checkpoint", 0.0), learnt=result.skipped is None)
         count = num_real_tokens(batch)
         tiers = tuple(TierUse(tier, used, budget) for tier, used, budget in _tier_uses(session))
-        attainment = None if self._expected is None else self._expected.seconds / seconds
-        bound_by = "" if self._expected is None else self._expected.bound_by
+        attainment = None if self._expected is None else self._expected.forecast.seconds / seconds
+        bound_by = "" if self._expected is None else self._expected.forecast.bound_by
         progress.update(
             StepReport(
                 step, result.loss, rate, result.grad_norm, count, seconds, stalls, tiers, attainment, bound_by, busy
@@ -164,6 +164,19 @@ class Loop:
                 "nvme_path": nvme_path(session.store),
             }
         )
+        self._correct(step, events, progress)
+
+    def _correct(self, step: int, events: Sequence[TraceEvent], progress: Progress) -> None:
+        """Let the first steps say what the drives do in this run. A checkpoint on its way would take its share."""
+        if self._expected is None or self._saves.writer is not None:
+            return
+        correction = self._expected.observe(events)
+        if correction is None:
+            return
+        self._watchdog.expect(correction.seconds)
+        if correction.is_worth_saying:
+            progress.note(str(correction))
+        self._record({"step": step, "correction": correction.as_dict()})
 
     def _evaluate(self, step: int, progress: Progress) -> None:
         train = self._config.train

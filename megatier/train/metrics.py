@@ -38,7 +38,7 @@ class MetricsLog:
             ConfigError: the drive is full or gone.
         """
         try:
-            self._file.write(json.dumps(_plain(record), allow_nan=False).encode() + b"\n")
+            self._file.write(json.dumps(plain(record), allow_nan=False).encode() + b"\n")
         except OSError as error:
             raise self._refused(error) from error
 
@@ -89,6 +89,12 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02} min"
 
 
+def wavering(seconds: tuple[float, float]) -> str:
+    """Words behind the seconds of a step as planned: from what to what, where drives waver; else none."""
+    low, high = (f"{value:.3g}" for value in seconds)
+    return f" ({low} to {high} as the drives waver)" if low != high else ""
+
+
 def format_count(number: float) -> str:
     """A count as "950", "2.40M", "8.03B"."""
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -123,12 +129,12 @@ def _step_of(line: bytes) -> float:
         return math.inf
 
 
-def _plain(value: object) -> object:
-    """The value as JSON can hold it."""
+def plain(value: object) -> object:
+    """The value as JSON can hold it: NaN and infinities as text."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

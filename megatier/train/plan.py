@@ -73,6 +73,7 @@ class Plan:
         activations: GPU memory beside the budget, estimated.
         mask_bytes: of these, the mask that keeps documents apart.
         forecast: of a step.
+        seconds_range: of a step, shortest and longest, as the drives waver; equal where that was not measured.
         compute_seconds: of a step, if nothing else took time.
         checkpoint_bytes: of one checkpoint.
         checkpoint_seconds: of writing it, on a drive such as the first; None where none is known.
@@ -95,6 +96,7 @@ class Plan:
     activations: ActivationBytes
     mask_bytes: int
     forecast: Forecast
+    seconds_range: tuple[float, float]
     compute_seconds: float
     checkpoint_bytes: int
     checkpoint_seconds: float | None
@@ -133,6 +135,8 @@ class Plan:
             "num_trained": self.num_trained,
             "tokens_per_step": self.tokens,
             "seconds": made.seconds,
+            "seconds_low": self.seconds_range[0],
+            "seconds_high": self.seconds_range[1],
             "tokens_per_s": self.tokens_per_s,
             "attainment": self.attainment,
             "bound_by": made.bound_by,
@@ -207,6 +211,7 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         trial.activations,
         mask_bytes(config, work),
         made,
+        trial.seconds_range(placement, made),
         trial.compute_seconds,
         num_bytes,
         written_s,

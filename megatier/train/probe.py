@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatier import hardware
-from megatier.schedule.rates import DriveRates, Rates
+from megatier.schedule.rates import WAVERING, DriveRates, Rates
 
 if TYPE_CHECKING:
     from megatier.train.drive_probe import DriveFigures
@@ -158,13 +158,8 @@ def _shared(drives: Sequence[DriveRates], facts: Sequence[dict[str, Any]]) -> tu
     """The rates of a file system in equal parts for the directories that lie on it."""
     parts = [facts.count(here) for here in facts]
     return tuple(
-        DriveRates(
-            drive.directory,
-            drive.read_bytes_per_s / n,
-            drive.write_bytes_per_s / n,
-            drive.mixed_bytes_per_s / n,
-            None if drive.io_threads is None else -(-drive.io_threads // n),
-            None if drive.first_write_bytes_per_s is None else drive.first_write_bytes_per_s / n,
+        dataclasses.replace(
+            drive.times(1 / n), io_threads=None if drive.io_threads is None else -(-drive.io_threads // n)
         )
         for drive, n in zip(drives, parts, strict=True)
     )
@@ -184,7 +179,7 @@ def _is_whole(entry: object) -> bool:
     rates = {field.name for field in dataclasses.fields(DriveRates)}
     try:
         assert isinstance(entry, dict)
-        newer = {"io_threads", "first_write_bytes_per_s"}  # not in entries of older versions
+        newer = {"io_threads", "first_write_bytes_per_s", *WAVERING}  # not in entries of older versions
         measured = [drive["rates"].keys() | newer for drive in entry["drives"] if drive["facts"]]
         drives_are_whole = measured == [rates] * len(entry["drives"])
         return bool(entry["machine"]) and entry["links"].keys() == links and drives_are_whole

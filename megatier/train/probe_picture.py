@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatier.errors import mib
-from megatier.train.drive_probe import SUSTAINED_STEP_BYTES, DriveFigures
+from megatier.train.drive_probe import DriveFigures
+from megatier.train.drive_traffic import SUSTAINED_STEP_BYTES
 from megatier.train.link_probe import LinkFigures
 from megatier.train.svg import bar, grid_line, page, text, ticks
 

@@ -19,9 +19,9 @@ from megatier.store.transfer import QUEUES
 from megatier.train import chart, picture, placement_map
 from megatier.train.chart import Line, Mark
 from megatier.train.checkpoint import checkpoints, step_of
-from megatier.train.history import History, Opening, Saved, Step, read_history
+from megatier.train.history import Corrected, History, Opening, Saved, Step, read_history
 from megatier.train.html import cards, details, note, page, section, table
-from megatier.train.metrics import format_count, format_seconds, format_share
+from megatier.train.metrics import format_count, format_seconds, format_share, wavering
 from megatier.train.run_directory import CHECKPOINT_FOLDER, CONFIG_FILE, METRICS_FILE, SAVEPOINT_FOLDER, TRACE_FILE
 
 SAVED_SHOWN = 10
@@ -229,7 +229,8 @@ def _plan(run: _Run) -> str:
     if expected is None:
         return note("Nothing was planned: `megatier bench` measures the machine, and from then on `train` plans.")
     if not run.steps:
-        return note(f"Planned: {format_seconds(expected.seconds)} a step, bound by {expected.bound_by}. {NO_STEP}")
+        planned = f"{format_seconds(expected.seconds)} a step{wavering(expected.seconds_range)}"
+        return note(f"Planned: {planned}, bound by {expected.bound_by}. {NO_STEP}")
     rows = [_compared("a step", expected.seconds, median(step.seconds for step in run.steady), format_seconds)]
     lanes = [lane for lane, seconds in expected.busy_seconds.items() if seconds and lane != "host"]  # not traced
     for lane in picture.in_row_order(lanes):
@@ -239,7 +240,19 @@ def _plan(run: _Run) -> str:
         moved = median(step.moved_bytes.get(queue, 0.0) for step in run.steady)
         rows.append(_compared(f"{queue} moves", expected.moved_bytes[queue], moved, lambda size: mib(round(size))))
     words = f"Bound by {expected.bound_by}, as planned. Measured: medians of all steps but each process's first."
+    if waver := wavering(expected.seconds_range):
+        words += f" Planned{waver}."
+    if run.history.corrections:
+        words += f" {_correction(run.history.corrections[-1])}"
     return table(("", "planned", "measured", "measured to planned"), rows) + note(words)
+
+
+def _correction(made: Corrected) -> str:
+    planned, measured = made.planned_bytes_per_s / 1e9, made.measured_bytes_per_s / 1e9
+    return (
+        f"Step {made.step:,} corrected the plan: drives that do {measured:.3g} GB/s in this run, not {planned:.3g}, "
+        f"make it {format_seconds(made.seconds)} a step; attainments after it are of that."
+    )
 
 
 def _compared(name: str, planned: float, measured: float, form: Callable[[float], str]) -> tuple[str, str, str, str]:

@@ -53,6 +53,11 @@ class Choice:
         """Of a step."""
         return self.forecast.seconds
 
+    @property
+    def seconds_range(self) -> tuple[float, float]:
+        """Of a step, shortest and longest, as the drives waver; two more simulations."""
+        return self.trial.seconds_range(self.placement, self.forecast)
+
 
 def search(
     model: PreTrainedModel,

@@ -84,7 +84,7 @@ def train(
     config, expected = plan_choices(fix_choices(config), given, console)
     with ExitStack() as stack:
         stall_file = Path(config.output.directory) / STALL_FILE
-        expected_s = 0.0 if expected is None else expected.seconds
+        expected_s = 0.0 if expected is None else expected.forecast.seconds
         watchdog = stack.enter_context(Watchdog(stall_file, config.train.stall_timeout, expected_s))
         run_directory = stack.enter_context(RunDirectory(config, resumes=resumes))
         directory = run_directory.path
@@ -108,7 +108,7 @@ def train(
         is_done = state is not None and state.step == config.train.steps
         num_kept = _check_room(config, session, room, is_done)
         _describe(console, config, session, text, num_kept)
-        cost_s = expected_cost(session, expected)
+        cost_s = expected_cost(session, None if expected is None else expected.forecast)
         if config.output.saves_by_time and not is_done:
             console.print(promise(config.output, room, num_kept, cost_s), markup=False, highlight=False, soft_wrap=True)
         _fill(console, session, reader, checkpoint, savepoint)

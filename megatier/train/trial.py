@@ -110,6 +110,19 @@ class Trial:
         """A step."""
         return forecast(self.accesses, self.seconds, self.work.specs, placement, self.work.policy, self.rates)
 
+    def seconds_range(self, placement: Placement, made: Forecast) -> tuple[float, float]:
+        """Seconds of a step with the drives at their fastest, and at their slowest; equal where that is not known.
+
+        Args:
+            placement: homes and slots.
+            made: the forecast of it with the drives as they are in the median.
+        """
+        rates = [self.rates.fastest, self.rates.slowest]
+        if not made.uses_drives or rates == [self.rates] * 2:
+            return made.seconds, made.seconds
+        seconds = [made.seconds, *(replace(self, rates=tried).forecast(placement).seconds for tried in rates)]
+        return min(seconds), max(seconds)
+
     def floor(self, placement: Placement) -> float:
         """Seconds that the forecast of a step has at least."""
         return floor(self.accesses, self.seconds, self.work.specs, placement, self.work.policy, self.rates)

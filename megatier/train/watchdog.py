@@ -49,7 +49,8 @@ class Patience:
 
     def __init__(self, least_s: float, expected_s: float) -> None:
         """expected_s: that it may take in any case; 0: not known."""
-        self._least_s, self._longest_s = least_s, expected_s
+        self._least_s, self._longest_s = least_s, 0.0
+        self.expected_s = expected_s
         self._seen: object = None
         self.quiet_s = 0.0
         """Since something moved on."""
@@ -61,7 +62,7 @@ class Patience:
             self._seen, self.quiet_s = seen, 0.0
             return False
         self.quiet_s += seconds
-        return self.quiet_s >= max(self._least_s, MULTIPLE * self._longest_s)
+        return self.quiet_s >= max(self._least_s, MULTIPLE * max(self._longest_s, self.expected_s))
 
 
 class Watchdog:
@@ -117,6 +118,11 @@ class Watchdog:
         finally:
             with self._lock:
                 self._player = None
+
+    def expect(self, seconds: float) -> None:
+        """A step is now predicted to take so long."""
+        with self._lock:
+            self._patience.expected_s = seconds
 
     # ------------------------------------------------------------------ its thread
 
