@@ -25,6 +25,7 @@ from tiny_runs import KIB, Outcome, Place, Run, exactness_config, one_thread, op
 from megatier.cli import main
 from megatier.errors import ConfigError, SavepointError
 from megatier.store import chunkfile
+from megatier.store.private import PrivateDirectory
 from megatier.store.tier import Tier
 from megatier.train import checkpoint, loop, savepoint
 from megatier.train.checkpoint import digest_of
@@ -286,7 +287,7 @@ FAULTS: dict[str, tuple[Any, str, Any, str]] = {
     "block files": (os, "fsync", refuse, "synchronising failed on tier nvme.*Check the drive"),
     "folder": (checkpoint, "sync", refuse, "writing a savepoint failed on tier disk.*Check the drive"),
     "name": (Path, "rename", refuse, "writing a savepoint failed on tier disk.*Check the drive"),
-    "mark": (Path, "touch", refuse, "marking failed on tier nvme.*Check the drive"),
+    "mark": (PrivateDirectory, "mark", refuse, "marking failed on tier nvme.*Check the drive"),
     "manifest": (json, "dumps", refuse, "writing a savepoint failed on tier disk"),
 }
 
@@ -354,6 +355,7 @@ def put_back(path: Path) -> Iterator[None]:
     if path.is_symlink() or path.exists():
         path.unlink()
     path.write_bytes(raw)
+    path.chmod(0o600)
 
 
 def check_refused(folder: Path, words: str, capsys: pytest.CaptureFixture[str], *more: str) -> None:
