@@ -12,6 +12,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,18 @@ Kind = Callable[[str], MegatierError]
 """The error that a caller promises, made of a message."""
 
 
-def read_input(path: Path, max_bytes: int, kind: Kind, *, pipes: bool = False) -> bytes:
-    """A whole file, which is a plain one and no larger than that.
+@contextlib.contextmanager
+def opened(path: Path, kind: Kind, *, pipes: bool = False) -> Iterator[BufferedReader]:
+    """A plain file, open for reading.
 
     Args:
         path: links are followed: the hub's cache is made of them.
-        max_bytes: that it may have.
         kind: what to raise.
         pipes: take one as well, and wait for who writes to it: where the user named the path itself.
 
     Raises:
         FileNotFoundError: there is nothing at this path.
-        MegatierError: of this kind; it is something else, larger, or cannot be read. Names it.
+        MegatierError: of this kind; it is something else, or cannot be read. Names it.
     """
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if pipes else os.O_NONBLOCK))
@@ -51,14 +52,24 @@ def read_input(path: Path, max_bytes: int, kind: Kind, *, pipes: bool = False) -
             mode = os.fstat(file).st_mode
             if not (stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode))):
                 raise kind(f"{path} is no regular file. Put the file itself there.")
-            with open(file, "rb", closefd=False) as stream:
-                raw = stream.read(max_bytes + 1)
+            with os.fdopen(file, "rb", closefd=False) as stream:
+                yield stream
         finally:
             os.close(file)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise kind(f"cannot read {path}: {os.strerror(error.errno or 0)}.") from error
+
+
+def read_input(path: Path, max_bytes: int, kind: Kind, *, pipes: bool = False) -> bytes:
+    """A whole file, which is no larger than that.
+
+    Raises:
+        FileNotFoundError, MegatierError: as in `opened`; or it is larger.
+    """
+    with opened(path, kind, pipes=pipes) as stream:
+        raw = stream.read(max_bytes + 1)
     if len(raw) > max_bytes:
         raise kind(f"{path} has more than {mib(max_bytes)}, which no file of its kind has; it was not read.")
     return raw
@@ -120,13 +131,16 @@ def parse_json(raw: bytes, where: str, kind: Kind) -> Any:  # noqa: ANN401
 
 
 @contextlib.contextmanager
-def reading(what: str, kind: Kind, reason: Callable[[BaseException], str] | None = None) -> Iterator[None]:
+def reading(
+    what: str, kind: Kind, reason: Callable[[BaseException], str] | None = None, remedy: str = ""
+) -> Iterator[None]:
     """A wall round another library while it reads input: whatever it raises becomes one error of ours.
 
     Args:
         what: cannot be done, such as "/models/a: transformers does not take config.json"; the reason goes behind it.
         kind: what to raise.
         reason: says what is wrong by what was raised; None: `reason_of`.
+        remedy: goes behind that.
 
     Raises:
         MegatierError: of this kind.
@@ -138,12 +152,12 @@ def reading(what: str, kind: Kind, reason: Callable[[BaseException], str] | None
     # The one place where any exception is right: these libraries check little of what they read, so a wrong type in a
     # file shows as whatever the line that meets it first raises, and no list of kinds is ever whole.
     except Exception as error:
-        raise kind(f"{what}: {(reason or reason_of)(error)}.") from error
+        raise kind(" ".join(filter(None, (f"{what}: {(reason or reason_of)(error)}.", remedy)))) from error
     # A panic of the tokenizers' Rust code is no Exception, and its class cannot be imported.
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise kind(f"{what}: {(reason or reason_of)(error)}.") from error
+        raise kind(" ".join(filter(None, (f"{what}: {(reason or reason_of)(error)}.", remedy)))) from error
 
 
 def reason_of(error: BaseException) -> str:

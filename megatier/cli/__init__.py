@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 
 from megatier.errors import MegatierError
+from megatier.foreign import shown
 
 GROUPS = {
     "before a run": {
@@ -34,6 +35,8 @@ GROUPS = {
 }
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 
+MESSAGE_CHARACTERS_MAX = 4000
+"""Names that strangers chose are part of messages, and may be long or move the terminal's cursor."""
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_UNREAD = 1
@@ -61,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MegatierError as error:
         if debug:
             raise
-        print(f"megatier: error: {error}", file=sys.stderr)
+        print(f"megatier: error: {shown(str(error), MESSAGE_CHARACTERS_MAX)}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         if debug:
