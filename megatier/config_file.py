@@ -23,6 +23,7 @@ from jsonargparse.typing import register_type
 from megatier.config import SECTIONS, RunConfig
 from megatier.config_values import ByteCount, parse_bytes, parse_list, parse_yaml, read_yaml
 from megatier.errors import ConfigError
+from megatier.foreign import shown
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -53,7 +54,7 @@ def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunCon
     # Past the parser, which would take its quoted "1" and "null" for 1 and null.
     model_config = tree.setdefault("model", {}).pop("config", None)
     if not isinstance(model_config, dict | None):
-        raise ConfigError(_refusal("model", "config", f"is {model_config!r}"))
+        raise ConfigError(_refusal("model", "config", f"is {shown(repr(model_config))}"))
     try:
         values = _parser().parse_args(words, namespace=_parser().parse_object(tree)).as_dict()
     except (ArgumentError, AttributeError, OverflowError) as error:  # a word "!!timestamp x", an int for a float
@@ -161,7 +162,7 @@ def _read_sections(path: Path) -> dict[str, dict[str, Any]]:
     """Sections of a YAML file; an empty section is an empty dict."""
     tree = read_yaml(path, get_loader("yaml"))
     if not isinstance(tree, dict):
-        found = "is empty; it" if tree is None else f"holds {tree!r}; it"
+        found = "is empty; it" if tree is None else f"holds {shown(repr(tree))}; it"
         raise ConfigError(f"{path} {found} must hold sections such as `train:` with `steps: 100` below.")
     return _sections(tree, str(path))
 
@@ -186,7 +187,9 @@ def check_sections(tree: Mapping[str, Any], where: str) -> None:
     """
     for name, keys in tree.items():
         if not isinstance(keys, dict | None):
-            raise ConfigError(f"{where}: {name} is a section, so `key: value` lines belong below it; found {keys!r}.")
+            raise ConfigError(
+                f"{where}: {name} is a section, so `key: value` lines belong below it; found {shown(repr(keys))}."
+            )
 
 
 def _take_model_config(overrides: Sequence[str], tree: dict[str, dict[str, Any]]) -> list[str]:

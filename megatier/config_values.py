@@ -12,13 +12,22 @@ from typing import Annotated, Any
 import yaml
 
 from megatier.errors import ConfigError
+from megatier.foreign import read_input, shown
 
 ByteCount = Annotated[int, "bytes"]
 """Bytes: a plain int, or text such as "96GiB" or "500 MB" in YAML and on the command line."""
 
 YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """What yaml raises for text that is no YAML, for values such as 2026-13-45, and for tags that do not fit theirs."""
-YAML_VALUES_MAX, YAML_DEPTH_MAX = 100_000, 50
+YAML_BYTES_MAX = 1 << 20
+"""Of a file, which is read at one megabyte a second or less."""
+YAML_VALUES_MAX, YAML_DEPTH_MAX, YAML_CHARACTERS_MAX = 100_000, 50, 4 << 20
+"""With aliases unfolded."""
+YAML_EVENTS_MAX = 2 * YAML_VALUES_MAX
+"""A list begins and ends."""
+TOO_MUCH = (
+    f"more than {YAML_VALUES_MAX} values, {YAML_CHARACTERS_MAX} characters, or {YAML_DEPTH_MAX} values in one another"
+)
 BYTE_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     BYTE_UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
@@ -53,10 +62,11 @@ def parse_yaml(text: str, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401  
         ConfigError: no valid YAML, or it unfolds, with its aliases, to more values or deeper ones than anybody writes.
     """
     try:
+        _check_written(text)
         _check_unfolded(yaml.compose(text, yaml.SafeLoader))
         return parse(text)
     except YAML_ERRORS as error:
-        raise ConfigError(f"no valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"no valid YAML: {shown(' '.join(str(error).split()))}") from error
 
 
 def read_yaml(path: Path, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401
@@ -65,27 +75,48 @@ def read_yaml(path: Path, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401
     Raises:
         ConfigError: unreadable, or as in `parse_yaml`; names the file.
     """
+    text = read_text_of(path)
     try:
-        return parse_yaml(path.read_text(encoding="utf-8"), parse)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no valid YAML: {error}") from error
+        return parse_yaml(text, parse)
     except ConfigError as error:
         raise ConfigError(f"{path} is {error}") from error
 
 
+def read_text_of(path: Path) -> str:
+    """The text of a config that the user named, which may be a pipe: `megatier train <(envsubst < run.yaml)`.
+
+    Raises:
+        ConfigError: unreadable, or larger than any config.
+    """
+    try:
+        return read_input(path, YAML_BYTES_MAX, ConfigError, pipes=True).decode("utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no valid YAML: {error.reason} at byte {error.start}.") from error
+
+
+def _check_written(text: str) -> None:
+    """Before nodes are made, which takes longer, and recurses; the parser itself is slow where lists are deep."""
+    depth = 0
+    for count, event in enumerate(yaml.parse(text, yaml.SafeLoader)):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if count > YAML_EVENTS_MAX or depth > YAML_DEPTH_MAX:
+            raise ConfigError(TOO_MUCH)
+
+
 def _check_unfolded(root: yaml.Node | None) -> None:
     """Before anything is made of the nodes: ten lines of aliases and merges can stand for more than RAM holds."""
-    waiting, count = [(root, 0)], 0
+    waiting, count, num_characters = [(root, 0)], 0, 0
     while waiting:
         node, depth = waiting.pop()
         if isinstance(node, yaml.CollectionNode):
             inner = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
             waiting.extend((item, depth + 1) for item in inner)
         count += 1
-        if count > YAML_VALUES_MAX or depth > YAML_DEPTH_MAX:
-            raise ConfigError(f"more than {YAML_VALUES_MAX} values, or more than {YAML_DEPTH_MAX} in one another")
+        num_characters += len(node.value) if isinstance(node, yaml.ScalarNode) else 0
+        if count > YAML_VALUES_MAX or depth > YAML_DEPTH_MAX or num_characters > YAML_CHARACTERS_MAX:
+            raise ConfigError(TOO_MUCH)
 
 
 def parse_mount(text: str, setting: str = "tiers.nvme") -> MountBudget:

@@ -110,7 +110,7 @@ def probe(store: TieredStore, key: str) -> torch.Tensor:
     assert store.files is not None
     found = bytearray()
     for stripe in block.extent.stripes:
-        file = os.open(store.files._directories[stripe.mount] / "blocks", os.O_RDONLY)
+        file = os.open(store.files.paths[stripe.mount], os.O_RDONLY)
         found += os.pread(file, stripe.num_bytes, stripe.file_offset)
         os.close(file)
     return torch.frombuffer(found, dtype=torch.uint8)[: block.spec.num_bytes]

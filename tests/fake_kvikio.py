@@ -37,7 +37,7 @@ class CuFile:
 
     def __init__(self, library: Kvikio, path: Path, flags: str) -> None:
         assert flags == "r"
-        self._library, self.path = library, path
+        self._library, self.path = library, path.resolve()
         self._file = os.open(path, os.O_RDONLY)
 
     def __enter__(self) -> Self:

@@ -504,6 +504,6 @@ def test_train_drive_that_fails_mid_run_stops_it_in_order(
     assert re.fullmatch(message, found["message"]), found["message"]
     assert found["exit_code"] == 2
     assert found["steps"] in ([1, 2], [1, 2, 3])
-    assert found["run"] == ["config.yaml", "data", "metrics.jsonl", "numbers.json"]
+    assert found["run"] == ["config.yaml", "data", "metrics.jsonl", "numbers.json", "run-id"]
     assert ("blocks" in found["left"]) is (fault in ("read-only", "gone")), "files that can be removed are"
     assert found["again"] == 0

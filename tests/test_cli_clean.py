@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatier.cli import main
-from megatier.store.blockfile import lock_directory
+from megatier.store.private import lock_directory
 
 NAME = "megatier-0123456789ab"
 
@@ -18,8 +18,9 @@ def mount(tmp_path: Path) -> Path:
     """With one leftover, and a directory that holds a file of somebody's."""
     mount = tmp_path / "a mount"
     for name in (NAME, "megatier-bench-0123456789ab"):
-        (mount / name).mkdir(parents=True)
-        (mount / name / "lock").touch()
+        (mount / name).mkdir(mode=0o700, parents=True)
+        (mount / name / "lock").touch(mode=0o600)
+        (mount / name / "blocks").touch(mode=0o600)
         (mount / name / "blocks").write_bytes(bytes(1 << 20))
     (mount / "megatier-bench-0123456789ab" / "notes.txt").touch()
     return mount
@@ -44,7 +45,7 @@ def test_clean_with_yes_removes_and_says_so(mount: Path, capsys: pytest.CaptureF
 
 
 def test_clean_says_that_a_savepoint_is_among_what_it_finds(mount: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (mount / NAME / "savepoint").touch()
+    (mount / NAME / "savepoint").touch(mode=0o600)
     for words, end in (([], " ago, with a run's savepoint"), (["--yes"], " ago, with a run's savepoint, removed")):
         assert main(["clean", *words, str(mount)]) == 0
         assert capsys.readouterr().out.splitlines()[0].endswith(end)

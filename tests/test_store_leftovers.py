@@ -16,8 +16,9 @@ import pytest
 from megatier.config_values import MountBudget
 from megatier.errors import ConfigError, RunLockedError, TransferError
 from megatier.store import leftovers
-from megatier.store.blockfile import BlockFiles, IoOptions, lock_directory
+from megatier.store.blockfile import BlockFiles, IoOptions
 from megatier.store.leftovers import find_leftovers, is_abandoned
+from megatier.store.private import lock_directory
 
 NAME = "megatier-0123456789ab"
 KILLED = """
@@ -39,7 +40,8 @@ def left(tmp_path: Path) -> Path:
 
 def make_left(directory: Path) -> Path:
     directory.mkdir(parents=True, mode=0o700)
-    (directory / "lock").touch()
+    (directory / "lock").touch(mode=0o600)
+    (directory / "blocks").touch(mode=0o600)
     (directory / "blocks").write_bytes(b"x" * (64 << 10))
     return directory
 
@@ -105,7 +107,7 @@ def test_lock_whose_file_its_last_holder_removed_is_no_leftovers(left: Path, mon
     def take_late(lock: int) -> bool:
         """Another run comes between our open and our lock."""
         (left / "lock").unlink()
-        (left / "lock").touch()
+        (left / "lock").touch(mode=0o600)
         return take(lock)
 
     monkeypatch.setattr(leftovers, "_take", take_late)
@@ -136,6 +138,11 @@ def folder_of_blocks(directory: Path) -> None:
     (directory / "blocks").mkdir()
 
 
+def second_name_of_blocks(directory: Path) -> None:
+    """What is written here is written there."""
+    (directory.parent.parent / "elsewhere").hardlink_to(directory / "blocks")
+
+
 def pipe_instead_of_lock(directory: Path) -> None:
     (directory / "lock").unlink()
     os.mkfifo(directory / "lock")
@@ -151,6 +158,9 @@ def pipe_instead_of_lock(directory: Path) -> None:
         (link_instead_of("blocks"), "no run made 'blocks' in it"),
         (folder_of_blocks, "no run made 'blocks' in it"),
         (pipe_instead_of_lock, "no run made 'lock' in it"),
+        (second_name_of_blocks, "no run made 'blocks' in it"),
+        (lambda directory: (directory / "blocks").chmod(0o666), "no run made 'blocks' in it"),
+        (lambda directory: directory.chmod(0o777), "other users may open it"),
         (lambda directory: (directory / "notes\n.txt").touch(), "no run made 'notes\\n.txt' in it"),
     ],
 )

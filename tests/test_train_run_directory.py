@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,8 @@ import pytest
 from megatier.config import DataConfig, ModelConfig, OutputConfig, RunConfig
 from megatier.config_file import load
 from megatier.errors import ConfigError, RunLockedError
-from megatier.store.blockfile import lock_directory
-from megatier.train.run_directory import CONFIG_FILE, DATA_FOLDER, METRICS_FILE, RunDirectory
+from megatier.store.private import lock_directory
+from megatier.train.run_directory import CONFIG_FILE, DATA_FOLDER, METRICS_FILE, RUN_ID_FILE, RunDirectory
 
 
 def config_in(directory: Path) -> RunConfig:
@@ -61,6 +63,7 @@ def test_run_directory_refused_before_the_first_step_leaves_nothing_of_its_own(t
     with pytest.raises(KeyError), RunDirectory(config_in(tmp_path)) as directory:
         (directory.path / DATA_FOLDER).mkdir()
         (directory.path / DATA_FOLDER / "train.tokens").write_bytes(b"12")
+        assert directory.run_id
         raise KeyError
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     with pytest.raises(KeyError), RunDirectory(config_in(tmp_path / "run")):
@@ -89,3 +92,43 @@ def test_run_directory_on_a_drive_turned_read_only_keeps_the_error_and_lets_go(
         raise KeyError
     assert {path.name for path in tmp_path.iterdir()} == {CONFIG_FILE, "lock", *([METRICS_FILE] if began else [])}
     os.close(lock_directory(tmp_path))  # nobody holds it
+
+
+def run_id(directory: Path, *, resumes: bool = True) -> str:
+    with RunDirectory(config_in(directory), resumes=resumes) as run:
+        assert run.run_id == run.run_id
+        return run.run_id
+
+
+def test_run_id_is_random_and_the_same_when_the_run_goes_on(tmp_path: Path) -> None:
+    first = run_id(tmp_path / "a", resumes=False)
+    assert re.fullmatch(r"[0-9a-f]{12}", first)
+    assert run_id(tmp_path / "b", resumes=False) != first
+    assert run_id(tmp_path / "a") == first
+    (tmp_path / "a").rename(tmp_path / "c")
+    assert run_id(tmp_path / "c") == first
+    shutil.rmtree(tmp_path / "c")
+    assert run_id(tmp_path / "c", resumes=False) != first, "nobody can know it beforehand"
+
+
+def test_run_id_of_a_copied_run_is_another(tmp_path: Path) -> None:
+    first = run_id(tmp_path / "a", resumes=False)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert run_id(tmp_path / "b") != first
+    assert run_id(tmp_path / "a") == first
+
+
+@pytest.mark.parametrize("text", ["", "../../../../home 1\n", "0123456789ab\n", "0123456789ab x\n", "é"])
+def test_run_id_that_no_run_wrote_leads_nowhere(text: str, tmp_path: Path) -> None:
+    first = run_id(tmp_path / "a", resumes=False)
+    (tmp_path / "a" / RUN_ID_FILE).write_text(text)
+    assert re.fullmatch(r"[0-9a-f]{12}", second := run_id(tmp_path / "a"))
+    assert second != first
+
+
+def test_run_id_file_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    run_id(tmp_path / "a", resumes=False)
+    (tmp_path / "a" / RUN_ID_FILE).unlink()
+    os.mkfifo(tmp_path / "a" / RUN_ID_FILE)
+    with pytest.raises(ConfigError, match=f"{RUN_ID_FILE} is no regular file"):
+        run_id(tmp_path / "a")

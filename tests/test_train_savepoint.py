@@ -27,6 +27,7 @@ from megatier import durable
 from megatier.cli import main
 from megatier.errors import ConfigError, SavepointError
 from megatier.store import chunkfile
+from megatier.store.private import PrivateDirectory
 from megatier.store.tier import Tier
 from megatier.train import savepoint, saves
 from megatier.train.manifest import digest_of
@@ -288,7 +289,7 @@ FAULTS: dict[str, tuple[Any, str, Any, str]] = {
     "block files": (os, "fsync", refuse, "synchronising failed on tier nvme.*Check the drive"),
     "folder": (durable, "sync_tree", refuse, "writing a savepoint failed on tier disk.*Check the drive"),
     "name": (Path, "rename", refuse, "writing a savepoint failed on tier disk.*Check the drive"),
-    "mark": (Path, "touch", refuse, "marking failed on tier nvme.*Check the drive"),
+    "mark": (PrivateDirectory, "mark", refuse, "marking failed on tier nvme.*Check the drive"),
     "manifest": (json, "dumps", refuse, "writing a savepoint failed on tier disk"),
 }
 
@@ -378,6 +379,7 @@ def put_back(path: Path) -> Iterator[None]:
     if path.is_symlink() or path.exists():
         path.unlink()
     path.write_bytes(raw)
+    path.chmod(0o600)
 
 
 def check_refused(folder: Path, words: str, capsys: pytest.CaptureFixture[str], *more: str) -> None:

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from megatier.errors import MegatierError
+from megatier.foreign import shown
 from megatier.train.stop import SIGNALS
 
 GROUPS = {
@@ -37,6 +38,8 @@ GROUPS = {
 }
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 
+MESSAGE_CHARACTERS_MAX = 4000
+"""Names that strangers chose are part of messages, and may be long or move the terminal's cursor."""
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_UNREAD = 1
@@ -83,7 +86,7 @@ def _answer(words: Sequence[str]) -> int:
     except MegatierError as error:
         if debug:
             raise
-        print(f"megatier: error: {error}", file=sys.stderr)
+        print(f"megatier: error: {shown(str(error), MESSAGE_CHARACTERS_MAX)}", file=sys.stderr)
         return EXIT_ERROR
     except RuntimeError as error:  # torch's, which is not loaded here
         if debug or not (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)):

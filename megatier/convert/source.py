@@ -11,7 +11,7 @@ from jsonargparse import get_loader
 
 from megatier.config import SECTIONS
 from megatier.config_file import check_sections
-from megatier.config_values import parse_yaml
+from megatier.config_values import parse_yaml, read_text_of
 from megatier.convert import deepspeed, megatrain
 from megatier.convert.conversion import Conversion
 from megatier.errors import ConfigError
@@ -51,12 +51,7 @@ def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Callable[[Con
 
 def _read(path: Path) -> Mapping[str, Any]:
     """JSON, or YAML, which takes 2e8 for text."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no text: {error}. Give a YAML or JSON file.") from error
+    text = read_text_of(path)
     try:
         tree = json.loads(text, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatier.data.conversation import ASSISTANT, Conversation
 from megatier.errors import DataError
+from megatier.foreign import reading
 
 Span = tuple[int, int]
 """First character, and the one behind the last."""
@@ -137,7 +137,7 @@ class _Template:
 
     def _render(self, messages: Sequence[dict[str, Any]], **options: Any) -> tuple[str, list[Span]]:  # noqa: ANN401
         conversation = self._conversation
-        try:
+        with reading(f"{conversation.place}: the chat template refuses the conversation", DataError):
             made: Any = render_jinja_template(  # annotated as text
                 conversations=[list(messages)],
                 tools=conversation.tools,
@@ -145,7 +145,5 @@ class _Template:
                 **self._tokens,
                 **options,
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise DataError(f"{conversation.place}: the chat template refuses the conversation: {error}") from error
         texts, spans = made
         return texts[0], spans[0] if spans else []

@@ -6,6 +6,7 @@ any Hugging Face tokenizer does, and `AutoTokenizer` loads it again.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -13,9 +14,27 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from megatier.config import BYTE_TOKENIZER, RunConfig
 from megatier.errors import DataError
+from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, read_input, read_object, read_text, reading, shown
 
 END_OF_TEXT = "<|endoftext|>"
 """Ends a document; token 256."""
+
+OBJECTS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "chat_template.json",
+    "processor_config.json",
+    "config.json",
+)
+"""Files in JSON that a tokenizer is made of."""
+TABLES = ("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json")
+TEXTS = ("chat_template.jinja",)
+SMALL = ("special_tokens_map.json", "chat_template.json", "processor_config.json", "config.json", *TEXTS)
+"""Settings, not tables of tokens."""
+REMEDY = "Give data.tokenizer a folder, a hub id or bytes."
 
 BYTE_CHAT_TEMPLATE = """\
 {% for message in messages %}
@@ -44,21 +63,57 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     tokenizer = byte_tokenizer() if name is None or name == BYTE_TOKENIZER else _load(name)
     if (path := config.data.chat_template) is not None:
         try:
-            tokenizer.chat_template = Path(path).expanduser().read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"data.chat_template: cannot read {path}: {error}.") from error
+            tokenizer.chat_template = read_text(Path(path).expanduser(), DataError, pipes=True)
+        except FileNotFoundError as error:
+            raise DataError(f"data.chat_template: cannot read {path}: {error.strerror}.") from error
     return tokenizer
 
 
 def _load(name: str) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise DataError(f"no tokenizer at {name}: {reason} Give data.tokenizer a folder, a hub id or bytes.") from error
-    if tokenizer.eos_token_id is None:
+    names = ", ".join(_check_files(_folder_of(name)))
+    what = f"no tokenizer at {shown(name)}{f', made of {names}' if names else ''}"
+    with reading(what, DataError, remedy=REMEDY):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        # What no constructor looked at shows here, not in the middle of the text.
+        tokenizer(["a b"], add_special_tokens=False)
+        end, template = tokenizer.eos_token_id, tokenizer.chat_template
+    if end is None:
         raise DataError(f"the tokenizer at {name} has no eos_token, which ends each document; set it in its config.")
+    if type(end) is not int or not isinstance(template, str | dict | None):
+        raise DataError(f"{what}: eos_token or chat_template is of another kind than text. {REMEDY}")
     return tokenizer
+
+
+def _folder_of(name: str) -> Path | None:
+    """Where a tokenizer's files lie: a folder, or the hub's cache; None where transformers is to say what is wrong."""
+    folder = Path(name).expanduser()
+    with contextlib.suppress(OSError):  # a name that is too long, for one
+        if folder.is_dir():
+            return folder
+    # Only here: the client is slow to import, and most runs never need it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    with contextlib.suppress(OSError, HFValidationError):
+        return Path(snapshot_download(name, allow_patterns=[*OBJECTS, *TABLES, *TEXTS]))
+    return None
+
+
+def _check_files(folder: Path | None) -> list[str]:
+    """Look at whatever a tokenizer is made of before its library does; returns the names.
+
+    Raises:
+        DataError: one is no plain file, too large or too deep, or its JSON is damaged.
+    """
+    if folder is None:
+        return []
+    found = []
+    for name in (*OBJECTS, *TABLES, *TEXTS):
+        with contextlib.suppress(FileNotFoundError):
+            path, most = folder / name, SETTINGS_BYTES_MAX if name in SMALL else TABLE_BYTES_MAX
+            read_object(path, most, DataError) if name in OBJECTS else read_input(path, most, DataError)
+            found.append(name)
+    return found
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from megatier.errors import UnsupportedModelError
+from megatier.foreign import reading
+from megatier.models.limits import counted
 from megatier.store.layout import Layout, TensorSlice
 from megatier.vector_math import warm
 
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Parameters that Hugging Face's Trainer leaves out of weight decay, by lower-case name."""
-
-BUILD_FAILURES = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, ImportError)
-"""What the constructors of models raise for settings that do not fit together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,8 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
         attention: Hugging Face's name, such as `sdpa`. Where a model has no `sdpa` (GPT-OSS), `eager` takes its place.
 
     Raises:
-        UnsupportedModelError: not a causal decoder, quantised, or a buffer that nothing initialises.
+        UnsupportedModelError: not a causal decoder, quantised, larger than any model (`models.limits`), or a buffer
+            that nothing initialises.
     """
     warm()  # every way to a streamed model comes by here, before the first buffer is computed
     config = copy.deepcopy(config)
@@ -69,15 +69,12 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
         raise UnsupportedModelError(
             f"{config.model_type} is an encoder-decoder; only decoder-only models are streamed."
         )
-    try:
-        with torch.device("meta"):
+    with reading(f"{config.model_type} cannot be built from this config", UnsupportedModelError):
+        with torch.device("meta"), counted():
             options = {"dtype": torch.float32, "attn_implementation": _attention_of(config, attention)}
             model = auto_class(config).from_config(config, **options)  # type: ignore[no-untyped-call]
-    except BUILD_FAILURES as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UnsupportedModelError(f"{config.model_type} cannot be built from this config: {reason}") from error
-    assert isinstance(model, PreTrainedModel)
-    _materialise_buffers(model)
+        assert isinstance(model, PreTrainedModel)
+        _materialise_buffers(model)
     model.config.use_cache = False
     return model
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from megatier.errors import UnsupportedModelError
+from megatier.foreign import TABLE_BYTES_MAX, opened, parse_json, shown
 
 DTYPES = {
     "F64": torch.float64,
@@ -32,8 +34,6 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_HEADER_BYTES = 100_000_000
-"""The same limit as in the safetensors library."""
 MAX_DIMENSIONS = 64
 """Torch takes no more; a product of many more large numbers takes hours."""
 
@@ -58,16 +58,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     Raises:
         UnsupportedModelError: the file is not whole and consistent safetensors; names file and tensor.
     """
-    file_bytes = path.stat().st_size
-    with path.open("rb") as file:
+    with opened(path, UnsupportedModelError) as file:
+        file_bytes = os.fstat(file.fileno()).st_size
         header_bytes = int.from_bytes(file.read(8), "little")
-        if file_bytes < 8 or header_bytes > min(file_bytes - 8, MAX_HEADER_BYTES):
+        if file_bytes < 8 or header_bytes > min(file_bytes - 8, TABLE_BYTES_MAX):
             raise UnsupportedModelError(f"{path} is no safetensors file, or is cut off: its header does not fit.")
         raw = file.read(header_bytes)
-    try:
-        header = json.loads(raw, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise UnsupportedModelError(f"{path}: the safetensors header is malformed: {error}") from error
+    header = parse_json(raw, f"{path}: the safetensors header", UnsupportedModelError)
     if not isinstance(header, dict):
         raise UnsupportedModelError(f"{path}: the safetensors header is no JSON object.")
     start = 8 + header_bytes
@@ -94,35 +91,28 @@ def write_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) ->
     return len(raw).to_bytes(8, "little") + raw
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        raise ValueError("a key comes twice")
-    return entries
-
-
 def _checked(path: Path, name: str, entry: object, start: int, file_bytes: int) -> StoredTensor:
     """One header entry; `type(x) is int` because True is an int too."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
-            numbers = (*shape, begin, end)
+            numbers, tensor = (*shape, begin, end), f"{path}: tensor {shown(name)}"
             whole = len(shape) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
             if whole and begin <= end <= file_bytes - start:
                 stored = StoredTensor(path, name, dtype, tuple(shape), start + begin, end - begin)
                 if dtype not in DTYPES or stored.num_bytes == math.prod(shape) * DTYPES[dtype].itemsize:
                     return stored
                 raise UnsupportedModelError(
-                    f"{path}: tensor {name} has {end - begin} bytes, which is not {dtype} of shape {tuple(shape)}."
+                    f"{tensor} has {end - begin} bytes, which is not {dtype} of shape {tuple(shape)}."
                 )
             raise UnsupportedModelError(
-                f"{path}: tensor {name} lies outside the file ({file_bytes} bytes). Copy or download it again."
+                f"{tensor} lies outside the file ({file_bytes} bytes). Copy or download it again."
             )
         case _:
-            raise UnsupportedModelError(f"{path}: the header's entry for tensor {name} is malformed.")
+            raise UnsupportedModelError(f"{path}: the header's entry for tensor {shown(name)} is malformed.")
 
 
 def _refuse_overlap(tensors: list[StoredTensor]) -> None:
     placed = sorted((t for t in tensors if t.num_bytes), key=lambda tensor: tensor.offset)
     for one, other in pairwise(placed):
         if other.offset < one.offset + one.num_bytes:
-            raise UnsupportedModelError(f"{one.path}: tensors {one.name} and {other.name} overlap.")
+            raise UnsupportedModelError(f"{one.path}: tensors {shown(one.name)} and {shown(other.name)} overlap.")

@@ -8,8 +8,8 @@ A matrix that is stored transposed (an expert of Qwen3-VL-MoE) is whole in memor
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 import math
 import re
 from collections import defaultdict
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from megatier.errors import ConfigError, TransferError, UnsupportedModelError
+from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, read_object, reading, shown
 from megatier.models.conversion import Run, assemble, taken
 from megatier.models.decoder import Unit, bindings
 from megatier.models.shards import DTYPES, StoredTensor, read_header
@@ -34,6 +35,7 @@ FULL_PRECISION = ("F32", "BF16", "F16")
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+GENERATION_FILE = "generation_config.json"
 
 
 class Initialiser:
@@ -111,8 +113,8 @@ class Checkpoint:
         self._folder = folder
         self._check(model)
         self._read_buffers(model)
-        if (folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(folder)
+        if (found := _generation_config(folder)) is not None:
+            model.generation_config = found
 
     def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
         """Yield (first element in the unit's layout, flat fp32 CPU tensor), in order.
@@ -176,7 +178,8 @@ class Checkpoint:
         for run in assembly.runs:
             if (dtype := self._stored[run.name].dtype) not in FULL_PRECISION:
                 raise UnsupportedModelError(
-                    f"{self._where(name)} is {dtype}; full-precision training starts from {', '.join(FULL_PRECISION)}."
+                    f"{self._where(name)} is {shown(dtype)}; full-precision training starts from "
+                    f"{', '.join(FULL_PRECISION)}."
                 )
 
     def _refuse_unequal(self, first: str, second: str) -> None:
@@ -200,7 +203,7 @@ class Checkpoint:
     def _where(self, name: str) -> str:
         """File and stored name, for messages."""
         stored = self._stored[self._assemblies[name].runs[0].name]
-        return f"{stored.path}: tensor {stored.name}"
+        return f"{stored.path}: tensor {shown(stored.name)}"
 
 
 def resolve(path_or_id: str) -> Path:
@@ -210,10 +213,11 @@ def resolve(path_or_id: str) -> Path:
         ConfigError: there is neither.
     """
     folder = Path(path_or_id).expanduser()
-    if folder.is_dir():
-        return folder
+    with contextlib.suppress(OSError):  # a name that is too long, for one
+        if folder.is_dir():
+            return folder
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id) or path_or_id.startswith("."):
-        raise ConfigError(f"no such model folder: {path_or_id}")
+        raise ConfigError(f"no such model folder: {shown(path_or_id)}")
     # Only here: the client is slow to import, and most runs never need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
@@ -241,26 +245,42 @@ def _headers(folder: Path) -> dict[str, StoredTensor]:
     weight_map = _weight_map(index)
     for file_name in sorted(set(weight_map.values())):
         # Names only: the hub's cache links files to another folder, so a resolved path says nothing.
-        if Path(file_name).name != file_name or not (folder / file_name).is_file():
-            raise UnsupportedModelError(f"{index}: {file_name!r} is no file in this folder.")
+        if Path(file_name).name != file_name or not _is_file(folder / file_name):
+            raise UnsupportedModelError(f"{index}: {shown(file_name)!r} is no file in this folder.")
         for name, tensor in read_header(folder / file_name).items():
             if name in stored:
-                raise UnsupportedModelError(f"{tensor.path}: tensor {name} is also in {stored[name].path}.")
+                raise UnsupportedModelError(f"{tensor.path}: tensor {shown(name)} is also in {stored[name].path}.")
             stored[name] = tensor
     for name, file_name in weight_map.items():
         if name not in stored or stored[name].path.name != file_name:
-            raise UnsupportedModelError(f"{folder / file_name}: tensor {name} is missing; the index lists it.")
+            raise UnsupportedModelError(f"{folder / file_name}: tensor {shown(name)} is missing; the index lists it.")
     return stored
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-    except (ValueError, RecursionError, TypeError, KeyError) as error:
-        raise UnsupportedModelError(f"{index} is no index of safetensors shards: {error!r}") from error
+    weight_map = read_object(index, TABLE_BYTES_MAX, UnsupportedModelError).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UnsupportedModelError(f"{index}: weight_map must give a file name for each tensor.")
     return weight_map
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long
+        return False
+
+
+def _generation_config(folder: Path) -> GenerationConfig | None:
+    """How a model's text is generated, which is exported with it as it came; None where the folder says nothing."""
+    path = folder / GENERATION_FILE
+    with contextlib.suppress(FileNotFoundError):
+        read_object(path, SETTINGS_BYTES_MAX, UnsupportedModelError)
+        with reading(f"{path}: transformers does not take these settings", UnsupportedModelError):
+            found = GenerationConfig.from_pretrained(folder)
+            found.to_json_string()  # now, not when the trained model is written
+            return found
+    return None
 
 
 def _ignored(model: PreTrainedModel, name: str) -> bool:

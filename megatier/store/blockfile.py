@@ -8,13 +8,13 @@ fresh extent is half as fast as an overwrite, and a full disk shows before train
 
 Files live in `<mount>/megatier-<run id>/`, under a lock, with modes 0700 and 0600; only that directory is ever removed.
 They go with the process, unless a savepoint needs them (`keep`). What a killed process leaves is for `leftovers`.
+What others may have put in their place is refused (`private`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import functools
 import os
 from collections.abc import Iterator, Sequence
@@ -24,18 +24,20 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megatier import _native, durable
+from megatier import _native
 from megatier.config_values import MountBudget
-from megatier.errors import CapacityError, ConfigError, IntegrityError, RunLockedError, TransferError
+from megatier.errors import CapacityError, ConfigError, IntegrityError, TransferError
 from megatier.hardware import mount_of
+from megatier.store.private import FOLDER_FLAGS, LOCK_FILE, PrivateDirectory
 from megatier.store.tier import PAGE_BYTES, round_up
 
 REQUEST_BYTES = 8 << 20
 STRIPE_BYTES = 32 << 20
 QUEUE_DEPTH_MAX = 1024
+BLOCK_FILE = "blocks"
 KEPT_FILE = "savepoint"
 """Marks block files that outlive their process."""
-FILES = (KEPT_FILE, "blocks", "lock")
+FILES = (KEPT_FILE, BLOCK_FILE, LOCK_FILE)
 """All that a run's directory on a mount holds; the lock goes last."""
 
 
@@ -128,7 +130,8 @@ class BlockFiles:
         """Create and lock a directory per mount. Nothing large is allocated yet.
 
         Raises:
-            ConfigError: a mount does not exist, lies in RAM, or may not be written.
+            ConfigError: a mount does not exist, lies in RAM, or may not be written; or the run's directory there is
+                not this user's alone.
             RunLockedError: the run's directory is in use.
         """
         self.options = options
@@ -137,20 +140,20 @@ class BlockFiles:
         self._mounts = tuple(mounts)
         for mount in mounts:
             check_directory(mount.directory)
-        self._directories = [mount.directory / f"megatier-{run_id}" for mount in mounts]
-        self.paths = [directory / "blocks" for directory in self._directories]
-        """The file on each mount, there once allocated."""
-        self._locks: list[int] = []
+        directories = [mount.directory / f"megatier-{run_id}" for mount in mounts]
+        self.paths = [directory / BLOCK_FILE for directory in directories]
+        """The file on each mount, there once allocated; for messages."""
+        self._directories: list[PrivateDirectory] = []
         self._files: list[int] = []
         self._used = [0] * len(mounts)
         self._readers = _native.ThreadPool(options.num_threads, QUEUE_DEPTH_MAX)
         self._writers = _native.ThreadPool(options.num_threads, QUEUE_DEPTH_MAX)
         try:
-            for directory in self._directories:
-                self._locks.append(lock_directory(directory))
-                for name in () if options.reuses else (KEPT_FILE, "blocks"):
+            for path in directories:
+                self._directories.append(PrivateDirectory(path))
+                for name in () if options.reuses else (KEPT_FILE, BLOCK_FILE):
                     with contextlib.suppress(OSError):  # a run of this id left it; now it would only fill the drive
-                        (directory / name).unlink()
+                        self._directories[-1].remove(name)
             self._budgets = [budget_bytes(mount) for mount in mounts]
         except BaseException:
             self.close()
@@ -205,16 +208,17 @@ class BlockFiles:
         Raises:
             CapacityError: a disk has less room than was reserved on it.
             TransferError: the device or the file system failed, or a file that was kept is missing.
+            ConfigError: a file that was kept is not this user's alone.
         """
-        for index, directory in enumerate(self._directories):
-            path, size = directory / "blocks", self._used[index]
+        for index, path in enumerate(self.paths):
+            size = self._used[index]
             if self.options.reuses:
-                self._files.append(self._open(path))
+                self._files.append(self._open(index))
                 continue
             remedy = f"Give {self._mounts[index].directory} a smaller size in tiers.nvme or free space on it."
-            if size > (free := _free_bytes(directory)):  # else the attempt would fill the disk for a moment
+            if size > (free := _free_bytes(path.parent)):  # else the attempt would fill the disk for a moment
                 raise CapacityError("nvme", size, free, remedy)
-            self._files.append(self._open(path))
+            self._files.append(self._open(index))
             try:
                 if size:
                     os.posix_fallocate(self._files[index], 0, size)
@@ -223,7 +227,7 @@ class BlockFiles:
                     raise TransferError("preallocating", "nvme", str(path), 0, error.errno or 0) from error
                 if error.errno == errno.EFBIG:
                     remedy = f"Raise the limit on the size of a file (ulimit -f); it stops {path}."
-                raise CapacityError("nvme", size, _free_bytes(directory), remedy) from error
+                raise CapacityError("nvme", size, _free_bytes(path.parent), remedy) from error
 
     def fill(self) -> None:
         """Write zeros over everything that is new: the first write into a fresh extent is half as fast.
@@ -236,11 +240,11 @@ class BlockFiles:
         zeros = np.zeros(REQUEST_BYTES + PAGE_BYTES, dtype=np.uint8)
         address = zeros.ctypes.data + -zeros.ctypes.data % PAGE_BYTES
         batches = []
-        for index, directory in enumerate(self._directories):
+        for index, path in enumerate(self.paths):
             for offset in range(0, self._used[index], REQUEST_BYTES):
                 segment = (self._files[index], offset, address, min(REQUEST_BYTES, self._used[index] - offset))
                 batch = self._writers.submit_io(True, [segment], 0, self.options.chunk_bytes, REQUEST_BYTES)
-                batches.append(FileBatch(batch, "write", "(zeros)", [directory / "blocks"]))
+                batches.append(FileBatch(batch, "write", "(zeros)", [path]))
         try:
             for file_batch in batches:
                 file_batch.wait()
@@ -248,15 +252,23 @@ class BlockFiles:
             self._writers.close()  # no request may outlive the zeros
             raise
 
-    def _open(self, path: Path) -> int:
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (0 if self.options.reuses else os.O_CREAT)
+    def _open(self, mount: int) -> int:
+        flags = 0 if self.options.reuses else os.O_CREAT
+        directory = self._directories[mount]
         try:
-            return os.open(path, flags | (os.O_DIRECT if self.is_direct else 0), 0o600)
+            return directory.open(BLOCK_FILE, flags | (os.O_DIRECT if self.is_direct else 0))
         except OSError as error:
             if not self.is_direct or error.errno != errno.EINVAL:
-                raise TransferError("opening", "nvme", str(path), 0, error.errno or 0) from error
+                raise TransferError("opening", "nvme", str(self.paths[mount]), 0, error.errno or 0) from error
         self.is_direct = False
-        return self._open(path)
+        if not self.options.reuses:
+            with contextlib.suppress(OSError):
+                directory.remove(BLOCK_FILE)  # the refused attempt may have made it
+        return self._open(mount)
+
+    def opened(self, mount: int) -> Path:
+        """By which a library that takes no descriptors opens the file that is open here, whatever has its name now."""
+        return Path(f"/proc/self/fd/{self._files[mount]}")
 
     # HOP 1/6: NVMe extent -> RAM slot
     def read(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
@@ -291,13 +303,16 @@ class BlockFiles:
         if keeps:
             self.sync()  # all of it, on all mounts, before a mark says that it is kept
         for directory in self._directories:
-            mark = directory / KEPT_FILE
             try:
-                mark.touch(mode=0o600) if keeps else mark.unlink(missing_ok=True)
+                directory.mark(KEPT_FILE) if keeps else directory.remove(KEPT_FILE)
             except OSError as error:
+                mark = directory.path / KEPT_FILE
                 raise TransferError("marking", "nvme", str(mark), 0, error.errno or 0) from error
         for directory in self._directories if keeps else ():
-            _sync(directory)
+            try:
+                directory.sync()
+            except OSError as error:
+                raise TransferError("synchronising", "nvme", str(directory.path), 0, error.errno or 0) from error
 
     def sync(self) -> None:
         """Wait until everything written is on the drives, through a loss of power too.
@@ -305,9 +320,13 @@ class BlockFiles:
         Raises:
             TransferError: a drive failed.
         """
-        for path in self.paths:
-            for inner in (path, path.parent, path.parent.parent):
-                _sync(inner)
+        for directory, file, path in zip(self._directories, self._files, self.paths, strict=True):
+            try:
+                os.fsync(file)
+                directory.sync()
+                _sync(path.parent.parent)
+            except OSError as error:
+                raise TransferError("synchronising", "nvme", str(path), 0, error.errno or 0) from error
 
     def close(self) -> None:
         """Finish what runs, close and remove the files of this run unless they are kept, unlock. Safe to call twice.
@@ -319,22 +338,17 @@ class BlockFiles:
         for file in self._files:
             with contextlib.suppress(OSError):
                 os.close(file)
-        for directory, lock in zip(self._directories, self._locks, strict=False):
-            for name in () if self._is_kept and (directory / "blocks").exists() else FILES:
-                with contextlib.suppress(OSError):
-                    (directory / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # somebody put a file of theirs inside: it stays
-                directory.rmdir()
-            with contextlib.suppress(OSError):
-                os.close(lock)
-        self._files, self._locks = [], []
+        for directory in self._directories:
+            directory.close(() if self._is_kept and directory.holds(BLOCK_FILE) else FILES)
+        self._files, self._directories = [], []
 
 
-def _sync(path: Path) -> None:
+def _sync(directory: Path) -> None:
+    file = os.open(directory, FOLDER_FLAGS)
     try:
-        durable.sync(path)
-    except OSError as error:
-        raise TransferError("synchronising", "nvme", str(path), 0, error.errno or 0) from error
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 @functools.cache
@@ -350,39 +364,6 @@ def zero_checksums(num_bytes: int, chunk_bytes: int) -> npt.NDArray[np.uint32]:
     if tail := num_bytes % chunk_bytes:
         checksums[-1] = zero_checksum(tail)
     return checksums
-
-
-def lock_directory(directory: Path) -> int:
-    """Create a directory of ours and lock it; returns the lock's file descriptor.
-
-    Raises:
-        ConfigError: the parent is missing or may not be written.
-        RunLockedError: another process holds the lock.
-    """
-    try:
-        directory.mkdir(mode=0o700, exist_ok=True)
-        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise ConfigError(
-            f"cannot use {directory.parent}: {reason}. Name a directory that exists and is yours."
-        ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        raise RunLockedError(
-            f"{directory} is in use by another run. Wait for it to end or choose another directory."
-        ) from error
-    # The last holder removes the file before it lets go: a lock on a file that is gone guards nothing.
-    try:
-        is_there = os.path.samestat(os.fstat(lock), (directory / "lock").stat())
-    except FileNotFoundError:
-        is_there = False
-    if is_there:
-        return lock
-    os.close(lock)
-    return lock_directory(directory)
 
 
 def check_directory(directory: Path, setting: str = "tiers.nvme") -> None:

@@ -86,7 +86,7 @@ class GpuReader:
         self._counters = self._opened.enter_context(self._library.SummaryMonitor())
         for mount, path in enumerate(self._files.paths):
             with self._typed_errors("opening", path, 0):
-                self._handles.append(self._opened.enter_context(self._library.CuFile(path, "r")))
+                self._handles.append(self._opened.enter_context(self._library.CuFile(self._files.opened(mount), "r")))
             if size := min(PROBE_BYTES, path.stat().st_size):
                 zeros = Extent(size, (Stripe(mount, 0, 0, size),), zero_checksums(size, options.chunk_bytes))
                 self.read("(zeros)", zeros, 0, torch.empty(size, dtype=torch.uint8, device=device))

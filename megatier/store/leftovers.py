@@ -22,11 +22,11 @@ from pathlib import Path
 
 from megatier.errors import ConfigError, TransferError
 from megatier.store.blockfile import FILES, KEPT_FILE
+from megatier.store.private import FOLDER_FLAGS, LOCK_FILE, is_ours_alone
 
 NAME = re.compile(r"megatier-(bench-)?[0-9a-f]{12}")
 """Of run ids that nobody chose. Whoever names a store has its directory again by opening it under that name."""
-FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-LOCK_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+LOCK_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Read and write, for file systems that lock by it; never created here."""
 REASONS = {
     errno.ENOTDIR: "it is no directory",
@@ -81,6 +81,8 @@ def _examined(path: Path, remove: bool) -> Leftover:
         with _opened(path) as folder:
             if os.fstat(folder).st_uid != os.geteuid():
                 return Leftover(path, stays="it is another user's")
+            if not is_ours_alone(os.fstat(folder)):
+                return Leftover(path, stays="other users may open it")
             with _locked(folder) as is_free:
                 return _examined_under_lock(path, folder, remove) if is_free else Leftover(path, stays="a run uses it")
     except TransferError:
@@ -102,7 +104,7 @@ def _examined_under_lock(path: Path, folder: int, remove: bool) -> Leftover:
 
 
 def _is_a_runs(name: str, status: os.stat_result) -> bool:
-    return name in FILES and stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    return name in FILES and stat.S_ISREG(status.st_mode) and is_ours_alone(status)
 
 
 def _remove(path: Path, folder: int) -> None:
@@ -119,7 +121,7 @@ def _remove(path: Path, folder: int) -> None:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
     """A directory that is no link."""
-    folder = os.open(path, FOLDER_FLAGS)
+    folder = os.open(path, FOLDER_FLAGS | os.O_NOFOLLOW)
     try:
         yield folder
     finally:
@@ -129,9 +131,9 @@ def _opened(path: Path) -> Iterator[int]:
 @contextlib.contextmanager
 def _locked(folder: int) -> Iterator[bool]:
     """Whether nobody held the lock in an open directory; then it is held here."""
-    lock = os.open("lock", LOCK_FLAGS, dir_fd=folder)
+    lock = os.open(LOCK_FILE, LOCK_FLAGS, dir_fd=folder)
     try:
-        yield _take(lock) and os.path.samestat(os.fstat(lock), os.stat("lock", dir_fd=folder, follow_symlinks=False))
+        yield _take(lock) and os.path.samestat(os.fstat(lock), os.stat(LOCK_FILE, dir_fd=folder, follow_symlinks=False))
     finally:
         os.close(lock)
 

@@ -109,7 +109,6 @@ class BlockTraffic:
             ConfigError, CapacityError, TransferError: the mount cannot be used, is full, or failed.
         """
         run_id = f"bench-{secrets.token_hex(6)}"
-        self._path = directory / f"megatier-{run_id}" / "blocks"
         self._block_bytes, self._stamp_words = block_bytes, options.chunk_bytes // 8
         self._device = block_device(directory)
         self._arena = Arena(2 * DEPTH * block_bytes, torch.device("cpu"), pin=pin)
@@ -247,7 +246,7 @@ class BlockTraffic:
         return self._arena.view(slot * self._block_bytes, self._block_bytes)
 
     def _leave_page_cache(self) -> None:
-        file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(self._files.opened(0), os.O_RDWR | os.O_CLOEXEC)
         try:
             os.fsync(file)  # dirty pages cannot be dropped
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -7,8 +7,9 @@ A run that goes on finds all of it as it was, whole or marked as not whole.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,13 +21,16 @@ from megatier.config_file import to_dict
 from megatier.config_text import dump
 from megatier.errors import ConfigError
 from megatier.files import replace_file
-from megatier.store.blockfile import lock_directory
+from megatier.foreign import read_text
 from megatier.store.leftovers import is_abandoned
+from megatier.store.private import lock_directory
 
 CONFIG_FILE, METRICS_FILE, TRACE_FILE, STALL_FILE = "config.yaml", "metrics.jsonl", "trace.json", "stall.txt"
 MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER, SAVEPOINT_FOLDER = "model", "data", "checkpoints", "savepoints"
 TENSORBOARD_FOLDER = "tensorboard"
 NUMBERS_FILE = "numbers.json"
+RUN_ID_FILE = "run-id"
+"""Twelve random hexadecimal digits, and the number of the directory's inode: a copy of it is another run."""
 
 
 class RunDirectory:
@@ -69,9 +73,21 @@ class RunDirectory:
 
     @property
     def run_id(self) -> str:
-        """Names the run's block files, the same whenever it goes on: those that a kill left are taken over."""
-        name = f"{self.path.resolve()} {self.path.stat().st_ino}"
-        return hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
+        """Names the run's block files, the same whenever it goes on: those that a kill left are taken over.
+
+        It is random, so that nobody can put a directory of this name on a mount before the run does.
+
+        Raises:
+            ConfigError: it cannot be read or written.
+        """
+        inode = self.path.stat().st_ino
+        with contextlib.suppress(FileNotFoundError):
+            noted = re.fullmatch(r"([0-9a-f]{12}) (\d{1,20})\n", read_text(self.path / RUN_ID_FILE, ConfigError))
+            if noted is not None and int(noted[2]) == inode:
+                return noted[1]
+        run_id = secrets.token_hex(6)
+        self._write(RUN_ID_FILE, f"{run_id} {inode}\n")
+        return run_id
 
     def write_config(self, config: RunConfig) -> None:
         """Put the resolved config in its place, whole.
@@ -79,8 +95,16 @@ class RunDirectory:
         Raises:
             ConfigError: it cannot be written.
         """
+        self._write(CONFIG_FILE, dump(to_dict(config)))
+
+    def _write(self, name: str, text: str) -> None:
+        """Put a file in its place, whole.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
         try:
-            replace_file(self.path / CONFIG_FILE, dump(to_dict(config)).encode())
+            replace_file(self.path / name, text.encode())
         except OSError as error:
             raise ConfigError(f"output.directory: cannot write to {self.path}: {error.strerror}.") from error
 
@@ -103,7 +127,8 @@ class RunDirectory:
 
     def _remove_traces(self) -> None:
         """Remove what this run wrote: it refused to begin in a directory that had any of it."""
-        for path in (self.path / CONFIG_FILE, self.path / NUMBERS_FILE, *(self.path / DATA_FOLDER).glob("*tokens*")):
+        own = (self.path / CONFIG_FILE, self.path / NUMBERS_FILE, self.path / RUN_ID_FILE)
+        for path in (*own, *(self.path / DATA_FOLDER).glob("*tokens*")):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # missing, or somebody put a file of theirs inside: it stays
             (self.path / DATA_FOLDER).rmdir()

@@ -36,6 +36,7 @@ from megatier.durable import becoming
 from megatier.errors import (
     CapacityError,
     CheckpointError,
+    ConfigError,
     DamagedCheckpointError,
     IntegrityError,
     SavepointError,
@@ -229,7 +230,7 @@ def _refusing(path: Path, before: str) -> Iterator[None]:
         yield
     except DamagedCheckpointError as error:
         raise SavepointError(str(path), error.reason, before) from error
-    except (CheckpointError, IntegrityError, TransferError) as error:
+    except (CheckpointError, ConfigError, IntegrityError, TransferError) as error:
         raise SavepointError(str(path), str(error), before) from error
 
 

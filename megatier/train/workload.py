@@ -15,8 +15,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTraine
 from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.activation import Activations
 from megatier.errors import PlanError, UnsupportedModelError
+from megatier.foreign import SETTINGS_BYTES_MAX, read_object, reading, reason_of, shown
 from megatier.models.decoder import Unit
 from megatier.models.experts import most_parts
+from megatier.models.limits import check_counts
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import GPU_SLOTS
 from megatier.store.blockfile import IoOptions
@@ -24,6 +26,9 @@ from megatier.store.tier import Tier
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 STATE_BYTES_PER_ELEMENT = 12
+CONFIG_FILE = "config.json"
+NAME_CHARACTERS_MAX = 100
+"""What is longer resembles nothing, and comparing takes its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,31 +138,53 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
     """Hugging Face's config of a folder, or of the settings given.
 
     Raises:
-        UnsupportedModelError: transformers does not take it.
+        UnsupportedModelError: transformers does not take it, or it asks for more than any model has.
     """
     settings: Mapping[str, Any] = config.config or {}
-    try:
+    where = "model.config"
+    if folder is not None:
+        where = str(folder / CONFIG_FILE)
+        settings = _settings_of(folder)
+    check_counts(settings, where)
+    what = f"{where}: transformers does not take this model config"
+    with reading(what, UnsupportedModelError, _complaint, _hint(settings)):
         found: PretrainedConfig = (
-            AutoConfig.from_pretrained(folder) if folder is not None else AutoConfig.for_model(**settings)
+            AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            if folder is not None
+            else AutoConfig.for_model(**settings)
         )
-    except (ValueError, TypeError, OSError, StrictDataclassError) as error:
-        # A complaint about one field stands below its headline; of any other the first sentence says it all.
-        headline, *details = str(error).strip().splitlines()
-        reason = details[-1].strip() if details and isinstance(error, StrictDataclassError) else headline
-        near = [] if folder is not None else get_close_matches(str(settings["model_type"]), CONFIG_MAPPING, n=1)
-        hint = f" Did you mean {near[0]}?" if near and near[0] != settings["model_type"] else ""
-        reason = reason.partition(". ")[0].rstrip(".")
-        raise UnsupportedModelError(f"transformers does not take this model config: {reason}.{hint}") from error
     if folder is None:
         _check_keys(settings)
     return found
+
+
+def _settings_of(folder: Path) -> dict[str, Any]:
+    try:
+        return read_object(folder / CONFIG_FILE, SETTINGS_BYTES_MAX, UnsupportedModelError)
+    except FileNotFoundError as error:
+        raise UnsupportedModelError(f"{folder} has no {CONFIG_FILE}, so it is no model of Hugging Face's.") from error
+
+
+def _complaint(error: BaseException) -> str:
+    """What transformers says about one field, which stands below its headline; of anything else the first sentence."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, StrictDataclassError) and lines:
+        return shown(lines[-1].strip()).rstrip(".")
+    return reason_of(error).partition(". ")[0].rstrip(".")
+
+
+def _hint(settings: Mapping[str, Any]) -> str:
+    """The nearest model type, where there is none of this name."""
+    given = settings.get("model_type")
+    near = get_close_matches(str(given)[:NAME_CHARACTERS_MAX], CONFIG_MAPPING, n=1)
+    return f"Did you mean {near[0]}?" if near and near[0] != given else ""
 
 
 def _check_keys(settings: Mapping[str, Any]) -> None:
     """Refuse what looks like a misspelt key: transformers keeps any, and takes its own default instead."""
     known = AutoConfig.for_model(settings["model_type"])
     for key in settings:
-        near = get_close_matches(key, known.to_dict(), n=1, cutoff=0.85)
+        near = get_close_matches(key[:NAME_CHARACTERS_MAX], known.to_dict(), n=1, cutoff=0.85)
         if not hasattr(known, key) and near:
             raise UnsupportedModelError(
                 f"model.config: {settings['model_type']} has no setting {key}. Did you mean {near[0]}?"

@@ -1,4 +1,4 @@
-/* Preloaded in front of pread, pwrite, unlink and clock_gettime: a drive that misbehaves on one file, or a wall clock.
+/* Preloaded in front of pread, pwrite, unlink, unlinkat and clock_gettime: a drive that misbehaves on one file, or a wall clock.
  *
  *   FAULT_PATH    only files whose path ends so
  *   FAULT_OP      some of read, write, unlink; or clock, which concerns no file
@@ -38,19 +38,25 @@ static bool ends_so(const char *target, size_t length)
     return path && length >= tail && !memcmp(target + length - tail, path, tail);
 }
 
-static bool concerned(int fd, const char *op)
+/* Where a descriptor leads; its length, or at most 0. */
+static ssize_t path_of(int fd, char *target, size_t room)
 {
-    const char *wanted = getenv("FAULT_OP");
-    char link[64] = "/proc/self/fd/", target[4096];
-    if (!wanted || !strstr(wanted, op))
-        return false;
-    char digits[16];
+    char link[64] = "/proc/self/fd/", digits[16];
     size_t at = sizeof digits - 1;
     digits[at] = 0;
     for (int rest = fd; rest || at == sizeof digits - 1; rest /= 10)
         digits[--at] = (char)('0' + rest % 10);
     strcat(link, digits + at);
-    ssize_t length = readlink(link, target, sizeof target);
+    return readlink(link, target, room);
+}
+
+static bool concerned(int fd, const char *op)
+{
+    const char *wanted = getenv("FAULT_OP");
+    char target[4096];
+    if (!wanted || !strstr(wanted, op))
+        return false;
+    ssize_t length = path_of(fd, target, sizeof target);
     return length > 0 && ends_so(target, (size_t)length);
 }
 
@@ -112,6 +118,22 @@ int unlink(const char *path)
     int (*real)(const char *) = (int (*)(const char *))dlsym(RTLD_NEXT, "unlink");
     if (!wanted || !strstr(wanted, "unlink") || !ends_so(path, strlen(path)))
         return real(path);
+    errno = atoi(getenv("FAULT_KIND"));
+    return -1;
+}
+
+int unlinkat(int folder, const char *name, int flags)
+{
+    const char *wanted = getenv("FAULT_OP");
+    int (*real)(int, const char *, int) = (int (*)(int, const char *, int))dlsym(RTLD_NEXT, "unlinkat");
+    char target[8192];
+    ssize_t length = folder == AT_FDCWD ? 0 : path_of(folder, target, sizeof target / 2);
+    if (length < 0 || strlen(name) >= sizeof target / 2)
+        return real(folder, name, flags);
+    target[length] = '/';
+    strcpy(target + length + 1, name);
+    if (!wanted || !strstr(wanted, "unlink") || !ends_so(target, strlen(target)))
+        return real(folder, name, flags);
     errno = atoi(getenv("FAULT_KIND"));
     return -1;
 }

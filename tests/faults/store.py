@@ -86,7 +86,7 @@ def offset_of(store: TieredStore, key: str) -> int:
 
 def path_of(store: TieredStore) -> str:
     assert store.files is not None
-    return str(store.files._directories[0] / "blocks")
+    return str(store.files.paths[0])
 
 
 def check_error(error: TransferError, store: TieredStore, code: int, offset: int) -> None:

@@ -1,0 +1,102 @@
+"""What a model's config may ask for: a skeleton has no weights, but a billion modules would fill RAM all the same.
+
+A config that says `num_hidden_layers: 1000000000` keeps its own class busy first, which writes a list of so many kinds
+of layers, and then the model's constructor. The numbers that such loops run to are looked at before; what a constructor
+makes is counted while it does, whatever its config calls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from megatier.errors import UnsupportedModelError, mib
+from megatier.foreign import shown
+
+LAYERS_MAX = 4096
+"""The deepest models that were ever trained have about a thousand."""
+MODULES_MAX = 200_000
+"""Kimi K2 with a module for each expert has half of that."""
+ELEMENTS_MAX = 1 << 44
+"""Parameters, 17 million million: ten times the largest known."""
+BUFFER_BYTES_MAX = 1 << 30
+"""Buffers are real, in RAM: masks and tables of positions, 0.1 GiB in GPT-J."""
+
+COUNTS = re.compile(r"(?:^|_)n?(?:layers?|blocks|depths?|stages|dense_replace|attention_types)$")
+"""Keys whose numbers say how often something is repeated. Experts are not among them: Doge has 16,384 in one table."""
+
+
+def check_counts(settings: Mapping[str, Any], where: str) -> None:
+    """Refuse a config with more layers than any model has, however deep in it they stand.
+
+    Args:
+        settings: plain dicts, lists, numbers and text, of a bounded depth.
+        where: they stand, for messages.
+
+    Raises:
+        UnsupportedModelError: names the key and its value.
+    """
+    waiting: list[tuple[str, Any]] = list(settings.items())
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting.extend((str(inner), item) for inner, item in value.items())
+        elif isinstance(value, list | tuple):
+            waiting.extend((key, item) for item in value)
+        elif isinstance(value, int | float) and value > LAYERS_MAX and COUNTS.search(str(key)):
+            raise UnsupportedModelError(f"{where}: {shown(str(key))} is above {LAYERS_MAX}, which no model has.")
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[None]:
+    """Count what is constructed on this thread, and stop it where it is more than any model has.
+
+    Raises:
+        UnsupportedModelError: too many modules or parameters, or buffers too large.
+    """
+    count, thread = _Count(), threading.get_ident()
+
+    def here(add: Any) -> Any:  # noqa: ANN401  torch's hooks have three types
+        return lambda owner, name, value: add(value) if threading.get_ident() == thread else None
+
+    hooks = (
+        torch_module.register_module_module_registration_hook(here(count.add_module)),
+        torch_module.register_module_parameter_registration_hook(here(count.add_parameter)),
+        torch_module.register_module_buffer_registration_hook(here(count.add_buffer)),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Count:
+    """What was registered so far. A tied parameter counts twice, which the limits have room for."""
+
+    def __init__(self) -> None:
+        self._modules = self._elements = self._buffer_bytes = 0
+
+    def add_module(self, module: nn.Module | None) -> None:
+        self._modules += module is not None
+        if self._modules > MODULES_MAX:
+            raise UnsupportedModelError(f"the model has more than {MODULES_MAX:,} modules, which none needs.")
+
+    def add_parameter(self, parameter: Tensor | None) -> None:
+        self._elements += 0 if parameter is None else parameter.numel()
+        if self._elements > ELEMENTS_MAX:
+            raise UnsupportedModelError(f"the model has more than {ELEMENTS_MAX:,} parameters, which no drives hold.")
+
+    def add_buffer(self, buffer: Tensor | None) -> None:
+        self._buffer_bytes += 0 if buffer is None else buffer.numel() * buffer.element_size()
+        if self._buffer_bytes > BUFFER_BYTES_MAX:
+            raise UnsupportedModelError(
+                f"the model's buffers take more than {mib(BUFFER_BYTES_MAX)} of RAM. Lower max_position_embeddings, or "
+                "what it is called in this config."
+            )

@@ -1,0 +1,215 @@
+"""Directories of ours: made, locked, and on a mount that others write to as well, nobody else's.
+
+Every user of a machine may be allowed to write to a mount. What lies in a run's directory there becomes weights, and
+what is written there may not go to a file of somebody's choice. So the directory is used only if it belongs to this
+user and nobody else may enter it. It is then held open and its files are reached from the descriptor, because its name
+may lead elsewhere a moment later; and of a file what counts is what was opened, not what was looked at before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from megatier.errors import ConfigError, RunLockedError
+
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+FILE_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""No link is followed, and no pipe is waited for."""
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+LOCK_FILE = "lock"
+NO_FILE = "it is no regular file"
+IN_ITS_PLACE = (errno.EEXIST, errno.ENOTDIR, errno.ELOOP)
+"""Errors of making or opening a directory where something else lies."""
+
+
+class PrivateDirectory:
+    """A run's directory on a mount, locked; its files are opened and removed by their names in it.
+
+    Threads: any, as each call is one system call or a few; not after `close`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Create it where it is missing, open and lock it.
+
+        Raises:
+            ConfigError: the mount cannot be written, or what lies there is not this user's alone.
+            RunLockedError: another process holds the lock.
+        """
+        self.path = path
+        self._folder, self._lock = _opened_and_locked(path, os.O_NOFOLLOW, _refuse_shared)
+
+    def open(self, name: str, flags: int = 0) -> int:
+        """A file in it for reading and writing, which is this user's alone; with O_CREAT a new one.
+
+        Raises:
+            ConfigError: it is shared with others.
+            OSError: it cannot be opened or created; a link cannot.
+        """
+        file = os.open(name, FILE_FLAGS | flags | (os.O_EXCL if flags & os.O_CREAT else 0), 0o600, dir_fd=self._folder)
+        try:
+            _refuse_shared(self.path / name, file)
+        except BaseException:
+            os.close(file)
+            raise
+        return file
+
+    def mark(self, name: str) -> None:
+        """Put an empty file there, or leave the one that is there."""
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(name, FILE_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._folder))
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a link itself, if it is there.
+
+        Raises:
+            OSError: the drive does not let go of it.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._folder)
+
+    def holds(self, name: str) -> bool:
+        """Whether there is anything of this name."""
+        try:
+            os.stat(name, dir_fd=self._folder, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
+    def sync(self) -> None:
+        """Wait until names that were made or removed in it are on the drive.
+
+        Raises:
+            OSError: the drive failed.
+        """
+        os.fsync(self._folder)
+
+    def close(self, remove: Iterable[str] = ()) -> None:
+        """Remove these files, and the directory if it is empty then; unlock.
+
+        What a drive that is gone or read-only does not let go of stays, and so does a file of somebody else's.
+        """
+        for name in remove:
+            with contextlib.suppress(OSError):
+                self.remove(name)
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+        for file in (self._folder, self._lock):
+            with contextlib.suppress(OSError):
+                os.close(file)
+
+
+def lock_directory(directory: Path) -> int:
+    """Create a directory that the user named, or take it whoever may write in it; returns its lock's file descriptor.
+
+    Raises:
+        ConfigError: the parent is missing or may not be written, or the lock is no plain file.
+        RunLockedError: another process holds the lock.
+    """
+    folder, lock = _opened_and_locked(directory, 0, _refuse_special)
+    os.close(folder)
+    return lock
+
+
+def is_ours_alone(status: os.stat_result) -> bool:
+    """Whether a file or directory belongs to this user, who alone may open it, by this one name."""
+    return not _shared_by(status)
+
+
+def _opened_and_locked(directory: Path, flags: int, check: Callable[[Path, int], None]) -> tuple[int, int]:
+    """Descriptors of a directory, made where it was missing, and of its lock.
+
+    Args:
+        directory: whose parent exists.
+        flags: more of them, for opening the directory.
+        check: refuses an open directory or lock by ConfigError.
+    """
+    while True:
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            folder = os.open(directory, FOLDER_FLAGS | flags)
+        except OSError as error:
+            raise _unusable(directory, error) from error
+        try:
+            check(directory, folder)
+            if (lock := _locked(directory, folder, check)) is not None:
+                return folder, lock
+        except BaseException:
+            os.close(folder)
+            raise
+        os.close(folder)
+
+
+def _locked(directory: Path, folder: int, check: Callable[[Path, int], None]) -> int | None:
+    """The lock in an open directory; None: its last holder removed it, or the directory, meanwhile."""
+    path = directory / LOCK_FILE
+    try:
+        lock = os.open(LOCK_FILE, FILE_FLAGS | os.O_CREAT, 0o600, dir_fd=folder)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        reason = "it is a link" if error.errno == errno.ELOOP else os.strerror(error.errno or 0)
+        raise _refused(path, reason) from error
+    try:
+        check(path, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RunLockedError(
+                f"{directory} is in use by another run. Wait for it to end or choose another directory."
+            ) from error
+        # The last holder removes file and directory before it lets go: a lock on what is gone guards nothing.
+        with contextlib.suppress(FileNotFoundError):
+            by_name = os.stat(LOCK_FILE, dir_fd=folder, follow_symlinks=False)
+            if os.path.samestat(os.fstat(lock), by_name) and os.path.samestat(os.fstat(folder), directory.stat()):
+                return lock
+    except BaseException:
+        os.close(lock)
+        raise
+    os.close(lock)
+    return None
+
+
+def _refuse_special(path: Path, file: int) -> None:
+    mode = os.fstat(file).st_mode
+    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+        raise _refused(path, NO_FILE)
+
+
+def _refuse_shared(path: Path, file: int) -> None:
+    if found := _shared_by(os.fstat(file)):
+        raise _refused(path, found)
+
+
+def _shared_by(status: os.stat_result) -> str:
+    """Why what was opened is not this user's alone; empty where it is."""
+    is_folder = stat.S_ISDIR(status.st_mode)
+    if not (is_folder or stat.S_ISREG(status.st_mode)):
+        return NO_FILE
+    if status.st_uid != os.geteuid():
+        return f"it belongs to another user (uid {status.st_uid})"
+    if status.st_mode & OTHERS:
+        return f"other users may open it (mode {stat.S_IMODE(status.st_mode):04o})"
+    if not is_folder and status.st_nlink != 1:
+        return "it has another name as well (a hard link)"
+    return ""
+
+
+def _unusable(directory: Path, error: OSError) -> ConfigError:
+    """A directory that could not be made or opened: what lies in its place, or its parent, is to blame."""
+    if error.errno in IN_ITS_PLACE and (directory.is_symlink() or directory.exists()):
+        return _refused(directory, "it is a link" if directory.is_symlink() else "it is no directory")
+    reason = os.strerror(error.errno or 0)
+    return ConfigError(f"cannot use {directory.parent}: {reason}. Name a directory that exists and is yours.")
+
+
+def _refused(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"cannot use {path}: {reason}. A run uses only what is its user's alone: look at it and remove it, or name "
+        "another directory, on a file system that keeps owners and modes."
+    )
