@@ -36,6 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "olmo2": {},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
+    "apertus": {},
     "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0},
     "cohere2": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "logit_scale": 0.25},
     "gemma2": {"sliding_window": 8, "tie_word_embeddings": True},

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from megatier.errors import UnsupportedModelError
+from megatier.models.buffers import initialise_buffers, parameters_on_meta
 from megatier.store.layout import Layout, TensorSlice
 
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -68,14 +69,14 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
             f"{config.model_type} is an encoder-decoder; only decoder-only models are streamed."
         )
     try:
-        with torch.device("meta"):
+        with parameters_on_meta():
             options = {"dtype": torch.float32, "attn_implementation": _attention_of(config, attention)}
             model = auto_class(config).from_config(config, **options)  # type: ignore[no-untyped-call]
     except BUILD_FAILURES as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedModelError(f"{config.model_type} cannot be built from this config: {reason}") from error
     assert isinstance(model, PreTrainedModel)
-    _materialise_buffers(model)
+    initialise_buffers(model)
     model.config.use_cache = False
     return model
 
@@ -206,34 +207,6 @@ def _model_class(
 ) -> object:
     """The class that an auto class makes of a config; None where it makes none."""
     return auto._model_mapping.get(type(config), None)
-
-
-def _materialise_buffers(model: PreTrainedModel) -> None:
-    """Give every buffer its value: Hugging Face's own initialisation sets them, and passes over meta parameters."""
-    buffers: dict[str, Tensor] = {}
-    for module_name, module in model.named_modules():
-        for leaf, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[leaf] = buffers[f"{module_name}.{leaf}"] = _unset(
-                    torch.empty_like(buffer, device="cpu")
-                )
-    with torch.random.fork_rng(devices=[]):
-        model.initialize_weights()
-    for name, buffer in buffers.items():
-        if buffer.dtype is not torch.bool and bool(_is_unset(buffer).any()):
-            raise UnsupportedModelError(f"{type(model).__name__}: nothing initialises the buffer {name}.")
-
-
-def _unset(buffer: Tensor) -> Tensor:
-    """Fill it with what no initialisation leaves behind, but for bool."""
-    if buffer.is_floating_point() or buffer.is_complex():
-        return buffer.fill_(float("nan"))
-    return buffer.zero_() if buffer.dtype is torch.bool else buffer.fill_(torch.iinfo(buffer.dtype).min)
-
-
-def _is_unset(buffer: Tensor) -> Tensor:
-    has_nan = buffer.is_floating_point() or buffer.is_complex()
-    return buffer.isnan() if has_nan else buffer == torch.iinfo(buffer.dtype).min
 
 
 def _first_owners(model: PreTrainedModel) -> dict[int, str]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from megatier.errors import ConfigError, TransferError, UnsupportedModelError
+from megatier.models.buffers import constructed_value
 from megatier.models.conversion import Run, assemble, taken
 from megatier.models.decoder import Unit, bindings
 from megatier.models.shards import DTYPES, StoredTensor, read_header
@@ -69,7 +70,9 @@ class Initialiser:
         modules = unit.module_names if unit.is_layer else unit.module_names[:1]  # a tied head has nothing of its own
         places = [place for module in modules for place in bindings(self._model, unit, module)]
         kept = [parameters[leaf] for parameters, leaf, _ in places]
-        values = {tensor.name: nn.Parameter(torch.full(tensor.shape, math.nan)) for tensor in unit.layout.tensors}
+        values = {
+            tensor.name: nn.Parameter(self._constructed(tensor.name, tensor.shape)) for tensor in unit.layout.tensors
+        }
         for parameters, leaf, tensor in places:
             parameters[leaf] = values[tensor.name]
         try:
@@ -81,6 +84,11 @@ class Initialiser:
             for (parameters, leaf, _), parameter in zip(places, kept, strict=True):
                 parameters[leaf] = parameter
         return {name: value.detach().flatten() for name, value in values.items()}
+
+    def _constructed(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """What the model's constructor gave a parameter, else NaN: a part of one, such as of experts, has nothing."""
+        value, initial = constructed_value(self._model.get_parameter(name)), torch.full(shape, math.nan)
+        return initial if value is None or value.shape != shape else initial.copy_(value)
 
     def _init_weights(self, name: str) -> None:
         """Children before parents, then upwards to the root, because parents may set what lies below them.
