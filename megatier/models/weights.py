@@ -134,12 +134,11 @@ class Checkpoint:
                 yield position, piece
                 position += piece.numel()
 
-    def _read(self, runs: Sequence[Run]) -> Iterator[Tensor]:
-        """Their elements as fp32. The two buffers are reused, so a piece is valid until the next."""
-        raw = torch.empty(
-            4 * min(CHUNK_ELEMENTS, max((run.num_elements for run in runs), default=0)), dtype=torch.uint8
-        )
-        values = torch.empty(len(raw) // 4)
+    def _read(self, runs: Sequence[Run], wanted: torch.dtype = torch.float32) -> Iterator[Tensor]:
+        """Their elements in the wanted dtype. The two buffers are reused, so a piece is valid until the next."""
+        most = min(CHUNK_ELEMENTS, max((run.num_elements for run in runs), default=0))
+        widest = max((DTYPES[self._stored[run.name].dtype].itemsize for run in runs), default=0)
+        raw, values = torch.empty(most * widest, dtype=torch.uint8), torch.empty(most, dtype=wanted)
         for run in runs:
             stored = self._stored[run.name]
             dtype = DTYPES[stored.dtype]
@@ -148,7 +147,7 @@ class Checkpoint:
                 if run.num_columns:
                     matrix = torch.empty(run.num_elements * dtype.itemsize, dtype=torch.uint8)
                     _read_exactly(file, matrix, stored)
-                    yield from by_columns(matrix.view(dtype), run.num_columns).float().split(CHUNK_ELEMENTS)
+                    yield from by_columns(matrix.view(dtype), run.num_columns).to(wanted).split(CHUNK_ELEMENTS)
                     continue
                 for start, stop in chunks(run.num_elements):
                     piece = raw[: (stop - start) * dtype.itemsize]
@@ -172,20 +171,25 @@ class Checkpoint:
             if not found:
                 raise UnsupportedModelError(f"{self._folder}: tensor {names[0]} is missing.")
             for name in found:
-                self._check_tensor(name, tuple(state[name].shape))
+                self._check_tensor(name, state[name])
             for name in found[1:]:
                 self._refuse_unequal(found[0], name)
             self._assemblies[names[0]] = self._assemblies[found[0]]
 
-    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
+    def _check_tensor(self, name: str, tensor: Tensor) -> None:
+        """Compare one with the parameter or buffer that it is for. A buffer of integers takes integers that fit."""
         assembly = self._assemblies[name]
-        if assembly.shape != shape:
-            raise UnsupportedModelError(f"{self._where(name)} has shape {assembly.shape}; the config asks for {shape}.")
-        for run in assembly.runs:
-            if (dtype := self._stored[run.name].dtype) not in FULL_PRECISION:
+        if assembly.shape != tensor.shape:
+            raise UnsupportedModelError(
+                f"{self._where(name)} has shape {assembly.shape}; the config asks for {tuple(tensor.shape)}."
+            )
+        for stored in (self._stored[run.name].dtype for run in assembly.runs):
+            if tensor.is_floating_point() and stored not in FULL_PRECISION:
                 raise UnsupportedModelError(
-                    f"{self._where(name)} is {dtype}; full-precision training starts from {', '.join(FULL_PRECISION)}."
+                    f"{self._where(name)} is {stored}; full-precision training starts from {', '.join(FULL_PRECISION)}."
                 )
+            if not tensor.is_floating_point() and not _is_held_by(stored, tensor.dtype):
+                raise UnsupportedModelError(f"{self._where(name)} is {stored}; the model takes {tensor.dtype} there.")
 
     def _refuse_unequal(self, first: str, second: str) -> None:
         """A tied weight that is stored twice must be stored with the same values, else one of them would be lost."""
@@ -200,8 +204,9 @@ class Checkpoint:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, buffer in model.state_dict().items():
             if name not in parameters:
+                wanted = torch.float32 if buffer.is_floating_point() else buffer.dtype
                 flat, position = buffer.view(-1), 0
-                for piece in self._read(self._assemblies[name].runs):
+                for piece in self._read(self._assemblies[name].runs, wanted):
                     flat[position : position + piece.numel()] = piece
                     position += piece.numel()
 
@@ -269,6 +274,11 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UnsupportedModelError(f"{index}: weight_map must give a file name for each tensor.")
     return weight_map
+
+
+def _is_held_by(stored: str, dtype: torch.dtype) -> bool:
+    """Whether every value of a stored dtype is one of another, which is no float."""
+    return stored in DTYPES and torch.promote_types(DTYPES[stored], dtype) is dtype
 
 
 def _ignored(model: PreTrainedModel, name: str) -> bool:
