@@ -184,6 +184,27 @@ class Node:
             )
         self.batched = [None if a is None or b is None else a[0] != b[0] for a, b in zip(one, shapes, strict=True)]
 
+    def learn_outputs(self, outputs: Sequence[Tensor | None]) -> None:
+        """While learning, after a run: whether what slices make can be joined. Captured outputs count.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        learnt = self.stage.learnt_outputs
+        if learnt is None:
+            return
+        shapes = [None if x is None else tuple(x.shape) for x in outputs]
+        one = learnt.setdefault(self.module_name, shapes)
+        if one == shapes:
+            # A batched argument that the module does not use (BioGPT's mask, for its positions): it runs uncut.
+            self.batched = [False] * len(self.batched or ())
+            return
+        doubled = [None if shape is None else (2 * shape[0], *shape[1:]) if shape else shape for shape in one]
+        if not all(shape and shape == found for shape, found in zip(doubled, shapes, strict=True) if found is not None):
+            raise ConfigError(
+                f"train.slices: the outputs of {self.module_name} cannot be joined along the batch; set it to 1."
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class _Kept:

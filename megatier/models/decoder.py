@@ -23,7 +23,22 @@ from megatier.store.layout import Layout, TensorSlice
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Parameters that Hugging Face's Trainer leaves out of weight decay, by lower-case name."""
 
-BUILD_FAILURES = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, ImportError)
+JOINING = ("linear", "compressed", "heavily_compressed")
+"""How kinds of attention begin that join tokens before they are masked."""
+
+MIXES_ROWS = ("DogeCDMoE",)
+"""Modules whose output for a row depends on the other rows of its batch: Doge's router cuts its logits across rows."""
+
+BUILD_FAILURES = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+    ImportError,
+)
 """What the constructors of models raise for settings that do not fit together."""
 
 
@@ -162,17 +177,35 @@ def decays(model: PreTrainedModel) -> frozenset[str]:
 def check_stops_at_borders(model: PreTrainedModel) -> None:
     """Attention has a mask that keeps the documents of a sequence apart; a recurrent layer carries its state on.
 
+    So does attention over blocks of tokens, which may hold the end of one document and the beginning of the next.
+
     Raises:
-        UnsupportedModelError: a layer is no attention.
+        UnsupportedModelError: a layer is no attention over single tokens.
     """
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    others = sorted({kind for kind in kinds if not kind.endswith("attention") or kind.startswith("linear")})
+    others = sorted({kind for kind in kinds if not kind.endswith("attention") or kind.startswith(JOINING)})
+    if getattr(config, "indexer_compress_ratio", None):
+        others.append("an indexer over blocks of tokens")
     if others:
         raise UnsupportedModelError(
             f"{type(model).__name__} has layers ({', '.join(others)}) that do not stop at the borders of documents. "
             "Set data.cross_documents to true."
         )
+
+
+def check_rows_are_apart(model: PreTrainedModel, remedy: str) -> None:
+    """Groups and slices are what they are because no row of a batch knows of another.
+
+    Raises:
+        UnsupportedModelError: in this model one does; ends with the remedy.
+    """
+    for name, module in model.named_modules():
+        if type(module).__name__ in MIXES_ROWS:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: what {name} ({type(module).__name__}) makes of a row depends on the other "
+                f"rows of its batch, which can therefore not be cut: {remedy}."
+            )
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
