@@ -123,13 +123,6 @@ def test_units_integer_parameter_is_refused() -> None:
         find_units(model)
 
 
-def test_units_parameter_round_the_layers_is_refused() -> None:
-    model = skeleton("llama")
-    model.get_decoder().register_parameter("scale", nn.Parameter(torch.empty(4, device="meta")))
-    with pytest.raises(UnsupportedModelError, match=r"model\.scale belongs to a module round the decoder layers"):
-        find_units(model)
-
-
 def test_units_model_without_layers_is_refused() -> None:
     model = skeleton("llama")
     model.get_decoder().layers = nn.ModuleList()

@@ -47,6 +47,7 @@ class Node:
         bindings: Sequence[tuple[dict[str, Tensor | None], str, TensorSlice]],
         *,
         activations: Activations,
+        compiles: bool = True,
     ) -> None:
         """Replace the module's forward on the instance."""
         self.stage, self.unit, self.module_name, self.module = stage, unit, module_name, module
@@ -54,7 +55,7 @@ class Node:
         self.bindings = bindings
         self._forward: Callable[..., Any] = module.forward
         self._compiled: Compiled[..., Any] | None = None
-        if stage.compilation is not None and not isinstance(module, nn.Embedding):
+        if compiles and stage.compilation is not None and not isinstance(module, nn.Embedding):
             self._compiled = stage.compilation(module.forward, type(module).__name__)
         self._leaves: dict[int, list[Tensor]] = {}
         self._slices = {tensor.name: tensor for _, _, tensor in bindings}

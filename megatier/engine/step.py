@@ -24,6 +24,7 @@ from megatier.engine.activation import Activations
 from megatier.engine.compilation import Compilation
 from megatier.engine.experts import ExpertsNode, guard, join
 from megatier.engine.gradient import Gradients, GradSink
+from megatier.engine.lender import Lender
 from megatier.engine.loss import IGNORED, FusedLoss, StepLoss, check_calls_loss_function
 from megatier.engine.matmul import Fp32Products
 from megatier.engine.node import Node
@@ -267,6 +268,8 @@ class Engine:
         module, activations = self.model.get_submodule(name), self.options.activations[unit.name]
         if unit.experts is not None:
             return ExpertsNode(self._stage, unit.name, module, places, unit.experts, activations=activations)
+        if unit.is_round:
+            return Lender(self._stage, unit.name, name, module, places, activations=activations)
         node = Node(self._stage, unit.name, name, module, places, activations=activations)
         if unit.is_layer and len(unit.module_names) > 1:
             guard(node)

@@ -7,8 +7,9 @@ only inside blocks, and are bound into the modules while a unit runs.
 from __future__ import annotations
 
 import copy
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -25,6 +26,9 @@ NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.
 
 JOINING = ("linear", "compressed", "heavily_compressed")
 """How kinds of attention begin that join tokens before they are masked."""
+
+MOST_ROUND = 1 << 22
+"""Elements of a parameter of a module round the layers: 8 MiB in bf16."""
 
 MIXES_ROWS = ("DogeCDMoE",)
 """Modules whose output for a row depends on the other rows of its batch: Doge's router cuts its logits across rows."""
@@ -55,6 +59,8 @@ class Unit:
     is_layer: bool
     experts: tuple[int, int] | None = None
     """Of a fused experts module the range [start, stop) that this unit is; None: the unit is whole modules."""
+    is_round: bool = False
+    """It is what a module owns that runs all layers, such as LLaVA-NeXT's `image_newline`, and nothing below it."""
 
 
 Binding = tuple[dict[str, Tensor | None], str, TensorSlice]
@@ -111,11 +117,11 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
 
     A decoder layer is one unit; so is any other outermost module that owns parameters (embedding, norm, head). Outside
     the decoder it is the outermost module without a list in it: a block of a vision tower, its embeddings, a projector.
-    What requires no gradient is frozen.
+    Of a module round the layers what it owns itself is one. What requires no gradient is frozen.
 
     Raises:
         UnsupportedModelError: no decoder layers, a parameter shared in another way than embedding and head, a
-            parameter that is no floating-point tensor, or one that is owned by a module round the layers.
+            parameter that is no floating-point tensor, or a large one that is owned by a module round the layers.
     """
     names = _first_owners(model)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -123,16 +129,21 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
     units: dict[str, Unit] = {}
     unit_of: dict[str, str] = {}
     for module_name, module in _unit_modules(model, layers):
-        shapes = {names[id(p)]: _checked_shape(model, names[id(p)], p) for p in module.parameters()}
+        is_round = id(module) not in layers and any(id(child) in layers for child in module.modules())
+        owned = module.parameters(recurse=not is_round)
+        shapes = {names[id(p)]: _checked_shape(model, names[id(p)], p) for p in owned}
+        if is_round:
+            _refuse_large(model, shapes)
         shared = sorted({unit_of[name] for name in shapes if name in unit_of})
         if not shared:
             unit_of.update(dict.fromkeys(shapes, module_name))
             layout = Layout.of(shapes.items(), frozen)
-            units[module_name] = Unit(module_name, (module_name,), layout, id(module) in layers)
+            unit = Unit(module_name, (module_name,), layout, id(module) in layers, is_round=is_round)
+            units[module_name] = unit if module_name else replace(unit, name=type(model).__name__)
             continue
         first = units[shared[0]]
         whole = set(shapes) == {t.name for t in first.layout.tensors}
-        embedding = model.get_submodule(first.name) is model.get_input_embeddings()
+        embedding = model.get_submodule(first.module_names[0]) is model.get_input_embeddings()
         if not (whole and embedding and module is model.get_output_embeddings()):
             raise _unsupported(
                 model,
@@ -160,10 +171,16 @@ def bindings(model: PreTrainedModel, unit: Unit, module_name: str) -> list[Bindi
     slices = {tensor.name: tensor for tensor in unit.layout.tensors}
     return [
         (cast("dict[str, Tensor | None]", module._parameters), leaf, slices[names[id(parameter)]])
-        for module in model.get_submodule(module_name).modules()
+        for module in _modules_of(model, unit, module_name)
         for leaf, parameter in module._parameters.items()
         if parameter is not None
     ]
+
+
+def _modules_of(model: PreTrainedModel, unit: Unit, module_name: str) -> Iterator[nn.Module]:
+    """The modules that own what a unit has below one of its modules."""
+    module = model.get_submodule(module_name)
+    return iter((module,)) if unit.is_round else module.modules()
 
 
 def decays(model: PreTrainedModel) -> frozenset[str]:
@@ -256,10 +273,22 @@ def _unit_modules(model: PreTrainedModel, layers: set[int]) -> Iterator[tuple[st
         if (inside is not None and name.startswith(inside)) or not is_whole:
             continue
         if id(module) not in layers and any(id(child) in layers for child in module.modules()):
-            full_name = f"{name}.{owned[0]}".lstrip(".")
-            raise _unsupported(model, full_name, "belongs to a module round the decoder layers, so it cannot be a unit")
+            yield name, module  # with what it owns itself; what is below it follows
+            continue
         inside = f"{name}."
         yield name, module
+
+
+def _refuse_large(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """What a module round the layers owns is copied for the whole forward, beside the budgets."""
+    for name, shape in shapes.items():
+        if math.prod(shape) > MOST_ROUND:
+            raise _unsupported(
+                model,
+                name,
+                f"belongs to a module round the decoder layers and has {math.prod(shape)} elements; there at most "
+                f"{MOST_ROUND} can be held while all layers run",
+            )
 
 
 def _is_one_piece(module: nn.Module) -> bool:

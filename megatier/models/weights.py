@@ -79,7 +79,7 @@ class Initialiser:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(_seed_of(self._seed, unit.name))
                 for module in modules:
-                    self._init_weights(module)
+                    self._init_weights(module, alone=unit.is_round)
         finally:
             for (parameters, leaf, _), parameter in zip(places, kept, strict=True):
                 parameters[leaf] = parameter
@@ -90,12 +90,13 @@ class Initialiser:
         value, initial = constructed_value(self._model.get_parameter(name)), torch.full(shape, math.nan)
         return initial if value is None or value.shape != shape else initial.copy_(value)
 
-    def _init_weights(self, name: str) -> None:
-        """Children before parents, then upwards to the root, because parents may set what lies below them.
+    def _init_weights(self, name: str, *, alone: bool) -> None:
+        """Children before parents (not if alone), then upwards to the root: parents may set what lies below them.
 
         Each module is initialised by the nearest PreTrainedModel at or above it. What is on meta stays as it is.
         """
-        below = [f"{name}.{child}".rstrip(".") for child, _ in self._model.get_submodule(name).named_modules()]
+        children = [""] if alone else [child for child, _ in self._model.get_submodule(name).named_modules()]
+        below = [f"{name}.{child}".rstrip(".") for child in children]
         for module_name in (*reversed(below), *list(_upwards(name))[1:]):
             owner = next(self._pretrained[above] for above in _upwards(module_name) if above in self._pretrained)
             owner._init_weights(self._model.get_submodule(module_name))
