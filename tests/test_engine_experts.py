@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_gradients import Gradients, attention_of, exact_gradients, far, plain_gradients, streamed_gradients
-from tiny_models import FUSED, tiny_config
+from tiny_models import BASE, FUSED, LATENT, tiny_config
 from tiny_runs import (
     PLACES,
     Run,
@@ -24,7 +24,7 @@ from tiny_runs import (
     run_steps,
 )
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.errors import PlanError, UnsupportedModelError
@@ -78,6 +78,37 @@ def test_family_in_parts_and_slices_has_nearly_the_gradients_of_the_plain_model(
     found_loss, found = streamed_gradients(config, tmp_path, source, slices=2, expert_parts=2)
     assert found_loss == pytest.approx(loss, rel=1e-6)
     assert unlike(found, expected, config) == {}
+
+
+KIMI: dict[str, Any] = {
+    "text_config": {"model_type": "deepseek_v3", **BASE, **LATENT, "first_k_dense_replace": 1, "n_group": 2},
+    "vision_config": {
+        "patch_size": 4,
+        "pos_emb_height": 4,
+        "pos_emb_width": 4,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+    },
+    "projection_hidden_size": 32,
+    "image_token_id": 150,
+    "video_token_id": 151,
+    "vision_start_token_id": 152,
+    "vision_end_token_id": 153,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.skipif("kimi_k25" not in CONFIG_MAPPING, reason="this transformers has no Kimi-K2.5")
+def test_largest_layers_there_are_run_in_parts_inside_a_vision_language_model(tmp_path: Path) -> None:
+    """A layer of Kimi-K2.5 has 11.5 billion parameters."""
+    config = AutoConfig.for_model("kimi_k25", **KIMI)
+    loss, expected, source = plain_gradients(config, "sdpa")
+    found_loss, found = streamed_gradients(config, tmp_path, source, "recompute", expert_parts=3)
+    assert found_loss == loss
+    assert found.keys() == expected.keys()
+    assert far(found, expected, NEAR) == {}
 
 
 def test_router_in_parts_learns_from_the_auxiliary_loss_too(tmp_path: Path) -> None:

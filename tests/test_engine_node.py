@@ -246,10 +246,23 @@ def test_node_tuple_output_with_none_and_integers_passes_through() -> None:
     assert torch.equal(positions, torch.arange(6))
 
 
+def test_node_nested_outputs_come_out_nested() -> None:
+    probe, node, _, _ = streamed()
+    inner = node._forward
+    node._forward = lambda x: {"all": [inner(x), (None, x.detach() * 2)]}
+    x = torch.randn(6, SIZE)
+    result = probe(x)
+    output, (nothing, doubled) = result["all"]
+    assert isinstance(result["all"], list)
+    assert output.requires_grad
+    assert nothing is None
+    assert torch.equal(doubled, 2 * x)
+
+
 def test_node_output_that_is_no_tensor_is_refused() -> None:
     probe, node, _, _ = streamed()
-    node._forward = lambda x: {"output": x}
-    with pytest.raises(UnsupportedModelError, match="probe returns something other than tensors"):
+    node._forward = lambda x: {"output": x, "rows": len(x)}
+    with pytest.raises(UnsupportedModelError, match=r"probe returns something other than tensors \(int\)"):
         probe(torch.randn(2, SIZE))
 
 

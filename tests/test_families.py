@@ -8,16 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_gradients import BATCH, CHUNK, TOKENS, VOCAB, attention_of, far, plain_gradients, streamed_gradients
-from tiny_models import FAMILIES, tiny_config
+from tiny_gradients import (
+    BATCH,
+    CHUNK,
+    TOKENS,
+    VOCAB,
+    attention_of,
+    far,
+    padded_batch,
+    plain_gradients,
+    streamed_gradients,
+)
+from tiny_models import BASE, FAMILIES, tiny_config
 from tiny_runs import PLACES, ModelWeights, one_thread, opened, plain_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
 
 from megatier.config import TrainConfig
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.models.decoder import build_skeleton, check_stops_at_borders
+from megatier.train.workload import boundary_width
 
 NO_DROPOUT = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
 """Slices draw dropout in another order than a whole batch does."""
@@ -70,12 +82,98 @@ def test_family_whose_batch_is_not_the_first_dimension_refuses_slices(tmp_path: 
         streamed_gradients(config, tmp_path, source, slices=2)
 
 
-def test_family_with_several_hidden_states_offloads_them_all(tmp_path: Path) -> None:
-    config = tiny_config("gemma3n_text")
+STREAMS = [name for name in ("gemma3n_text", "deepseek_v4", "hy_v4", "qwen4_exp_text") if name in FAMILIES]
+
+
+@pytest.mark.parametrize("family", STREAMS)
+def test_family_with_several_hidden_states_offloads_them_all(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family)
     loss, expected, source = plain_gradients(config, attention_of(config))
     found_loss, found = streamed_gradients(config, tmp_path, source, "offload")
     assert found_loss == loss
     assert [name for name, grad in expected.items() if not torch.equal(found[name], grad)] == []
+
+
+NESTED: dict[str, dict[str, Any]] = {
+    "openai-gpt": {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128},
+    "xlstm": {**BASE, "num_blocks": 4, "num_heads": 4},
+}
+"""Types whose layers return a list, or their state as a tuple beside the hidden state."""
+
+
+@pytest.mark.parametrize("model_type", NESTED)
+def test_layers_that_return_nested_tensors_have_the_plain_gradients(model_type: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(model_type, **NESTED[model_type])
+    loss, expected, source = plain_gradients(config, attention_of(config))
+    for activations in ("keep", "recompute", "offload"):
+        found_loss, found = streamed_gradients(config, tmp_path, source, activations)
+        assert found_loss == loss
+        assert [name for name, grad in expected.items() if not torch.equal(found[name], grad)] == []
+
+
+BYTES: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+def test_layers_whose_width_only_their_own_config_says_have_nearly_the_plain_gradients(tmp_path: Path) -> None:
+    """BLT's config has a config for each of its parts, and no hidden size."""
+    local = {**BYTES, "hidden_size_global": 64, "vocab_size": VOCAB, "cross_attn_k": 2}
+    config = AutoConfig.for_model(
+        "blt",
+        vocab_size=VOCAB,
+        encoder_hash_byte_group_vocab=64,
+        patch_in_forward=False,
+        encoder_config={**local, "num_hidden_layers": 1},
+        decoder_config={**local, "num_hidden_layers": 2},
+        global_config={"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 96},
+        patcher_config={**BYTES, "vocab_size": VOCAB, "num_hidden_layers": 2},
+    )
+    assert boundary_width(build_skeleton(config, "sdpa")) == 64
+    loss, expected, source = plain_gradients(config, "sdpa")
+    found_loss, found = streamed_gradients(config, tmp_path, source)
+    assert found_loss == loss
+    noise = [name for name, grad in expected.items() if grad.norm() < 1e-6]  # attention to one patch has no slope
+    assert [name for name in far(found, expected) if name not in noise] == []
+
+
+@pytest.mark.parametrize(("setting", "groups"), [("slices", 1), ("groups", 2)])
+def test_model_whose_rows_depend_on_one_another_is_not_cut(setting: str, groups: int, tmp_path: Path) -> None:
+    config = AutoConfig.for_model("doge", **BASE, is_moe=True, num_experts=16, num_experts_per_tok=2)
+    train = TrainConfig(steps=1, batch=BATCH, slices=3 - groups, groups=groups)
+    rows = padded_batch()
+    batches = [{key: value[group::groups] for key, value in rows.items()} for group in range(groups)]
+    options: dict[str, Any] = {"source": ModelWeights(plain_model(config)), "tokens": TOKENS}
+    with (
+        opened(config, tmp_path, PLACES["ram"], train, **options) as session,
+        pytest.raises(UnsupportedModelError, match=rf"layers\.0\.mlp \(DogeCDMoE\).*set train\.{setting} to 1"),
+    ):
+        session.engine.train_step(1, 0.0, batches)
+
+
+def test_argument_that_a_module_does_not_use_is_not_cut(tmp_path: Path) -> None:
+    """BioGPT's positions are given the mask, which has all rows, and make one."""
+    config = AutoConfig.for_model(
+        "biogpt",
+        **BASE,
+        layerdrop=0.0,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        activation_dropout=0.0,
+    )
+    loss, expected, source = plain_gradients(config, "sdpa")
+    found_loss, found = streamed_gradients(config, tmp_path, source, "recompute", slices=2)
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    noise = [name for name in expected if name.endswith("k_proj.bias")]  # the softmax takes it out
+    assert [name for name in far(found, expected) if name not in noise] == []
+
+
+def test_layers_that_take_more_than_was_planned_are_told_what_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatier.train.workload.STREAMS", ())
+    config = tiny_config("gemma3n_text")
+    source = plain_gradients(config, attention_of(config))[2]
+    with pytest.raises(ConfigError, match=r"more than a hidden state a token: set train\.activations to recompute"):
+        streamed_gradients(config, tmp_path, source, "offload")
 
 
 def test_batch_larger_than_what_offload_has_room_for_is_named(tmp_path: Path) -> None:
@@ -85,8 +183,14 @@ def test_batch_larger_than_what_offload_has_room_for_is_named(tmp_path: Path) ->
         streamed_gradients(config, tmp_path, source, "offload", tokens=TOKENS - 1)
 
 
-RECURRENT = {"qwen3_next": "linear_attention", "qwen3_5_text": "linear_attention", "lfm2": "conv"}
-"""Families with layers that carry a state over the borders of documents."""
+RECURRENT = {
+    "qwen3_next": "linear_attention",
+    "qwen3_5_text": "linear_attention",
+    "lfm2": "conv",
+    "deepseek_v4": "compressed_sparse_attention, heavily_compressed_attention",
+    "qwen4_exp_text": "linear_attention, an indexer over blocks of tokens",
+}
+"""Families with layers that carry a state over the borders of documents, or join tokens of two."""
 NO_BALANCE = {name: {"router_aux_loss_coef": 0.0} for name in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")}
 """Routers are balanced over all tokens of a group."""
 BORDERS = torch.tensor([[9], [1], [16], [23]])
@@ -174,7 +278,7 @@ def test_documents_apart_in_compiled_layers_on_a_gpu_do_not_depend_on_each_other
     assert far(results[0][1], results[1][1]) == {}
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", [family for family in RECURRENT if family in FAMILIES])
 def test_family_with_recurrent_layers_is_not_trained_on_documents_apart(family: str) -> None:
     with pytest.raises(
         UnsupportedModelError, match=rf"has layers \({RECURRENT[family]}\) .* data\.cross_documents to true"

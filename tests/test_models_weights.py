@@ -136,6 +136,34 @@ def test_export_family_is_what_transformers_loads_and_saves(family: str, tmp_pat
         assert torch.equal(buffer, found[name].float()), name
 
 
+def with_table(dtype: torch.dtype) -> PreTrainedModel:
+    model = build_skeleton(tiny_config("llama", num_hidden_layers=1), "sdpa")
+    model.model.register_buffer("table", torch.tensor([[3, (1 << 40) + 1], [-5, 0]]).to(dtype))
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool], ids=str)
+def test_buffer_of_integers_goes_out_and_comes_back_in_every_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Such as the experts of each token in DeepSeek-V4's first layers."""
+    model, again = with_table(dtype), with_table(dtype)
+    units = find_units(model)
+    export(tmp_path / "out", model, units, reader(flat_blocks(Initialiser(model, 1), units)), torch.bfloat16, 1 << 30)
+    again.model.get_buffer("table").zero_()
+    Checkpoint(tmp_path / "out", again)
+    assert torch.equal(again.model.get_buffer("table"), model.model.get_buffer("table"))
+    assert load_file(tmp_path / "out" / "model.safetensors")["model.table"].dtype is dtype
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.int64], ids=str)
+def test_buffer_of_integers_that_would_not_hold_what_is_stored_is_refused(stored: torch.dtype, tmp_path: Path) -> None:
+    model = with_table(torch.int64 if stored is torch.int64 else torch.int32)
+    units = find_units(model)
+    export(tmp_path / "out", model, units, reader(flat_blocks(Initialiser(model, 1), units)), torch.float32, 1 << 30)
+    patch(tmp_path / "out", {"model.table": torch.zeros(2, 2, dtype=stored)})
+    with pytest.raises(UnsupportedModelError, match=r"model\.table is \w+; the model takes torch\.int32 there"):
+        Checkpoint(tmp_path / "out", with_table(torch.int32))
+
+
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize("family", FUSED)
 def test_weights_in_parts_go_out_as_those_of_a_whole_model_and_come_back(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 BASE: dict[str, Any] = {
     "vocab_size": 160,
@@ -27,6 +27,31 @@ MOE: dict[str, Any] = {
     "output_router_logits": True,
     "router_aux_loss_coef": 0.05,
 }
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
+"""Attention over a latent, and experts beside a shared one."""
+SPARSE: dict[str, Any] = {
+    **LATENT,
+    "index_topk": 8,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "indexer_types": ["full", "full", "shared", "shared"],
+}
+"""Its attention over the tokens that an indexer chooses."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama_tied": {"_t": "llama", "tie_word_embeddings": True},
@@ -36,6 +61,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "olmo2": {},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
+    "apertus": {},
     "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0},
     "cohere2": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "logit_scale": 0.25},
     "gemma2": {"sliding_window": 8, "tie_word_embeddings": True},
@@ -60,38 +86,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "output_router_logits": True,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
-    "deepseek_v2": {
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 16,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "head_dim": 8,
-        "num_key_value_heads": 4,
-    },
-    "deepseek_v3": {
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 16,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "head_dim": 8,
-        "num_key_value_heads": 4,
-    },
+    "deepseek_v2": {**LATENT, "first_k_dense_replace": 1},
+    "deepseek_v3": {**LATENT, "first_k_dense_replace": 1, "n_group": 2},
     "glm4_moe": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
@@ -101,6 +97,47 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
+    "glm_moe_dsa": dict(**SPARSE),
+    "hy_v4": dict(hc_mult=2, **SPARSE),
+    "deepseek_v4": {
+        "num_key_value_heads": 1,
+        "q_lora_rank": 16,
+        "o_lora_rank": 16,
+        "o_groups": 2,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_topk": 4,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "mlp_layer_types": ["moe"] * 4,
+        "partial_rotary_factor": 0.5,
+    },
+    "qwen4_exp_text": dict(
+        layer_types=["linear_attention", "linear_attention", "linear_attention", "indexed_attention"],
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_conv_kernel_dim=4,
+        shared_expert_intermediate_size=32,
+        hc_lowrank=16,
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=16,
+        indexer_budget=8,
+        indexer_compress_ratio=2,
+        ple_layer_ids=[1],
+        ple_embed_dim=16,
+        ngram_vocab_size_base=64,
+        heads_per_ngram=2,
+        make_ngram_vocab_size_divisible_by=8,
+        split_ngram_parts=1,
+        **MOE,
+    ),
     "qwen3_next": dict(
         layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
         linear_num_value_heads=4,
@@ -148,19 +185,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128},
 }
+FAMILIES = {family: options for family, options in FAMILIES.items() if options.get("_t", family) in CONFIG_MAPPING}
+"""Those that the installed transformers has: the newest are not in every version that is supported."""
 
 
-FUSED = (
-    "qwen3_moe",
-    "qwen2_moe",
-    "qwen3_next",
-    "mixtral",
-    "olmoe",
-    "gpt_oss",
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe",
-    "minimax_m2",
+FUSED = tuple(
+    family
+    for family in (
+        "qwen3_moe",
+        "qwen2_moe",
+        "qwen3_next",
+        "mixtral",
+        "olmoe",
+        "gpt_oss",
+        "deepseek_v2",
+        "deepseek_v3",
+        "glm4_moe",
+        "minimax_m2",
+        "glm_moe_dsa",
+        "hy_v4",
+        "deepseek_v4",
+        "qwen4_exp_text",
+    )
+    if family in FAMILIES
 )
 """Those whose experts share parameters, a row for each, and can be cut."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers.utils.output_capturing import _active_collector
 
 from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
@@ -39,7 +39,8 @@ class Call:
     """What Hugging Face collects by hooks in this pass (router logits); a recompute must collect it again."""
     captured: list[tuple[str, int]] = field(default_factory=list)
     """Outputs so collected: key and how many."""
-    is_tuple: bool = False
+    outgoing: TreeSpec | None = None
+    """How what the module returns is nested."""
 
     @property
     def num_slices(self) -> int:
@@ -85,12 +86,13 @@ class Call:
             output = self.node.run(leaves, args, kwargs)
         finally:
             collector.reset(token)
-        self.is_tuple = isinstance(output, tuple)
         self.captured = [(key, len(value)) for key, value in caught.items() if value]
-        outputs = list(output) if self.is_tuple else [output]
-        if not all(torch.is_tensor(x) or x is None for x in outputs):
+        outputs, self.outgoing = tree_flatten(output)
+        others = sorted({type(x).__name__ for x in outputs if x is not None and not torch.is_tensor(x)})
+        if others:
             raise UnsupportedModelError(
-                f"{self.node.module_name} returns something other than tensors; it cannot be streamed."
+                f"{self.node.module_name} returns something other than tensors ({', '.join(others)}); it cannot be "
+                "streamed."
             )
         outputs += [tensor for values in caught.values() for tensor in values]
         if self.node.stage.checks_finite:
@@ -112,6 +114,7 @@ class Call:
             results = join([self.run(leaves, flat) for flat in parts])
         finally:
             use.leave()
+        self.node.learn_outputs(results)
         return self.unpack(results)
 
     def unpack(self, results: list[Tensor | None]) -> Any:  # noqa: ANN401
@@ -123,8 +126,8 @@ class Call:
             if outer is not None:
                 outer[key].extend(caught[:number])
             caught = caught[number:]
-        outputs = results[: len(results) - count]
-        return tuple(outputs) if self.is_tuple else outputs[0]
+        assert self.outgoing is not None, "a call is unpacked when it has run"
+        return tree_unflatten(results[: len(results) - count], self.outgoing)
 
 
 def join(parts: list[list[Any]]) -> list[Any]:

@@ -47,6 +47,7 @@ class Node:
         bindings: Sequence[tuple[dict[str, Tensor | None], str, TensorSlice]],
         *,
         activations: Activations,
+        compiles: bool = True,
     ) -> None:
         """Replace the module's forward on the instance."""
         self.stage, self.unit, self.module_name, self.module = stage, unit, module_name, module
@@ -54,7 +55,7 @@ class Node:
         self.bindings = bindings
         self._forward: Callable[..., Any] = module.forward
         self._compiled: Compiled[..., Any] | None = None
-        if stage.compilation is not None and not isinstance(module, nn.Embedding):
+        if compiles and stage.compilation is not None and not isinstance(module, nn.Embedding):
             self._compiled = stage.compilation(module.forward, type(module).__name__)
         self._leaves: dict[int, list[Tensor]] = {}
         self._slices = {tensor.name: tensor for _, _, tensor in bindings}
@@ -183,6 +184,27 @@ class Node:
                 f"train.slices: the arguments of {self.module_name} cannot be cut along the batch; set it to 1."
             )
         self.batched = [None if a is None or b is None else a[0] != b[0] for a, b in zip(one, shapes, strict=True)]
+
+    def learn_outputs(self, outputs: Sequence[Tensor | None]) -> None:
+        """While learning, after a run: whether what slices make can be joined. Captured outputs count.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        learnt = self.stage.learnt_outputs
+        if learnt is None:
+            return
+        shapes = [None if x is None else tuple(x.shape) for x in outputs]
+        one = learnt.setdefault(self.module_name, shapes)
+        if one == shapes:
+            # A batched argument that the module does not use (BioGPT's mask, for its positions): it runs uncut.
+            self.batched = [False] * len(self.batched or ())
+            return
+        doubled = [None if shape is None else (2 * shape[0], *shape[1:]) if shape else shape for shape in one]
+        if not all(shape and shape == found for shape, found in zip(doubled, shapes, strict=True) if found is not None):
+            raise ConfigError(
+                f"train.slices: the outputs of {self.module_name} cannot be joined along the batch; set it to 1."
+            )
 
 
 @dataclass(frozen=True, slots=True)

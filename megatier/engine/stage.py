@@ -56,13 +56,15 @@ class Stage:
     """Stop at the first unit with a value that is not finite (a diagnosis, not a training mode)."""
     learnt: dict[str, list[tuple[int, ...] | None]] | None = None
     """While learning: shapes of each module's flat arguments in the run with one row."""
+    learnt_outputs: dict[str, list[tuple[int, ...] | None]] | None = None
+    """While learning: those of its outputs."""
 
 
 @contextlib.contextmanager
 def learning(stage: Stage) -> Iterator[None]:
-    """Run the model twice inside, with one row and with two: nodes learn which arguments are batched."""
-    stage.learnt = {}
+    """Run the model twice inside, with one row and with two: nodes learn which arguments and outputs are batched."""
+    stage.learnt, stage.learnt_outputs = {}, {}
     try:
         yield
     finally:
-        stage.learnt = None
+        stage.learnt = stage.learnt_outputs = None

@@ -24,6 +24,7 @@ from megatier.engine.activation import Activations
 from megatier.engine.compilation import Compilation
 from megatier.engine.experts import ExpertsNode, guard, join
 from megatier.engine.gradient import Gradients, GradSink
+from megatier.engine.lender import Lender
 from megatier.engine.loss import IGNORED, FusedLoss, StepLoss, check_calls_loss_function
 from megatier.engine.matmul import Fp32Products
 from megatier.engine.node import Node
@@ -31,7 +32,7 @@ from megatier.engine.optimizer import AdamW
 from megatier.engine.stage import Stage, WeightSource, learning
 from megatier.engine.unbound import refused_outside
 from megatier.errors import NonFiniteError, UnsupportedModelError
-from megatier.models.decoder import Binding, Unit, bindings
+from megatier.models.decoder import Binding, Unit, bindings, check_rows_are_apart
 
 Batch = Mapping[str, Tensor]
 REMEDY = "Lower train.learning_rate, set train.clip, or look at the data of this step."
@@ -142,12 +143,14 @@ class Engine:
                 attention stops wherever they do not go on by 1.
 
         Raises:
-            UnsupportedModelError: this model's attention would not stop there, or groups would not share its loss.
+            UnsupportedModelError: this model's attention would not stop there, groups would not share its loss, or its
+                rows depend on one another and are cut.
             NonFiniteError: loss or gradient is NaN or infinite, once more in a row than may be left out; no update of
                 this step was applied (deferred), or none after the named unit's (immediate).
         """
         if len(groups) > 1:
             check_calls_loss_function(self.model, "set train.groups to 1")
+            check_rows_are_apart(self.model, "set train.groups to 1")
         self._learn(groups[0])
         if not self.model.training:  # walks over every module
             self.model.train()
@@ -265,6 +268,8 @@ class Engine:
         module, activations = self.model.get_submodule(name), self.options.activations[unit.name]
         if unit.experts is not None:
             return ExpertsNode(self._stage, unit.name, module, places, unit.experts, activations=activations)
+        if unit.is_round:
+            return Lender(self._stage, unit.name, name, module, places, activations=activations)
         node = Node(self._stage, unit.name, name, module, places, activations=activations)
         if unit.is_layer and len(unit.module_names) > 1:
             guard(node)
@@ -315,6 +320,7 @@ class Engine:
         """Before the first step with slices: which arguments of each module are batched."""
         if self._is_learnt:
             return
+        check_rows_are_apart(self.model, "set train.slices to 1")
         self.model.eval()  # draws no random numbers
         if "attention_mask" in batch:  # without padding, Hugging Face leaves masks out
             mask = batch["attention_mask"].clone()

@@ -7,8 +7,9 @@ only inside blocks, and are bound into the modules while a unit runs.
 from __future__ import annotations
 
 import copy
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -18,12 +19,22 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Pret
 
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import reading
+from megatier.models.buffers import initialise_buffers, parameters_on_meta
 from megatier.models.limits import counted
 from megatier.store.layout import Layout, TensorSlice
 from megatier.vector_math import warm
 
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Parameters that Hugging Face's Trainer leaves out of weight decay, by lower-case name."""
+
+JOINING = ("linear", "compressed", "heavily_compressed")
+"""How kinds of attention begin that join tokens before they are masked."""
+
+MOST_ROUND = 1 << 22
+"""Elements of a parameter of a module round the layers: 8 MiB in bf16."""
+
+MIXES_ROWS = ("DogeCDMoE",)
+"""Modules whose output for a row depends on the other rows of its batch: Doge's router cuts its logits across rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +50,8 @@ class Unit:
     is_layer: bool
     experts: tuple[int, int] | None = None
     """Of a fused experts module the range [start, stop) that this unit is; None: the unit is whole modules."""
+    is_round: bool = False
+    """It is what a module owns that runs all layers, such as LLaVA-NeXT's `image_newline`, and nothing below it."""
 
 
 Binding = tuple[dict[str, Tensor | None], str, TensorSlice]
@@ -70,11 +83,11 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
             f"{config.model_type} is an encoder-decoder; only decoder-only models are streamed."
         )
     with reading(f"{config.model_type} cannot be built from this config", UnsupportedModelError):
-        with torch.device("meta"), counted():
+        with parameters_on_meta(), counted():
             options = {"dtype": torch.float32, "attn_implementation": _attention_of(config, attention)}
             model = auto_class(config).from_config(config, **options)  # type: ignore[no-untyped-call]
         assert isinstance(model, PreTrainedModel)
-        _materialise_buffers(model)
+        initialise_buffers(model)
     model.config.use_cache = False
     return model
 
@@ -94,11 +107,11 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
 
     A decoder layer is one unit; so is any other outermost module that owns parameters (embedding, norm, head). Outside
     the decoder it is the outermost module without a list in it: a block of a vision tower, its embeddings, a projector.
-    What requires no gradient is frozen.
+    Of a module round the layers what it owns itself is one. What requires no gradient is frozen.
 
     Raises:
         UnsupportedModelError: no decoder layers, a parameter shared in another way than embedding and head, a
-            parameter that is no floating-point tensor, or one that is owned by a module round the layers.
+            parameter that is no floating-point tensor, or a large one that is owned by a module round the layers.
     """
     names = _first_owners(model)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -106,16 +119,21 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
     units: dict[str, Unit] = {}
     unit_of: dict[str, str] = {}
     for module_name, module in _unit_modules(model, layers):
-        shapes = {names[id(p)]: _checked_shape(model, names[id(p)], p) for p in module.parameters()}
+        is_round = id(module) not in layers and any(id(child) in layers for child in module.modules())
+        owned = module.parameters(recurse=not is_round)
+        shapes = {names[id(p)]: _checked_shape(model, names[id(p)], p) for p in owned}
+        if is_round:
+            _refuse_large(model, shapes)
         shared = sorted({unit_of[name] for name in shapes if name in unit_of})
         if not shared:
             unit_of.update(dict.fromkeys(shapes, module_name))
             layout = Layout.of(shapes.items(), frozen)
-            units[module_name] = Unit(module_name, (module_name,), layout, id(module) in layers)
+            unit = Unit(module_name, (module_name,), layout, id(module) in layers, is_round=is_round)
+            units[module_name] = unit if module_name else replace(unit, name=type(model).__name__)
             continue
         first = units[shared[0]]
         whole = set(shapes) == {t.name for t in first.layout.tensors}
-        embedding = model.get_submodule(first.name) is model.get_input_embeddings()
+        embedding = model.get_submodule(first.module_names[0]) is model.get_input_embeddings()
         if not (whole and embedding and module is model.get_output_embeddings()):
             raise _unsupported(
                 model,
@@ -143,10 +161,16 @@ def bindings(model: PreTrainedModel, unit: Unit, module_name: str) -> list[Bindi
     slices = {tensor.name: tensor for tensor in unit.layout.tensors}
     return [
         (cast("dict[str, Tensor | None]", module._parameters), leaf, slices[names[id(parameter)]])
-        for module in model.get_submodule(module_name).modules()
+        for module in _modules_of(model, unit, module_name)
         for leaf, parameter in module._parameters.items()
         if parameter is not None
     ]
+
+
+def _modules_of(model: PreTrainedModel, unit: Unit, module_name: str) -> Iterator[nn.Module]:
+    """The modules that own what a unit has below one of its modules."""
+    module = model.get_submodule(module_name)
+    return iter((module,)) if unit.is_round else module.modules()
 
 
 def decays(model: PreTrainedModel) -> frozenset[str]:
@@ -160,17 +184,35 @@ def decays(model: PreTrainedModel) -> frozenset[str]:
 def check_stops_at_borders(model: PreTrainedModel) -> None:
     """Attention has a mask that keeps the documents of a sequence apart; a recurrent layer carries its state on.
 
+    So does attention over blocks of tokens, which may hold the end of one document and the beginning of the next.
+
     Raises:
-        UnsupportedModelError: a layer is no attention.
+        UnsupportedModelError: a layer is no attention over single tokens.
     """
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    others = sorted({kind for kind in kinds if not kind.endswith("attention") or kind.startswith("linear")})
+    others = sorted({kind for kind in kinds if not kind.endswith("attention") or kind.startswith(JOINING)})
+    if getattr(config, "indexer_compress_ratio", None):
+        others.append("an indexer over blocks of tokens")
     if others:
         raise UnsupportedModelError(
             f"{type(model).__name__} has layers ({', '.join(others)}) that do not stop at the borders of documents. "
             "Set data.cross_documents to true."
         )
+
+
+def check_rows_are_apart(model: PreTrainedModel, remedy: str) -> None:
+    """Groups and slices are what they are because no row of a batch knows of another.
+
+    Raises:
+        UnsupportedModelError: in this model one does; ends with the remedy.
+    """
+    for name, module in model.named_modules():
+        if type(module).__name__ in MIXES_ROWS:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: what {name} ({type(module).__name__}) makes of a row depends on the other "
+                f"rows of its batch, which can therefore not be cut: {remedy}."
+            )
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -207,34 +249,6 @@ def _model_class(
     return auto._model_mapping.get(type(config), None)
 
 
-def _materialise_buffers(model: PreTrainedModel) -> None:
-    """Give every buffer its value: Hugging Face's own initialisation sets them, and passes over meta parameters."""
-    buffers: dict[str, Tensor] = {}
-    for module_name, module in model.named_modules():
-        for leaf, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[leaf] = buffers[f"{module_name}.{leaf}"] = _unset(
-                    torch.empty_like(buffer, device="cpu")
-                )
-    with torch.random.fork_rng(devices=[]):
-        model.initialize_weights()
-    for name, buffer in buffers.items():
-        if buffer.dtype is not torch.bool and bool(_is_unset(buffer).any()):
-            raise UnsupportedModelError(f"{type(model).__name__}: nothing initialises the buffer {name}.")
-
-
-def _unset(buffer: Tensor) -> Tensor:
-    """Fill it with what no initialisation leaves behind, but for bool."""
-    if buffer.is_floating_point() or buffer.is_complex():
-        return buffer.fill_(float("nan"))
-    return buffer.zero_() if buffer.dtype is torch.bool else buffer.fill_(torch.iinfo(buffer.dtype).min)
-
-
-def _is_unset(buffer: Tensor) -> Tensor:
-    has_nan = buffer.is_floating_point() or buffer.is_complex()
-    return buffer.isnan() if has_nan else buffer == torch.iinfo(buffer.dtype).min
-
-
 def _first_owners(model: PreTrainedModel) -> dict[int, str]:
     """The id of each parameter to its name; a tied one has the name under which its first owner holds it."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
@@ -249,10 +263,22 @@ def _unit_modules(model: PreTrainedModel, layers: set[int]) -> Iterator[tuple[st
         if (inside is not None and name.startswith(inside)) or not is_whole:
             continue
         if id(module) not in layers and any(id(child) in layers for child in module.modules()):
-            full_name = f"{name}.{owned[0]}".lstrip(".")
-            raise _unsupported(model, full_name, "belongs to a module round the decoder layers, so it cannot be a unit")
+            yield name, module  # with what it owns itself; what is below it follows
+            continue
         inside = f"{name}."
         yield name, module
+
+
+def _refuse_large(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """What a module round the layers owns is copied for the whole forward, beside the budgets."""
+    for name, shape in shapes.items():
+        if math.prod(shape) > MOST_ROUND:
+            raise _unsupported(
+                model,
+                name,
+                f"belongs to a module round the decoder layers and has {math.prod(shape)} elements; there at most "
+                f"{MOST_ROUND} can be held while all layers run",
+            )
 
 
 def _is_one_piece(module: nn.Module) -> bool:

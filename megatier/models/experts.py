@@ -60,8 +60,11 @@ def places_of(units: Sequence[Unit]) -> dict[str, list[tuple[Unit, TensorSlice]]
 
 def _cut(model: PreTrainedModel, unit: Unit, parts: int) -> Iterator[Unit]:
     """The unit itself, or one of the layer's other modules, then one for each range of experts."""
+    if not unit.is_layer:
+        yield unit
+        return
     layer = model.get_submodule(unit.name)
-    fused = {f"{unit.name}.{name}": module for name, module in _experts_in(layer)} if unit.is_layer else {}
+    fused = {f"{unit.name}.{name}": module for name, module in _experts_in(layer)}
     if not fused:
         yield unit
         return

@@ -23,6 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from megatier.errors import ConfigError, TransferError, UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, read_object, reading, shown
+from megatier.models.buffers import constructed_value
 from megatier.models.conversion import Run, assemble, taken
 from megatier.models.decoder import Unit, bindings
 from megatier.models.shards import DTYPES, StoredTensor, read_header
@@ -71,25 +72,33 @@ class Initialiser:
         modules = unit.module_names if unit.is_layer else unit.module_names[:1]  # a tied head has nothing of its own
         places = [place for module in modules for place in bindings(self._model, unit, module)]
         kept = [parameters[leaf] for parameters, leaf, _ in places]
-        values = {tensor.name: nn.Parameter(torch.full(tensor.shape, math.nan)) for tensor in unit.layout.tensors}
+        values = {
+            tensor.name: nn.Parameter(self._constructed(tensor.name, tensor.shape)) for tensor in unit.layout.tensors
+        }
         for parameters, leaf, tensor in places:
             parameters[leaf] = values[tensor.name]
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(_seed_of(self._seed, unit.name))
                 for module in modules:
-                    self._init_weights(module)
+                    self._init_weights(module, alone=unit.is_round)
         finally:
             for (parameters, leaf, _), parameter in zip(places, kept, strict=True):
                 parameters[leaf] = parameter
         return {name: value.detach().flatten() for name, value in values.items()}
 
-    def _init_weights(self, name: str) -> None:
-        """Children before parents, then upwards to the root, because parents may set what lies below them.
+    def _constructed(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """What the model's constructor gave a parameter, else NaN: a part of one, such as of experts, has nothing."""
+        value, initial = constructed_value(self._model.get_parameter(name)), torch.full(shape, math.nan)
+        return initial if value is None or value.shape != shape else initial.copy_(value)
+
+    def _init_weights(self, name: str, *, alone: bool) -> None:
+        """Children before parents (not if alone), then upwards to the root: parents may set what lies below them.
 
         Each module is initialised by the nearest PreTrainedModel at or above it. What is on meta stays as it is.
         """
-        below = [f"{name}.{child}".rstrip(".") for child, _ in self._model.get_submodule(name).named_modules()]
+        children = [""] if alone else [child for child, _ in self._model.get_submodule(name).named_modules()]
+        below = [f"{name}.{child}".rstrip(".") for child in children]
         for module_name in (*reversed(below), *list(_upwards(name))[1:]):
             owner = next(self._pretrained[above] for above in _upwards(module_name) if above in self._pretrained)
             owner._init_weights(self._model.get_submodule(module_name))
@@ -128,12 +137,11 @@ class Checkpoint:
                 yield position, piece
                 position += piece.numel()
 
-    def _read(self, runs: Sequence[Run]) -> Iterator[Tensor]:
-        """Their elements as fp32. The two buffers are reused, so a piece is valid until the next."""
-        raw = torch.empty(
-            4 * min(CHUNK_ELEMENTS, max((run.num_elements for run in runs), default=0)), dtype=torch.uint8
-        )
-        values = torch.empty(len(raw) // 4)
+    def _read(self, runs: Sequence[Run], wanted: torch.dtype = torch.float32) -> Iterator[Tensor]:
+        """Their elements in the wanted dtype. The two buffers are reused, so a piece is valid until the next."""
+        most = min(CHUNK_ELEMENTS, max((run.num_elements for run in runs), default=0))
+        widest = max((DTYPES[self._stored[run.name].dtype].itemsize for run in runs), default=0)
+        raw, values = torch.empty(most * widest, dtype=torch.uint8), torch.empty(most, dtype=wanted)
         for run in runs:
             stored = self._stored[run.name]
             dtype = DTYPES[stored.dtype]
@@ -142,7 +150,7 @@ class Checkpoint:
                 if run.num_columns:
                     matrix = torch.empty(run.num_elements * dtype.itemsize, dtype=torch.uint8)
                     _read_exactly(file, matrix, stored)
-                    yield from by_columns(matrix.view(dtype), run.num_columns).float().split(CHUNK_ELEMENTS)
+                    yield from by_columns(matrix.view(dtype), run.num_columns).to(wanted).split(CHUNK_ELEMENTS)
                     continue
                 for start, stop in chunks(run.num_elements):
                     piece = raw[: (stop - start) * dtype.itemsize]
@@ -166,20 +174,27 @@ class Checkpoint:
             if not found:
                 raise UnsupportedModelError(f"{self._folder}: tensor {names[0]} is missing.")
             for name in found:
-                self._check_tensor(name, tuple(state[name].shape))
+                self._check_tensor(name, state[name])
             for name in found[1:]:
                 self._refuse_unequal(found[0], name)
             self._assemblies[names[0]] = self._assemblies[found[0]]
 
-    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
+    def _check_tensor(self, name: str, tensor: Tensor) -> None:
+        """Compare one with the parameter or buffer that it is for. A buffer of integers takes integers that fit."""
         assembly = self._assemblies[name]
-        if assembly.shape != shape:
-            raise UnsupportedModelError(f"{self._where(name)} has shape {assembly.shape}; the config asks for {shape}.")
-        for run in assembly.runs:
-            if (dtype := self._stored[run.name].dtype) not in FULL_PRECISION:
+        if assembly.shape != tensor.shape:
+            raise UnsupportedModelError(
+                f"{self._where(name)} has shape {assembly.shape}; the config asks for {tuple(tensor.shape)}."
+            )
+        for stored in (self._stored[run.name].dtype for run in assembly.runs):
+            if tensor.is_floating_point() and stored not in FULL_PRECISION:
                 raise UnsupportedModelError(
-                    f"{self._where(name)} is {shown(dtype)}; full-precision training starts from "
+                    f"{self._where(name)} is {shown(stored)}; full-precision training starts from "
                     f"{', '.join(FULL_PRECISION)}."
+                )
+            if not tensor.is_floating_point() and not _is_held_by(stored, tensor.dtype):
+                raise UnsupportedModelError(
+                    f"{self._where(name)} is {shown(stored)}; the model takes {tensor.dtype} there."
                 )
 
     def _refuse_unequal(self, first: str, second: str) -> None:
@@ -195,8 +210,9 @@ class Checkpoint:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, buffer in model.state_dict().items():
             if name not in parameters:
+                wanted = torch.float32 if buffer.is_floating_point() else buffer.dtype
                 flat, position = buffer.view(-1), 0
-                for piece in self._read(self._assemblies[name].runs):
+                for piece in self._read(self._assemblies[name].runs, wanted):
                     flat[position : position + piece.numel()] = piece
                     position += piece.numel()
 
@@ -281,6 +297,11 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
             found.to_json_string()  # now, not when the trained model is written
             return found
     return None
+
+
+def _is_held_by(stored: str, dtype: torch.dtype) -> bool:
+    """Whether every value of a stored dtype is one of another, which is no float."""
+    return stored in DTYPES and torch.promote_types(DTYPES[stored], dtype) is dtype
 
 
 def _ignored(model: PreTrainedModel, name: str) -> bool:

@@ -42,7 +42,9 @@ class Offload:
         if tensor.nbytes > (planned := self._units[unit].activation_bytes):
             raise ConfigError(
                 f"the input of {unit} has {tensor.nbytes} bytes; by train.batch and data.sequence_length, "
-                f"train.activations: offload has set {planned} aside for it. Give batches that are no larger."
+                f"train.activations: offload has set {planned} aside for it. Give batches that are no larger; where "
+                "they are not, this model's layers take more than a hidden state a token: set train.activations to "
+                "recompute."
             )
         self._store.push(activation_key(unit), tensor)
         self._stashed.append((unit, tensor.shape, tensor.dtype))

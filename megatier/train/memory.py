@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from megatier.config import RunConfig
 from megatier.engine.activation import Activations
 from megatier.models.decoder import Unit
-from megatier.train.workload import COMPUTE_DTYPES, Workload, boundary_width
+from megatier.train.workload import COMPUTE_DTYPES, Workload, boundary_width, hidden_width
 
 CONTEXT_BYTES = 1_000_000_000
 """What the driver and libraries hold."""
@@ -78,7 +78,7 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
     logits = 2 * item * min(chunk, work.rows * config.data.sequence_length) * text.vocab_size
     head = model.get_output_embeddings()
     makes_sum = config.model.fused_loss and (head is None or head.weight.requires_grad)
-    head_sum = 4 * text.vocab_size * text.hidden_size if makes_sum else 0
+    head_sum = 4 * text.vocab_size * hidden_width(model) if makes_sum else 0
     mask = mask_bytes(config, work)
     in_layer = REPEATED * largest * boundary + item * mask
     return ActivationBytes(

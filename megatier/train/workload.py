@@ -16,7 +16,7 @@ from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfi
 from megatier.engine.activation import Activations
 from megatier.errors import PlanError, UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, read_object, reading, reason_of, shown
-from megatier.models.decoder import Unit
+from megatier.models.decoder import Unit, decoder_layers
 from megatier.models.experts import most_parts
 from megatier.models.limits import check_counts
 from megatier.schedule.sizes import Policy, UnitSpec
@@ -29,6 +29,8 @@ STATE_BYTES_PER_ELEMENT = 12
 CONFIG_FILE = "config.json"
 NAME_CHARACTERS_MAX = 100
 """What is longer resembles nothing, and comparing takes its time."""
+STREAMS = ("altup_num_inputs", "hc_mult", "hc_count")
+"""Settings that say how many hidden states a token has: Gemma 3n (AltUp); DeepSeek-V4, Hy-V4; Qwen4-Exp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +102,26 @@ class Workload:
         return cls(units, specs, activations, policy, options, rows)
 
 
+def hidden_width(model: PreTrainedModel) -> int:
+    """Numbers in a hidden state of the decoder layers.
+
+    Raises:
+        UnsupportedModelError: no config says so.
+    """
+    layers = decoder_layers(model)
+    owners = [part for part in model.modules() if isinstance(part, PreTrainedModel) and layers in part.modules()]
+    for config in (model.config.get_text_config(), *(owner.config for owner in reversed(owners))):
+        if width := getattr(config, "hidden_size", None):
+            return int(width)
+    raise UnsupportedModelError(
+        f"{type(model).__name__}: its config has no hidden_size, so what its layers take cannot be planned."
+    )
+
+
 def boundary_width(model: PreTrainedModel) -> int:
-    """Numbers a token between two layers: its hidden state; Gemma 3n has several (AltUp)."""
+    """Numbers a token between two layers: its hidden state; some models have several (STREAMS)."""
     text = model.config.get_text_config()
-    width: int = text.hidden_size * getattr(text, "altup_num_inputs", 1)
-    return width
+    return hidden_width(model) * next((count for name in STREAMS if (count := getattr(text, name, None))), 1)
 
 
 def advised(short: PlanError, model: PreTrainedModel, parts: int, place_with: Callable[[int], object]) -> PlanError:

@@ -1,0 +1,136 @@
+"""Buffers with their values in a model without weights: what its constructor gives them, and its initialisation.
+
+A model is built on meta. What a constructor computes there is lost, and Hugging Face's initialisation sets again only
+some of it: not the constants of Apertus' activation. So whatever a constructor fills with values is real, on the CPU,
+and only what becomes a parameter goes to meta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from megatier.errors import UnsupportedModelError
+
+MOST_ELEMENTS = 1 << 24
+"""Of a tensor that a constructor makes for real: 64 MiB in fp32. A larger one is a parameter, or a mask."""
+
+MOST_KEPT = 1 << 16
+"""Elements of a parameter's value that is kept: of a gate, a scale, a norm."""
+
+FILLING = frozenset(
+    {
+        torch.arange,
+        torch.as_tensor,
+        torch.asarray,
+        torch.eye,
+        torch.full,
+        torch.linspace,
+        torch.logspace,
+        torch.ones,
+        torch.rand,
+        torch.randint,
+        torch.randn,
+        torch.randperm,
+        torch.scalar_tensor,
+        torch.tensor,
+        torch.tril_indices,
+        torch.triu_indices,
+        torch.zeros,
+    }
+)
+"""What makes a tensor with values in it. What `torch.empty` makes has none, so that nothing is lost on meta."""
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Inside, modules are built with parameters on meta, and with what they compute besides on the CPU.
+
+    Random values are always the same; the random state outside is left alone.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), _Filled():
+        torch.manual_seed(0)
+        hook = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+def constructed_value(parameter: Tensor) -> Tensor | None:
+    """What a constructor filled a parameter with, where that was kept: its initial value if nothing sets another."""
+    return getattr(parameter, "constructed", None)
+
+
+def initialise_buffers(model: PreTrainedModel) -> None:
+    """Give every buffer its value: Hugging Face's own initialisation sets them, and passes over meta parameters.
+
+    Raises:
+        UnsupportedModelError: one has no value from its constructor, and the initialisation leaves it unset.
+    """
+    unset: dict[str, Tensor] = {}
+    for module_name, module in model.named_modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[leaf] = unset[f"{module_name}.{leaf}".lstrip(".")] = _unset(
+                    torch.empty_like(buffer, device="cpu")
+                )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model.initialize_weights()
+    for name, buffer in unset.items():
+        if bool(_is_unset(buffer).any()):
+            raise UnsupportedModelError(f"{type(model).__name__}: nothing initialises the buffer {name}.")
+
+
+class _Filled(TorchFunctionMode):
+    """Makes tensors that are filled with values on the CPU, whatever the default device is."""
+
+    def __torch_function__(
+        self,
+        function: Any,  # noqa: ANN401 - whatever torch makes a tensor with
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        made = function(*args, **(kwargs or {}))
+        if function not in FILLING or not made.is_meta or (kwargs or {}).get("device") is not None:
+            return made
+        # Hugging Face finds out by `torch.tensor([])` that a model is built on meta.
+        if not 0 < made.numel() <= MOST_ELEMENTS:
+            return made
+        return function(*args, **{**(kwargs or {}), "device": "cpu"})
+
+
+def _to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    """What is registered in place of a parameter; a small one's value stays with it."""
+    if parameter is None or parameter.is_meta:
+        return parameter
+    placed = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    placed.__dict__.update(parameter.__dict__)
+    if parameter.numel() <= MOST_KEPT:
+        placed.constructed = parameter.detach()  # type: ignore[attr-defined]
+    return placed
+
+
+def _unset(buffer: Tensor) -> Tensor:
+    """Fill it with what no initialisation leaves behind."""
+    if buffer.is_floating_point() or buffer.is_complex():
+        return buffer.fill_(float("nan"))
+    if buffer.dtype is torch.bool:
+        buffer.view(torch.uint8).fill_(2)
+        return buffer
+    return buffer.fill_(torch.iinfo(buffer.dtype).min)
+
+
+def _is_unset(buffer: Tensor) -> Tensor:
+    if buffer.is_floating_point() or buffer.is_complex():
+        return buffer.isnan()
+    return buffer.view(torch.uint8) == 2 if buffer.dtype is torch.bool else buffer == torch.iinfo(buffer.dtype).min
