@@ -53,6 +53,7 @@ def run(argv: Sequence[str]) -> int:
     options, overrides = parser.parse_known_args(argv)
     loaded = config_file.load(options.config, overrides)
     rates = read_rates(options.machine) if options.machine is not None else _measured(loaded)
+    from megatier.train.choices import with_true_loss
     from megatier.train.picture import draw  # loads torch: only once the arguments are known to be right
     from megatier.train.plan import make_plan
     from megatier.train.search import changed, search
@@ -61,6 +62,7 @@ def run(argv: Sequence[str]) -> int:
     console = Console()
     free_gpu = rates.gpu_bytes if options.search else None
     budgets, compiles, model = _budgets(loaded, free_gpu), _compiles(loaded), skeleton_of(loaded.model)
+    loaded = with_true_loss(loaded, model)
     if options.search:
         given = config_file.given(options.config, overrides)
         choice = search(model, loaded, rates, budgets, compiles=compiles, fixed=given)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rich.console import Console
+from transformers import PreTrainedModel
 
 from megatier.config import RunConfig
+from megatier.engine.head import can_fuse
 from megatier.errors import PlanError
+from megatier.models.decoder import find_units
 from megatier.schedule.forecast import Forecast
 from megatier.schedule.placement import Budgets
 from megatier.store.blockfile import budget_bytes
@@ -19,8 +22,9 @@ from megatier.train.trial import skeleton_of
 
 
 def fix_choices(config: RunConfig) -> RunConfig:
-    """The config with numeric choices that the machine decides: the run directory records what was chosen.
+    """The config with numeric choices that machine and model decide: the run directory records what was chosen.
 
+    A loss that cannot be fused with the model's head is not, with a warning (`engine.head`).
     With savepoints also the budgets: from one a run goes on with those that it began with.
     """
     tiers = config.tiers
@@ -29,7 +33,20 @@ def fix_choices(config: RunConfig) -> RunConfig:
         gpu, ram = budgets_of(tiers, choose_device(tiers))
         mounts = tuple(f"{mount.directory}:{budget_bytes(mount)}" for mount in tiers.mounts)
         tiers = replace(tiers, gpu=gpu, ram=ram, nvme=mounts)
-    return replace(config, model=replace(config.model, compile=chosen), tiers=tiers)
+    return with_true_loss(replace(config, model=replace(config.model, compile=chosen), tiers=tiers))
+
+
+def with_true_loss(config: RunConfig, model: PreTrainedModel | None = None) -> RunConfig:
+    """The config with `model.fused_loss` as it will be; the skeleton is built where it is not given.
+
+    Raises:
+        UnsupportedModelError, ConfigError: see `skeleton_of`, `find_units`.
+    """
+    if not config.model.fused_loss:
+        return config
+    model = model or skeleton_of(config.model)
+    fused = can_fuse(model, find_units(model))
+    return replace(config, model=replace(config.model, fused_loss=fused))
 
 
 def plan_choices(config: RunConfig, given: frozenset[str], console: Console) -> tuple[RunConfig, Forecast | None]:
