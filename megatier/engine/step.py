@@ -32,6 +32,7 @@ from megatier.engine.optimizer import AdamW
 from megatier.engine.stage import Stage, WeightSource, learning
 from megatier.engine.unbound import refused_outside
 from megatier.errors import NonFiniteError, UnsupportedModelError
+from megatier.models.buffers import place_buffers
 from megatier.models.decoder import Binding, Unit, bindings
 
 Batch = Mapping[str, Tensor]
@@ -101,7 +102,7 @@ class Engine:
     def __init__(
         self, model: PreTrainedModel, units: Sequence[Unit], stream: Stream, optimizer: AdamW, options: EngineOptions
     ) -> None:
-        """Install nodes on every module that uses a unit. Buffers move to the device.
+        """Install nodes on every module that uses a unit. Buffers move to the device, in the dtype they compute in.
 
         Where the loss cannot be fused with this model's head, it is not, with a warning.
         """
@@ -121,7 +122,7 @@ class Engine:
         self.fuses_loss = options.fused_loss and can_fuse(model, units)
         """Whether head and loss are one node, and the model gives no logits."""
         bound = [(unit, name, bindings(model, unit, name)) for unit in units for name in unit.module_names]
-        _move_buffers(model, options)
+        place_buffers(model, options.device, options.dtype)
         nodes = [self._node(unit, name, places) for unit, name, places in bound]
         self._nodes = {node.module_name: node for node in nodes}
         join(nodes)
@@ -390,10 +391,3 @@ def _stop_checkpointing(model: PreTrainedModel) -> None:
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]
-
-
-def _move_buffers(model: PreTrainedModel, options: EngineOptions) -> None:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(options.device)
