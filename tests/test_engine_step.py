@@ -73,8 +73,8 @@ def poisoned(engine: Engine, what: str | None) -> Iterator[None]:
         ]
         add(unit, spoilt)
 
-    def spoilt_loss(batch: Batch, counted: int | None) -> Tensor:
-        return loss(batch, counted) * (float("nan") if what == "loss" and next(once, False) else 1)
+    def spoilt_loss(batch: Batch, counted: int | None, share: float = 1.0) -> Tensor:
+        return loss(batch, counted, share) * (float("nan") if what == "loss" and next(once, False) else 1)
 
     with patch.object(gradients, "add", spoilt_add), patch.object(engine, "_loss", spoilt_loss):
         yield
