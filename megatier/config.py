@@ -47,7 +47,8 @@ class ModelConfig:
     """Share of a layer's activations that a compiled layer saves, 0 to 1. Its backward computes the rest again,
     cheapest first: at 0.8 products of elements and norms, at 0 all but the inputs. Changes the order of sums."""
     fused_loss: bool = True
-    """Head and loss as one chunked node, so that logits never exist whole."""
+    """Head and loss as one chunked node, so that logits never exist whole. Off, with a warning, for a model that does
+    more between the two than scale and cap logits once."""
     loss_chunk: int = 1024
     """Tokens per chunk of the fused loss, at least 1."""
     expert_parts: int = 1

@@ -50,6 +50,17 @@ def test_plan_writes_json_and_a_picture(tmp_path: Path) -> None:
     assert ElementTree.parse(tmp_path / "plan.svg").getroot()[0].text == "quickstart.yaml, as planned"
 
 
+def test_plan_of_a_loss_that_cannot_be_fused_counts_whole_logits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model.config.model_type=bert", "--model.config.is_decoder=true"]
+    with pytest.warns(UserWarning, match="the output embedding of BertLMHeadModel is not a unit"):
+        assert plan(*words) == 0
+    found = capsys.readouterr().out
+    assert plan(*words, "--model.fused_loss=false") == 0
+    assert capsys.readouterr().out == found
+
+
 def test_plan_documents_apart_say_what_the_mask_takes_and_what_has_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

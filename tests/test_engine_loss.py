@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,10 +13,10 @@ from transformers import PreTrainedModel
 
 from megatier.engine.activation import Activations
 from megatier.engine.gradient import Gradients
-from megatier.engine.loss import IGNORED, FusedLoss
+from megatier.engine.head import IGNORED
+from megatier.engine.loss import FusedLoss
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage
-from megatier.errors import UnsupportedModelError
 from megatier.store.layout import Layout
 from megatier.store.tier import Phase
 
@@ -25,18 +26,23 @@ VOCAB, HIDDEN, ROWS, TOKENS = 37, 8, 3, 11
 class Head:
     """A model that is only a head, with its weights; it takes the gradient."""
 
-    def __init__(self, cap: float | None, chunk: int, dtype: torch.dtype, *, bias: bool = False) -> None:
+    def __init__(
+        self, cap: float | None, chunk: int, dtype: torch.dtype, *, bias: bool = False, frozen: Sequence[str] = ()
+    ) -> None:
         torch.manual_seed(0)
-        layout = Layout.of([("weight", (VOCAB, HIDDEN)), *([("bias", (VOCAB,))] if bias else [])])
+        layout = Layout.of([("weight", (VOCAB, HIDDEN)), *([("bias", (VOCAB,))] if bias else [])], set(frozen))
+        self.layout = layout
         self.weights = torch.randn(layout.num_elements).to(dtype)
-        self.weight = self.weights[: VOCAB * HIDDEN].view(VOCAB, HIDDEN)
-        self.grad = torch.full((layout.num_elements,), float("nan"), dtype=dtype)
+        self.weight = self.part(self.weights, "weight").view(VOCAB, HIDDEN)
+        self.bias = self.part(self.weights, "bias") if bias else None
+        self.grad = torch.full((layout.trained.num_elements,), float("nan"), dtype=dtype)
         self.phases: list[Phase] = []
         self.measured = 0
         config = tiny_config("gemma2", final_logit_softcapping=cap)
-        self.model = cast("PreTrainedModel", SimpleNamespace(config=config, loss_function=None))
+        model = SimpleNamespace(config=config, loss_function=None, forward=lambda: config.final_logit_softcapping)
+        self.model = cast("PreTrainedModel", model)
         device = torch.device("cpu")
-        gradients = Gradients({"head": layout}, dtype, self, self, groups=1)
+        gradients = Gradients({"head": layout.trained}, dtype, self, self, groups=1)
         gradients.begin_group(0)
         anchor = torch.zeros((), requires_grad=True)
         stage = Stage(self, gradients, dtype, device, 1, anchor)
@@ -69,9 +75,14 @@ class Head:
         loss: Tensor = self.model.loss_function(logits=self.module(hidden), labels=labels, **kwargs)
         return loss
 
+    def part(self, plane: Tensor, name: str) -> Tensor:
+        """A parameter of the head, or its gradient, flat."""
+        tensor = next(tensor for tensor in self.layout.tensors if tensor.name == name)
+        return plane[tensor.start : tensor.stop]
+
     @property
     def weight_grad(self) -> Tensor:
-        return self.grad[: VOCAB * HIDDEN].view(VOCAB, HIDDEN)
+        return self.part(self.grad, "weight").view(VOCAB, HIDDEN)
 
 
 def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -83,19 +94,23 @@ def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 
 def reference(
-    hidden: Tensor, weight: Tensor, labels: Tensor, cap: float | None, count: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and gradients by torch's own cross-entropy in fp64."""
-    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    logits = hidden @ weight.t()
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    cap: float | None,
+    count: int | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Loss and gradients of hidden states, weight and bias by torch's own cross-entropy in fp64."""
+    parts = [part.double().requires_grad_() for part in (hidden, weight, *([] if bias is None else [bias]))]
+    logits = functional.linear(*parts)
     if cap:
         logits = cap * torch.tanh(logits / cap)
     total = functional.cross_entropy(
         logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1), ignore_index=IGNORED, reduction="sum"
     )
     loss = total / (count or (labels[:, 1:] != IGNORED).sum())
-    hidden_grad, weight_grad = torch.autograd.grad(loss, [hidden, weight])
-    return loss.detach(), hidden_grad, weight_grad
+    return loss.detach(), *torch.autograd.grad(loss, parts)
 
 
 CHUNKS = [1, 7, TOKENS, ROWS * TOKENS, 1000]
@@ -191,8 +206,10 @@ def test_fused_loss_evaluation_gives_the_training_value_and_expects_no_backward(
     assert torch.equal(value, head(hidden.requires_grad_(), labels).detach())
 
 
-def test_fused_loss_takes_the_soft_cap_out_of_the_models_forward() -> None:
-    assert Head(5.0, 7, torch.float32).model.config.final_logit_softcapping is None
+def test_fused_loss_takes_the_soft_cap_out_of_the_models_forward_and_leaves_the_config() -> None:
+    model = Head(5.0, 7, torch.float32).model
+    assert model.forward() is None
+    assert model.config.final_logit_softcapping == 5.0
 
 
 def test_fused_loss_head_returns_the_hidden_states() -> None:
@@ -200,6 +217,34 @@ def test_fused_loss_head_returns_the_hidden_states() -> None:
     assert head.module(hidden) is hidden
 
 
-def test_fused_loss_head_with_a_bias_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"lm_head has a bias; set model\.fused_loss to false"):
-        Head(None, 7, torch.float32, bias=True)
+@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("bias",), ("weight", "bias")])
+def test_fused_loss_of_a_head_with_a_bias_has_the_gradients_of_torch(
+    frozen: tuple[str, ...], cap: float | None
+) -> None:
+    head = Head(cap, 7, torch.float32, bias=True, frozen=frozen)
+    hidden, labels = batch()
+    loss, hidden_grad, *grads = reference(hidden, head.weight, labels, cap, bias=head.bias)
+    found = head(hidden.requires_grad_(), labels)
+    found.backward()
+    torch.testing.assert_close(found.detach().double(), loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(hidden.grad.double(), hidden_grad, rtol=1e-4, atol=1e-7)  # type: ignore[union-attr]
+    for name, expected in zip(("weight", "bias"), grads, strict=True):
+        if name not in frozen:
+            grad = head.part(head.grad, name).view(expected.shape)
+            torch.testing.assert_close(grad.double(), expected, rtol=1e-4, atol=1e-7)
+    assert head.measured == (len(frozen) < 2)
+    with torch.no_grad():
+        assert torch.equal(head(hidden, labels), found)
+
+
+def test_fused_loss_of_hidden_states_cast_to_fp32_is_that_of_what_they_were() -> None:
+    head, (hidden, labels) = Head(None, 7, torch.bfloat16), batch(torch.bfloat16)
+    wide, narrow = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    losses = [head(wide.float(), labels), head(narrow, labels)]  # as Mamba does
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    assert wide.grad is not None
+    assert narrow.grad is not None
+    assert torch.equal(wide.grad, narrow.grad)

@@ -1,4 +1,4 @@
-"""Steps that are not finite: left out wherever the state lies, named, and too many in a row end the run."""
+"""Groups share a step's loss; steps that are not finite are left out, named, and too many in a row end the run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,27 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tiny_runs import PLACES, Outcome, Run, exactness_config, one_thread, opened, outcome, random_groups
+from tiny_gradients import far
+from tiny_models import tiny_config
+from tiny_runs import (
+    PLACES,
+    ModelWeights,
+    Outcome,
+    Run,
+    exactness_config,
+    one_thread,
+    opened,
+    outcome,
+    plain_model,
+    random_groups,
+    read_parameters,
+)
 from torch import Tensor
 
-from megatier.config import NumericsConfig
+from megatier.config import NumericsConfig, TrainConfig
 from megatier.engine.step import Batch, Engine, StepResult
-from megatier.errors import NonFiniteError
+from megatier.errors import NonFiniteError, UnsupportedModelError
+from megatier.store.tier import Kind
 from megatier.train.session import Session
 
 POISON = {
@@ -58,8 +73,8 @@ def poisoned(engine: Engine, what: str | None) -> Iterator[None]:
         ]
         add(unit, spoilt)
 
-    def spoilt_loss(batch: Batch, counted: int | None) -> Tensor:
-        return loss(batch, counted) * (float("nan") if what == "loss" and next(once, False) else 1)
+    def spoilt_loss(batch: Batch, counted: int | None, share: float = 1.0) -> Tensor:
+        return loss(batch, counted, share) * (float("nan") if what == "loss" and next(once, False) else 1)
 
     with patch.object(gradients, "add", spoilt_add), patch.object(engine, "_loss", spoilt_loss):
         yield
@@ -150,3 +165,60 @@ def test_train_step_with_nothing_to_learn_has_no_loss_and_no_gradient(fused: boo
         assert (result.loss, result.grad_norm, result.skipped) == (0.0, 0.0, None)
         some = {"input_ids": ids, "labels": ids}
         assert session.engine.evaluate([batch, some, batch]) == session.engine.evaluate([some])
+
+
+def grouped_batch(rows: int = 8, tokens: int = 16) -> Batch:
+    """Rows that count fewer and fewer tokens, the last none."""
+    ids = torch.randint(3, 160, (rows, tokens), generator=torch.Generator().manual_seed(7))
+    counts = torch.arange(tokens) < tokens - 2 * torch.arange(rows)[:, None]
+    labels = ids.masked_fill(~counts, -100)
+    labels[-1] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def plain_step(model: Any, groups: Sequence[Batch]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of transformers' own, a router's loss weighted by each group's share of counted tokens."""
+    counts = [int((group["labels"][:, 1:] != -100).sum()) for group in groups]
+    model.zero_grad()
+    total = 0.0
+    for group, count in zip(groups, counts, strict=True):
+        output = model(**group, num_items_in_batch=sum(counts), use_cache=False)
+        balance = model.config.router_aux_loss_coef * output.aux_loss
+        loss = output.loss - balance + balance * count / sum(counts)
+        loss.backward()
+        total += loss.item()
+    return total, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_train_step_groups_have_a_share_of_a_routers_loss_by_their_tokens(fused: bool, tmp_path: Path) -> None:
+    config = tiny_config("qwen3_moe", router_aux_loss_coef=0.5)
+    plain, batch, losses = plain_model(config), grouped_batch(), []
+    for count in (1, 2, 4, 8):
+        parts = zip(*(value.chunk(count) for value in batch.values()), strict=True)
+        groups = [dict(zip(batch, part, strict=True)) for part in parts]
+        train = TrainConfig(batch=8, groups=count, beta1=0.0, clip=1e9)
+        options: dict[str, Any] = {"compute_dtype": "fp32", "fused_loss": fused, "source": ModelWeights(plain)}
+        with opened(config, tmp_path, PLACES["ram"], train, **options) as session:
+            losses.append(session.engine.train_step(1, 0.0, groups).loss)
+            found = read_parameters(session, Kind.EXP_AVG)
+        expected_loss, expected = plain_step(plain, groups)
+        assert losses[-1] == pytest.approx(expected_loss, rel=1e-6)
+        assert far(found, expected, 1e-5) == {}
+    assert losses == pytest.approx([losses[0]] * 4, rel=0.03)  # of another nonlinear mean in each
+
+
+def test_train_step_with_a_loss_of_several_parts_and_more_refuses_groups(tmp_path: Path) -> None:
+    config, batch = tiny_config("qwen3_moe"), grouped_batch(2)
+    with opened(config, tmp_path, PLACES["ram"], TrainConfig(batch=2, groups=2)) as session:
+        model, forward = session.model, session.model.forward
+
+        def twice(**inputs: Any) -> Any:
+            output = forward(**inputs)
+            output.loss = output.loss + model.loss_function(output.logits, inputs["labels"], 160)
+            return output
+
+        model.forward = twice
+        groups = [{key: value[row : row + 1] for key, value in batch.items()} for row in range(2)]
+        with pytest.raises(UnsupportedModelError, match=r"loss function 2 times .* set train\.groups to 1"):
+            session.engine.train_step(1, 1e-3, groups)

@@ -108,6 +108,15 @@ def test_train_run_records_whether_it_compiled(tmp_path: Path) -> None:
     assert recorded["model"]["compile"] is False
 
 
+def test_train_run_records_that_its_loss_could_not_be_fused(tmp_path: Path) -> None:
+    given = {"model.config.model_type": "bert", "model.config.is_decoder": True, "train.steps": 1}
+    with pytest.warns(UserWarning, match="the output embedding of BertLMHeadModel is not a unit") as warned:
+        assert main(command(tmp_path, given)) == 0
+    assert len(warned) == 1
+    recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text(encoding="utf-8"))
+    assert recorded["model"]["fused_loss"] is False
+
+
 RATES = Rates((DriveRates("a", 1e9, 1e9, 1e9),), 1e10, 1e10, 1e9, 1e11, 1e10, 1e12)
 
 
@@ -264,8 +273,8 @@ def spoil_losses(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """The loss of these steps is NaN."""
     real, begun = Engine._loss, itertools.count(1)
 
-    def loss(self: Engine, batch: Batch, counted: int | None) -> torch.Tensor:
-        found = real(self, batch, counted)
+    def loss(self: Engine, batch: Batch, *how: Any) -> torch.Tensor:
+        found = real(self, batch, *how)
         return found * float("nan") if torch.is_grad_enabled() and next(begun) in steps else found
 
     monkeypatch.setattr(Engine, "_loss", loss)

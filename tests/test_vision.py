@@ -23,7 +23,7 @@ from transformers import (
 
 import megatier
 from megatier.config import TiersConfig, TrainConfig
-from megatier.engine.loss import check_calls_loss_function
+from megatier.engine.head import check_calls_loss_function
 from megatier.errors import TimelineError, UnsupportedModelError
 from megatier.integrations.streamed import Streamed
 from megatier.models.decoder import build_skeleton, find_units

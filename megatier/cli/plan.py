@@ -107,19 +107,20 @@ def _planned(
         here: this machine will run it: budgets and choices are then those of `megatier train`.
         searches: choose on another machine too.
     """
-    from megatier.train.choices import budgets_here, fix_choices
+    from megatier.train.choices import budgets_here, fix_choices, with_true_loss
     from megatier.train.plan import make_plan
     from megatier.train.search import changed, search
     from megatier.train.session import choose_device, compiles
     from megatier.train.trial import skeleton_of
 
+    model = skeleton_of(loaded.model)
     if here:
         device = choose_device(loaded.tiers)
-        loaded = fix_choices(loaded)
+        loaded = fix_choices(loaded, model)
         budgets, compiled = budgets_here(loaded.tiers, device), compiles(loaded.model, device)
     else:
+        loaded = with_true_loss(loaded, model)
         budgets, compiled = _budgets(loaded, rates.gpu_bytes if searches else None), _compiles(loaded)
-    model = skeleton_of(loaded.model)
     chosen: Mapping[str, Any] = {}
     if here or searches:
         chosen = search(model, loaded, rates, budgets, compiles=compiled, fixed=given).settings

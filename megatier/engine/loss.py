@@ -2,35 +2,33 @@
 
 The head's module returns the hidden states unchanged; the model's `loss_function` runs this node on them. Linear scales
 of the logits (Granite, Cohere) commute with the head and stay where Hugging Face has them; a soft cap does not, and is
-applied here.
+applied here. That a model does nothing else between the two is asked in `head`, before.
 
-For logits z = cap * tanh(h W' / cap) (or h W'), labels y and N counted tokens, loss = sum(logsumexp(z) - z[y]) / N and
-d loss / d z = (softmax(z) - onehot(y)) / N. Both gradients are made in the forward, where the logits are at hand; the
-head's is summed over chunks in fp32.
+For logits z = cap * tanh((h W' + b) / cap) (or h W' + b), labels y and N counted tokens,
+loss = sum(logsumexp(z) - z[y]) / N and d loss / d z = (softmax(z) - onehot(y)) / N. All gradients are made in the
+forward, where the logits are at hand; the head's are summed over chunks in fp32.
 
 Source: the fused linear cross-entropy of Liger Kernel (arXiv 2410.10989).
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 from megatier.engine.gradient import Gradients
+from megatier.engine.head import IGNORED, capped, without_softcap
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage
 from megatier.errors import UnsupportedModelError
 from megatier.store.tier import Phase
-
-IGNORED = -100
-"""Label of a token that does not count."""
 
 
 class FusedLoss:
@@ -40,17 +38,16 @@ class FusedLoss:
         """Install on the model.
 
         Args:
-            model: the skeleton.
+            model: the skeleton, of which `head.can_fuse` was true.
             head: node of the output embedding; its unit holds the head's weight (an embedding's, when tied).
             chunk: tokens per chunk.
-
-        Raises:
-            UnsupportedModelError: the head has a bias.
         """
-        if len(head.names) != 1:
-            raise UnsupportedModelError(f"{head.module_name} has a bias; set model.fused_loss to false.")
         self._head, self._chunk = head, chunk
-        self._cap = _take_softcap(model)
+        self._names = {leaf: tensor.name for _, leaf, tensor in head.bindings}
+        with without_softcap(model) as cap:
+            self._cap = cap
+        if cap is not None:  # not for good: the config is exported
+            model.forward = _uncapped(model)
         compilation = head.stage.compilation
         self._slopes = slopes if compilation is None else compilation(slopes, "the loss")
         head.module.forward = lambda hidden: hidden
@@ -68,13 +65,16 @@ class FusedLoss:
         """The mean cross-entropy, or the sum over num_items_in_batch.
 
         Args:
-            logits: hidden states [B, T, H], under the name that Hugging Face gives the head's output.
+            logits: hidden states [B, T, H], under the name that Hugging Face gives the head's output; where it casts
+                that to fp32 (Mamba), the head's weight takes them in its own dtype all the same.
             labels: [B, T], to be shifted by one; -100 does not count.
             vocab_size: ignored; the head knows.
             num_items_in_batch: tokens that the whole step counts.
             shift_labels: [B, T], shifted already.
         """
         hidden = logits.reshape(-1, logits.shape[-1])
+        if hidden.dtype is torch.float32:
+            hidden = hidden.to(self._head.stage.dtype)
         if shift_labels is None:
             shift_labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         targets = shift_labels.reshape(-1)
@@ -84,7 +84,7 @@ class FusedLoss:
         stage = self._head.stage
         if not torch.is_grad_enabled():
             use = stage.source.enter(self._head.unit, Phase.FORWARD, stage.gradients.group)
-            loss = self._forward(hidden, self._weight(use.bytes), targets, count, None)
+            loss = self._forward(hidden, self._weights(use.bytes), targets, count, None)
             use.leave()
             return loss
         if self._head.trains:
@@ -92,53 +92,66 @@ class FusedLoss:
         result: Tensor = _LossFunction.apply(self, hidden, stage.anchor, targets, count)  # type: ignore[no-untyped-call]
         return result
 
-    def run(
-        self, hidden: Tensor, targets: Tensor, count: Tensor, *, passes: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Loss (fp32 scalar); gradient of hidden (its dtype) if it passes on, of the head (fp32 [V, H]) if trained."""
+    def run(self, hidden: Tensor, targets: Tensor, count: Tensor, *, passes: bool) -> tuple[Tensor, _Grads]:
+        """Loss (fp32 scalar), and the gradients of hidden, if it passes on, and of what is trained of the head."""
         stage = self._head.stage
         use = stage.source.enter(self._head.unit, Phase.FORWARD, stage.gradients.group)
-        weight = self._weight(use.bytes)
-        to_hidden = torch.empty_like(hidden) if passes else None
-        to_head = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if self._head.trains else None
-        grads = to_hidden, to_head
-        loss = self._forward(hidden, weight, targets, count, grads)
+        weights = self._weights(use.bytes)
+        grads = _Grads(torch.empty_like(hidden) if passes else None)
+        for leaf, tensor in weights.items():
+            if self._head.is_trained[self._names[leaf]]:
+                grads.of_head[leaf] = torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
+        loss = self._forward(hidden, weights, targets, count, grads)
         use.leave()
-        return loss, *grads
+        return loss, grads
 
-    def deliver(self, grad: Tensor) -> None:
-        """Hand the head's gradient over."""
+    def deliver(self, grads: Mapping[str, Tensor]) -> None:
+        """Hand the head's gradients over, by the name of the leaf."""
         gradients = self._head.stage.gradients
-        gradients.add(self._head.unit, [(self._head.names[0], grad)])
+        gradients.add(self._head.unit, [(self._names[leaf], grad) for leaf, grad in grads.items()])
         gradients.close(self._head.unit)
 
-    def _weight(self, weights: Tensor) -> Tensor:
-        return self._head.leaves(weights)[0].detach()
+    def _weights(self, plane: Tensor) -> dict[str, Tensor]:
+        """The head's weight [V, H] and, if it has one, bias [V]."""
+        by_name = dict(zip(self._head.names, self._head.leaves(plane), strict=True))
+        return {leaf: by_name[name].detach() for leaf, name in self._names.items()}
 
     def _forward(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        count: Tensor,
-        grads: tuple[Tensor | None, Tensor | None] | None,
+        self, hidden: Tensor, weights: Mapping[str, Tensor], targets: Tensor, count: Tensor, grads: _Grads | None
     ) -> Tensor:
         loss = hidden.new_zeros((), dtype=torch.float32)
         scale = count.reciprocal().float()
+        weight, bias = weights["weight"], weights.get("bias")
         with self._head.stage.arithmetic():
             for start in range(0, hidden.shape[0], self._chunk):
                 rows = slice(start, start + self._chunk)
-                logits = hidden[rows] @ weight.t()
+                logits = hidden[rows] @ weight.t() if bias is None else torch.addmm(bias, hidden[rows], weight.t())
                 if grads is None:
                     loss += cross_entropy(logits, targets[rows], self._cap)
                     continue
                 part, slope = self._slopes(logits, targets[rows], self._cap, scale)
                 loss += part
-                if (to_hidden := grads[0]) is not None:
-                    torch.mm(slope, weight, out=to_hidden[rows])
-                if (to_head := grads[1]) is not None:
-                    add_product(to_head, slope.t(), hidden[rows])
+                grads.add(rows, slope, hidden, weight)
         return loss / count.float()
+
+
+@dataclass(frozen=True, slots=True)
+class _Grads:
+    """Gradients that a fused loss makes in its forward."""
+
+    hidden: Tensor | None
+    """[tokens, H], in the dtype of the hidden states; None: nobody wants it."""
+    of_head: dict[str, Tensor] = field(default_factory=dict)
+    """Those of its leaves that are trained, fp32."""
+
+    def add(self, rows: slice, slope: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        """What the rows of one chunk add; the slope of their logits is [chunk, V]."""
+        if self.hidden is not None:
+            torch.mm(slope, weight, out=self.hidden[rows])
+        if "weight" in self.of_head:
+            add_product(self.of_head["weight"], slope.t(), hidden[rows])
+        if "bias" in self.of_head:
+            self.of_head["bias"] += slope.sum(0, dtype=torch.float32)
 
 
 class StepLoss:
@@ -153,6 +166,8 @@ class StepLoss:
         """Tokens that the step counts; None: the mean over the batch."""
         self._function: Callable[..., Tensor] = model.loss_function
         self._stage = stage
+        self._losses: list[tuple[Tensor, Tensor]] = []
+        """Of this forward: each loss, and what the model was given for it."""
         model.loss_function = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - whatever the model gives
@@ -161,32 +176,48 @@ class StepLoss:
             kwargs["num_items_in_batch"] = self.divisor
         loss = self._function(*args, **kwargs)
         watched: Tensor = _Watched.apply(loss, self._stage.anchor, self._stage.gradients)  # type: ignore[no-untyped-call]
+        self._losses.append((loss, watched))
         return watched
 
+    def weighed(self, forward: Callable[[], Tensor], share: float) -> Tensor:
+        """The loss of one forward, in which what the model adds (a router's balance) counts by a group's share.
 
-def check_calls_loss_function(model: PreTrainedModel, remedy: str) -> None:
-    """Most models take their loss by way of `loss_function`.
+        The loss function's own part is divided by what the step counts already, so that groups add up to the step's.
 
-    Raises:
-        UnsupportedModelError: this one does not.
-    """
-    if "loss_function" not in inspect.unwrap(type(model).forward).__code__.co_names:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} of transformers {transformers.__version__} takes its loss by itself, where it "
-            f"cannot be replaced; {remedy}, or take another version of transformers."
-        )
+        Args:
+            forward: gives the model's loss.
+            share: of the step's counted tokens, that this group has; 1: the model's loss is what it is.
+
+        Raises:
+            UnsupportedModelError: which part is the loss function's cannot be told.
+        """
+        self._losses.clear()
+        total = forward()
+        losses = self._losses.copy()
+        self._losses.clear()
+        # In place is how most models add to it, so that the same tensor may come back with another value.
+        if share == 1 or (len(losses) == 1 and total is losses[0][1] and not total._version):
+            return total
+        if len(losses) != 1:
+            raise UnsupportedModelError(
+                f"the model calls its loss function {len(losses)} times in a forward, so that groups cannot share the "
+                "rest of its loss; set train.groups to 1."
+            )
+        # In fp32, (1 - share) + share is 1: the gradient of the loss function's part is what it was, bit by bit.
+        rounded = torch.tensor(share, dtype=torch.float32).item()
+        return torch.lerp(losses[0][0], total, rounded)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, cap: float | None) -> Tensor:
     """Sum over counted tokens of logsumexp(z) - z[target]; logits [N, V], targets [N]. Returns an fp32 scalar."""
-    z = _capped(logits.float(), cap)
+    z = capped(logits.float(), cap)
     found = z.gather(1, targets.clamp(min=0)[:, None])[:, 0]
     return torch.where(targets != IGNORED, torch.logsumexp(z, -1) - found, 0.0).sum()
 
 
 def slopes(logits: Tensor, targets: Tensor, cap: float | None, scale: Tensor) -> tuple[Tensor, Tensor]:
     """The loss as above, and `scale` times its derivative by the logits (before the cap), in their dtype [N, V]."""
-    z = _capped(logits.float(), cap)
+    z = capped(logits.float(), cap)
     counted, index = targets != IGNORED, targets.clamp(min=0)[:, None]
     norms = torch.logsumexp(z, -1, keepdim=True)
     loss = torch.where(counted, (norms - z.gather(1, index))[:, 0], 0.0).sum()
@@ -206,26 +237,22 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.add_(left @ right)
 
 
-def _capped(z: Tensor, cap: float | None) -> Tensor:
-    return torch.tanh(z / cap) * cap if cap else z
-
-
 class _LossFunction(torch.autograd.Function):
     """Gradients are made in the forward; the backward scales them and hands the head's over."""
 
     @staticmethod
     def forward(ctx: Any, fused: FusedLoss, hidden: Tensor, anchor: Tensor, targets: Tensor, count: Tensor) -> Tensor:  # noqa: ANN401
-        loss, hidden_grad, head_grad = fused.run(hidden.detach(), targets, count, passes=ctx.needs_input_grad[1])
-        ctx.fused, ctx.hidden_grad, ctx.head_grad = fused, hidden_grad, head_grad
+        loss, grads = fused.run(hidden.detach(), targets, count, passes=ctx.needs_input_grad[1])
+        ctx.fused, ctx.grads = fused, grads
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        fused, hidden_grad, head_grad = ctx.fused, ctx.hidden_grad, ctx.head_grad
-        ctx.fused = ctx.hidden_grad = ctx.head_grad = None
-        if head_grad is not None:
-            fused.deliver(head_grad.mul_(grad))
-        return None, None if hidden_grad is None else hidden_grad.mul_(grad), None, None, None
+        fused, grads = ctx.fused, ctx.grads
+        ctx.fused = ctx.grads = None
+        if grads.of_head:
+            fused.deliver({leaf: found.mul_(grad) for leaf, found in grads.of_head.items()})
+        return None, None if grads.hidden is None else grads.hidden.mul_(grad), None, None, None
 
 
 class _Watched(torch.autograd.Function):
@@ -242,12 +269,13 @@ class _Watched(torch.autograd.Function):
         return grad, None, None
 
 
-def _take_softcap(model: PreTrainedModel) -> float | None:
-    """Move the final soft cap from the model's forward into the loss."""
-    text = model.config.get_text_config()
-    cap = getattr(text, "final_logit_softcapping", None)
-    if cap:
-        for config in (text, model.config):  # some configs are strict dataclasses that refuse None
-            if "final_logit_softcapping" in config.__dict__:
-                config.__dict__["final_logit_softcapping"] = None
-    return cap
+def _uncapped(model: PreTrainedModel) -> Callable[..., Any]:
+    """The model's forward without the soft cap that its config names."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def uncapped(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the model takes and gives
+        with without_softcap(model):
+            return forward(*args, **kwargs)
+
+    return uncapped

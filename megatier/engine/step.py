@@ -24,14 +24,16 @@ from megatier.engine.activation import Activations
 from megatier.engine.compilation import Compilation
 from megatier.engine.experts import ExpertsNode, guard, join
 from megatier.engine.gradient import Gradients, GradSink
+from megatier.engine.head import IGNORED, can_fuse, check_calls_loss_function
 from megatier.engine.lender import Lender
-from megatier.engine.loss import IGNORED, FusedLoss, StepLoss, check_calls_loss_function
+from megatier.engine.loss import FusedLoss, StepLoss
 from megatier.engine.matmul import Fp32Products
 from megatier.engine.node import Node
 from megatier.engine.optimizer import AdamW
 from megatier.engine.stage import Stage, WeightSource, learning
 from megatier.engine.unbound import refused_outside
 from megatier.errors import NonFiniteError, UnsupportedModelError
+from megatier.models.buffer_dtypes import place_buffers
 from megatier.models.decoder import Binding, Unit, bindings, check_rows_are_apart
 
 Batch = Mapping[str, Tensor]
@@ -101,10 +103,9 @@ class Engine:
     def __init__(
         self, model: PreTrainedModel, units: Sequence[Unit], stream: Stream, optimizer: AdamW, options: EngineOptions
     ) -> None:
-        """Install nodes on every module that uses a unit. Buffers move to the device.
+        """Install nodes on every module that uses a unit. Buffers move to the device, in the dtype they compute in.
 
-        Raises:
-            UnsupportedModelError: the loss cannot be fused with this model's head.
+        Where the loss cannot be fused with this model's head, it is not, with a warning.
         """
         self.model, self._stream, self._optimizer, self.options = model, stream, optimizer, options
         gradients = Gradients(optimizer.layouts, options.dtype, stream, optimizer, groups=options.groups)
@@ -119,15 +120,15 @@ class Engine:
             options.compilation,
             Fp32Products if options.fp32_products else nullcontext,
         )
+        self.fuses_loss = options.fused_loss and can_fuse(model, units)
+        """Whether head and loss are one node, and the model gives no logits."""
         bound = [(unit, name, bindings(model, unit, name)) for unit in units for name in unit.module_names]
-        _move_buffers(model, options)
+        place_buffers(model, options.device, options.dtype)
         nodes = [self._node(unit, name, places) for unit, name, places in bound]
         self._nodes = {node.module_name: node for node in nodes}
         join(nodes)
-        head = model.get_output_embeddings()
-        if options.fused_loss:
-            check_calls_loss_function(model, "set model.fused_loss to false")
-            FusedLoss(model, next(n for n in self._nodes.values() if n.module is head), options.loss_chunk)
+        if self.fuses_loss:
+            FusedLoss(model, self._head(), options.loss_chunk)
         self._step_loss = StepLoss(model, self._stage)
         self._is_learnt = options.slices == 1
         self._skips = 0
@@ -154,11 +155,12 @@ class Engine:
         self._learn(groups[0])
         if not self.model.training:  # walks over every module
             self.model.train()
-        counted = sum(_count(batch) for batch in groups)
-        divisor = max(1, counted) if len(groups) > 1 or not counted else None  # nothing to learn: a loss of 0, not 0/0
+        counts = [_count(batch) for batch in groups]
+        shares = [count / sum(counts) if sum(counts) else 1 / len(groups) for count in counts]
+        divisor = max(1, sum(counts)) if len(groups) > 1 or not sum(counts) else None  # nothing to learn: 0, not 0/0
         groups = [self._on_device(batch) for batch in groups]  # ahead of the loads, which are long
         self.begin_step(step, rate)
-        losses = [self._train_group(step, index, batch, divisor) for index, batch in enumerate(groups)]
+        losses = [self._train_group(step, index, batch, divisor, shares[index]) for index, batch in enumerate(groups)]
         norm = self.measure(step)
         return self.finish_step(step, rate, norm, math.fsum(loss.item() for loss in losses), groups[0])
 
@@ -222,8 +224,7 @@ class Engine:
 
     def lent_head(self) -> AbstractContextManager[None]:
         """Inside, the head's weight is a tensor on the device: for forwards that multiply by it themselves."""
-        head = self.model.get_output_embeddings()
-        return next(node for node in self._nodes.values() if node.module is head).lent()
+        return self._head().lent()
 
     @property
     def awaits_backward(self) -> bool:
@@ -275,9 +276,18 @@ class Engine:
             guard(node)
         return node
 
-    def _train_group(self, step: int, group: int, batch: Batch, divisor: int | None) -> Tensor:
+    def _head(self) -> Node:
+        head = self.model.get_output_embeddings()
+        found = next((node for node in self._nodes.values() if node.module is head), None)
+        if found is None:
+            raise UnsupportedModelError(
+                f"the output embedding of {type(self.model).__name__} is not a unit of its own; it cannot be lent."
+            )
+        return found
+
+    def _train_group(self, step: int, group: int, batch: Batch, divisor: int | None, share: float) -> Tensor:
         self.begin_group(group)
-        loss = self._loss(batch, divisor)
+        loss = self._loss(batch, divisor, share)
         if not self._optimizer.hyper.deferred and not math.isfinite(loss.item()):
             self._stream.cancel()
             raise self._error(step, "loss", None, batch)
@@ -293,12 +303,14 @@ class Engine:
             raise self._error(step, "gradient norm" if math.isfinite(loss) else "loss", parameter, batch)
         return StepResult(loss, norm, 0.0, parameter or "loss")
 
-    def _loss(self, batch: Batch, counted: int | None) -> Tensor:
+    def _loss(self, batch: Batch, counted: int | None, share: float = 1.0) -> Tensor:
+        """Of one forward; where several groups make a step, of what they all count and with what share of that."""
         self._step_loss.divisor = counted
         is_packed = "position_ids" in batch
         answer = _document_numbers if is_packed else _is_in_order
         with _answering(answer) as asked, refused_outside(self.model):
-            loss: Tensor = self.model(**self._on_device(batch), use_cache=False).loss
+            inputs = self._on_device(batch)
+            loss = self._step_loss.weighed(lambda: self.model(**inputs, use_cache=False).loss, share)
         if is_packed and not asked:
             self._stream.cancel()
             raise UnsupportedModelError(
@@ -385,10 +397,3 @@ def _stop_checkpointing(model: PreTrainedModel) -> None:
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]
-
-
-def _move_buffers(model: PreTrainedModel, options: EngineOptions) -> None:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(options.device)

@@ -89,7 +89,8 @@ def stream(
         clip: global gradient norm to clip to; None: off. `Streamed.clip` changes it.
         compute_dtype: of weights and activations; masters and moments are fp32.
         activations: kept between forward and backward, or computed again.
-        fused_loss: head and loss as one chunked node: the model takes labels and gives a loss, and no logits.
+        fused_loss: head and loss as one chunked node: the model takes labels and gives a loss, and no logits. A model
+            that does more between the two than scale and cap logits once runs without it, with a warning.
         compile: compile layers and loss; None: on a GPU.
         attention: of transformers.
         frozen: names or patterns of parameters that are not trained, or after "!" are (`models.frozen`); or one.
@@ -134,7 +135,7 @@ def stream(
     try:
         session.store.seal()
         session.load(reader)
-        return Streamed(session, train, has_logits=not fused_loss)
+        return Streamed(session, train, has_logits=not session.engine.fuses_loss)
     except BaseException:
         session.close()
         raise

@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import torch
 from rich.console import Console
+from transformers import PreTrainedModel
 
 from megatier.config import RunConfig, TiersConfig
+from megatier.engine.head import can_fuse
 from megatier.errors import PlanError
+from megatier.models.decoder import find_units
 from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import Rates
 from megatier.store.blockfile import budget_bytes
@@ -21,10 +24,15 @@ from megatier.train.session import budgets_of, choose_device, compiles
 from megatier.train.trial import skeleton_of
 
 
-def fix_choices(config: RunConfig) -> RunConfig:
-    """The config with numeric choices that the machine decides: the run directory records what was chosen.
+def fix_choices(config: RunConfig, model: PreTrainedModel | None = None) -> RunConfig:
+    """The config with numeric choices that machine and model decide: the run directory records what was chosen.
 
+    A loss that cannot be fused with the model's head is not, with a warning (`engine.head`).
     With savepoints also the budgets: from one a run goes on with those that it began with.
+
+    Args:
+        config: of the run.
+        model: its skeleton, where it was built already.
     """
     tiers = config.tiers
     chosen = compiles(config.model, choose_device(tiers))
@@ -32,7 +40,20 @@ def fix_choices(config: RunConfig) -> RunConfig:
         gpu, ram = budgets_of(tiers, choose_device(tiers))
         mounts = tuple(f"{mount.directory}:{budget_bytes(mount)}" for mount in tiers.mounts)
         tiers = replace(tiers, gpu=gpu, ram=ram, nvme=mounts)
-    return replace(config, model=replace(config.model, compile=chosen), tiers=tiers)
+    return with_true_loss(replace(config, model=replace(config.model, compile=chosen), tiers=tiers), model)
+
+
+def with_true_loss(config: RunConfig, model: PreTrainedModel | None = None) -> RunConfig:
+    """The config with `model.fused_loss` as it will be; the skeleton is built where it is not given.
+
+    Raises:
+        UnsupportedModelError, ConfigError: see `skeleton_of`, `find_units`.
+    """
+    if not config.model.fused_loss:
+        return config
+    model = model or skeleton_of(config.model)
+    fused = can_fuse(model, find_units(model))
+    return replace(config, model=replace(config.model, fused_loss=fused))
 
 
 def plan_choices(config: RunConfig, given: frozenset[str], console: Console) -> tuple[RunConfig, Prediction | None]:

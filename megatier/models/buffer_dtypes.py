@@ -1,0 +1,39 @@
+"""The dtype in which a model's buffers compute: that of `from_pretrained`. MiniMax multiplies activations with them."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import torch
+from transformers import PreTrainedModel
+
+
+def place_buffers(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    """Move a skeleton's buffers to the device, in the dtype that they compute in beside weights of a dtype."""
+    dtypes = buffer_dtypes(model, dtype)
+    for name, module in model.named_modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[leaf] = buffer.to(device, dtypes.get(f"{name}.{leaf}".lstrip("."), buffer.dtype))
+
+
+def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Of every buffer, by its name, in a model that `from_pretrained` loads in a dtype.
+
+    A constructor that names no dtype takes that one; what the model's class keeps in fp32 stays so if it is stored.
+
+    Args:
+        model: a skeleton; its class makes another one on meta.
+        dtype: of the compute copy of weights.
+    """
+    with torch.device("meta"):
+        other = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+    kept = [pattern.replace("*", ".*") for pattern in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+    stored = model.state_dict(keep_vars=True)
+    return {
+        name: torch.float32
+        if buffer.dtype is dtype and name in stored and any(re.search(pattern, name) for pattern in kept)
+        else buffer.dtype
+        for name, buffer in other.named_buffers(remove_duplicate=False)
+    }
