@@ -27,6 +27,13 @@ MOE: dict[str, Any] = {
     "output_router_logits": True,
     "router_aux_loss_coef": 0.05,
 }
+SHARED_KV: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 4,
+}
+"""As Gemma 3n and 4 ship: keys and values of the last own layer of each kind serve all layers above."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama_tied": {"_t": "llama", "tie_word_embeddings": True},
@@ -120,22 +127,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_conv_kernel_dim": 4,
     },
     "gemma3n_text": {
-        "sliding_window": 8,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 160,
         "laurel_rank": 8,
-        "num_kv_shared_layers": 0,
         "altup_num_inputs": 2,
-        "activation_sparsity_pattern": [0.0] * 4,
-        "intermediate_size": [96] * 4,
+        "activation_sparsity_pattern": [0.0] * 6,
+        "intermediate_size": [96] * 6,
+        **SHARED_KV,
     },
     "gemma4_text": {
-        "sliding_window": 8,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 160,
-        "num_kv_shared_layers": 0,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "use_double_wide_mlp": True,
+        **SHARED_KV,
     },
+    "gemma4_unified_text": {"global_head_dim": 16, "use_double_wide_mlp": True, **SHARED_KV},
     "llama4_text": {
         "intermediate_size_mlp": 96,
         "num_local_experts": 4,

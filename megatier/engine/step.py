@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from megatier.engine.activation import Activations
 from megatier.engine.compilation import Compilation
+from megatier.engine.crossing import OutputCheck
 from megatier.engine.experts import ExpertsNode, guard, join
 from megatier.engine.gradient import Gradients, GradSink
 from megatier.engine.loss import IGNORED, FusedLoss, StepLoss, check_calls_loss_function
@@ -117,6 +118,7 @@ class Engine:
             anchor,
             options.compilation,
             Fp32Products if options.fp32_products else nullcontext,
+            model=model,
         )
         bound = [(unit, name, bindings(model, unit, name)) for unit in units for name in unit.module_names]
         _move_buffers(model, options)
@@ -129,6 +131,7 @@ class Engine:
             FusedLoss(model, next(n for n in self._nodes.values() if n.module is head), options.loss_chunk)
         self._step_loss = StepLoss(model, self._stage)
         self._is_learnt = options.slices == 1
+        self.check_outputs = OutputCheck(model)
         self._skips = 0
         """Steps that were left out since the last one that was not."""
 
@@ -276,6 +279,7 @@ class Engine:
         if not self._optimizer.hyper.deferred and not math.isfinite(loss.item()):
             self._stream.cancel()
             raise self._error(step, "loss", None, batch)
+        self.check_outputs(loss)
         loss.backward()
         return loss.detach()
 
