@@ -15,8 +15,9 @@ from transformers import AutoConfig, LlamaForCausalLM, PretrainedConfig
 
 from megatier.config import TrainConfig
 from megatier.engine.unbound import make_unbound
-from megatier.engine.unchanged import Unchanged
+from megatier.engine.unchanged import Unchanged, check_evaluates
 from megatier.errors import UnsupportedModelError
+from megatier.models.decoder import build_skeleton
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 
@@ -159,6 +160,13 @@ def test_rwkv_that_rescales_its_weights_for_evaluation_is_refused(tmp_path: Path
         session.engine.train_step(1, 0.0, [padded_batch()])
         with pytest.raises(UnsupportedModelError, match=r"rwkv\.blocks\.0\.attention\.output\.weight .*_every: 0"):
             session.engine.evaluate([padded_batch()])
+
+
+def test_rwkv_that_would_rescale_its_weights_is_refused_before_training() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"^rwkv would change weights in place .*_every: 0"):
+        check_evaluates(build_skeleton(rwkv(), "sdpa"))
+    check_evaluates(build_skeleton(rwkv(rescale_every=0), "sdpa"))
+    check_evaluates(build_skeleton(tiny_config("llama"), "sdpa"))
 
 
 def test_rwkv_that_rescales_nothing_is_evaluated_as_a_plain_model_is(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 BASE: dict[str, Any] = {
     "vocab_size": 160,
@@ -141,7 +141,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_double_wide_mlp": True,
         **SHARED_KV,
     },
-    "gemma4_unified_text": {"global_head_dim": 16, "use_double_wide_mlp": True, **SHARED_KV},
     "llama4_text": {
         "intermediate_size_mlp": 96,
         "num_local_experts": 4,
@@ -154,6 +153,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128},
 }
+if "gemma4_unified_text" in CONFIG_MAPPING:  # of transformers 5.6 it is not
+    FAMILIES["gemma4_unified_text"] = {"global_head_dim": 16, "use_double_wide_mlp": True, **SHARED_KV}
 
 
 FUSED = (

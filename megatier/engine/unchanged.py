@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from megatier.errors import UnsupportedModelError
 
@@ -43,6 +44,17 @@ class Unchanged:
             if is_changed:
                 raise refused(module_name, name)
         return any(written)
+
+
+def check_evaluates(model: PreTrainedModel) -> None:
+    """Before a run that will be evaluated: RWKV halves weights of its upper layers when it is.
+
+    Raises:
+        UnsupportedModelError: it would.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "layers_are_rescaled") and model.config.rescale_every > 0:
+            raise UnsupportedModelError(f"{name} would change weights in place in an evaluation. {REMEDY}")
 
 
 def refused(module_name: str, name: str) -> UnsupportedModelError:
