@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,12 +12,13 @@ import pytest
 import torch
 from tiny_gradients import attention_of, far, padded_batch, plain_gradients, streamed_gradients
 from tiny_models import FAMILIES, SHARED_KV, tiny_config
-from tiny_runs import one_thread
+from tiny_runs import BATCH, PLACES, one_thread, opened
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from megatier.config import TrainConfig
 from megatier.engine.carried import Arguments
 from megatier.errors import ConfigError, UnsupportedModelError
 
@@ -323,3 +325,17 @@ def test_container_whose_tensors_have_no_batch_dimension_refuses_slices(
     source = plain_gradients(config, "sdpa", batch_with(Shelf()))[2]
     with pytest.raises(ConfigError, match=r"what model\.layers\.0 writes to shared\.data cannot be cut"):
         streamed_gradients(config, tmp_path, source, slices=2, batch=batch_with(Shelf()))
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_carried_tensors_do_not_outlive_their_step(activations: Any, tmp_path: Path) -> None:
+    config, counts = tiny_config("gemma4_text"), []
+    train = TrainConfig(steps=3, batch=BATCH, activations=activations)
+    with opened(config, tmp_path, PLACES["ram"], train, tokens=24) as session:
+        for step in (1, 2, 3):
+            session.engine.train_step(step, 1e-3, [padded_batch()])
+            session.player.drain()
+            session.player.take_events()
+            gc.collect()
+            counts.append(sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()))
+    assert counts[2] <= counts[1]
