@@ -78,6 +78,15 @@ def test_shared_keys_and_values_of_compiled_layers_give_nearly_the_plain_gradien
     assert [name for name, grad in results[0][1].items() if not torch.equal(results[1][1][name], grad)] == []
 
 
+def test_shared_keys_and_values_of_layers_in_parts_give_nearly_the_plain_gradients(tmp_path: Path) -> None:
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+    config = tiny_config("gemma4_text", **experts)
+    loss, expected, source = plain_gradients(config, attention_of(config))
+    found_loss, found = streamed_gradients(config, tmp_path, source, "recompute", slices=2, expert_parts=2)
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert far(found, expected, 1e-5) == {}
+
+
 def mistral_large4() -> PretrainedConfig:
     """Six layers, of which four read the latent keys and values of the first two."""
     text = {
