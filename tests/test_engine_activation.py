@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from megatier.engine.activation import Rebinding, Replay, dropping
+from megatier.errors import UnsupportedModelError
 
 
 def slot(values: Tensor, before: int = 64) -> Tensor:
@@ -20,7 +21,7 @@ def test_rebinding_weights_moved_and_poisoned_gradients_are_those_of_the_new_pla
     values, x = torch.randn(8, 4).to(dtype), torch.randn(3, 4).to(dtype).requires_grad_()
     weights = slot(values)
     leaf = weights.view(dtype).view(8, 4).detach().requires_grad_()
-    rebinding = Rebinding(weights)
+    rebinding = Rebinding("probe", weights)
     with rebinding.hooks():
         output = x @ leaf[2:6].t()
     assert rebinding._regions == ()  # it holds no slot in between
@@ -36,7 +37,7 @@ def test_rebinding_tensors_outside_the_slot_are_kept_as_they_are() -> None:
     neighbour = torch.as_strided(weights.view(torch.float32), (4,), (1,), 0)  # before the slot, in the same arena
     neighbour.fill_(3.0)
     x = torch.randn(4, 4, requires_grad=True)
-    rebinding = Rebinding(weights)
+    rebinding = Rebinding("probe", weights)
     with rebinding.hooks():
         output = (x @ other) * neighbour
     rebinding.bind(slot(torch.zeros(4, 4)))
@@ -44,22 +45,22 @@ def test_rebinding_tensors_outside_the_slot_are_kept_as_they_are() -> None:
     torch.testing.assert_close(found, (torch.ones(4, 4) * 3.0) @ other.t())
 
 
-def test_rebinding_backward_before_weights_are_bound_is_a_defect() -> None:
+def test_rebinding_backward_past_the_node_is_refused_by_name() -> None:
     weights = slot(torch.randn(4, 4))
     x = torch.randn(4, 4, requires_grad=True)
-    rebinding = Rebinding(weights)
+    rebinding = Rebinding("probe", weights)
     with rebinding.hooks():
         output = x @ weights.view(torch.float32).view(4, 4)
-    with pytest.raises(AssertionError, match="binds the unit's weights first"):
+    with pytest.raises(UnsupportedModelError, match="that probe made in its forward was used past what it returns"):
         output.sum().backward()
 
 
 def test_dropping_graph_holds_nothing_and_cannot_run_backward() -> None:
     x = torch.randn(4, requires_grad=True)
-    with dropping():
+    with dropping("probe"):
         output = x.exp().sin()
     assert output.requires_grad
-    with pytest.raises(AssertionError, match="this graph was dropped"):
+    with pytest.raises(UnsupportedModelError, match="that probe made in its forward was used past what it returns"):
         output.sum().backward()
 
 

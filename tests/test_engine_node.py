@@ -317,7 +317,7 @@ def test_node_slices_share_one_binding_and_give_the_whole_gradients(activations:
     shelf.phases.clear()
     x, mask = torch.randn(6, SIZE), torch.rand(SIZE)
     found = streamed_gradients(probe, shelf, x, mask=mask)
-    assert node.batched == [True, False]
+    assert node.rows.batched == [True, False]
     assert [call["rows"] for call in probe.calls] == [2] * 3 * (1 if activations == "keep" else 2)
     assert shelf.phases == [Phase.FORWARD, Phase.BACKWARD]
     plain = Probe("cpu").eval()

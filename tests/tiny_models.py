@@ -52,6 +52,13 @@ SPARSE: dict[str, Any] = {
     "indexer_types": ["full", "full", "shared", "shared"],
 }
 """Its attention over the tokens that an indexer chooses."""
+SHARED_KV: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 4,
+}
+"""As Gemma 3n and 4 ship: keys and values of the last own layer of each kind serve all layers above."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama_tied": {"_t": "llama", "tie_word_embeddings": True},
@@ -157,21 +164,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_conv_kernel_dim": 4,
     },
     "gemma3n_text": {
-        "sliding_window": 8,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 160,
         "laurel_rank": 8,
-        "num_kv_shared_layers": 0,
         "altup_num_inputs": 2,
-        "activation_sparsity_pattern": [0.0] * 4,
-        "intermediate_size": [96] * 4,
+        "activation_sparsity_pattern": [0.0] * 6,
+        "intermediate_size": [96] * 6,
+        **SHARED_KV,
     },
     "gemma4_text": {
-        "sliding_window": 8,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 160,
-        "num_kv_shared_layers": 0,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "use_double_wide_mlp": True,
+        **SHARED_KV,
     },
     "llama4_text": {
         "intermediate_size_mlp": 96,
@@ -184,6 +189,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128},
+    "gemma4_unified_text": {"global_head_dim": 16, "use_double_wide_mlp": True, **SHARED_KV},
 }
 FAMILIES = {family: options for family, options in FAMILIES.items() if options.get("_t", family) in CONFIG_MAPPING}
 """Those that the installed transformers has: the newest are not in every version that is supported."""

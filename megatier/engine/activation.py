@@ -22,6 +22,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from megatier.engine.crossing import refused
+
 
 class Activations(StrEnum):
     """The policy of a unit."""
@@ -45,9 +47,9 @@ class _InRegion:
 class Rebinding:
     """Saved-tensor hooks of one slice: what lies in memory that will leave is saved as an address, not as a tensor."""
 
-    def __init__(self, *regions: Tensor) -> None:
-        """Regions are contiguous: the unit's weight slot and, where it is offloaded, the unit's input."""
-        self._regions = regions
+    def __init__(self, module_name: str, *regions: Tensor) -> None:
+        """Whose forward; contiguous regions: the unit's weight slot and, where it is offloaded, the unit's input."""
+        self._module_name, self._regions = module_name, regions
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -71,18 +73,19 @@ class Rebinding:
     def _unpack(self, packed: Tensor | _InRegion) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        assert self._regions, "the backward binds the unit's weights first"
+        if not self._regions:  # the node's own backward binds them first
+            raise refused(self._module_name)
         region = self._regions[packed.region].view(-1).view(torch.uint8)
         start = (int(region.storage_offset()) + packed.offset) // packed.dtype.itemsize
         return region.view(packed.dtype).as_strided(packed.size, packed.stride, start)
 
 
 @contextlib.contextmanager
-def dropping() -> Iterator[None]:
-    """Run a forward whose saved tensors are not wanted: the training graph, without its memory."""
+def dropping(module_name: str) -> Iterator[None]:
+    """Run a module's forward whose saved tensors are not wanted: the training graph, without its memory."""
 
     def refuse(_: object) -> Tensor:
-        raise AssertionError("this graph was dropped; the backward recomputes")
+        raise refused(module_name)  # the node's own backward recomputes
 
     with torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse):
         yield

@@ -1,11 +1,13 @@
 """A call of a node: one use of one unit in one group, cut into slices.
 
 What the module takes is kept flat; the inputs that require a gradient are held apart, since autograd passes them on.
-Hugging Face collects some outputs by hooks (router logits): a slice collects its own, and the call hands them on.
+Hugging Face collects some outputs by hooks (router logits): a slice collects its own, and the call hands them on. What
+the module writes into containers among its arguments is an output too.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,6 +18,8 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers.utils.output_capturing import _active_collector
 
+from megatier.engine.carried import Arguments, Written
+from megatier.engine.crossing import check_inside, claim
 from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from megatier.store.tier import Phase
 
@@ -31,8 +35,8 @@ class Call:
     """One use of a node in one group."""
 
     node: Node
+    arguments: Arguments
     flat: list[Any]
-    spec: TreeSpec
     differentiable: list[int]
     """Positions of the inputs that require a gradient; their places in `flat` are empty in a training call."""
     collected: tuple[str, ...]
@@ -41,11 +45,13 @@ class Call:
     """Outputs so collected: key and how many."""
     outgoing: TreeSpec | None = None
     """How what the module returns is nested."""
+    written: Written | None = None
+    """What the last slice wrote into containers."""
 
     @property
     def num_slices(self) -> int:
         """1 where no argument is batched, such as for position embeddings."""
-        count, batched = self.node.stage.slices, self.node.batched
+        count, batched = self.node.stage.slices, self.node.rows.batched
         assert count == 1 or batched is not None, "slices are learnt before training"
         return count if batched is None or any(batched) else 1
 
@@ -53,7 +59,7 @@ class Call:
         """Per slice: the differentiable inputs, detached and requiring a gradient, and all flat arguments."""
         for index in range(self.num_slices):
             leaves = [
-                self._part(tensor, i, index).detach().requires_grad_()
+                claim(self._part(tensor, i, index).detach().requires_grad_(), self.node.module_name)
                 for tensor, i in zip(inputs, self.differentiable, strict=True)
             ]
             flat = [self._part(x, i, index) for i, x in enumerate(self.flat)]
@@ -62,10 +68,10 @@ class Call:
             yield leaves, flat
 
     def _part(self, value: Any, position: int, index: int) -> Any:  # noqa: ANN401
-        count, batched = self.num_slices, self.node.batched
-        if count == 1 or not torch.is_tensor(value) or not value.dim() or batched is None:
+        count = self.num_slices
+        if count == 1 or not torch.is_tensor(value) or not value.dim():
             return value
-        if (is_cut := batched[position]) is None:
+        if (is_cut := self.node.rows.are_cut(position)) is None:
             raise ConfigError(
                 f"train.slices: argument {position} of {self.node.module_name} was not there in the first step, so "
                 "megatier does not know how to cut it. Give every batch the same keys, or set train.slices to 1."
@@ -78,8 +84,23 @@ class Call:
         return value[index * rows : (index + 1) * rows]
 
     def run(self, leaves: Sequence[Tensor], flat: Sequence[Any]) -> list[Tensor | None]:
-        """Outputs and captured outputs of one slice."""
-        args, kwargs = tree_unflatten(flat, self.spec)
+        """Outputs, captured outputs, and what was written into containers, of one slice."""
+        copy = self.arguments.copy(flat)
+        outputs = self._run(leaves, copy.args, copy.kwargs)
+        written, tensors = copy.written(self.node.module_name)
+        if self.written is not None and not written.is_like(self.written):
+            raise UnsupportedModelError(
+                f"{self.node.module_name} writes other things into its arguments for other rows of a batch; set "
+                "train.slices to 1."
+            )
+        self.written = written
+        outputs += tensors
+        if self.node.stage.checks_finite:
+            self._check(leaves, outputs)
+        return outputs
+
+    def _run(self, leaves: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor | None]:
+        """Outputs and captured outputs."""
         caught: dict[str, list[Tensor]] = {key: [] for key in self.collected}
         token = collector.set(caught)
         try:
@@ -94,40 +115,67 @@ class Call:
                 f"{self.node.module_name} returns something other than tensors ({', '.join(others)}); it cannot be "
                 "streamed."
             )
-        outputs += [tensor for values in caught.values() for tensor in values]
-        if self.node.stage.checks_finite:
-            self._check(leaves, outputs)
-        return outputs
+        return outputs + [tensor for values in caught.values() for tensor in values]
 
     def _check(self, leaves: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
         for what, tensors in (("a weight", leaves), ("an output", outputs)):
             if any(t is not None and t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors):
                 raise NonFiniteError(f"{what} of unit {self.node.unit} ({self.node.module_name}) is not finite")
 
-    def run_plain(self, *, is_cut: bool = False) -> Any:  # noqa: ANN401
-        """Without a backward; uncut for evaluation, and for learning what is batched."""
+    def evaluate(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """As Hugging Face runs it: once, uncut, and on the very containers that it was given."""
+        with self._weights() as leaves:
+            results = self._run(leaves, args, kwargs)
+            if self.node.stage.checks_finite:
+                self._check(leaves, results)
+        return self.unpack(results)
+
+    def run_plain(self, *, is_cut: bool) -> Any:  # noqa: ANN401
+        """Without a backward; uncut for learning what is batched."""
+        stage = self.node.stage
+        with self._weights() as leaves:
+            parts = [flat for _, flat in self.cut(())] if is_cut else [self.flat]
+            results = join([self.run(leaves, flat) for flat in parts])
+        if any(x is not None and x.requires_grad for x in results):
+            check_inside(self.node.module_name, results, (), stage.model)
+        return self.unpack(results)
+
+    @contextlib.contextmanager
+    def _weights(self) -> Iterator[list[Tensor]]:
+        """Views of the unit's weights, for a forward without a backward."""
         stage = self.node.stage
         use = stage.source.enter(self.node.unit, Phase.FORWARD, stage.gradients.group)
         try:
-            leaves = self.node.leaves(use.bytes)
-            parts = [flat for _, flat in self.cut(())] if is_cut else [self.flat]
-            results = join([self.run(leaves, flat) for flat in parts])
+            yield self.node.leaves(use.bytes)
         finally:
             use.leave()
-        self.node.learn_outputs(results)
-        return self.unpack(results)
 
     def unpack(self, results: list[Tensor | None]) -> Any:  # noqa: ANN401
-        """What the module returns; captured outputs go to Hugging Face's collector."""
-        count = sum(number for _, number in self.captured)
-        caught = results[len(results) - count :]
+        """What the module returns; the rest goes to Hugging Face's collector and into the containers."""
+        written, self.written = self.written, None
+        learnt = self.node.stage.learnt
+        if written is not None:
+            results, tensors = _split(results, len(written.places))
+            if learnt is not None:
+                self.node.rows.learn_written(learnt, tensors)
+            elif self.num_slices > 1:
+                self.node.rows.check_joined(written)
+            self.arguments.write(written, tensors)
+        if learnt is not None:
+            self.node.rows.learn_outputs(learnt, results)
+        results, caught = _split(results, sum(number for _, number in self.captured))
         outer = collector.get()
         for key, number in self.captured:
             if outer is not None:
                 outer[key].extend(caught[:number])
             caught = caught[number:]
         assert self.outgoing is not None, "a call is unpacked when it has run"
-        return tree_unflatten(results[: len(results) - count], self.outgoing)
+        return tree_unflatten(results, self.outgoing)
+
+
+def _split(results: list[Tensor | None], last: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """The last ones apart."""
+    return results[: len(results) - last], results[len(results) - last :]
 
 
 def join(parts: list[list[Any]]) -> list[Any]:

@@ -5,8 +5,7 @@ for the unit's weights, binds views of their GPU slot, runs the original forward
 runs the unit's backward, and hands the gradients over. Masks, rotary tables, auxiliary losses and scales stay Hugging
 Face's business, which is why one node serves every family.
 
-A group's batch is cut into slices along the batch dimension of its batched arguments; they share one binding. Which
-arguments are batched is learnt by calling the model with one row and with two (`learning`), never guessed by size.
+A group's batch is cut into slices along the batch dimension of its batched arguments (`Rows`); they share one binding.
 
 Source: the mechanism of gradient checkpointing (torch.utils.checkpoint) with the weights taken out as well.
 """
@@ -14,6 +13,7 @@ Source: the mechanism of gradient checkpointing (torch.utils.checkpoint) with th
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_flatten
 
 from megatier.engine.activation import Activations, Rebinding, Replay, dropping
 from megatier.engine.call import Call, collector, join
+from megatier.engine.carried import Arguments
 from megatier.engine.compilation import Compiled
+from megatier.engine.crossing import CHECKED, check_inside, claim
+from megatier.engine.rows import Rows
 from megatier.engine.stage import Stage
 from megatier.engine.unbound import make_unbound
-from megatier.errors import ConfigError, UnsupportedModelError
+from megatier.engine.unchanged import REMEDY, Unchanged, refused
+from megatier.errors import UnsupportedModelError
 from megatier.store.layout import TensorSlice
 from megatier.store.tier import Phase
 
@@ -58,42 +61,56 @@ class Node:
         if compiles and stage.compilation is not None and not isinstance(module, nn.Embedding):
             self._compiled = stage.compilation(module.forward, type(module).__name__)
         self._leaves: dict[int, list[Tensor]] = {}
+        self._held: list[Tensor] = []
+        """What lies in the module, one per binding: its unbound parameters, or weights."""
+        self._forwards: Counter[bool] = Counter()
+        """With a gradient and without."""
+        self.is_new = True
+        """Whether this is one of the first of them, which are looked at closely."""
+        self.is_written = False
+        """Whether its forward has written a weight's own bits into it."""
         self._slices = {tensor.name: tensor for _, _, tensor in bindings}
         self.is_trained = {name: stage.gradients.takes(unit, name) for name in self._slices}
         """Of each parameter, in the order of `leaves`."""
-        self.batched: list[bool | None] | None = None
-        """Per flat argument, whether it is cut (None: it was no tensor while learning); None: not learnt yet."""
-        for parameters, leaf, _ in bindings:
+        self.rows = Rows(module_name)
+        for parameters, leaf, tensor in bindings:
             unbound = parameters[leaf]
             assert unbound is not None
-            make_unbound(unbound, stage.device, stage.dtype)
+            make_unbound(unbound, stage.device, stage.dtype, tensor.name)
+            self._held.append(unbound)
         module.forward = self.__call__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
         """The module's forward, with streamed weights."""
-        training = torch.is_grad_enabled()
+        stage, training = self.stage, torch.is_grad_enabled()
         if training:
             # A replay would append keys and values a second time: the same loss, wrong gradients.
             kwargs = {k: None if k in CACHE_ARGUMENTS else v for k, v in kwargs.items()}
             if kwargs.get("use_cache"):
                 kwargs["use_cache"] = False
-        flat, spec = tree_flatten((args, kwargs))
+        self._forwards[training] += 1
+        self.is_new = self._forwards[training] <= CHECKED
+        arguments = Arguments(args, kwargs)
+        flat = arguments.leaves
         if any(torch.is_tensor(x) and x.is_meta for x in flat):
             raise UnsupportedModelError(f"{self.module_name} was given a tensor on meta, made from an unbound weight.")
-        self._learn(flat)
+        if stage.learnt is not None:
+            self.rows.learn(stage.learnt, flat)
         collected = tuple(key for key, value in (collector.get() or {}).items() if isinstance(value, list))
         differentiable = [i for i, x in enumerate(flat) if torch.is_tensor(x) and x.requires_grad]
-        call = Call(self, flat, spec, differentiable, tuple(key for key in collected if key != "hidden_states"))
+        call = Call(self, arguments, flat, differentiable, tuple(key for key in collected if key != "hidden_states"))
+        if stage.learnt is not None:
+            return call.run_plain(is_cut=False)
         if not training:
-            return call.run_plain()
+            return call.evaluate(args, kwargs)
         if not (self.trains or call.differentiable):  # no gradient passes: no backward
             return call.run_plain(is_cut=True)
         inputs = [flat[i] for i in call.differentiable]
         for i in call.differentiable:
             call.flat[i] = None
         if self.trains:
-            self.stage.gradients.expect(self.unit, call.num_slices)
-        results = _UnitFunction.apply(call, self.stage.anchor, *inputs)  # type: ignore[no-untyped-call]
+            stage.gradients.expect(self.unit, call.num_slices)
+        results = _UnitFunction.apply(call, stage.anchor, *inputs)  # type: ignore[no-untyped-call]
         return call.unpack(list(results))
 
     def leaves(self, weights: Tensor) -> list[Tensor]:
@@ -104,10 +121,10 @@ class Node:
         key = weights.data_ptr()
         if key not in self._leaves:
             # `.data`, for a version counter of its own: all slots of an arena share one, and a load into a neighbour
-            # must not look like a change of weights that autograd has saved.
-            plane = weights.data.view(self.stage.dtype)
+            # must not look like a change of weights that autograd has saved. Nor must one weight look like another.
+            plane, name = weights.data.view(self.stage.dtype), self.module_name
             self._leaves[key] = [
-                plane[t.start : t.stop].view(t.shape).detach().requires_grad_(self.is_trained[t.name])
+                claim(plane[t.start : t.stop].view(t.shape).data, name).requires_grad_(self.is_trained[t.name])
                 for t in self._slices.values()
             ]
         return self._leaves[key]
@@ -117,22 +134,46 @@ class Node:
         self._leaves.clear()
 
     def run(self, leaves: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """The module's own forward with these weights bound."""
+        """The module's own forward with these weights bound.
+
+        Raises:
+            UnsupportedModelError: it changes one of them.
+        """
+        unchanged = Unchanged(self.names, leaves, by_bits=self.is_new or self.is_written)
         with self._bound(leaves), self.stage.arithmetic():
             forward = self._compiled if self._compiled is not None and torch.is_grad_enabled() else self._forward
-            return forward(*args, **kwargs)
+            try:
+                result = forward(*args, **kwargs)
+            except RuntimeError as error:
+                if "leaf Variable that requires grad" not in str(error):
+                    raise
+                raise UnsupportedModelError(
+                    f"{self.module_name} changes a weight or an argument in place in its forward. {REMEDY}"
+                ) from error
+        self.is_written = unchanged.check(self.module_name) or self.is_written
+        return result
 
     @contextlib.contextmanager
     def _bound(self, leaves: Sequence[Tensor]) -> Iterator[None]:
-        by_name = dict(zip(self._slices, leaves, strict=True))
-        before = [parameters[leaf] for parameters, leaf, _ in self.bindings]
-        for parameters, leaf, tensor in self.bindings:
-            parameters[leaf] = by_name[tensor.name]
+        by_name, before = dict(zip(self._slices, leaves, strict=True)), self._held
+        self._check_held()
+        self._hold([by_name[tensor.name] for _, _, tensor in self.bindings])
         try:
             yield
+            self._check_held()
         finally:
-            for (parameters, leaf, _), parameter in zip(self.bindings, before, strict=True):
-                parameters[leaf] = parameter
+            self._hold(before)
+
+    def _hold(self, tensors: list[Tensor]) -> None:
+        self._held = tensors
+        for (parameters, leaf, _), tensor in zip(self.bindings, tensors, strict=True):
+            parameters[leaf] = tensor
+
+    def _check_held(self) -> None:
+        """Nobody has put another parameter in the place of one."""
+        for (parameters, leaf, tensor), held in zip(self.bindings, self._held, strict=True):
+            if parameters.get(leaf) is not held:
+                raise refused(self.module_name, tensor.name)
 
     @property
     def keeps_graph(self) -> bool:
@@ -168,44 +209,6 @@ class Node:
         with self._bound(copies):
             yield
 
-    def _learn(self, flat: Sequence[Any]) -> None:
-        learnt = self.stage.learnt
-        if learnt is None:
-            return
-        shapes = [tuple(x.shape) if torch.is_tensor(x) and x.dim() else None for x in flat]
-        if self.module_name not in learnt:
-            learnt[self.module_name] = shapes
-            return
-        one = learnt[self.module_name]
-        if len(one) != len(shapes) or any(
-            a is not None and b is not None and a[1:] != b[1:] for a, b in zip(one, shapes, strict=True)
-        ):
-            raise ConfigError(
-                f"train.slices: the arguments of {self.module_name} cannot be cut along the batch; set it to 1."
-            )
-        self.batched = [None if a is None or b is None else a[0] != b[0] for a, b in zip(one, shapes, strict=True)]
-
-    def learn_outputs(self, outputs: Sequence[Tensor | None]) -> None:
-        """While learning, after a run: whether what slices make can be joined. Captured outputs count.
-
-        Raises:
-            ConfigError: it cannot.
-        """
-        learnt = self.stage.learnt_outputs
-        if learnt is None:
-            return
-        shapes = [None if x is None else tuple(x.shape) for x in outputs]
-        one = learnt.setdefault(self.module_name, shapes)
-        if one == shapes:
-            # A batched argument that the module does not use (BioGPT's mask, for its positions): it runs uncut.
-            self.batched = [False] * len(self.batched or ())
-            return
-        doubled = [None if shape is None else (2 * shape[0], *shape[1:]) if shape else shape for shape in one]
-        if not all(shape and shape == found for shape, found in zip(doubled, shapes, strict=True) if found is not None):
-            raise ConfigError(
-                f"train.slices: the outputs of {self.module_name} cannot be joined along the batch; set it to 1."
-            )
-
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
@@ -233,11 +236,13 @@ class _UnitFunction(torch.autograd.Function):
         leaves = node.leaves(use.bytes)
         parts = []
         for slice_inputs, flat in call.cut(present):
-            rebinding = Rebinding(use.bytes, *([] if ctx.stashed is None else [present[ctx.stashed]]))
+            rebinding = Rebinding(node.module_name, use.bytes, *([] if ctx.stashed is None else [present[ctx.stashed]]))
             if not keep:
                 ctx.replays.append(Replay(stage.device))
-            with torch.enable_grad(), rebinding.hooks() if keep else dropping():
+            with torch.enable_grad(), rebinding.hooks() if keep else dropping(node.module_name):
                 outputs = call.run(leaves, flat)
+            if node.is_new:
+                check_inside(node.module_name, outputs, [*slice_inputs, *leaves], stage.model)
             if keep:
                 if ctx.stashed is not None:  # autograd holds the leaf; its bytes may go
                     slice_inputs[ctx.stashed].data = slice_inputs[ctx.stashed].data.new_empty(0)
@@ -271,8 +276,12 @@ class _UnitFunction(torch.autograd.Function):
             else:
                 slice_inputs, flat = next(pieces)
                 leaves = node.leaves(use.bytes)
-                with torch.enable_grad(), ctx.replays[index].again():
+                rebinding = Rebinding(node.module_name, use.bytes)
+                # Autograd would take a weight's own bits, written into it, for a change since it was saved.
+                hooks = rebinding.hooks() if node.is_written else contextlib.nullcontext()
+                with torch.enable_grad(), ctx.replays[index].again(), hooks:
                     made = call.run(leaves, flat)
+                rebinding.bind(use.bytes)
                 rows = [0 if x is None or not x.dim() else x.shape[0] for x in made]
                 outputs = [x if x is not None and x.requires_grad else None for x in made]
                 del made
@@ -317,8 +326,10 @@ def _stash(ctx: Any, inputs: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401
     """Where the policy says so, start offloading the largest input, and note which; returns the inputs to work with."""
     node: Node = ctx.call.node
     ctx.stashed, result = None, list(inputs)
-    if node.activations is Activations.OFFLOAD and inputs:
-        ctx.stashed = max(range(len(inputs)), key=lambda i: inputs[i].numel())
+    # What lies in a container stays: other units read it as well.
+    own = [i for i, position in enumerate(ctx.call.differentiable) if position not in ctx.call.arguments.carried]
+    if node.activations is Activations.OFFLOAD and own:
+        ctx.stashed = max(own, key=lambda i: inputs[i].numel())
         tensor = result[ctx.stashed] = inputs[ctx.stashed].detach().contiguous()
         node.stage.source.stash(node.unit, tensor)
     return result
@@ -367,7 +378,7 @@ def _join_grads(parts: list[list[Tensor | None]], call: Call) -> list[Tensor | N
         present = [grad for grad in column if grad is not None]
         if not present:
             joined.append(None)
-        elif call.node.batched is not None and call.node.batched[position]:
+        elif call.node.rows.are_cut(position):
             joined.append(torch.cat(present))
         else:
             total = present[0]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatier.engine.compilation import Compilation
 from megatier.engine.gradient import Gradients
@@ -56,15 +56,15 @@ class Stage:
     """Stop at the first unit with a value that is not finite (a diagnosis, not a training mode)."""
     learnt: dict[str, list[tuple[int, ...] | None]] | None = None
     """While learning: shapes of each module's flat arguments in the run with one row."""
-    learnt_outputs: dict[str, list[tuple[int, ...] | None]] | None = None
-    """While learning: those of its outputs."""
+    model: nn.Module = field(default_factory=nn.Module)
+    """To name in messages by what attribute of a module a tensor came."""
 
 
 @contextlib.contextmanager
 def learning(stage: Stage) -> Iterator[None]:
     """Run the model twice inside, with one row and with two: nodes learn which arguments and outputs are batched."""
-    stage.learnt, stage.learnt_outputs = {}, {}
+    stage.learnt = {}
     try:
         yield
     finally:
-        stage.learnt = stage.learnt_outputs = None
+        stage.learnt = None

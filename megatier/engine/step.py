@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from megatier.engine.activation import Activations
 from megatier.engine.compilation import Compilation
+from megatier.engine.crossing import OutputCheck
 from megatier.engine.experts import ExpertsNode, guard, join
 from megatier.engine.gradient import Gradients, GradSink
 from megatier.engine.head import IGNORED, can_fuse, check_calls_loss_function
@@ -119,6 +120,7 @@ class Engine:
             anchor,
             options.compilation,
             Fp32Products if options.fp32_products else nullcontext,
+            model=model,
         )
         self.fuses_loss = options.fused_loss and can_fuse(model, units)
         """Whether head and loss are one node, and the model gives no logits."""
@@ -131,6 +133,7 @@ class Engine:
             FusedLoss(model, self._head(), options.loss_chunk)
         self._step_loss = StepLoss(model, self._stage)
         self._is_learnt = options.slices == 1
+        self.check_outputs = OutputCheck(model)
         self._skips = 0
         """Steps that were left out since the last one that was not."""
 
@@ -291,6 +294,7 @@ class Engine:
         if not self._optimizer.hyper.deferred and not math.isfinite(loss.item()):
             self._stream.cancel()
             raise self._error(step, "loss", None, batch)
+        self.check_outputs(loss)
         loss.backward()
         return loss.detach()
 

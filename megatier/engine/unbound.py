@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from megatier.engine.unchanged import REMEDY
 from megatier.errors import StreamedModelError, UnsupportedModelError
 
-HARMLESS = (Tensor.detach, Tensor.data.__get__, Tensor.grad.__get__)  # type: ignore[attr-defined, union-attr]
-"""What gives a tensor on meta to those who look at places, and do not compute."""
+ALIASES = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+"""What gives the same place under another name, to those who look at it and do not compute."""
+HARMLESS = (*ALIASES, Tensor.grad.__get__)  # type: ignore[union-attr]
+CHANGES = (Tensor.__setitem__, Tensor.data.__set__)  # type: ignore[attr-defined]
+OPERATORS = re.compile(r"__i(add|sub|mul|div|truediv|floordiv|mod|pow|and|or|xor)__")
+KEEPING = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
+"""End like functions that change a tensor, and leave its numbers as they are."""
 
 
 class Unbound(nn.Parameter):
@@ -24,6 +31,7 @@ class Unbound(nn.Parameter):
 
     streams_to: torch.device
     streams_as: torch.dtype
+    full_name: str
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -43,6 +51,25 @@ class Unbound(nn.Parameter):
 
     cpu = cuda = numpy = tolist = item = _refuse
 
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Any,  # noqa: ANN401 - whatever torch does with a tensor
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+        for target in _targets(function, args, kwargs):
+            raise UnsupportedModelError(
+                f"the weight {target.full_name} is changed where it is not bound, which would change nothing. {REMEDY}"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **kwargs)
+        if function in ALIASES:
+            result.__class__, result.__dict__ = type(args[0]), dict(vars(args[0]))
+        return result
+
 
 class Guarded(Unbound):
     """Of a layer whose modules are nodes of their own: nobody else may compute with it.
@@ -59,8 +86,7 @@ class Guarded(Unbound):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         if all(isinstance(x, Unbound) for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)):
-            with torch._C.DisableTorchFunctionSubclass():
-                result = function(*args, **(kwargs or {}))
+            result = super().__torch_function__(function, types, args, kwargs)
             if not torch.is_tensor(result) or isinstance(result, Unbound) or function in HARMLESS:
                 return result
         raise UnsupportedModelError(
@@ -69,10 +95,20 @@ class Guarded(Unbound):
         )
 
 
-def make_unbound(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> None:
+def make_unbound(parameter: Tensor, device: torch.device, dtype: torch.dtype, name: str) -> None:
     """Turn a parameter on meta into one, in place."""
     parameter.__class__ = Unbound
-    parameter.streams_to, parameter.streams_as = device, dtype  # type: ignore[attr-defined]
+    unbound = cast("Unbound", parameter)
+    unbound.streams_to, unbound.streams_as, unbound.full_name = device, dtype, name
+
+
+def _targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Unbound]:  # noqa: ANN401
+    """What a function of torch writes into."""
+    name = str(getattr(function, "__name__", ""))
+    is_in_place = name.endswith("_") and not name.endswith("__") and name not in KEEPING
+    first = (args or tuple(kwargs.values()))[:1]
+    written = first if is_in_place or OPERATORS.fullmatch(name) or function in CHANGES else ()
+    return (x for x in tree_leaves((written, kwargs.get("out"))) if isinstance(x, Unbound))
 
 
 @contextmanager

@@ -281,7 +281,10 @@ class Streamed:
             )
         sees = sorted(name for name, value in kwargs.items() if name.startswith("pixel_values") and value is not None)
         with self.one_forward(" ".join(["evaluate", *sees])):  # with images, evaluations use other units
-            return self._without_logits(forward(*args, **kwargs))
+            outputs = forward(*args, **kwargs)
+            if torch.is_grad_enabled():
+                self._engine.check_outputs(outputs)
+            return self._without_logits(outputs)
 
     def _without_logits(self, outputs: Any) -> Any:  # noqa: ANN401
         """What the model gives; where the loss is fused, hidden states stand under the name of logits."""

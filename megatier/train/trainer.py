@@ -17,6 +17,7 @@ from megatier.config import DataConfig, RunConfig
 from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
 from megatier.data.tokenizer import load_tokenizer
+from megatier.engine.unchanged import check_evaluates
 from megatier.errors import ConfigError
 from megatier.models.decoder import check_stops_at_borders
 from megatier.schedule.placement import Placement
@@ -97,6 +98,7 @@ def train(
         changes = _check_changes(state, config, directory, accepts_changes)
         model, reader = open_model(config)
         _check_borders(model, config)
+        _check_evaluations(model, config.data)
         session = _open_session(stack, model, config, run_directory, savepoint)
         tokenizer = load_tokenizer(config)
         _check_vocabulary(model, len(tokenizer))
@@ -219,6 +221,12 @@ def _check_room(config: RunConfig, session: Session, room: Room, is_done: bool) 
 def _check_borders(model: PreTrainedModel, config: RunConfig) -> None:
     if config.data.is_apart:
         check_stops_at_borders(model)
+
+
+def _check_evaluations(model: PreTrainedModel, data: DataConfig) -> None:
+    """The last one comes when the run is over: too late to find that the model cannot be evaluated."""
+    if data.holdout_split is not None or (data.holdout_rows if data.streaming else data.holdout_fraction):
+        check_evaluates(model)
 
 
 def _check_vocabulary(model: PreTrainedModel, num_tokens: int) -> None:

@@ -1,0 +1,118 @@
+"""Gradients that would be lost: tensors that pass between units past the arguments and results of their modules.
+
+A node runs its module on leaves of its own, so the graph of one forward ends in them. A tensor that another module left
+in an attribute, a closure, a global or a context variable brings a graph that ends elsewhere: autograd would stop there
+in silence, where a plain model goes on. So the graphs of each module's first forwards, and of the first losses, are
+walked once to their ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node as Step
+from torch.utils._pytree import tree_leaves
+
+from megatier.errors import UnsupportedModelError
+
+CHECKED = 2
+"""Forwards of each module, and losses: the second one sees what the first one left behind."""
+OWNER = "_megatier_module"
+
+
+def claim(leaf: Tensor, module_name: str) -> Tensor:
+    """Note on a leaf in which module's forward it is used; returns the leaf."""
+    setattr(leaf, OWNER, module_name)
+    return leaf
+
+
+def check_inside(module_name: str, outputs: Iterable[Tensor | None], own: Sequence[Tensor], model: nn.Module) -> None:
+    """After a forward: its graph ends in its own leaves.
+
+    Args:
+        module_name: whose forward it was.
+        outputs: with their graphs.
+        own: leaves that stand for its inputs and weights.
+        model: to find by what attribute a tensor came.
+
+    Raises:
+        UnsupportedModelError: it computed with another tensor that requires a gradient.
+    """
+    ours = {id(leaf) for leaf in own}
+    steps = _steps(outputs)
+    for leaf in _ends(steps):
+        if id(leaf) in ours:
+            continue
+        maker = getattr(leaf, OWNER, None)
+        source = "made outside of it" if maker is None else f"made in the forward of {maker}"
+        raise UnsupportedModelError(
+            f"{module_name} computes with a tensor that requires a gradient, but is none of its arguments: "
+            f"{_name(model, steps)}, {source}. Its gradient would be lost, so this model cannot be streamed as it is: "
+            "pass the tensor as an argument, or in a container that is one."
+        )
+
+
+class OutputCheck:
+    """Looks at the graphs of a model's first outputs: they end in no leaf of a module's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Nothing is looked at yet."""
+        self._model, self._left = model, CHECKED
+
+    def __call__(self, outputs: Any) -> None:  # noqa: ANN401 - whatever the model gives
+        """After a forward with gradients.
+
+        Raises:
+            UnsupportedModelError: the model computed with a tensor that a module made and did not return.
+        """
+        if not self._left:
+            return
+        self._left -= 1
+        steps = _steps(x for x in tree_leaves(outputs) if torch.is_tensor(x))
+        for leaf in _ends(steps):
+            if (maker := getattr(leaf, OWNER, None)) is not None:
+                raise UnsupportedModelError(
+                    f"{type(self._model).__name__} computes with a tensor that {maker} made in its forward and did not "
+                    f"return: {_name(self._model, steps)}. Its gradient would be lost, so this model cannot be "
+                    "streamed as it is: return the tensor, or leave it in a container that is an argument."
+                )
+
+
+def refused(module_name: str) -> UnsupportedModelError:
+    """When a backward comes into the graph of a forward by another way than the node's."""
+    return UnsupportedModelError(
+        f"a tensor that {module_name} made in its forward was used past what it returns, where its gradient is lost. "
+        "This model cannot be streamed as it is: return the tensor, or leave it in a container that is an argument."
+    )
+
+
+def _steps(outputs: Iterable[Tensor | None]) -> set[Step]:
+    """All steps of the graphs behind tensors."""
+    found: set[Step] = set()
+    waiting = [x.grad_fn for x in outputs if x is not None and x.grad_fn is not None]
+    while waiting:
+        step = waiting.pop()
+        if step not in found:
+            found.add(step)
+            waiting.extend(before for before, _ in step.next_functions if before is not None)
+    return found
+
+
+def _ends(steps: Iterable[Step]) -> Iterator[Tensor]:
+    """Leaves in which a graph ends."""
+    return (step.variable for step in steps if type(step).__name__ == "AccumulateGrad")  # type: ignore[attr-defined]
+
+
+def _name(model: nn.Module, steps: set[Step]) -> str:
+    """Of the tensor that brought a foreign graph, as far as a module holds it."""
+    for module_name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute.startswith("_") and attribute in nn.Module().__dict__:
+                continue
+            for tensor in tree_leaves(value) if isinstance(value, list | tuple | dict | Tensor) else ():
+                if torch.is_tensor(tensor) and tensor.grad_fn in steps:
+                    return f"{module_name}.{attribute} {tuple(tensor.shape)}".lstrip(".")
+    return "it comes by no attribute of a module, so by a closure, a global or a context variable"

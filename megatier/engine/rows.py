@@ -1,0 +1,98 @@
+"""Rows of a batch: which arguments of a module are cut into slices, and what it writes is laid end to end again.
+
+That is learnt by calling the model with one row and with two (`stage.learning`), never guessed by size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatier.engine.carried import Written
+from megatier.errors import ConfigError
+
+Shapes = list[tuple[int, ...] | None]
+
+
+class Rows:
+    """What one module's calls have by rows.
+
+    Attributes:
+        batched: per flat argument, whether it is cut (None: it was no tensor while learning); None: not learnt yet.
+    """
+
+    def __init__(self, module_name: str) -> None:
+        """Nothing is known yet."""
+        self._module_name = module_name
+        self.batched: list[bool | None] | None = None
+        self._joins = False
+        """Whether all that is written into containers has the batch in front."""
+
+    def learn(self, learnt: dict[str, Shapes], flat: Sequence[Any]) -> None:
+        """From a call with one row, or with two.
+
+        Raises:
+            ConfigError: an argument cannot be cut.
+        """
+        shapes = _shapes(flat)
+        if self._module_name not in learnt:
+            learnt[self._module_name] = shapes
+            return
+        one = learnt[self._module_name]
+        if len(one) != len(shapes) or any(
+            a is not None and b is not None and a[1:] != b[1:] for a, b in zip(one, shapes, strict=True)
+        ):
+            raise ConfigError(
+                f"train.slices: the arguments of {self._module_name} cannot be cut along the batch; set it to 1."
+            )
+        self.batched = [None if a is None or b is None else a[0] != b[0] for a, b in zip(one, shapes, strict=True)]
+
+    def learn_outputs(self, learnt: dict[str, Shapes], outputs: Sequence[Tensor | None]) -> None:
+        """From what such a call returned, and what was captured: whether slices of it can be joined.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        shapes = [None if x is None else tuple(x.shape) for x in outputs]
+        one = learnt.setdefault(f"what {self._module_name} returns", shapes)
+        if one == shapes:
+            # A batched argument that the module does not use (BioGPT's mask, for its positions): it runs uncut.
+            self.batched = [False] * len(self.batched or ())
+            return
+        doubled = [None if shape is None else (2 * shape[0], *shape[1:]) if shape else shape for shape in one]
+        if not all(shape and shape == found for shape, found in zip(doubled, shapes, strict=True) if found is not None):
+            raise ConfigError(
+                f"train.slices: the outputs of {self._module_name} cannot be joined along the batch; set it to 1."
+            )
+
+    def learn_written(self, learnt: dict[str, Shapes], tensors: Sequence[Tensor | None]) -> None:
+        """From what such a call wrote into containers."""
+        shapes = _shapes(tensors)
+        one = learnt.setdefault(f"what {self._module_name} writes", shapes)
+        pairs = zip(one, shapes, strict=False)
+        self._joins = len(one) == len(shapes) and all(a and b and a[0] != b[0] and a[1:] == b[1:] for a, b in pairs)
+
+    def are_cut(self, position: int) -> bool | None:
+        """Whether an argument is cut; None: nobody knows how."""
+        if self.batched is None:
+            return False
+        return self.batched[position] if position < len(self.batched) else None
+
+    def check_joined(self, written: Written) -> None:
+        """Slices of what was written are laid end to end.
+
+        Raises:
+            ConfigError: they have no batch dimension in front.
+        """
+        if written.places and not self._joins:
+            raise ConfigError(
+                f"train.slices: what {self._module_name} writes to {written.places[0][1]} cannot be cut along the "
+                "batch; set it to 1."
+            )
+
+
+def _shapes(values: Sequence[Any]) -> Shapes:
+    return [tuple(x.shape) if torch.is_tensor(x) and x.dim() else None for x in values]
