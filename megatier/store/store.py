@@ -18,7 +18,6 @@ Threads: every method may be called from any thread; the bytes under a lease are
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from collections import Counter
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from megatier.store.gds import GpuReader, IoPath
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span, assign, overlap
 from megatier.store.tier import BlockSpec, Kind, Tier
-from megatier.store.transfer import FAILURES, Lanes, Transfer
+from megatier.store.transfer import Lanes, Transfer
 
 
 class Lease:
@@ -234,8 +233,7 @@ class TieredStore:
             needed = copy.arriving(span)
         try:
             for transfer in over:
-                with contextlib.suppress(*FAILURES):
-                    transfer.order_for(tier)
+                transfer.order_for(tier, fails=False)
             for transfer in needed:
                 transfer.order_for(tier)
         except BaseException:
