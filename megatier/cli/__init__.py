@@ -91,7 +91,9 @@ def _run(words: Sequence[str]) -> int:
         print(f"megatier: error: no command {command!r}; there are {', '.join(COMMANDS)}.", file=sys.stderr)
         return EXIT_ERROR
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is ended cleans up, as on Ctrl-C
+        for number in (signal.SIGTERM, signal.SIGHUP):  # a job that is ended cleans up, as on Ctrl-C
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, signal.default_int_handler)
     # Imported here, so that --help is fast and doctor runs where something else is broken.
     return int(importlib.import_module(f"megatier.cli.{command}").run(rest))
 
