@@ -18,13 +18,12 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from megatier import _native
 from megatier.errors import MegatierError, StepAbandonedError
+from megatier.store.progress import Completion, QueueState
 from megatier.store.tier import Tier
 
 QUEUE_DEPTH_MAX = 4096
@@ -32,25 +31,11 @@ QUEUE_DEPTH_MAX = 4096
 
 Blocking is safe there alone: the worker of such a queue waits for drives, copies and moves that were submitted before,
 never for the thread that submits. A lane that decides waits for compute, so whoever computes must never wait for it:
-its items have no such bound, and are as many as the uses and updates of one pass.
-"""
+its items, no more than the uses and updates of a pass, have no such bound."""
 LOG_TRANSFERS_MAX = 1 << 17
 """Transfers kept for a trace that nobody takes; the oldest go first."""
 FAILURES = (MegatierError, OSError, RuntimeError)
 """How a move can fail: our typed errors, the system's, CUDA's."""
-
-
-class Completion(Protocol):
-    """What a started move reports on."""
-
-    def wait(self) -> None:
-        """Block until the bytes are there; raise the typed error when they are not, every time."""
-
-    def done(self) -> bool:
-        """True when wait() would not block."""
-
-    def span_ns(self) -> tuple[int, int]:
-        """Start and end, in time.perf_counter_ns."""
 
 
 class Transfer:
@@ -199,20 +184,6 @@ class StreamClock:
         return self._ns + int(self._event.elapsed_time(event) * 1e6)
 
 
-@dataclass(frozen=True, slots=True)
-class QueueState:
-    """What a queue is at, seen from another thread, after `num_begun` items."""
-
-    name: str
-    num_begun: int
-    current: tuple[Transfer, int] | None
-    """The item that the worker is at, and since when, in time.perf_counter_ns."""
-    in_flight: tuple[Transfer, ...]
-    """Moves that were started and have not ended, oldest first; on a stream, as far as the worker has looked."""
-    num_waiting: int
-    """Items that wait for the worker."""
-
-
 class Queue:
     """An ordered asynchronous lane with one worker thread."""
 
@@ -256,6 +227,14 @@ class Queue:
         transfer = Transfer(self.name, key, num_bytes, after, behind)
         self._items.put((transfer, start))
         return transfer
+
+    def settle(self) -> None:
+        """Block until all that was submitted so far has ended, well or not."""
+        self.submit("all before", 0, self._end_all).over()
+
+    def _end_all(self) -> None:
+        for transfer in self._in_flight:
+            transfer.over()
 
     def state(self) -> QueueState:
         """What it is at just now; waits for nothing that can hang."""
