@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from megatier.errors import MegatierError
     from megatier.integrations.streamed import Streamed, stream
     from megatier.integrations.torch_optimizer import TieredAdamW
-    from megatier.store.store import Lease, TieredStore
+    from megatier.store.lease import Lease
+    from megatier.store.store import TieredStore
     from megatier.store.tier import BlockSpec, Kind, Tier
 
 __all__ = [
@@ -35,7 +36,7 @@ __all__ = [
 _HOMES = {
     "BlockSpec": "megatier.store.tier",
     "Kind": "megatier.store.tier",
-    "Lease": "megatier.store.store",
+    "Lease": "megatier.store.lease",
     "MegatierError": "megatier.errors",
     "RunConfig": "megatier.config",
     "Streamed": "megatier.integrations.streamed",

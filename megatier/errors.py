@@ -138,6 +138,18 @@ class OptimizerError(MegatierError, RuntimeError):
     """A parameter, gradient or call that an optimizer cannot take."""
 
 
+class TornStateError(MegatierError, RuntimeError):
+    """Weights and moments are not those of one step."""
+
+    def __init__(self) -> None:
+        """The message says what helps."""
+        super().__init__(
+            "something (Ctrl-C, a signal, a failed load) broke off while state was changed, so weights and moments may "
+            "be those of different steps. Load all of it: Streamed.restore(folder), or megatier resume. Or open the "
+            "model anew."
+        )
+
+
 class StreamedModelError(MegatierError, RuntimeError):
     """A call that a streamed model cannot take at this point of a step, or a weight that is looked for in the model."""
 

@@ -240,8 +240,10 @@ def default_budgets(device: str, root: Path = ROOT) -> DefaultBudgets:
     """Budgets for a run on "cuda", or on "cpu", where the arena that stands for the GPU lies in RAM as well."""
     ram_bytes = int(ram_available_bytes(root) * RAM_SHARE)
     if device == "cuda":
-        first, *_ = gpus()
-        return DefaultBudgets(int(first.free_bytes * GPU_SHARE), ram_bytes)
+        import torch  # slow, and planning does without
+
+        current = gpus()[torch.cuda.current_device()]
+        return DefaultBudgets(int(current.free_bytes * GPU_SHARE), ram_bytes)
     return DefaultBudgets(ram_bytes // 2, ram_bytes // 2)
 
 

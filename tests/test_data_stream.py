@@ -6,6 +6,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,21 @@ def state_of(stream: TextStream) -> dict[str, Any]:
     """As a checkpoint gives it back."""
     state: dict[str, Any] = json.loads(json.dumps(stream.state))
     return state
+
+
+def test_interrupt_while_a_batch_is_made_loses_no_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with opened(tmp_path) as stream:
+        whole = [ids(stream.batch(step, 2)) for step in range(3)]
+    with opened(tmp_path) as stream:
+        found = [ids(stream.batch(0, 2))]
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Future, "result", interrupted)
+            stream.batch(1, 2)
+        found += [ids(stream.batch(step, 2)) for step in (1, 2)]
+    assert found == whole
 
 
 def test_batch_holds_each_row_once_an_epoch_but_those_held_out(tmp_path: Path) -> None:

@@ -146,6 +146,23 @@ def test_guard_more_steps_in_a_row_than_may_be_left_out_end_the_run(tmp_path: Pa
         assert outcome(session, []) == found
 
 
+def test_guard_an_error_leaves_every_module_in_its_mode(tmp_path: Path) -> None:
+    run, numerics = Run(model="untied", clip=None, place="ram"), NumericsConfig(max_skips=0)
+    with opened(exactness_config("untied"), tmp_path, PLACES["ram"], run.train, numerics=numerics) as session:
+        model = session.model
+        model.train()
+        frozen = next(module for module in model.modules() if not list(module.children()))
+        frozen.eval()  # as whoever trains may want it
+        with pytest.raises(NonFiniteError):
+            take_steps(session, run, [1])
+        assert [module for module in model.modules() if not module.training] == [frozen]
+        session.engine.evaluate(random_groups(run.train, 160, 3))
+        assert [module for module in model.modules() if not module.training] == [frozen]
+        model.eval()
+        session.engine.evaluate(random_groups(run.train, 160, 3))
+        assert not any(module.training for module in model.modules())
+
+
 def test_guard_a_loss_that_is_not_finite_alone_is_called_the_loss(tmp_path: Path) -> None:
     run = Run(model="untied", guard=True)
     with opened(exactness_config("untied"), tmp_path, PLACES["ram"], run.train, numerics=run.numerics) as session:

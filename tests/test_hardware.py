@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from megatier import hardware
 
@@ -141,9 +142,14 @@ def test_default_budgets_cpu_halves_share_of_available(tmp_path: Path) -> None:
     assert hardware.default_budgets("cpu", write(tmp_path, files)) == hardware.DefaultBudgets(400_000, 400_000)
 
 
-def test_default_budgets_cuda_takes_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "gpus", lambda: (hardware.Gpu("made up", 2000, 1000),))
-    assert hardware.default_budgets("cuda").gpu_bytes == 500
+@pytest.mark.parametrize(("current", "budget"), [(0, 500), (1, 1500)])
+def test_default_budgets_cuda_takes_free_memory_of_the_current_device(
+    monkeypatch: pytest.MonkeyPatch, current: int, budget: int
+) -> None:
+    found = (hardware.Gpu("made up", 2000, 1000), hardware.Gpu("its twin", 4000, 3000))
+    monkeypatch.setattr(hardware, "gpus", lambda: found)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    assert hardware.default_budgets("cuda").gpu_bytes == budget
 
 
 CUDA_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF")

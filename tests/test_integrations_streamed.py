@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from conftest import check_invariants
 from test_durable import watched
 from tiny_runs import (
     PLACES,
@@ -607,6 +608,42 @@ def test_backward_that_fails_may_be_dropped(
         streamed.abandon()
         loop(streamed, train, 160, first=step, last=step + 1)
         assert streamed.steps == step + 1
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("place", ["ram", "ram_nvme", "nvme_grads_some"])
+def test_memory_that_ends_while_gradients_are_written_loses_no_slot(
+    place: str, groups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At another unit each time, more often than there are slots."""
+    train = train_config("tied", groups=groups)
+    outcomes = []
+    for failures in (0, 4):
+        with streamed_on(place, tmp_path, train) as (session, streamed):
+            torch.manual_seed(5)
+            results = loop(streamed, train, 160, last=2)
+            for unit in range(failures):
+                with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError, match="planted"):
+                    run_out_of_memory(patch, unit)
+                    for batch in random_groups(train, 160, 9):
+                        streamed.model(**batch).loss.backward()
+                streamed.abandon()
+                check_invariants(session.store)
+            torch.manual_seed(6)
+            outcomes.append(outcome(session, [*results, *loop(streamed, train, 160, first=3)]))
+    assert outcomes[0] == outcomes[1]
+
+
+def run_out_of_memory(patch: pytest.MonkeyPatch, unit: int) -> None:
+    """As the so-manieth unit of a backward writes its gradient, between taking the slot and handing it over."""
+    send, left = Gradients._send, iter(range(unit, -1, -1))
+
+    def sent(self: Gradients, name: str, group: int) -> None:
+        if not next(left):
+            raise torch.OutOfMemoryError("planted")
+        send(self, name, group)
+
+    patch.setattr(Gradients, "_send", sent)
 
 
 def fail(*_: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import gc
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import interrupted
 from torch import Tensor, nn
 
 import megatier
@@ -286,6 +288,46 @@ def test_saved_state_goes_on_bit_by_bit_on_other_tiers(
     take_steps(second, parameters, range(STEPS, 2 * STEPS))
     assert same(parameters, expected)
     assert same(second.state_dict(), whole.state_dict())
+
+
+INTERRUPTED = ("integrations/torch_optimizer", "integrations/chunk_store", "store/store", "store/copies", "store/arena")
+
+
+@pytest.mark.usefixtures("tier")
+@pytest.mark.parametrize("ram", [TINY, ALL])
+@pytest.mark.parametrize("work", ["step", "state_dict", "load"])
+def test_interrupt_anywhere_leaves_whole_state_or_says_so_until_it_is_loaded(make: Make, work: str, ram: str) -> None:
+    parameters, expected = parameters_of(torch.bfloat16), parameters_of(torch.bfloat16)
+    optimizer, other = make(parameters, ram=ram), make(expected, ram=ALL)
+    after = {}
+    for step in range(3):
+        take_steps(other, expected, [step])
+        after[step] = copy.deepcopy(expected), other.state_dict()
+
+    def load() -> None:
+        optimizer.load_state_dict(after[0][1])
+        with torch.no_grad():
+            for parameter, saved in zip(parameters, after[0][0], strict=True):
+                parameter.copy_(saved)
+
+    works = {"step": lambda: take_steps(optimizer, parameters, [1]), "state_dict": optimizer.state_dict, "load": load}
+    load()
+    with interrupted(INTERRUPTED) as lines:
+        works[work]()
+    for at in range(0, lines.count, max(1, lines.count // 20)):
+        load()
+        with contextlib.suppress(KeyboardInterrupt), interrupted(INTERRUPTED, at):
+            works[work]()
+        try:
+            found = optimizer.state_dict()
+        except OptimizerError as error:
+            assert "interrupted, half way" in str(error)
+        else:
+            assert any(same(found["state"], state["state"]) for _, state in after.values()), at
+        load()
+        take_steps(optimizer, parameters, [1, 2])
+        assert same(parameters, after[2][0])
+        assert same(optimizer.state_dict(), after[2][1])
 
 
 STREAMED = """

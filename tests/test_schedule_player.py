@@ -18,6 +18,7 @@ from megatier.schedule.blocks import block_key
 from megatier.schedule.sizes import UnitSpec
 from megatier.schedule.timeline import Access, Timeline
 from megatier.schedule.trace import stall_seconds
+from megatier.store import transfer
 from megatier.store.tier import Kind, Phase, Tier
 
 
@@ -65,6 +66,19 @@ def test_steps_that_are_left_out_leave_the_state_and_the_next_step_works(
         run.train_step(skipped=skipped)
         run.check_state()
         run.evaluate()
+
+
+@pytest.mark.parametrize(("deferred", "groups"), [(True, 1), (True, 6), (False, 6)])
+@pytest.mark.parametrize("name", list(PLACES))
+def test_steps_with_few_items_a_queue_never_wait_for_themselves(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, name: str, deferred: bool, groups: int
+) -> None:
+    monkeypatch.setattr(transfer, "QUEUE_DEPTH_MAX", 8)
+    run = start(name, deferred=deferred, groups=groups)
+    for _ in range(3):
+        within(run.train_step)
+    within(run.evaluate)
+    within(run.check_state)
 
 
 def filled(run: Run) -> Counter[str]:

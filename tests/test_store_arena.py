@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -81,6 +86,76 @@ def test_slots_are_equal_disjoint_page_aligned_and_last_in_last_out() -> None:
         pool.give(slot, [transfer])
     assert [pool.take() for _ in range(3)] == found[::-1]
     assert found[0].pending == [transfer]
+
+
+def test_arena_is_not_in_a_forked_child() -> None:
+    arena = Arena(4 * PAGE_BYTES, CPU)
+    assert "dc" in flags_at(arena.address), "do not copy on fork"
+    assert run_in_child(lambda: flags_at(arena.address) == []) == 0
+    arena.close()
+
+
+def test_arena_that_a_forked_child_drops_unmaps_nothing_of_the_childs() -> None:
+    arenas = [Arena(4 * HUGE_PAGE_BYTES, CPU)]
+
+    def drop() -> bool:
+        taken = [mmap.mmap(-1, 1 << 20) for _ in range(32)]  # some of it lies where the arena did
+        arenas.clear()
+        gc.collect()
+        return all(region[0] == 0 and region[-1] == 0 for region in taken)
+
+    assert run_in_child(drop) == 0
+
+
+def flags_at(address: int) -> list[str]:
+    """VmFlags of the mapping that holds an address; none where there is none."""
+    found = False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+        first, _, rest = line.partition(" ")
+        start, dash, stop = first.partition("-")
+        if dash and ":" not in first:
+            found = int(start, 16) <= address < int(stop, 16)
+        elif found and first == "VmFlags:":
+            return rest.split()
+    return []
+
+
+def run_in_child(check: Callable[[], bool]) -> int:
+    """Exit status of a forked child: 0 where the check holds, a negative signal where it was killed."""
+    with warnings.catch_warnings():  # Python warns of threads; the child starts none and takes no lock of theirs
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        status = 2
+        try:
+            status = 0 if check() else 1
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.gpu
+def test_arena_that_is_pinned_keeps_its_pages_through_a_fork() -> None:
+    host = Arena(8 << 20, CPU, pin=True)
+    device = torch.zeros(host.num_bytes, dtype=torch.uint8, device="cuda")
+    release, hold = os.pipe()
+    child = os.fork()
+    if not child:  # it lives while the parent writes, and touches nothing
+        os.close(hold)
+        os.read(release, 1)
+        os._exit(0)
+    for byte in (1, 2, 3):
+        host.bytes.fill_(byte)
+        device.copy_(host.bytes, non_blocking=True)
+        assert bool((device == byte).all())
+        device.fill_(byte + 10)
+        host.bytes.copy_(device, non_blocking=True)
+        torch.cuda.synchronize()
+        assert bool((host.bytes == byte + 10).all())
+    os.close(hold)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(release)
+    host.close()
 
 
 @pytest.mark.gpu

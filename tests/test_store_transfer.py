@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from conftest import pattern
 
-from megatier.errors import TransferError
+from megatier.errors import StallError, StepAbandonedError, TransferError
 from megatier.store.tier import Tier
 from megatier.store.transfer import Instant, Lanes, Queue, Transfer, mark
 
@@ -145,6 +147,77 @@ def test_failure_to_start_is_the_transfers_alone(queue: Queue) -> None:
     with pytest.raises(TransferError):
         first.wait()
     second.wait()
+
+
+class Interrupted(Late):
+    """A move whose waiter is interrupted, once."""
+
+    def __init__(self, by: BaseException, error: Exception | None = None) -> None:
+        super().__init__(error)
+        self.ended.set()
+        self.by: BaseException | None = by
+
+    def wait(self) -> None:
+        by, self.by = self.by, None
+        if by is not None:
+            raise by
+        super().wait()
+
+
+SIGNALLED = [KeyboardInterrupt(), SystemExit(1), StallError(5, "stall.txt"), TimeoutError("an alarm")]
+
+
+@pytest.mark.parametrize("by", SIGNALLED, ids=lambda by: type(by).__name__)
+def test_interrupt_of_a_wait_is_no_failure_of_the_move(queue: Queue, by: BaseException) -> None:
+    transfer = queue.submit("a", 0, lambda: Interrupted(by))
+    with pytest.raises(type(by)):
+        transfer.wait()
+    assert transfer.wait() == 2.0
+    assert not transfer.failed()
+    queue.submit("b", 0, lambda: None, after=[transfer]).wait()
+
+
+@pytest.mark.parametrize("by", SIGNALLED, ids=lambda by: type(by).__name__)
+@pytest.mark.parametrize("ask", [Transfer.over, lambda t: t.order_for(Tier.RAM, fails=False)], ids=["over", "order"])
+def test_interrupt_reaches_who_does_not_mind_failures(
+    queue: Queue, by: BaseException, ask: Callable[[Transfer], object]
+) -> None:
+    transfer = queue.submit("a", 0, lambda: Interrupted(by))
+    with pytest.raises(type(by)):
+        ask(transfer)
+    assert transfer.over()
+    failed = queue.submit("b", 0, lambda: Interrupted(by, failure()))
+    with contextlib.suppress(type(by)):
+        assert not failed.over()
+    assert not failed.over()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1)], ids=["interrupt", "exit"])
+def test_item_that_breaks_off_fails_by_a_typed_error_and_its_queue_goes_on(queue: Queue, error: BaseException) -> None:
+    def start() -> None:
+        raise error
+
+    transfer = queue.submit("a", 0, start)
+    with pytest.raises(StepAbandonedError, match="a on queue test was broken off"):
+        transfer.wait()
+    assert not transfer.over()
+    queue.submit("b", 0, lambda: None).wait()
+
+
+def test_signal_during_a_wait_is_raised_once(queue: Queue) -> None:
+    late = Late()
+    transfer = queue.submit("a", 0, lambda: late)
+    kill = threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        kill.start()
+        with pytest.raises(KeyboardInterrupt):
+            transfer.wait()
+        late.ended.set()
+        assert transfer.wait() == 2.0
+    finally:
+        signal.signal(signal.SIGINT, before)
+        kill.join()
 
 
 def test_close_finishes_what_was_submitted_and_then_refuses() -> None:

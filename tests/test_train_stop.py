@@ -10,19 +10,31 @@ from megatier.train import stop
 from megatier.train.stop import StopRequest
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stop_request_signal_is_noted_and_the_second_one_interrupts(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stop, "REPEAT_S", 0.0)
     said: list[str] = []
-    signal.signal(number, signal.default_int_handler)  # a shell may have started this process with SIGINT ignored
+    before = signal.signal(number, signal.default_int_handler)  # a shell may have started this process with it ignored
     with StopRequest(said.append) as request:
         os.kill(os.getpid(), number)
         assert request.is_asked
         assert said == ["stopping after this step, with a checkpoint; once more to stop at once"]
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
+    signal.signal(number, before)
+
+
+def test_stop_request_under_nohup_leaves_sighup_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest(lambda _: None) as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not request.is_asked
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_stop_request_signal_that_comes_twice_at_once_is_one() -> None:

@@ -135,7 +135,8 @@ class TextStream:
         """
         while len(self._ahead) <= STEPS_AHEAD:
             self._ahead.append(self._thread.submit(self._take, batch))
-        taken = self._ahead.popleft().result()
+        taken = self._ahead[0].result()  # an interrupt in here loses no sequence
+        self._ahead.popleft()
         self._position = taken[-1][1]
         return columns_of(np.stack([row for row, _ in taken]), is_apart=self._config.is_apart)
 

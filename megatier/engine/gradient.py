@@ -70,12 +70,13 @@ class Gradients:
         self._buffers: dict[str, Tensor] = {}
         self._shipped: Counter[str] = Counter()
         """Groups of this step whose gradients of a unit are out."""
-        self._is_watched = False
+        self._is_watched = self._is_over = False
+        """The backward of this group has begun; has come to its end."""
         self.group = 0
 
     def begin_group(self, group: int) -> None:
         """Forget what an abandoned group left behind."""
-        self.group, self._is_watched = group, False
+        self.group, self._is_watched, self._is_over = group, False, False
         if not group:
             self._shipped.clear()
         for counts in (self._summands, self._added, self._left):
@@ -90,8 +91,8 @@ class Gradients:
 
     @property
     def is_open(self) -> bool:
-        """Whether a forward use of this group may still have its backward."""
-        return any(self._left.values())
+        """Whether a forward use of this group may still have its backward, or the backward did not come to its end."""
+        return self._is_watched > self._is_over or any(self._left.values())
 
     def expect(self, unit: str, num_slices: int) -> None:
         """A forward use happened; a backward in so many slices will follow."""
@@ -112,6 +113,7 @@ class Gradients:
         if self.group == self._groups - 1:
             for unit in list(self._shipped):
                 self._catch_up(unit, self._groups)
+        self._is_over = True
 
     def add(self, unit: str, parts: Sequence[tuple[str, Tensor | None]]) -> None:
         """Gradients of one slice of one use, by parameter name; those that are not named are zero."""

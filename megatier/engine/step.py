@@ -235,11 +235,10 @@ class Engine:
         return self._stage.gradients.is_open
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss per counted token, on the weights of the last whole step."""
+        """Mean loss per counted token, on the weights of the last whole step; modules keep their mode."""
         self._stream.drain()
-        self.model.eval()
         total, tokens = 0.0, 0
-        with torch.no_grad():
+        with torch.no_grad(), _eval_mode(self.model):
             for batch in batches:
                 if not (count := _count(batch)):
                     continue
@@ -337,12 +336,11 @@ class Engine:
         if self._is_learnt:
             return
         check_rows_are_apart(self.model, "set train.slices to 1")
-        self.model.eval()  # draws no random numbers
         if "attention_mask" in batch:  # without padding, Hugging Face leaves masks out
             mask = batch["attention_mask"].clone()
             mask[:, -1] = 0
             batch = {**batch, "attention_mask": mask}
-        with torch.no_grad(), learning(self._stage):
+        with torch.no_grad(), _eval_mode(self.model), learning(self._stage):  # draws no random numbers
             for rows in (1, 2):
                 with self.evaluation():
                     self._loss({key: value[:rows] for key, value in batch.items()}, None)
@@ -360,6 +358,18 @@ class Engine:
         return NonFiniteError(
             f"the {what} of step {step} is not finite{row}{where}. No update of this step was written. {REMEDY}"
         )
+
+
+@contextmanager
+def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, no module is in training mode; then each is in its own again, which may be another than the model's."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _count(batch: Batch) -> int:

@@ -6,14 +6,15 @@ its parameters are. On a GPU it passes through slots in GPU memory, and from NVM
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from megatier.integrations.chunks import AHEAD, SLOTS, Chunk, ChunkPlan
-from megatier.store.store import Lease, TieredStore
+from megatier.store.lease import Lease
+from megatier.store.store import TieredStore
 from megatier.store.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 
 
@@ -72,12 +73,13 @@ class ChunkStore:
 
     # ------------------------------------------------------------------ for saving and loading
 
-    def read(self) -> Iterator[tuple[Chunk, Tensor]]:
-        """Every chunk in RAM, uint8, one after another; each is valid until the next."""
+    def read(self) -> Generator[tuple[Chunk, Tensor]]:
+        """Every chunk in RAM, uint8, one after another, each valid until the next. Close it: none is kept then."""
         for number, chunk in enumerate(self.chunks):
             for ahead in self.chunks[number : number + AHEAD + 1]:
                 self._store.prefetch(ahead.key, Tier.RAM, wait=True)
-            with self._store.lease(chunk.key, Tier.RAM, wait=True) as lease:
+            tear = self._store.tear
+            with tear.call, self._store.lease(chunk.key, Tier.RAM, wait=True) as lease, tear.waiting():
                 yield chunk, lease.bytes
             self._leave(chunk, Tier.RAM)
 
@@ -88,6 +90,15 @@ class ChunkStore:
             yield lease.bytes
             self._store.mark_dirty(chunk.key, Tier.RAM)
         self._leave(chunk, Tier.RAM)
+
+    @property
+    def is_torn(self) -> bool:
+        """Something broke off while a chunk was taken or given back."""
+        return self._store.tear.is_torn
+
+    def reset(self) -> None:
+        """After something broke off: nobody has a chunk any more. Overwrite all of them."""
+        self._store.reset()
 
     def close(self) -> None:
         """Finish all moves, remove the files, free the memory. Safe to call twice."""

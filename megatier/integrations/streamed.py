@@ -256,8 +256,8 @@ class Streamed:
         else:
             self._settle("An evaluation")
             run = self._engine.evaluation(evaluation)
-        self._is_inside = True
         try:
+            self._is_inside = True
             with run:
                 yield
             if not self._groups:  # of evaluations nobody asks for a trace
@@ -404,10 +404,12 @@ class Streamed:
     def restore(self, folder: str | os.PathLike[str]) -> None:
         """Go on from the last checkpoint of a folder, bit by bit, on whatever tiers.
 
+        It also mends a model that was interrupted while state was changed (`TornStateError`).
+
         Raises:
             CheckpointError: there is none, or it is of another model, or damaged.
         """
-        self._settle("Restoring a checkpoint")
+        self._check_between_steps("Restoring a checkpoint")
         settle_replaced(Path(folder))
         if (checkpoint := last_checkpoint(Path(folder))) is None:
             raise CheckpointError(f"{folder} holds no checkpoint of a streamed model; Streamed.save writes them.")
@@ -416,9 +418,17 @@ class Streamed:
             raise CheckpointError(f"{checkpoint} is of a `megatier train` run; go on with `megatier resume`.")
         if not is_bound(checkpoint):
             warnings.warn(UNBOUND.format(checkpoint), stacklevel=2)
-        restore(self._session, checkpoint)
-        self.optimizer.take_saved_settings(settings)
-        self.steps = step_of(checkpoint)
+        player = self._session.player
+        if player.tear.is_torn:
+            player.reset()
+            region = player.tear.change  # nothing that holds is left, whatever happens
+        else:
+            player.drain()
+            region = player.tear.call
+        with region:
+            restore(self._session, checkpoint)
+            self.optimizer.take_saved_settings(settings)
+            self.steps = step_of(checkpoint)
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write moves, updates, uses and stalls of the last three steps, for Perfetto.
@@ -430,12 +440,15 @@ class Streamed:
 
     def _settle(self, what: str) -> None:
         """Finish all updates that are due."""
+        self._check_between_steps(what)
+        self._session.player.drain()
+
+    def _check_between_steps(self, what: str) -> None:
         self._check_open()
         if self._groups:
             raise StreamedModelError(
                 f"{what} in the middle of a step: end it with optimizer.step() first, or drop it with abandon()."
             )
-        self._session.player.drain()
 
 
 def _entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ from megatier.integrations.chunks import AHEAD, Chunk, ChunkPlan, ParameterSize,
 from megatier.integrations.parameters import Form, check_parameters, form_of, in_order
 from megatier.integrations.state_file import write_state_file
 from megatier.store.blockfile import budget_bytes
-from megatier.store.store import Lease
+from megatier.store.lease import Lease
 from megatier.store.tier import Kind, Tier
 from megatier.vector_math import warm
 
@@ -154,9 +154,9 @@ class TieredAdamW(Optimizer):
         runs = ((chunk, tuple(run for run in chunk.runs if run.parameter in gradients)) for chunk in store.chunks)
         self._is_torn = True
         self._update(store, [due for due in runs if due[1]], gradients)
-        self._is_torn = False
         for index in gradients:
             self._steps[index] = self._steps.get(index, 0) + 1
+        self._is_torn = False
         torch.autograd.graph.increment_version([self._parameters[index] for index in gradients])
         return loss
 
@@ -166,8 +166,10 @@ class TieredAdamW(Optimizer):
         try:
             for number, (chunk, runs) in enumerate(due):
                 store.prefetch(due[(number + AHEAD) % len(due)][0])  # at the end, for the next step
-                lease = store.lease(chunk)
-                flying.append((chunk, lease, [self._apply(run, lease.bytes, gradients) for run in runs]))
+                flying.append((chunk, store.lease(chunk), []))
+                _, lease, batches = flying[-1]
+                for run in runs:
+                    batches.append(self._apply(run, lease.bytes, gradients))
                 if len(flying) > 1:
                     _finish(store, *flying.popleft())
         finally:
@@ -251,6 +253,7 @@ class TieredAdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of a TieredAdamW, wherever its parts lay, or of a torch.optim.AdamW, chunk by chunk.
 
+        It mends an optimizer of which a step or a load failed, or was interrupted, half way.
         Load the parameters too: the state belongs to their values. `torch.load(path, mmap=True)` needs no RAM.
 
         Raises:
@@ -262,11 +265,17 @@ class TieredAdamW(Optimizer):
         if state:  # else some trainers load an empty one before they move the model
             self._start()
         self._check_loaded(state_dict)
-        super().load_state_dict({**state_dict, "state": {}})
+        was_torn, self._is_torn = self._is_torn, True
+        try:
+            super().load_state_dict({**state_dict, "state": {}})
+        except ValueError:  # before anything was changed
+            self._is_torn = was_torn
+            raise
         for group in self.param_groups:
             group["lr"] = float(group["lr"])  # torch's may be a tensor
-        self._is_torn = True
         if self._chunks is not None:
+            if was_torn or self._chunks.is_torn:
+                self._mend(self._chunks)
             for chunk in self._chunks.chunks:
                 with self._chunks.overwrite(chunk) as block:
                     for run in chunk.runs:
@@ -304,12 +313,13 @@ class TieredAdamW(Optimizer):
             entry["step"].fill_(self._steps[index])
         if self._chunks is None:
             return
-        for chunk, block in self._chunks.read():
-            for run in chunk.runs:
-                entry = state.get(run.parameter, {})
-                for kind, plane in _planes(run, block):
-                    if kind in entry:
-                        in_order(entry[kind], entry[kind])[run.start : run.stop] = plane
+        with contextlib.closing(self._chunks.read()) as chunks:
+            for chunk, block in chunks:
+                for run in chunk.runs:
+                    entry = state.get(run.parameter, {})
+                    for kind, plane in _planes(run, block):
+                        if kind in entry:
+                            in_order(entry[kind], entry[kind])[run.start : run.stop] = plane
 
     def _check_loaded(self, state_dict: Mapping[str, Any]) -> None:
         for group in state_dict["param_groups"]:
@@ -349,14 +359,30 @@ class TieredAdamW(Optimizer):
             return self._chunks
         plan, trained = self._plan(), self._trained()
         device = next((parameter.device for parameter in trained.values()), torch.device("cpu"))
-        self._chunks = ChunkStore(plan, self._nvme, device, _update_tier(device))
         self._parameters: list[Tensor] = [parameter for group in self.param_groups for parameter in group["params"]]
         self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         self._forms = {index: form_of(parameter) for index, parameter in trained.items()}
+        chunks = ChunkStore(plan, self._nvme, device, _update_tier(device))
+        try:
+            self._start_threads(chunks)
+        except BaseException:
+            chunks.close()
+            raise
+        self._chunks = chunks
+        return chunks
+
+    def _start_threads(self, chunks: ChunkStore) -> None:
         self._pool = adamw_threads(cores_usable())
         self._threads = ThreadPoolExecutor(cores_usable(), "megatier-gradient")
-        self._finalizer = weakref.finalize(self, _release, os.getpid(), self._pool, self._threads, self._chunks)
-        return self._chunks
+        self._finalizer = weakref.finalize(self, _release, os.getpid(), self._pool, self._threads, chunks)
+
+    def _mend(self, chunks: ChunkStore) -> None:
+        """After something broke off: nobody is at work on a chunk any more, and nobody has one."""
+        self._pool.close()  # whatever is at work there, perhaps nobody waits for it
+        self._threads.shutdown()
+        chunks.reset()
+        self._finalizer.detach()
+        self._start_threads(chunks)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -364,10 +390,10 @@ class TieredAdamW(Optimizer):
 
     def _check_whole(self) -> None:
         self._check_open()
-        if self._is_torn:
+        if self._is_torn or (self._chunks is not None and self._chunks.is_torn):
             raise OptimizerError(
-                "a step or a load failed half way, so parameters and state do not belong together. Load both from a "
-                "saved state, or make a new TieredAdamW."
+                "a step or a load failed, or was interrupted, half way, so parameters and state do not belong "
+                "together. Load both from a saved state, or make a new TieredAdamW."
             )
 
     def _name(self, index: int) -> str:

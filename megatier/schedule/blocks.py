@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from megatier.errors import TransferError
 from megatier.schedule.gate import Gate
 from megatier.schedule.optimizer import Elements
 from megatier.schedule.placement import Placement
@@ -204,12 +205,14 @@ class UnitBlocks:
         spans = {kind: self.span(unit, kind, elements) for kind in kinds}
         keys = {kind: self.key(unit, kind, generation) for kind in kinds}
         homes = {kind: self.placement.homes[unit, kind] for kind in kinds}
-        with contextlib.ExitStack() as stack:
+        tear = self.store.tear
+        with tear.call, contextlib.ExitStack() as stack:  # a lease that nobody gives back would show
             planes = {}
             for kind in kinds:
                 lease = self.store.lease(keys[kind], tier, spans[kind], fresh=kind in fresh, wait=True)
                 planes[kind] = stack.enter_context(lease).bytes
-            yield StateRun(self.store, homes, keys, tier, planes, spans)
+            with tear.waiting():
+                yield StateRun(self.store, homes, keys, tier, planes, spans)
         for kind in kinds:
             if homes[kind] is Tier.NVME:
                 self.store.evict(keys[kind], Tier.RAM, spans[kind])
@@ -325,6 +328,18 @@ class UnitBlocks:
         else:
             self.store.write_back(key, Tier.GPU, (0, size), wait=True)
         self.store.evict(key, Tier.GPU)
+
+    def drop_grad(self, name: str) -> None:
+        """Drop what a step that was given up left of a gradient in slots; no update and no sum of it is under way."""
+        home = None if self.sums_in_ram(name) else self.placement.grad_homes[name]
+        for tier in (Tier.GPU, Tier.RAM):
+            if home is not tier:
+                with contextlib.suppress(TransferError):  # it stays, and whoever writes it next has the error
+                    self.store.discard(grad_key(name), tier)
+
+    def forget_readers(self) -> None:
+        """Nobody reads any more."""
+        self._readers.clear()
 
     @property
     def _grad_width(self) -> int:

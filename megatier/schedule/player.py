@@ -16,31 +16,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
 
 from megatier.errors import TimelineError
 from megatier.schedule.blocks import UnitBlocks, grad_key
+from megatier.schedule.demand import Demand
 from megatier.schedule.gate import Gate
 from megatier.schedule.offload import Offload
 from megatier.schedule.optimizer import Optimizer
+from megatier.schedule.order import passed_over
 from megatier.schedule.placement import Placement
 from megatier.schedule.sizes import Policy, UnitSpec
-from megatier.schedule.timeline import (
-    Access,
-    Load,
-    Timeline,
-    Update,
-    build,
-    demanded_bytes,
-    gradient_bytes,
-    update_bytes,
-)
+from megatier.schedule.timeline import Access, Load, Timeline, Update, build
 from megatier.schedule.trace import Recorder, TraceEvent
 from megatier.schedule.updates import Updates
-from megatier.store.store import Lease, TieredStore
+from megatier.store.lease import Lease
+from megatier.store.store import TieredStore
 from megatier.store.tier import Kind, Phase, Tier
 from megatier.store.transfer import Instant, Queue, Transfer, mark
 
@@ -64,8 +57,9 @@ class Use:
     def leave(self) -> None:
         """Give the weights back; their slot may be filled again once compute enqueued so far is over."""
         left = Instant(self._player.store.clock)
-        self._lease.release()
-        self._player.held.remove(self._lease)
+        with self._player.tear.change:
+            self._lease.release()
+            self._player.held.remove(self._lease)
         self._player.recorder.access(self._access, self._cause, self._asked, self._entered, left)
         self._player.gate.open_to(len(self._player.accesses))
         if self._player.timeline is None:  # nothing is known of the next use: make room
@@ -73,7 +67,11 @@ class Use:
 
 
 class Player:
-    """Plays timelines. One per run; `close` stops its lanes."""
+    """Plays timelines. One per run; `close` stops its lanes.
+
+    Attributes:
+        tear: the store's. What breaks off a change shows there; `begin` and `drain` refuse it until `reset`.
+    """
 
     def __init__(
         self,
@@ -84,10 +82,8 @@ class Player:
         optimizer: Optimizer,
     ) -> None:
         """Register all blocks and slots with the store, which must be fresh, and start the lanes."""
-        self.store, self.placement, self.policy = store, placement, policy
+        self.store, self.placement, self.policy, self.tear = store, placement, policy, store.tear
         self.units = {unit.name: unit for unit in units}
-        self._sizes = {unit.name: replace(unit, activation_bytes=0) for unit in units}
-        """But for activations, which `_offload` counts one by one: not every use of a unit has a backward."""
         self._trained = frozenset(placement.grad_homes)
         self._orders: dict[str, tuple[Access, ...]] = {}
         self._timelines: dict[tuple[str, frozenset[str]], Timeline] = {}
@@ -99,6 +95,8 @@ class Player:
         self.accesses: list[Access] = []
         """Uses of this pass so far, in order."""
         self._pass = ""
+        self._is_open = False
+        """A pass has begun, and neither ended nor been cancelled."""
         self._loads: dict[int, Transfer] = {}
         self._grads: dict[str, Lease] = {}
         self.held: list[Lease] = []
@@ -114,13 +112,13 @@ class Player:
         """The last step's updates wait for a pass, or for `drain`, to submit them."""
         self.busy = {"load": "ram_to_gpu"}
         """What each lane is at: the cause of a stall behind it."""
-        self._demanded: Counter[str] = Counter()
+        self._demand = Demand(units, placement, policy)
         self.gate = Gate()
         self.recorder = Recorder()
         self.blocks = UnitBlocks(store, self.units, placement, policy)
         self.updates = Updates(self.blocks, optimizer, self.gate, self.recorder, self.busy)
-        self._lane = Queue("load")  # it only decides and waits: no stream
-        self._checkpoints = Queue("checkpoint")
+        self._lane = Queue("load", decides=True)  # it only decides and waits: no stream
+        self._checkpoints = Queue("checkpoint", decides=True)
         self.is_closed = False
         """It is closing: what has not begun, or may stop half-way, shall not go on."""
 
@@ -132,7 +130,12 @@ class Player:
     # ------------------------------------------------------------------ passes
 
     def begin(self, name: str) -> None:
-        """Start a pass, `train` or one of evaluations: play its timeline, or record its order the first time."""
+        """Start a pass, `train` or one of evaluations: play its timeline, or record its order the first time.
+
+        Raises:
+            TornStateError: something was interrupted while state was changed.
+        """
+        self._leave_open_pass()
         self._pass, self.accesses, self._loads = name, [], {}
         self._offload.clear()
         self._left_out.clear()
@@ -141,30 +144,34 @@ class Player:
             exchange.wait()
         if name not in self._orders:
             self.drain()
-        due, self._updates_due = self._updates_due, frozenset()
-        self.timeline = self._planned(name, due)
-        if name == "train":
-            self._summed.clear()
-            self._final.clear()
-            self.updates.speculation.begin()
+        self.timeline, self._is_open = self._planned(name, self._updates_due), True
         self._grad_makers = self._awaiting_sums()
-        if self.timeline is None:
-            return
-        self._demand(self.timeline)
-        streamed = [update for update in self.timeline.updates if update.unit in self.placement.streamed]
+        with self.tear.change:  # some of the updates are no step; and what was speculative is due no more
+            if name == "train":
+                self._summed.clear()
+                self._final.clear()
+                self.updates.speculation.begin()
+            if self.timeline is not None:
+                self._submit(self.timeline)
+            self._updates_due = frozenset()
+
+    def _submit(self, timeline: Timeline) -> None:
+        """All loads and updates of a pass."""
+        self._demand.add(timeline, trains=self._pass == "train")
+        streamed = [update for update in timeline.updates if update.unit in self.placement.streamed]
         gradients = mark(self.store.clock, "gradients")
-        for update in self.timeline.updates:
+        for update in timeline.updates:
             if update.unit not in self.placement.streamed:
                 self.updates.submit(update, gradients)
         first_loads: dict[str, Transfer] = {}
-        for load in self.timeline.loads:
+        for load in timeline.loads:
             transfer = self._lane.submit(load.unit, 0, partial(self._load, load))
             self._loads[load.access] = transfer
             first_loads.setdefault(load.unit, transfer)
         for update in streamed:  # in the slot that its weights are loaded into
             self.updates.submit(update, gradients, first_loads[update.unit])
-        if name == "train":
-            self.updates.submit_exchange(goes_home=bool(due), comes_again=True)
+        if self._pass == "train":
+            self.updates.submit_exchange(goes_home=bool(self._updates_due), comes_again=True)
 
     def _planned(self, name: str, due: frozenset[str]) -> Timeline | None:
         """The pass's timeline; None before its order is known."""
@@ -204,23 +211,50 @@ class Player:
                 if self.placement.homes[access.unit, Kind.WEIGHT] is not Tier.GPU
             ]
             played = Timeline(tuple(self.accesses), tuple(on_demand), ())
-            self._demand(played)
-        self._demand_less(played)
+            self._demand.add(played, trains=self._pass == "train")
+        self._demand.end(played, self._final, trains=self._pass == "train")
         self._orders.setdefault(self._pass, tuple(self.accesses))
         self._evict_weights()
+        self._is_open = False
 
     def cancel(self) -> None:
         """Leave a pass half-way: loads that wait for compute are given up, updates that are due still run."""
         self.gate.abandon()
-        for lease in (*self.held, *self._grads.values()):  # by a forward or backward that failed
-            lease.release()
-        self.held.clear()
-        self._grads.clear()
+        if self.tear.is_torn:  # nobody may ever come to what is waited for here; `reset` does without
+            return
+        while self.held or self._grads:  # by a forward or backward that failed
+            with self.tear.change:
+                lease = self.held.pop() if self.held else self._grads.popitem()[1]
+                lease.release()
         self.updates.speculation.abandon()
         for transfer in self._loads.values():
             transfer.over()
         self.updates.over()
+        for unit in self._trained:  # no update and no sum of this step will take it
+            self.blocks.drop_grad(unit)
         self._evict_weights()
+        self._is_open = False
+
+    def _leave_open_pass(self) -> None:
+        """Where an interrupt came before anybody could cancel it."""
+        self.tear.check()
+        if self._is_open:
+            self.cancel()
+
+    def reset(self) -> None:
+        """After something broke off: wait for all that moves, and forget it. Overwrite all state then."""
+        self.tear.is_torn = True
+        self.gate.abandon()
+        self.updates.speculation.abandon()
+        with self.tear.change:
+            for lane in (self._lane, *self.updates.queues, self._checkpoints):
+                self.store.wake()
+                lane.settle()
+            self._updates_due, self._is_open = frozenset(), False
+            for kept in (self._loads, self.held, self._grads):
+                kept.clear()
+            self.updates.forget()
+            self.store.reset()
 
     def defer_updates(self, *, clipped: bool) -> None:
         """All gradients are final: the next pass, or `drain`, updates every unit that was not updated already.
@@ -228,21 +262,29 @@ class Player:
         Args:
             clipped: the gradients are to be scaled, so speculative updates are void.
         """
-        self.updates.speculation.decide(clipped=clipped)
-        self._updates_due = frozenset(self._final)
+        with self.tear.change:
+            self.updates.speculation.decide(clipped=clipped)
+            self._updates_due = frozenset(self._final)
 
     def drop_updates(self) -> None:
         """The gradients are not to be applied: no update is due, and speculative ones are void, as if clipped."""
-        self.updates.speculation.decide(clipped=True)
+        with self.tear.change:
+            self.updates.speculation.decide(clipped=True)
 
     def drain(self) -> None:
         """Finish every update that is due and every write-back: the step is complete.
 
         Raises:
+            TornStateError: something was interrupted while state was changed.
             TransferError, NonFiniteError: what stopped an update.
         """
-        due, self._updates_due = self._updates_due, frozenset()
-        self.updates.drain(due)
+        self._leave_open_pass()
+        self.updates.speculation.abandon()
+        if self._updates_due:
+            with self.tear.change:  # some of them are no step
+                self.updates.submit_all(self._updates_due)
+                self._updates_due = frozenset()
+        self.updates.drain()
 
     def planned(self, name: str, *, updates: bool) -> Timeline:
         """The timeline of a recorded pass, in which no unit or every unit is updated."""
@@ -295,25 +337,10 @@ class Player:
         return self._use(access)
 
     def _pass_over(self, access: Access | None) -> None:
-        """Use and leave what this pass leaves out before an access (None: before its end), so that its loads go on.
-
-        That may be a frozen unit's backward alone: where there is no image, no gradient passes through it.
-        """
+        """Use and leave what this pass leaves out before an access (None: before its end), so that its loads go on."""
         assert self.timeline is not None
-        done, skipped, left_out = len(self.accesses), list[Access](), set(self._left_out)
-        for recorded in self.timeline.accesses[done:]:
-            if recorded == access:
-                break
-            place = recorded.unit, recorded.group
-            is_lost = recorded.phase is Phase.BACKWARD and recorded.unit in self._trained
-            if place not in left_out and (is_lost or recorded in self.accesses):
-                raise _another_order(done, access, recorded)
-            left_out.add(place)
-            skipped.append(recorded)
-        else:
-            if access is not None:
-                raise _another_order(done, access, None)
-        self._left_out = left_out
+        skipped = passed_over(self.timeline.accesses, self.accesses, access, self._left_out, self._trained)
+        self._left_out.update((recorded.unit, recorded.group) for recorded in skipped)
         for recorded in skipped:
             self._use(recorded).leave()
 
@@ -327,8 +354,9 @@ class Player:
         key = self.blocks.key(unit, Kind.WEIGHT)
         for transfer in self.store.prefetch(key, Tier.GPU, wait=True):
             self._wait(transfer, causes)
-        lease = self.store.lease(key, Tier.GPU)
-        self.held.append(lease)
+        with self.tear.call:  # else nobody would give the lease back
+            lease = self.store.lease(key, Tier.GPU)
+            self.held.append(lease)
         cause = causes.most_common(1)[0][0] if causes else "ram_to_gpu"
         return Use(self, access, lease, asked, cause)
 
@@ -337,7 +365,8 @@ class Player:
         if (fetched := self.updates.fetched(unit)) is not None:
             fetched.over()
         fresh = unit not in self._summed or not self.sums_here(unit)
-        lease = self._grads[unit] = self.store.lease(grad_key(unit), Tier.GPU, fresh=fresh, wait=True)
+        with self.tear.call:  # else nobody would give the lease back
+            lease = self._grads[unit] = self.store.lease(grad_key(unit), Tier.GPU, fresh=fresh, wait=True)
         return lease.bytes
 
     def ship_grad(self, unit: str, *, group: int) -> None:
@@ -349,7 +378,8 @@ class Player:
         self._summed.add(unit)
         if last:
             self._final.add(unit)
-        self._grads.pop(unit).release()
+        with self.tear.change:
+            self._grads.pop(unit).release()
         if group and (summed := self.updates.of(unit)) is not None:
             summed.wait()  # this gradient takes the place of the last group's
         if self.placement.grad_homes[unit] is not Tier.GPU:
@@ -404,40 +434,8 @@ class Player:
     @property
     def demanded(self) -> Counter[str]:
         """Bytes per queue that the placement demanded of the passes and updates so far."""
-        return self._demanded + self._offload.demanded + self.updates.demanded
-
-    def _demand(self, timeline: Timeline) -> None:
-        used = self._trained_in(timeline)
-        updated = [update.unit for update in timeline.updates] if self.policy.deferred else used
-        self._demanded.update(
-            demanded_bytes(timeline, self.placement, self._sizes, self.policy, gradients=used, updated=updated)
-        )
-
-    def _demand_less(self, timeline: Timeline) -> None:
-        """Units that a step left out have no gradient, and in the immediate mode no update."""
-        for name in self._trained_in(timeline) - self._final:
-            self._demanded.subtract(gradient_bytes(self._sizes[name], self.placement, self.policy))
-            if not self.policy.deferred:
-                self._demanded.subtract(update_bytes(self._sizes[name], self.placement, self.policy))
-
-    def _trained_in(self, timeline: Timeline) -> frozenset[str]:
-        used = {access.unit for access in timeline.accesses} if self._pass == "train" else set()
-        return self._trained & used
+        return self._demand.moved + self._offload.demanded + self.updates.demanded
 
     def _evict_weights(self) -> None:
         for name in self.units:
             self.blocks.drop_weights(name)
-
-
-def _another_order(index: int, access: Access | None, recorded: Access | None) -> TimelineError:
-    """Compute used something else (None: nothing more) than what was recorded (None: nothing like it follows)."""
-    if access is not None:
-        use = f"{access.unit} ({access.phase}, group {access.group})"
-        what = f"use {index} of this pass is {use}, not what step 1 recorded"
-    else:
-        assert recorded is not None
-        what = f"the pass ended before {recorded.unit} ({recorded.phase}, group {recorded.group}), which step 1 used"
-    return TimelineError(
-        f"{what}. megatier needs the same order of units in every step. A step may leave units out, such as a vision "
-        "tower where there is no image, if the first one used them: put an image into each batch of the first step."
-    )

@@ -116,14 +116,18 @@ class Speculation:
             return
         if (new := self._blocks.spare(unit)) is None:
             return
-        attempt.units[unit] = new
         old, chunks = self._blocks.valid[unit], self._blocks.chunks(unit)
-        self._planned.extend(Chunk(attempt, unit, old, new, elements) for elements in chunks)
-        work = partial(self._update, attempt, unit, len(chunks))
-        self._transfers[unit] = self._lane.submit(unit, 0, work, after, self._blocks.readers(unit, new))
+        with self._store.tear.change:
+            attempt.units[unit] = new
+            self._planned.extend(Chunk(attempt, unit, old, new, elements) for elements in chunks)
+            work = partial(self._update, attempt, unit, len(chunks))
+            self._transfers[unit] = self._lane.submit(unit, 0, work, after, self._blocks.readers(unit, new))
 
     def decide(self, *, clipped: bool) -> None:
-        """The norm is known: what was updated holds, or is void: it should have been clipped, or left out."""
+        """The norm is known: what was updated holds, or is void: it should have been clipped, or left out.
+
+        Call it inside a region of the store's tear.
+        """
         self._clipped.append(clipped)
         if (attempt := self._attempt) is None:
             self.outcome = None
@@ -140,10 +144,18 @@ class Speculation:
     def abandon(self) -> None:
         """What was tried and not decided is void; chunks that have not begun are left out."""
         if (attempt := self._attempt) is not None:
-            with self._lock:
-                attempt.is_void = True
-                self.void_bytes += attempt.moved_bytes
-            self._attempt = None
+            with self._store.tear.change:
+                with self._lock:
+                    attempt.is_void = True
+                    self.void_bytes += attempt.moved_bytes
+                self._attempt = None
+
+    def forget(self) -> None:
+        """All updates have ended, and their state is overwritten next."""
+        self.abandon()
+        self.updated = frozenset()
+        for kept in (self._transfers, self._planned, self._asked):
+            kept.clear()
 
     def of(self, unit: str) -> Transfer | None:
         """The unit's speculative update, until another update takes its place."""

@@ -37,22 +37,30 @@ from megatier.schedule.optimizer import Elements, Optimizer, Work
 from megatier.schedule.speculation import CHUNK_DEPTH, Speculation
 from megatier.schedule.timeline import Load, Update, update_bytes
 from megatier.schedule.trace import Recorder
+from megatier.store.tear import Tear
 from megatier.store.tier import Kind, Tier
-from megatier.store.transfer import Queue, Transfer, mark
+from megatier.store.transfer import FAILURES, Queue, Transfer, mark
 
 
 class Applied:
     """AdamW under way on a unit in RAM. Its leases end when somebody has waited for it."""
 
-    def __init__(self, work: Work, leases: contextlib.ExitStack) -> None:
+    def __init__(self, work: Work, leases: contextlib.ExitStack, tear: Tear) -> None:
         """Made by the update lane, which goes on to the next unit meanwhile, so that the threads never run dry."""
-        self._work, self._leases, self._lock = work, leases, threading.Lock()
+        self._work, self._leases, self._tear, self._lock = work, leases, tear, threading.Lock()
+        self._error: Exception | None = None
 
     def wait(self) -> None:
         """Block until it is done; any thread, any number of times."""
         self._work.wait()
         with self._lock:
-            self._leases.close()
+            try:
+                with self._tear.call:  # whoever waits first does this, the training thread perhaps
+                    self._leases.close()
+            except FAILURES as error:
+                self._error = error
+            if self._error is not None:
+                raise self._error
 
     def done(self) -> bool:
         """True when wait() would not block."""
@@ -100,8 +108,10 @@ class Updates:
         busy.update(update="update", update_nvme="nvme_to_ram", update_gpu="update_gpu")
         # The immediate mode looks at sums of squares on the GPU; in the deferred mode these lanes need no stream.
         clock = None if self._policy.deferred else self._store.clock
-        self._in_ram, self._on_nvme = Queue("update", clock), Queue("update_nvme", clock)
-        self._on_gpu = Queue("update_gpu", self._store.clock)
+        # They wait for loads and slots, so for compute, which submits to them.
+        self._in_ram = Queue("update", clock, decides=True)
+        self._on_nvme = Queue("update_nvme", clock, decides=True)
+        self._on_gpu = Queue("update_gpu", self._store.clock, decides=True)
         self.queues = (self._in_ram, self._on_nvme, self._on_gpu)
         self.speculation = Speculation(blocks, optimizer, recorder, busy, self._on_nvme)
 
@@ -116,8 +126,11 @@ class Updates:
             load: of a streamed unit's weights. The update comes behind it even if it was given up: what is due has to
                 run.
         """
+        with self._store.tear.change:
+            self._submit(update, [gradient] if gradient is not None else [], load)
+
+    def _submit(self, update: Update, after: list[Transfer], load: Transfer | None) -> None:
         unit = update.unit
-        after = [gradient] if gradient is not None else []
         old, new = self._blocks.advance(unit)
         behind = self._blocks.readers(unit, new)
         behind += [load] if load is not None else []
@@ -141,12 +154,14 @@ class Updates:
 
     def submit_sum(self, unit: str, group: int) -> None:
         """Add a group's gradient, which is in RAM or on its way there, to those before it."""
-        self.speculation.drop(unit)
-        self._last[unit] = self._in_ram.submit(unit, 0, partial(self._accumulate, unit, group))
+        with self._store.tear.change:
+            self.speculation.drop(unit)
+            self._last[unit] = self._in_ram.submit(unit, 0, partial(self._accumulate, unit, group))
 
     def submit_fetch(self, unit: str) -> None:
         """Bring the sum of the groups before to the GPU, for this group's gradient to be added."""
-        self._fetched[unit] = self._in_ram.submit(unit, 0, partial(self._fetch, unit))
+        with self._store.tear.change:
+            self._fetched[unit] = self._in_ram.submit(unit, 0, partial(self._fetch, unit))
 
     def fetched(self, unit: str) -> Transfer | None:
         """After which the unit's sum is there, or on its way; once."""
@@ -188,20 +203,12 @@ class Updates:
             transfer.over()
         self._fetched.clear()
 
-    def drain(self, due: Collection[str]) -> None:
-        """Finish every update and every write-back, and give up what was tried and not decided.
-
-        Streamed state is at home after it.
-
-        Args:
-            due: units whose update is due, and that no pass has submitted.
+    def drain(self) -> None:
+        """Finish every update that was submitted and every write-back. Streamed state is at home after it.
 
         Raises:
             TransferError, NonFiniteError: what stopped an update.
         """
-        self.speculation.abandon()
-        if due:
-            self._submit_all(due)
         for transfer in self._all():
             transfer.wait()
         for name, kind in self._placement.homes:
@@ -213,6 +220,14 @@ class Updates:
         for name in self._placement.streamed:
             self._blocks.drop_weights(name)
 
+    def forget(self) -> None:
+        """All of it has ended, and the state is overwritten next."""
+        self.speculation.forget()
+        for kept in (self._last, self._fetched, self._ahead):
+            kept.clear()
+        self.exchange, self._is_ahead = None, False
+        self._blocks.forget_readers()
+
     def close(self) -> None:
         """Abandon what has not begun and stop the lanes. Abandon the gate first: an update may wait on it."""
         self._is_closed = True
@@ -220,7 +235,8 @@ class Updates:
         for lane in self.queues:
             lane.close()
 
-    def _submit_all(self, due: Collection[str]) -> None:
+    def submit_all(self, due: Collection[str]) -> None:
+        """Update these units outside of a pass, and take streamed state home."""
         gradients = mark(self._store.clock, "gradients")
         for name, unit in self._blocks.units.items():
             if name not in due or name in self.speculation.updated:
@@ -295,7 +311,7 @@ class Updates:
                 self._recorder.work("update", unit, start, time.perf_counter_ns())
                 return None
             leases.callback(lambda: self._recorder.work("update", unit, *work.span_ns()))
-            return Applied(work, leases.pop_all())
+            return Applied(work, leases.pop_all(), self._store.tear)
 
     def _accumulate(self, unit: str, group: int) -> None:
         total_key, part_key = sum_key(unit), grad_key(unit)

@@ -9,8 +9,10 @@ which halves O_DIRECT speed (a request has at most 254 segments).
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,6 +27,18 @@ from megatier.store.transfer import Transfer
 
 HUGE_PAGE_BYTES = 2 << 20
 POPULATE_BYTES = 256 << 20
+
+
+_MAPPINGS: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+def _keep_mappings() -> None:
+    """In a forked child nothing lies there, or something of its own: these objects must never unmap it."""
+    for mapping in _MAPPINGS:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+
+
+os.register_at_fork(after_in_child=_keep_mappings)
 
 
 class Arena:
@@ -74,6 +88,10 @@ class Arena:
         # Private and anonymous: Python's default shared mapping gets no huge pages.
         mapping = mmap.mmap(-1, self.num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(mmap.MADV_HUGEPAGE)
+        # A forked child (a worker of a DataLoader) does not get it. Else the fork would mark every page, and whichever
+        # process writes first would get a copy: the driver's pages were no longer those that the tensors show.
+        mapping.madvise(mmap.MADV_DONTFORK)
+        _MAPPINGS.add(mapping)
         # np.frombuffer holds the buffer export: the mapping outlives every view (torch.frombuffer would not hold it).
         whole = np.frombuffer(mapping, dtype=np.uint8)
         skip = -whole.ctypes.data % HUGE_PAGE_BYTES
@@ -115,7 +133,13 @@ class SlotPool:
         """Cut num_slots pieces of slot_bytes, page aligned, from `offset` on."""
         self.slot_bytes = round_up(slot_bytes)
         self.num_slots = num_slots
-        self._free = deque(Slot(offset + i * self.slot_bytes, self.slot_bytes, self) for i in range(num_slots))
+        self._offset = offset
+        self.take_back()
+
+    def take_back(self) -> None:
+        """All slots are free, whoever had them; nothing moves in them any more."""
+        offsets = (self._offset + number * self.slot_bytes for number in range(self.num_slots))
+        self._free = deque(Slot(offset, self.slot_bytes, self) for offset in offsets)
 
     @property
     def num_free(self) -> int:

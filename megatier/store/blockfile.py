@@ -248,7 +248,7 @@ class BlockFiles:
         try:
             for file_batch in batches:
                 file_batch.wait()
-        except TransferError:
+        except BaseException:
             self._writers.close()  # no request may outlive the zeros
             raise
 

@@ -10,16 +10,18 @@ Every method is called with `lock` held; those that say so let go of it while th
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
 import torch
 
 from megatier import _native
-from megatier.errors import BlockNotFoundError, CapacityError, DirtyBlockError, LeaseHeldError
+from megatier.errors import BlockNotFoundError, CapacityError, DirtyBlockError, LeaseHeldError, StepAbandonedError
 from megatier.store.arena import Slot, SlotPool
 from megatier.store.blockfile import BlockFiles
 from megatier.store.gds import GpuReader
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span, assign, overlap, without
+from megatier.store.tear import Tear
 from megatier.store.tier import Kind, Tier
 from megatier.store.transfer import Lanes, Transfer, mark
 
@@ -32,6 +34,7 @@ class Copies:
 
     Attributes:
         lock: guards the copies and everything that is known of them.
+        tear: whether something broke off while that was changed.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class Copies:
         self._reservation, self._lanes, self._files, self._reader = reservation, lanes, files, reader
         self._slotted: dict[Copy, None] = {}
         """Copies in slots; the one unused for longest comes first."""
-        self.lock = threading.Lock()
+        self.lock, self.tear = threading.Lock(), Tear()
         self._slot_freed = threading.Condition(self.lock)
 
     # ------------------------------------------------------------------ places
@@ -108,14 +111,18 @@ class Copies:
                         self._wait_unlocked(transfer)
                         transfer.wait()
                         return
-        self._slot_freed.wait()
+        if self.tear.is_torn:  # perhaps nobody knows any more who has the slots
+            raise StepAbandonedError("something broke off while slots were taken or given back; see TornStateError")
+        with self.tear.waiting():
+            self._slot_freed.wait()
 
     def _wait_unlocked(self, transfer: Transfer) -> None:
-        self.lock.release()
-        try:
-            transfer.over()
-        finally:
-            self.lock.acquire()
+        with self.tear.waiting():
+            self.lock.release()
+            try:
+                transfer.over()
+            finally:
+                self.lock.acquire()
 
     # ------------------------------------------------------------------ up
 
@@ -335,6 +342,31 @@ class Copies:
             copy.is_leaving = True
         else:
             self._give(copy)
+
+    def discard(self, copy: Copy) -> None:
+        """Drop a copy in a slot, dirty or not: nobody wants its bytes any more.
+
+        Raises:
+            LeaseHeldError: it is leased.
+            TransferError: a write-back of it failed.
+        """
+        if not copy.num_leases:
+            for span in [span for span, transfer in copy.unwritten.items() if transfer is None]:
+                del copy.unwritten[span]
+        self.evict(copy)
+
+    def wake(self) -> None:
+        """Whoever waits for a slot looks again."""
+        self._slot_freed.notify_all()
+
+    def forget(self, blocks: Iterable[Block]) -> None:
+        """Leases, slots and moves of all blocks; nothing moves any more, and home copies stay where they are."""
+        for block in blocks:
+            block.copies, block.reads = [copy for copy in block.copies if copy.slot is None], []
+            for copy in block.copies:
+                copy.reset()
+        self._slotted.clear()
+        self._reservation.take_back()
 
     def drop_stale(self, copies: list[Copy], span: Span) -> None:
         """Newer bytes of the span are in another tier.

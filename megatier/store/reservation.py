@@ -88,6 +88,11 @@ class Reservation:
             raise CapacityError(tier, num_bytes, had, remedy)
         return pool
 
+    def take_back(self) -> None:
+        """All slots are free, whoever had them; nothing moves in them any more."""
+        for pool in self._pools.values():
+            pool.take_back()
+
     def slot_bytes(self, tier: Tier, spec: BlockSpec) -> int:
         """Size of the slots through which a block's bytes pass.
 

@@ -127,6 +127,11 @@ class Copy:
                 if transfer.over():
                     self.fills[span] = None
 
+    def reset(self) -> None:
+        """A home copy that nobody leases or moves; its bytes are whatever they are."""
+        self.fills, self.unwritten, self.users = {self.span: None}, {}, []
+        self.num_leases, self.is_ahead, self.is_leaving = 0, False, False
+
     def is_usable(self) -> bool:
         """False once it was evicted, unless its write-back failed: then it is all there is."""
         return not self.is_leaving or self.unsafe(self.span)

@@ -18,7 +18,6 @@ Threads: every method may be called from any thread; the bytes under a lease are
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from collections import Counter
 from collections.abc import Sequence
@@ -31,35 +30,11 @@ from megatier.errors import BlockNotFoundError, CapacityError, DirtyBlockError, 
 from megatier.store.blockfile import BlockFiles, Extent, IoOptions
 from megatier.store.copies import Copies
 from megatier.store.gds import GpuReader, IoPath
+from megatier.store.lease import Lease
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span, assign, overlap
 from megatier.store.tier import BlockSpec, Kind, Tier
-from megatier.store.transfer import FAILURES, Lanes, Transfer
-
-
-class Lease:
-    """The right to use a resident copy until exit.
-
-    Attributes:
-        bytes: uint8 [stop - start] on the tier's device; valid until exit.
-    """
-
-    def __init__(self, store: TieredStore, copy: Copy, span: Span) -> None:
-        """Made by TieredStore.lease."""
-        self._store, self._copy, self._held = store, copy, True
-        self.bytes = store._copies.view(copy, span)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Give the right back. Compute enqueued so far on the current stream still reads valid bytes."""
-        assert self._held, f"{self._copy.block.spec.key} was released twice"
-        self._held = False
-        self._store._release(self._copy)
+from megatier.store.transfer import Lanes, Transfer
 
 
 class TieredStore:
@@ -67,16 +42,15 @@ class TieredStore:
 
     def __init__(self, budgets: dict[Tier, int], files: BlockFiles | None, device: torch.device) -> None:
         """Use `open`; this takes bytes per tier, the NVMe back end, and the device of the gpu tier."""
-        self.device = device
-        self.files = files
+        self.device, self.files = device, files
         self._reader = GpuReader(files, device) if files is not None and files.options.gpu_direct else None
         self._blocks: dict[str, Block] = {}
         self.extents: dict[str, Extent] = {}
         self._reservation = Reservation(budgets)
         self._lanes = Lanes(device)
         self._copies = Copies(self._reservation, self._lanes, files, self._reader)
-        self._lock = self._copies.lock
-        self._is_sealed = False
+        self._lock, self.tear = self._copies.lock, self._copies.tear  # whether a change of them broke off
+        self._is_sealed, self._resets = False, 0
         self.clock, self.queues = self._lanes.clock, tuple(self._lanes.queues.values())
 
     @classmethod
@@ -198,7 +172,7 @@ class TieredStore:
             DirtyBlockError: the gpu has newer bytes; write them back first.
         """
         self.seal()
-        with self._lock:
+        with self._lock, self.tear.call:
             copy, span = self._copy(key, tier, span, wait=wait)
             copy.is_ahead = not copy.num_leases
             self._copies.bring(copy, span, wait=wait)
@@ -222,26 +196,25 @@ class TieredStore:
             TransferError, IntegrityError: the bytes could not be brought; they are whole where they were.
         """
         self.seal()
-        with self._lock:
-            copy, span = self._copy(key, tier, span, wait=wait)
-            copy.is_ahead = False
-            over = self._copies.occupants(copy) if fresh else []
-            if fresh:
-                assign(copy.fills, span, None)
-            else:
-                self._copies.bring(copy, span, wait=wait)
-            copy.num_leases += 1
-            needed = copy.arriving(span)
-        try:
-            for transfer in over:
-                with contextlib.suppress(*FAILURES):
-                    transfer.order_for(tier)
-            for transfer in needed:
-                transfer.order_for(tier)
-        except BaseException:
-            self._release(copy)
-            raise
-        return Lease(self, copy, span)
+        with self.tear.call:
+            with self._lock:
+                copy, span = self._copy(key, tier, span, wait=wait)
+                copy.is_ahead = False
+                over = self._copies.occupants(copy) if fresh else []
+                if fresh:
+                    assign(copy.fills, span, None)
+                else:
+                    self._copies.bring(copy, span, wait=wait)
+                copy.num_leases += 1
+                needed = copy.arriving(span)
+            try:
+                with self.tear.waiting():
+                    for transfer in (*over, *needed):
+                        transfer.order_for(tier, fails=transfer in needed)
+            except BaseException:
+                self._release(copy)
+                raise
+            return Lease(self, copy, span)
 
     def mark_dirty(self, key: str, tier: Tier, span: Span | None = None) -> None:
         """Say that the bytes under a lease were changed. They are stale in copies in other tiers, and dropped there.
@@ -250,7 +223,7 @@ class TieredStore:
             BlockNotFoundError: the bytes are not there.
             LeaseHeldError: such a copy is leased.
         """
-        with self._lock:
+        with self._lock, self.tear.call:
             block, span = self._span(key, span)
             copy = block.find(tier, span)
             self._copies.drop_stale([c for c in block.copies if c.tier is not tier and c.slot is not None], span)
@@ -267,7 +240,7 @@ class TieredStore:
             BlockNotFoundError: the bytes are not there.
             CapacityError: no slot for the step in between, and not `wait`.
         """
-        with self._lock:
+        with self._lock, self.tear.call:
             block, span = self._span(key, span)
             copy = block.find(tier, span)
             copy.settle()
@@ -290,12 +263,39 @@ class TieredStore:
             TransferError: its write-back failed; it is still there, dirty.
             LastCopyError: it is the home copy.
         """
-        with self._lock:
+        with self._lock, self.tear.call:
             block, span = self._span(key, span)
             if block.spec.home is tier:
                 raise LastCopyError(f"block {key} is at home on {tier}; it cannot be evicted.")
             for copy in [c for c in block.on(tier) if c.span == span]:
                 self._copies.evict(copy)
+
+    def discard(self, key: str, tier: Tier) -> None:
+        """Drop all copies in slots of a tier, dirty or not, since nobody wants their bytes; else as `evict`."""
+        with self._lock, self.tear.call:
+            for copy in [copy for copy in self._block(key).on(tier) if copy.slot is not None]:
+                self._copies.discard(copy)
+
+    def wake(self) -> None:
+        """Whoever waits for a slot looks again, and fails where something broke off."""
+        with self._lock:
+            self._copies.wake()
+
+    def reset(self) -> None:
+        """After something broke off: wait for all moves; then no block is leased, in a slot or dirty. Overwrite all.
+
+        Leases from before end without effect. Other threads may wait for slots alone, and fail there.
+        """
+        self.tear.is_torn = True
+        self.wake()
+        for queue in self.queues:
+            queue.settle()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        with self._lock:
+            self._resets += 1
+            self._copies.forget(self._blocks.values())
+        self.tear.is_torn = False
 
     def settle(self, key: str) -> None:
         """Wait for the write-backs of a block; what was written is clean from then on.
@@ -308,7 +308,7 @@ class TieredStore:
             write_backs = block.write_backs()
         for transfer in write_backs:
             transfer.wait()
-        with self._lock:
+        with self._lock, self.tear.call:
             for copy in list(block.copies):
                 copy.settle()
                 if copy.is_leaving:
@@ -316,7 +316,7 @@ class TieredStore:
 
     def push(self, key: str, tensor: torch.Tensor) -> Transfer:
         """Start copying a contiguous tensor on the gpu device into a block at home in ram; it may be freed at once."""
-        with self._lock:
+        with self._lock, self.tear.call:
             copy, inside, outside, behind = self._exchange(key, tensor)
             transfer = self._lanes.to_ram(key, inside, outside, (), behind)
             assign(copy.fills, (0, inside.numel()), transfer)
@@ -324,7 +324,7 @@ class TieredStore:
 
     def pull(self, key: str, tensor: torch.Tensor) -> Transfer:
         """Start copying a block at home in ram into a contiguous tensor on the gpu device."""
-        with self._lock:
+        with self._lock, self.tear.call:
             copy, inside, outside, behind = self._exchange(key, tensor)
             transfer = self._lanes.to_gpu(key, outside, inside, copy.arriving((0, inside.numel())), behind)
             copy.use(transfer)
@@ -332,7 +332,7 @@ class TieredStore:
 
     def copy_out(self, key: str, span: Span, target: torch.Tensor) -> Transfer:
         """Start copying bytes from home, on the gpu or NVMe, into RAM outside of the store; see `Copies.copy_out`."""
-        with self._lock:
+        with self._lock, self.tear.call:
             return self._copies.copy_out(*self._span(key, span), target)
 
     @property
@@ -413,7 +413,7 @@ class TieredStore:
         return copy, self._copies.view(copy, span), outside, [*copy.in_use(), *self._copies.point(key)]
 
     def _release(self, copy: Copy) -> None:
-        with self._lock:
+        with self._lock, self.tear.call:
             if copy.tier is Tier.GPU:
                 for point in self._copies.point(copy.block.spec.key):
                     copy.use(point)

@@ -18,34 +18,24 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from megatier import _native
-from megatier.errors import MegatierError
+from megatier.errors import MegatierError, StepAbandonedError
+from megatier.store.progress import Completion, QueueState
 from megatier.store.tier import Tier
 
 QUEUE_DEPTH_MAX = 4096
-"""Items that may wait in one queue; a full one blocks its submitter. A bound, not a tuning value."""
+"""Items that may wait in a queue that moves bytes; a full one blocks its submitter. A bound, not a tuning value.
+
+Blocking is safe there alone: the worker of such a queue waits for drives, copies and moves that were submitted before,
+never for the thread that submits. A lane that decides waits for compute, so whoever computes must never wait for it:
+its items, no more than the uses and updates of a pass, have no such bound."""
 LOG_TRANSFERS_MAX = 1 << 17
 """Transfers kept for a trace that nobody takes; the oldest go first."""
 FAILURES = (MegatierError, OSError, RuntimeError)
 """How a move can fail: our typed errors, the system's, CUDA's."""
-
-
-class Completion(Protocol):
-    """What a started move reports on."""
-
-    def wait(self) -> None:
-        """Block until the bytes are there; raise the typed error when they are not."""
-
-    def done(self) -> bool:
-        """True when wait() would not block."""
-
-    def span_ns(self) -> tuple[int, int]:
-        """Start and end, in time.perf_counter_ns."""
 
 
 class Transfer:
@@ -66,7 +56,8 @@ class Transfer:
         self.after, self.behind = tuple(after), tuple(behind)
         self._issued = threading.Event()
         self._completion: Completion | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
+        """What kept the move from starting."""
         self._span = (0, 0)
 
     def wait(self) -> float:
@@ -77,11 +68,9 @@ class Transfer:
         """
         self._wait_issued()
         if self._completion is not None:
-            try:
-                self._completion.wait()
-            except BaseException as error:
-                self._error = error
-                raise
+            # A completion says every time how the move ended. What a signal handler raises here (Ctrl-C, the watchdog)
+            # is of this wait alone, so it is not kept.
+            self._completion.wait()
             self._span = self._completion.span_ns()
         return (self._span[1] - self._span[0]) / 1e9
 
@@ -96,17 +85,23 @@ class Transfer:
         else:
             self.wait()
 
-    def order_for(self, tier: Tier) -> None:
-        """`order` for what runs on the gpu, `wait` for what the host touches next."""
-        self.order() if tier is Tier.GPU else self.wait()
+    def order_for(self, tier: Tier, *, fails: bool = True) -> None:
+        """`order` for what runs on the gpu, `wait` for what the host touches next.
+
+        Args:
+            tier: where the bytes are touched next.
+            fails: raise what the move failed with; False: how it ended does not matter.
+        """
+        try:
+            self.order() if tier is Tier.GPU else self.wait()
+        except FAILURES:
+            if fails or not self.failed():
+                raise
 
     def over(self) -> bool:
         """Block until the move has ended, well (True) or not (False)."""
-        try:
-            self.wait()
-        except FAILURES:
-            return False
-        return True
+        self.order_for(Tier.RAM, fails=False)
+        return not self.failed()
 
     def issued(self, timeout_s: float) -> bool:
         """True once the move has started, or failed; waits at most timeout_s for it."""
@@ -122,7 +117,13 @@ class Transfer:
 
     def failed(self) -> bool:
         """True when the move ended in an error; never blocks."""
-        return self.done() and not self.over()
+        if not self.done():
+            return False
+        try:
+            self.wait()
+        except FAILURES:
+            return True
+        return False
 
     def span_ns(self) -> tuple[int, int]:
         """Start and end of the move, in time.perf_counter_ns, after wait(); until then, of the item that started it."""
@@ -138,7 +139,7 @@ class Transfer:
         self.after = self.behind = ()  # else every transfer of a run would hang together in one chain
         self._issued.set()
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: Exception) -> None:
         self._error = error
         self.after = self.behind = ()
         self._issued.set()
@@ -183,28 +184,21 @@ class StreamClock:
         return self._ns + int(self._event.elapsed_time(event) * 1e6)
 
 
-@dataclass(frozen=True, slots=True)
-class QueueState:
-    """What a queue is at, seen from another thread, after `num_begun` items."""
-
-    name: str
-    num_begun: int
-    current: tuple[Transfer, int] | None
-    """The item that the worker is at, and since when, in time.perf_counter_ns."""
-    in_flight: tuple[Transfer, ...]
-    """Moves that were started and have not ended, oldest first; on a stream, as far as the worker has looked."""
-    num_waiting: int
-    """Items that wait for the worker."""
-
-
 class Queue:
     """An ordered asynchronous lane with one worker thread."""
 
-    def __init__(self, name: str, clock: StreamClock | None = None) -> None:
-        """Start the worker. With a clock (a CUDA device is there) the items run under a stream of the queue's own."""
+    def __init__(self, name: str, clock: StreamClock | None = None, *, decides: bool = False) -> None:
+        """Start the worker.
+
+        Args:
+            name: of the lane.
+            clock: where a CUDA device is there, the items run under a stream of the queue's own.
+            decides: its items may wait for compute, so that no submitter is ever blocked; see QUEUE_DEPTH_MAX.
+        """
         self.name, self._clock = name, clock
         self._stream = torch.cuda.Stream() if clock is not None else None
-        self._items: queue.Queue[tuple[Transfer, Callable[[], Completion | None]] | None] = queue.Queue(QUEUE_DEPTH_MAX)
+        depth = 0 if decides else QUEUE_DEPTH_MAX
+        self._items: queue.Queue[tuple[Transfer, Callable[[], Completion | None]] | None] = queue.Queue(depth)
         self._num_begun = 0
         self._current: tuple[Transfer, int] | None = None
         self._in_flight: deque[Transfer] = deque()
@@ -234,6 +228,14 @@ class Queue:
         self._items.put((transfer, start))
         return transfer
 
+    def settle(self) -> None:
+        """Block until all that was submitted so far has ended, well or not."""
+        self.submit("all before", 0, self._end_all).over()
+
+    def _end_all(self) -> None:
+        for transfer in self._in_flight:
+            transfer.over()
+
     def state(self) -> QueueState:
         """What it is at just now; waits for nothing that can hang."""
         in_flight = tuple(transfer for transfer in tuple(self._in_flight) if not transfer.seen_done())
@@ -255,16 +257,20 @@ class Queue:
                 self._current = transfer, time.perf_counter_ns()
                 try:
                     self._start(transfer, start)
-                except BaseException as error:  # noqa: BLE001 - handed to every waiter; the thread must live on
+                except Exception as error:  # noqa: BLE001 - handed to every waiter; the thread must live on
                     transfer._fail(error)
+                except BaseException as error:  # noqa: BLE001 - no failure of a move: who waits was not interrupted
+                    broken_off = StepAbandonedError(f"{transfer.key} on queue {self.name} was broken off by {error!r}")
+                    broken_off.__cause__ = error
+                    transfer._fail(broken_off)
                 self._current = None
 
     def _start(self, transfer: Transfer, start: Callable[[], Completion | None]) -> None:
+        tier = Tier.RAM if self._stream is None else Tier.GPU  # no stream can hold a native thread back
         for dependency in transfer.behind:
-            with contextlib.suppress(*FAILURES):
-                self._come_after(dependency)
+            dependency.order_for(tier, fails=False)
         for dependency in transfer.after:
-            self._come_after(dependency)
+            dependency.order_for(tier)
         began = time.perf_counter_ns()
         started = self._record()
         completion = start()
@@ -275,12 +281,6 @@ class Queue:
             self._in_flight.popleft()
         self._in_flight.append(transfer)
         transfer._finish(completion, (began, time.perf_counter_ns()))
-
-    def _come_after(self, dependency: Transfer) -> None:
-        if self._stream is None:  # a native thread moves the bytes: no stream can hold it back
-            dependency.wait()
-        else:
-            dependency.order()
 
     def _record(self) -> torch.cuda.Event | None:
         if self._stream is None:

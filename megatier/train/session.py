@@ -168,7 +168,13 @@ class Session:
             kinds: `master_kinds`, or one kind that is fp32.
             pieces: (first element, flat fp32) of the unit's layout, in increasing order; what they leave out is 0.
                 Frozen elements belong to the master alone.
+
+        What fails in here leaves the state torn.
         """
+        with self.player.tear.change:
+            self._fill(unit, kinds, pieces)
+
+    def _fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]]) -> None:
         ahead: tuple[int, Tensor] | None = None
         runs, is_master = list(self._runs(unit)), Kind.WEIGHT in kinds
         buffer = torch.empty(max(stop - start for start, stop in runs))

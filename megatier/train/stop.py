@@ -1,4 +1,4 @@
-"""A run told to stop: SIGINT and SIGTERM let the step end; a second one ends the process at once.
+"""A run told to stop: SIGINT, SIGTERM and SIGHUP let the step end; a second one ends the process at once.
 
 `timeout` and some schedulers send a signal to a process and then to its group: what comes so soon is the same one.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Self
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPEAT_S = 0.2
 """The same signal is no second one if it follows sooner."""
 
@@ -32,7 +32,9 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._ask) for number in SIGNALS}
+            is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # whoever says so wants the run to go on
+            caught = [number for number in SIGNALS if not (is_nohup and number is signal.SIGHUP)]
+            self._before = {number: signal.signal(number, self._ask) for number in caught}
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -72,8 +72,8 @@ def train(
         accepts_changes: go on although numeric choices, text or libraries are not those of the checkpoint.
 
     Writes, in `output.directory`: config.yaml, metrics.jsonl, data/, checkpoints/, savepoints/, model/ (the export); by
-    option trace.json and tensorboard/. SIGINT and SIGTERM let the step end and write a checkpoint; the second one ends
-    the run at once.
+    option trace.json and tensorboard/. SIGINT, SIGTERM and SIGHUP let the step end and write a checkpoint; the second
+    one ends the run at once.
 
     Raises:
         MegatierError: before training where possible; the message says what to change.

@@ -26,7 +26,8 @@ from typing import Self
 
 from megatier.errors import StallError
 from megatier.schedule.player import Player
-from megatier.store.transfer import QueueState, Transfer
+from megatier.store.progress import QueueState
+from megatier.store.transfer import Transfer
 
 MULTIPLE = 4
 """Times the longest that nothing moved on so far, or the predicted step."""

@@ -1,0 +1,58 @@
+"""The order of a pass against the one that was recorded: what it leaves out, and where it is another. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence, Set
+
+from megatier.errors import TimelineError
+from megatier.schedule.timeline import Access
+from megatier.store.tier import Phase
+
+
+def passed_over(
+    recorded: Sequence[Access],
+    used: Sequence[Access],
+    access: Access | None,
+    left_out: Set[tuple[str, int]],
+    trained: Container[str],
+) -> list[Access]:
+    """The accesses that a pass leaves out before its next one.
+
+    That may be a frozen unit's backward alone: where there is no image, no gradient passes through it.
+
+    Args:
+        recorded: the whole order.
+        used: its beginning, as far as the pass has come.
+        access: what the pass uses next; None: it ends.
+        left_out: units that it has left out so far, with their group.
+        trained: units that have gradients.
+
+    Raises:
+        TimelineError: the order is another.
+    """
+    skipped = list[Access]()
+    for other in recorded[len(used) :]:
+        if other == access:
+            return skipped
+        is_lost = other.phase is Phase.BACKWARD and other.unit in trained
+        known = {*left_out, *((past.unit, past.group) for past in skipped)}
+        if (other.unit, other.group) not in known and (is_lost or other in used):
+            raise _another_order(len(used), access, other)
+        skipped.append(other)
+    if access is not None:
+        raise _another_order(len(used), access, None)
+    return skipped
+
+
+def _another_order(index: int, access: Access | None, recorded: Access | None) -> TimelineError:
+    """Compute used something else (None: nothing more) than what was recorded (None: nothing like it follows)."""
+    if access is not None:
+        use = f"{access.unit} ({access.phase}, group {access.group})"
+        what = f"use {index} of this pass is {use}, not what step 1 recorded"
+    else:
+        assert recorded is not None
+        what = f"the pass ended before {recorded.unit} ({recorded.phase}, group {recorded.group}), which step 1 used"
+    return TimelineError(
+        f"{what}. megatier needs the same order of units in every step. A step may leave units out, such as a vision "
+        "tower where there is no image, if the first one used them: put an image into each batch of the first step."
+    )

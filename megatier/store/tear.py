@@ -1,0 +1,71 @@
+"""Tears: changes that something broke off between two of their parts.
+
+Python raises what a signal handler raises (Ctrl-C, an alarm, the watchdog) between any two statements of the main
+thread. Where a change has several parts, such as a unit that is noted and its update that is submitted, that leaves
+neither the old nor the new. So such a change runs inside a region, and what leaves one early is remembered: from then
+on the state is refused, until all of it is loaded anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from megatier.errors import MegatierError, StallError, TornStateError
+
+HARMLESS = "_megatier_finds_nothing_half_done"
+"""Attribute of an error that came in a wait."""
+
+
+class Tear:
+    """Whether a change was broken off. One for a store and all that works with it; regions may be nested.
+
+    Attributes:
+        is_torn: one was.
+        change: a region out of which no error comes on purpose.
+        call: a region that may refuse by one of our errors, as if it had never begun.
+    """
+
+    def __init__(self) -> None:
+        """Whole."""
+        self.is_torn = False
+        self.change, self.call = Region(self, refuses=False), Region(self, refuses=True)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside a region: what is raised in here finds nothing half done, and undoes what has begun on its way out."""
+        try:
+            yield
+        except BaseException as error:
+            setattr(error, HARMLESS, True)  # on the error itself: a note of it here would keep all its frames
+            raise
+
+    def check(self) -> None:
+        """Refuse what is torn.
+
+        Raises:
+            TornStateError: it is.
+        """
+        if self.is_torn:
+            raise TornStateError
+
+    def tears(self, error: BaseException, *, refuses: bool) -> bool:
+        """Whether a region that ends with this error leaves something half done."""
+        if hasattr(error, HARMLESS):
+            return False
+        return not refuses or isinstance(error, StallError) or not isinstance(error, MegatierError)
+
+
+class Region:
+    """Statements of which all are done, or none; else the tear shows. Entered from any thread, any number of times."""
+
+    def __init__(self, tear: Tear, *, refuses: bool) -> None:
+        """Made by Tear."""
+        self._tear, self._refuses = tear, refuses
+
+    def __enter__(self) -> None:
+        """An interrupt in here comes before the first statement, one at the start of `__exit__` after the last."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._tear.tears(error, refuses=self._refuses):
+            self._tear.is_torn = True
