@@ -76,7 +76,8 @@ class Node:
         for parameters, leaf, tensor in bindings:
             unbound = parameters[leaf]
             assert unbound is not None
-            make_unbound(unbound, stage.device, stage.dtype, tensor.name)
+            is_in_fp32 = tensor.name in stage.in_fp32
+            make_unbound(unbound, stage.device, torch.float32 if is_in_fp32 else stage.dtype, tensor.name)
             self._held.append(unbound)
         module.forward = self.__call__
 
@@ -139,8 +140,11 @@ class Node:
         Raises:
             UnsupportedModelError: it changes one of them.
         """
-        unchanged = Unchanged(self.names, leaves, by_bits=self.is_new or self.is_written)
-        with self._bound(leaves), self.stage.arithmetic():
+        # A cast that autograd knows: the gradient comes back in the compute copy's dtype, rounded once, as all others.
+        in_fp32 = self.stage.in_fp32
+        weights = [leaf.float() if name in in_fp32 else leaf for name, leaf in zip(self._slices, leaves, strict=True)]
+        unchanged = Unchanged(self.names, weights, by_bits=self.is_new or self.is_written)
+        with self._bound(weights), self.stage.arithmetic():
             forward = self._compiled if self._compiled is not None and torch.is_grad_enabled() else self._forward
             try:
                 result = forward(*args, **kwargs)

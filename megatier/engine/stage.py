@@ -56,6 +56,8 @@ class Stage:
     """Stop at the first unit with a value that is not finite (a diagnosis, not a training mode)."""
     learnt: dict[str, list[tuple[int, ...] | None]] | None = None
     """While learning: shapes of each module's flat arguments in the run with one row."""
+    in_fp32: frozenset[str] = frozenset()
+    """Parameters that a forward has in fp32, though their compute copy is bf16."""
     model: nn.Module = field(default_factory=nn.Module)
     """To name in messages by what attribute of a module a tensor came."""
 

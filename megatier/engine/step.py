@@ -34,8 +34,8 @@ from megatier.engine.optimizer import AdamW
 from megatier.engine.stage import Stage, WeightSource, learning
 from megatier.engine.unbound import refused_outside
 from megatier.errors import NonFiniteError, UnsupportedModelError
-from megatier.models.buffer_dtypes import place_buffers
 from megatier.models.decoder import Binding, Unit, bindings, check_rows_are_apart
+from megatier.models.dtypes import kept_in_fp32, place_buffers
 
 Batch = Mapping[str, Tensor]
 REMEDY = "Lower train.learning_rate, set train.clip, or look at the data of this step."
@@ -120,6 +120,7 @@ class Engine:
             anchor,
             options.compilation,
             Fp32Products if options.fp32_products else nullcontext,
+            in_fp32=kept_in_fp32(model, (name for name, _ in model.named_parameters())),
             model=model,
         )
         self.fuses_loss = options.fused_loss and can_fuse(model, units)

@@ -1,9 +1,14 @@
-"""The dtype in which a model's buffers compute: that of `from_pretrained`. MiniMax multiplies activations with them."""
+"""The dtypes in which a model computes: those that `from_pretrained` gives its buffers and parameters.
+
+MiniMax multiplies activations with its buffers. Routers of ERNIE 4.5 and convolutions of Inkling 2 compute in fp32,
+beside weights in bf16.
+"""
 
 from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterable
 
 import torch
 from transformers import PreTrainedModel
@@ -29,11 +34,15 @@ def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
     """
     with torch.device("meta"):
         other = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
-    kept = [pattern.replace("*", ".*") for pattern in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     stored = model.state_dict(keep_vars=True)
+    kept = kept_in_fp32(model, stored)
     return {
-        name: torch.float32
-        if buffer.dtype is dtype and name in stored and any(re.search(pattern, name) for pattern in kept)
-        else buffer.dtype
+        name: torch.float32 if buffer.dtype is dtype and name in kept else buffer.dtype
         for name, buffer in other.named_buffers(remove_duplicate=False)
     }
+
+
+def kept_in_fp32(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str]:
+    """Of these names of stored tensors, those that the model's class keeps in fp32 beside weights in bf16."""
+    patterns = [pattern.replace("*", ".*") for pattern in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+    return frozenset(name for name in names if any(re.search(pattern, name) for pattern in patterns))
