@@ -10,6 +10,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # several at once: torch's threads would only wait for each other's cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import numpy as np
 import numpy.typing as npt
 import pytest

@@ -399,6 +399,7 @@ def test_train_told_to_stop_ends_with_a_checkpoint_and_a_second_run_is_refused_b
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         "config.yaml",
         "numbers.json",
+        "run-id",
         "metrics.jsonl",
         "data",
         "checkpoints",

@@ -10,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from small_commands import EVERY_TWO, after_step, command, leftovers, outcome
 
 from megatier.cli import main
 
+WHOLE_WITHIN_S = 60
 CHECKPOINTS = ["step-00000002", "step-00000004", "step-00000006"]
 
 
@@ -85,8 +87,15 @@ def test_train_checkpoint_over_the_file_size_limit_ends_the_run_which_goes_on_wi
     tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def lower_once_the_first_is_whole() -> None:
+        deadline = time.monotonic() + WHOLE_WITHIN_S
+        while checkpoints(tmp_path) != CHECKPOINTS[:1] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, hard))
+
     try:
-        with after_step(4, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, hard))):
+        with after_step(4, lower_once_the_first_is_whole):
             assert main(command(tmp_path, EVERY_TWO)) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

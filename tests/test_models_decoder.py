@@ -33,7 +33,7 @@ def test_units_family_hold_every_parameter_once(family: str) -> None:
     placed = {tensor.name: tensor.shape for unit in units for tensor in unit.layout.tensors}
     assert sum(len(unit.layout.tensors) for unit in units) == len(placed)
     assert placed == {name: tuple(parameter.shape) for name, parameter in normal_model(family).named_parameters()}
-    assert sum(unit.is_layer for unit in units) == 4
+    assert sum(unit.is_layer for unit in units) == len(decoder_layers(model)) >= 4
     order = [name for name, _ in model.named_modules()]
     assert [unit.name for unit in units] == sorted((unit.name for unit in units), key=order.index)
 

@@ -95,6 +95,7 @@ def test_train_run_leaves_config_metrics_and_model_and_nothing_else(tmp_path: Pa
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         "config.yaml",
         "numbers.json",
+        "run-id",
         "metrics.jsonl",
         "data",
         "model",

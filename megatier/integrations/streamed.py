@@ -418,14 +418,7 @@ class Streamed:
             raise CheckpointError(f"{checkpoint} is of a `megatier train` run; go on with `megatier resume`.")
         if not is_bound(checkpoint):
             warnings.warn(UNBOUND.format(checkpoint), stacklevel=2)
-        player = self._session.player
-        if player.tear.is_torn:
-            player.reset()
-            region = player.tear.change  # nothing that holds is left, whatever happens
-        else:
-            player.drain()
-            region = player.tear.call
-        with region:
+        with self._session.player.loading():
             restore(self._session, checkpoint)
             self.optimizer.take_saved_settings(settings)
             self.steps = step_of(checkpoint)

@@ -78,7 +78,9 @@ class Initialiser:
         for parameters, leaf, tensor in places:
             parameters[leaf] = values[tensor.name]
         try:
-            with torch.random.fork_rng(devices=[]):
+            # Modules above the unit initialise what they own as well. That lies on meta, where writing changes nothing,
+            # and where a streamed model would refuse it.
+            with torch.random.fork_rng(devices=[]), torch._C.DisableTorchFunctionSubclass():
                 torch.manual_seed(_seed_of(self._seed, unit.name))
                 for module in modules:
                     self._init_weights(module, alone=unit.is_round)

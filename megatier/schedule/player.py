@@ -14,8 +14,9 @@ Threads: `enter`, `leave` and the gradient calls come from the thread that compu
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -255,6 +256,18 @@ class Player:
                 kept.clear()
             self.updates.forget()
             self.store.reset()
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside, all state is overwritten, which mends what something broke off. If that fails, it is torn still."""
+        if self.tear.is_torn:
+            self.reset()
+            region = self.tear.change  # nothing that holds is left, whatever happens
+        else:
+            self.drain()
+            region = self.tear.call
+        with region:
+            yield
 
     def defer_updates(self, *, clipped: bool) -> None:
         """All gradients are final: the next pass, or `drain`, updates every unit that was not updated already.

@@ -219,7 +219,7 @@ def _open_arrays(path: Path, shapes: dict[tuple[str, str], tuple[int, ...]]) -> 
 
 
 def restore(session: Session, path: Path) -> None:
-    """Fill the whole state of a run.
+    """Fill the whole state of a run, also after something broke off while state was changed.
 
     Raises:
         CheckpointError: the arrays are not those of this model or checkpoint, or damaged.
@@ -232,7 +232,12 @@ def restore(session: Session, path: Path) -> None:
                 f"{path} has no moments of {parameter}, which was frozen in its run. Freeze it as before, or export "
                 "the checkpoint and begin a run with that model."
             )
-    arrays = _open_arrays(path, shapes)
+    with session.player.loading():
+        _fill(session, _open_arrays(path, shapes))
+        session.player.drain()
+
+
+def _fill(session: Session, arrays: dict[tuple[str, str], StoredArray]) -> None:
     with _files(arrays.values()) as files:
         for unit in session.units:
             for name, kind in ARRAYS.items():
@@ -242,7 +247,6 @@ def restore(session: Session, path: Path) -> None:
                 places = [arrays[name, tensor.name] for tensor in tensors]
                 pieces = files.read(places, [tensor.elements for tensor in tensors])
                 session.fill(unit, planes, ((tensors[i].place(first), values) for i, first, values in pieces))
-    session.player.drain()
 
 
 @contextmanager
