@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.engine.experts import check_knows_of_others
 from megatier.errors import PlanError, UnsupportedModelError
 from megatier.models.decoder import build_skeleton
 from megatier.models.frozen import freeze
@@ -274,6 +276,17 @@ def test_router_that_is_read_past_its_own_forward_is_refused(
                 session.engine.train_step(1, 1e-3, [batch])
             else:
                 session.engine.evaluate([batch])
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "eager"])
+def test_parts_of_experts_that_do_not_know_of_others_are_refused(implementation: str) -> None:
+    """As in transformers 5.17, where a product of all experts took the last one for those that are elsewhere."""
+    experts: Any = nn.Linear(1, 1)
+    experts.config = SimpleNamespace(_experts_implementation=implementation)
+    with pytest.raises(UnsupportedModelError, match=r"all of its experts or none .*Set model.expert_parts to 1"):
+        check_knows_of_others(experts)
+    experts._is_expert_parallel = False
+    check_knows_of_others(experts)
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])

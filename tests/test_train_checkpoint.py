@@ -271,11 +271,12 @@ def test_read_state_of_no_checkpoint_is_refused(text: str, tmp_path: Path) -> No
         read_state(tmp_path / "nothing")
 
 
-def test_read_state_with_any_bit_flipped_is_refused_or_the_same(copied: Path) -> None:
+@pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.slow)])
+def test_read_state_with_any_bit_flipped_is_refused_or_the_same(every: int, copied: Path) -> None:
     path, state = copied / "zarr.json", read_state(copied)
     raw = path.read_bytes()
     assert state == {"step": 1}
-    for bit in range(8 * len(raw)):
+    for bit in range(0, 8 * len(raw), every):  # an odd number comes by all eight bits of a byte
         harmed = bytearray(raw)
         harmed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(harmed)

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from megatier.engine.activation import Activations
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage
 from megatier.engine.unbound import Guarded
+from megatier.errors import UnsupportedModelError
 from megatier.models.decoder import Binding
 
 
@@ -33,7 +35,12 @@ class ExpertsNode(Node):
         *,
         activations: Activations,
     ) -> None:
-        """The module's forward stays as it is."""
+        """The module's forward stays as it is.
+
+        Raises:
+            UnsupportedModelError: it does not know of experts that are elsewhere.
+        """
+        check_knows_of_others(module)
         forward = module.forward
         super().__init__(stage, unit, unit, module, bindings, activations=activations)
         module.forward = forward
@@ -69,6 +76,21 @@ def guard(node: Node) -> None:
         unbound = parameters[leaf]
         assert unbound is not None
         unbound.__class__ = Guarded
+
+
+def check_knows_of_others(module: nn.Module) -> None:
+    """Older versions of transformers know of experts elsewhere in their grouped product alone.
+
+    Raises:
+        UnsupportedModelError: this module does not, with the product that its config asks for.
+    """
+    config = getattr(module, "config", None)
+    implementation = getattr(config, "_experts_implementation", None)
+    if implementation in ("eager", "batched_mm") and not hasattr(module, "_is_expert_parallel"):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} of transformers {transformers.__version__} computes all of its experts or none "
+            f"with {implementation!r}. Set model.expert_parts to 1, or take a newer version of transformers."
+        )
 
 
 def join(nodes: Iterable[Node]) -> None:

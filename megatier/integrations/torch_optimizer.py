@@ -438,7 +438,9 @@ def _finish(store: ChunkStore, chunk: Chunk, lease: Lease, batches: Iterable[_na
     for batch in batches:
         if batch is not None:
             batch.wait()
-    store.give_back(chunk, lease)
+    # After an interrupt inside the store nobody knows whose its slots are: `load_state_dict` takes all of them back.
+    if not store.is_torn:
+        store.give_back(chunk, lease)
 
 
 def _release(process: int, pool: _native.ThreadPool, threads: ThreadPoolExecutor, store: ChunkStore) -> None:
