@@ -148,6 +148,8 @@ def test_run_whose_drive_does_less_than_measured_says_so_and_computes_the_same(
         "train.activations": "keep",
         "model.saved_share": 0.8,
     }
+    # A step this small is mostly the host's own time. How much of it a drive adds is up to the machine.
+    monkeypatch.setattr("megatier.train.prediction.WORTH_SAYING", 0.0)
     outcomes = []
     for name in ("plain", "planned"):
         folder = tmp_path / name
