@@ -25,15 +25,15 @@ from peers.shapes import SHAPES, llama_config
 from record import facts
 from torch import Tensor
 
-from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
-from megatier.config_values import MountBudget
+from megatier.checkpoint.checkpoint import checkpoint_bytes, restore
+from megatier.checkpoint.checkpoint_writer import CheckpointWriter
+from megatier.checkpoint.chunkfile import CHUNK_ELEMENTS, ChunkFiles
+from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.config.values import MountBudget
 from megatier.durable import sync_tree
+from megatier.measure.drive_probe import probe_drive
 from megatier.models.decoder import Unit, build_skeleton
-from megatier.store.chunkfile import CHUNK_ELEMENTS, ChunkFiles
-from megatier.train.checkpoint import checkpoint_bytes, restore
-from megatier.train.checkpoint_writer import CheckpointWriter
-from megatier.train.drive_probe import probe_drive
-from megatier.train.session import Session
+from megatier.session.session import Session
 
 GIB, PIECE_ELEMENTS = 1 << 30, 4 << 20
 STEPS = 4

@@ -18,11 +18,11 @@ import torch
 from peers.shapes import SHAPES, llama_config
 from record import RESULTS, facts, write_row
 
-from megatier.config import DataConfig, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.config.schema import DataConfig, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import build_skeleton
 from megatier.models.weights import Initialiser
-from megatier.train.process import make_repeatable, share_interpreter
-from megatier.train.session import Session, choose_device
+from megatier.session.process import make_repeatable, share_interpreter
+from megatier.session.session import Session, choose_device
 
 VARIANTS: dict[str, Any] = {"together": "sdpa", "apart": "sdpa", "apart_flex": "flex_attention"}
 WARMUP = 3

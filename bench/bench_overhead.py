@@ -33,15 +33,15 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.gradient import Gradients
 from megatier.engine.node import Node
-from megatier.engine.optimizer import AdamW
 from megatier.hardware import cores_usable
 from megatier.models.decoder import Unit, build_skeleton
-from megatier.schedule.player import Player, Use
-from megatier.schedule.trace import stall_seconds
-from megatier.train.session import Session
+from megatier.numerics.optimizer import AdamW
+from megatier.play.player import Player, Use
+from megatier.play.trace import stall_seconds
+from megatier.session.session import Session
 
 RATE, CLIP = 1e-4, 1.0
 PREDICTION = (

@@ -25,10 +25,10 @@ from record import facts
 
 from megatier import _native
 from megatier.engine.gradient import Gradients
-from megatier.engine.optimizer import adamw_threads, begin_adamw, step_scalars
 from megatier.hardware import cores_usable
-from megatier.store.layout import Layout
-from megatier.store.tier import Kind
+from megatier.layout import Layout
+from megatier.numerics.optimizer import adamw_threads, begin_adamw, step_scalars
+from megatier.tier import Kind
 
 LAYER = Layout.of(
     [

@@ -23,14 +23,14 @@ from bench_checkpoint import GIB, RandomWeights
 from peers.shapes import SHAPES, llama_config
 from record import facts
 
-from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.checkpoint.checkpoint import checkpoint_bytes, restore
+from megatier.checkpoint.checkpoint_writer import CheckpointWriter
+from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER
+from megatier.checkpoint.savepoint import Savepoint, drop_savepoint, save_savepoint
+from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import build_skeleton
-from megatier.store.tier import Tier
-from megatier.train.checkpoint import checkpoint_bytes, restore
-from megatier.train.checkpoint_writer import CheckpointWriter
-from megatier.train.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER
-from megatier.train.savepoint import Savepoint, drop_savepoint, save_savepoint
-from megatier.train.session import Session
+from megatier.session.session import Session
+from megatier.tier import Tier
 
 HOMES = ("nvme", "ram,nvme", "ram")
 RUN: dict[str, Any] = {"step": 1, "config": {}, "environment": {}, "random": {}, "text": {}}

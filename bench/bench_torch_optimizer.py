@@ -25,8 +25,8 @@ from record import facts
 from torch import nn
 
 from megatier import TieredAdamW
-from megatier.config_values import MountBudget
-from megatier.train.drive_probe import probe_drive
+from megatier.config.values import MountBudget
+from megatier.measure.drive_probe import probe_drive
 
 GIB, MIB, SIDE = 1 << 30, 1 << 20, 2048
 STEPS = 6

@@ -21,8 +21,8 @@ from peers.shapes import SHAPES, llama_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatier.engine.compilation import Compilation
 from megatier.engine.loss import add_product, slopes
+from megatier.numerics.compilation import Compilation
 
 
 class _Loss(torch.autograd.Function):

@@ -25,10 +25,10 @@ from typing import Any
 
 from record import facts
 
-from megatier.config_values import parse_bytes
+from megatier.config.values import parse_bytes
+from megatier.measure.block_device import block_device
+from megatier.measure.drive_traffic import BLOCK_BYTES, DEPTH, BlockTraffic
 from megatier.store.blockfile import REQUEST_BYTES, IoOptions
-from megatier.train.block_device import block_device
-from megatier.train.drive_traffic import BLOCK_BYTES, DEPTH, BlockTraffic
 
 FLOWS = ("read", "write", "mixed")
 DEPTHS = (IoOptions().num_threads, DEPTH * BLOCK_BYTES // REQUEST_BYTES)

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatier.config import DataConfig, ModelConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.config.schema import DataConfig, ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.errors import PlanError
+from megatier.planner.plan import make_plan
+from megatier.planner.search import changed, search
+from megatier.planner.trial import skeleton_of
 from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import DriveRates, Rates, read_rates
-from megatier.train.plan import make_plan
-from megatier.train.search import changed, search
-from megatier.train.trial import skeleton_of
 
 GIB, TIB = 1 << 30, 1 << 40
 DRIVE = DriveRates("drive", 14e9, 12e9, 20e9)

@@ -9,14 +9,14 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatier.config import RunConfig, TiersConfig
-    from megatier.config_file import load
+    from megatier.config.file import load
+    from megatier.config.schema import RunConfig, TiersConfig
     from megatier.errors import MegatierError
     from megatier.integrations.streamed import Streamed, stream
     from megatier.integrations.torch_optimizer import TieredAdamW
     from megatier.store.lease import Lease
     from megatier.store.store import TieredStore
-    from megatier.store.tier import BlockSpec, Kind, Tier
+    from megatier.tier import BlockSpec, Kind, Tier
 
 __all__ = [
     "BlockSpec",
@@ -34,17 +34,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BlockSpec": "megatier.store.tier",
-    "Kind": "megatier.store.tier",
+    "BlockSpec": "megatier.tier",
+    "Kind": "megatier.tier",
     "Lease": "megatier.store.lease",
     "MegatierError": "megatier.errors",
-    "RunConfig": "megatier.config",
+    "RunConfig": "megatier.config.schema",
     "Streamed": "megatier.integrations.streamed",
-    "Tier": "megatier.store.tier",
+    "Tier": "megatier.tier",
     "TieredAdamW": "megatier.integrations.torch_optimizer",
     "TieredStore": "megatier.store.store",
-    "TiersConfig": "megatier.config",
-    "load": "megatier.config_file",
+    "TiersConfig": "megatier.config.schema",
+    "load": "megatier.config.file",
     "stream": "megatier.integrations.streamed",
 }
 

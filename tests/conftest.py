@@ -24,7 +24,7 @@ from megatier.hardware import scratch_directory
 from megatier.store.blockfile import BlockFiles, Extent, FileBatch
 from megatier.store.residency import overlap
 from megatier.store.store import TieredStore
-from megatier.store.tier import Tier
+from megatier.tier import Tier
 
 pytest.register_assert_rewrite("store_contract")
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(scratch_directory()))

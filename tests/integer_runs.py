@@ -17,13 +17,13 @@ from conftest import CHUNK_BYTES, check_invariants
 from torch import Tensor
 
 from megatier.errors import NonFiniteError, TransferError
-from megatier.schedule.optimizer import Apply, Elements, Planes
+from megatier.play.optimizer import Apply, Elements, Planes
+from megatier.play.player import Player
 from megatier.schedule.placement import Budgets, place
-from megatier.schedule.player import Player
 from megatier.schedule.sizes import Policy, UnitSpec, state_kinds
 from megatier.store.blockfile import BlockFiles, Extent, FileBatch, IoOptions
 from megatier.store.store import TieredStore
-from megatier.store.tier import Kind, Phase, Tier
+from megatier.tier import Kind, Phase, Tier
 
 UNITS = [UnitSpec(f"u{number}", count) for number, count in enumerate((4096, 8192, 2048, 6144, 2048))]
 ALL = (Tier.GPU, Tier.RAM, Tier.NVME)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatier.train.metrics import MetricsLog
+from megatier.report.metrics import MetricsLog
 
 LINES = 300
 MODEL: dict[str, Any] = {

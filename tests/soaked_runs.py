@@ -25,9 +25,9 @@ from killed_runs import forked
 from small_commands import command, metrics
 
 from megatier.cli import main
-from megatier.store.tier import Tier
+from megatier.report.report import Progress
+from megatier.tier import Tier
 from megatier.train.loop import Loop
-from megatier.train.report import Progress
 
 SETTINGS: dict[str, Any] = {
     "model.config.attention_dropout": 0.1,

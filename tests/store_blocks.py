@@ -6,7 +6,7 @@ import torch
 from conftest import CHUNK_BYTES
 
 from megatier.store.store import TieredStore
-from megatier.store.tier import Tier
+from megatier.tier import Tier
 
 NUM_BYTES = 6 * CHUNK_BYTES + 1000
 """Ragged: the last chunk and the last page are not whole."""

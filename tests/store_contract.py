@@ -23,7 +23,7 @@ from megatier.errors import (
 )
 from megatier.store.blockfile import IoOptions
 from megatier.store.store import TieredStore
-from megatier.store.tier import BlockSpec, Kind, Tier, round_up
+from megatier.tier import BlockSpec, Kind, Tier, round_up
 
 
 class StoreContract:

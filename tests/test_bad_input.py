@@ -449,7 +449,7 @@ def test_train_told_to_stop_while_it_cleans_up_goes_on_with_that(tmp_path: Path)
 SIGNALLED = """
 import atexit, os, signal, sys
 import megatier.cli
-from megatier.train import session
+from megatier.session import session
 
 close = session.Session.close
 

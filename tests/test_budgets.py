@@ -13,8 +13,9 @@ import pytest
 from small_commands import command
 
 from megatier.cli import main
-from megatier.train import report, trainer
-from megatier.train.report import TierState
+from megatier.report import report
+from megatier.report.report import TierState
+from megatier.train import trainer
 
 MIB, GIB = 1 << 20, 1 << 30
 SLACK_BYTES = 256 * MIB

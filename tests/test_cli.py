@@ -13,8 +13,8 @@ from rich.console import Console
 
 from megatier import cli, hardware
 from megatier.cli import doctor, main
-from megatier.config import RunConfig
-from megatier.config_values import MountBudget
+from megatier.config.schema import RunConfig
+from megatier.config.values import MountBudget
 from megatier.errors import DataError
 
 ROOT = Path(__file__).parent.parent

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatier import config_file, config_text, hardware
+from megatier import hardware
 from megatier.cli import config, main
-from megatier.config import SECTIONS
-from megatier.config_values import parse_bytes
+from megatier.config import file as config_file
+from megatier.config import text as config_text
+from megatier.config.schema import SECTIONS
+from megatier.config.values import parse_bytes
+from megatier.measure.probe import cache_rates
 from megatier.schedule.rates import DriveRates, read_rates
-from megatier.train.probe import cache_rates
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"

@@ -10,11 +10,12 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from megatier import config_file, hardware
+from megatier import hardware
 from megatier.cli import main
+from megatier.config import file as config_file
+from megatier.measure.probe import cache_rates
 from megatier.schedule.rates import DriveRates, as_dict, read_rates
 from megatier.train.choices import fix_choices, plan_choices
-from megatier.train.probe import cache_rates
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = str(ROOT / "examples/quickstart.yaml")

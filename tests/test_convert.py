@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from megatier.cli import main
-from megatier.config import RunConfig
-from megatier.config_file import load
+from megatier.config.file import load
+from megatier.config.schema import RunConfig
 from megatier.convert.conversion import Conversion
 from megatier.convert.source import convert
 from megatier.errors import ConfigError

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from megatier.config import DataConfig, ModelConfig, RunConfig
+from megatier.config.schema import DataConfig, ModelConfig, RunConfig
 from megatier.data.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer
 from megatier.errors import DataError
 

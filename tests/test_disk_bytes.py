@@ -16,14 +16,14 @@ from conftest import CHUNK_BYTES
 from integer_runs import UNITS, Run, close
 from tiny_runs import BATCH, PLACES, exactness_config, one_thread, opened, plain_model, random_groups
 
-from megatier.config import TrainConfig
+from megatier.config.schema import TrainConfig
 from megatier.errors import PlanError
 from megatier.models.decoder import Unit
 from megatier.schedule.placement import Budgets, place
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.store.blockfile import IoOptions
 from megatier.store.store import TieredStore
-from megatier.store.tier import PAGE_BYTES, Kind, Tier
+from megatier.tier import PAGE_BYTES, Kind, Tier
 
 WEIGHT_BYTES, STATE_BYTES = 2, 12
 """Of a parameter: bf16; and that, the remainder, and two moments in fp32."""

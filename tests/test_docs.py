@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from megatier.cli import main
-from megatier.train import drive_probe, link_probe
+from megatier.measure import drive_probe, link_probe
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))

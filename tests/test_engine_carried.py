@@ -18,7 +18,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from megatier.config import TrainConfig
+from megatier.config.schema import TrainConfig
 from megatier.engine.carried import Arguments
 from megatier.errors import ConfigError, UnsupportedModelError
 

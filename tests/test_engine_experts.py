@@ -27,14 +27,14 @@ from tiny_runs import (
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.experts import check_knows_of_others
 from megatier.errors import PlanError, UnsupportedModelError
 from megatier.models.decoder import build_skeleton
 from megatier.models.frozen import freeze
 from megatier.models.weights import Initialiser
-from megatier.store.tier import Kind, Tier
-from megatier.train.session import Session
+from megatier.session.session import Session
+from megatier.tier import Kind, Tier
 
 NEAR = 1e-5
 MOE = Run(model="moe", expert_parts=2)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatier.engine.gradient import Gradients
-from megatier.store.layout import Layout
+from megatier.layout import Layout
 
 LAYOUT = Layout.of([("a", (3, 5)), ("b", (130,)), ("c", (2,))])
 """Padding lies behind a and b, and behind the last tensor."""

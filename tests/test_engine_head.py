@@ -26,7 +26,7 @@ from transformers.loss.loss_utils import ForMaskedLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import megatier
-from megatier.config import TiersConfig, TrainConfig
+from megatier.config.schema import TiersConfig, TrainConfig
 from megatier.engine.head import can_fuse, check_fusable
 from megatier.errors import UnsupportedModelError
 from megatier.models.decoder import build_skeleton, find_units

@@ -15,7 +15,7 @@ from tiny_vision import IMAGE_TOKEN, TEXT, TOWER, image_batch, text_batch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-from megatier.config import TrainConfig
+from megatier.config.schema import TrainConfig
 from megatier.errors import UnsupportedModelError
 from megatier.models.decoder import MOST_ROUND, build_skeleton, find_units
 from megatier.models.weights import Initialiser

@@ -17,8 +17,8 @@ from megatier.engine.head import IGNORED
 from megatier.engine.loss import FusedLoss
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage
-from megatier.store.layout import Layout
-from megatier.store.tier import Phase
+from megatier.layout import Layout
+from megatier.tier import Phase
 
 VOCAB, HIDDEN, ROWS, TOKENS = 37, 8, 3, 11
 

@@ -29,11 +29,11 @@ from tiny_runs import (
 )
 from torch import Tensor
 
-from megatier.config import NumericsConfig, TrainConfig
+from megatier.config.schema import NumericsConfig, TrainConfig
 from megatier.engine.step import Batch, Engine, StepResult
 from megatier.errors import NonFiniteError, UnsupportedModelError
-from megatier.store.tier import Kind
-from megatier.train.session import Session
+from megatier.session.session import Session
+from megatier.tier import Kind
 
 POISON = {
     1: "model.layers.0.self_attn.k_proj.weight",

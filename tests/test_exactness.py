@@ -32,11 +32,11 @@ from tiny_runs import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatier.config import TrainConfig
+from megatier.config.schema import TrainConfig
 from megatier.models.decoder import decays
 from megatier.schedule.timeline import Timeline, demanded_bytes
-from megatier.store.tier import Kind, Tier
-from megatier.train.session import Session
+from megatier.session.session import Session
+from megatier.tier import Kind, Tier
 
 ACTIVATIONS = ("keep", "recompute", "offload")
 NUMERIC = list(itertools.product(("bf16", "fp32"), (0.5, None), (1, 3), (1, 2)))

@@ -22,25 +22,25 @@ import pytest
 import torch
 import yaml
 from mutations import harmed_bytes, harmed_tree
+from test_checkpoint_chunkfile import numbers, read, write
+from test_checkpoint_run_state import CONFIG, CPU, TEXT
+from test_report_history import BEGINS, STEP
 from test_schedule_rates import RATES
-from test_store_chunkfile import numbers, read, write
-from test_train_history import BEGINS, STEP
-from test_train_run_state import CONFIG, CPU, TEXT
 
+from megatier.checkpoint import checkpoint, savepoint
+from megatier.checkpoint.chunkfile import Grid
+from megatier.checkpoint.manifest import METADATA_FILE, digest_of
+from megatier.checkpoint.run_directory import SAVEPOINT_FOLDER
+from megatier.checkpoint.run_state import RunState, random_states
 from megatier.cli import convert
-from megatier.config import TiersConfig
-from megatier.config_file import load, to_dict
-from megatier.config_text import dump
+from megatier.config.file import load, to_dict
+from megatier.config.schema import TiersConfig
+from megatier.config.text import dump
 from megatier.errors import MegatierError
 from megatier.models.shards import read_header, write_header
+from megatier.report.metrics import MetricsLog
+from megatier.report.report_page import build
 from megatier.schedule.rates import as_dict, read_rates
-from megatier.store.chunkfile import Grid
-from megatier.train import checkpoint, savepoint
-from megatier.train.manifest import METADATA_FILE, digest_of
-from megatier.train.metrics import MetricsLog
-from megatier.train.report_page import build
-from megatier.train.run_directory import SAVEPOINT_FOLDER
-from megatier.train.run_state import RunState, random_states
 
 SEED = 20261121
 SECONDS = 10

@@ -20,14 +20,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatier import foreign
 from megatier.cli import main
-from megatier.config import DataConfig, ModelConfig, RunConfig
+from megatier.config.schema import DataConfig, ModelConfig, RunConfig
 from megatier.data import tokenizer as tokenizers
 from megatier.data.tokenizer import byte_tokenizer, load_tokenizer
 from megatier.errors import ConfigError, DataError, MegatierError, UnsupportedModelError
 from megatier.models import limits
 from megatier.models.decoder import build_skeleton
 from megatier.models.weights import Checkpoint, resolve
-from megatier.train.workload import read_model_config
+from megatier.session.workload import read_model_config
 
 SECONDS = 60
 """No file may keep a reader busy for that long, on a busy machine."""

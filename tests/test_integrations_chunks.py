@@ -9,7 +9,7 @@ import pytest
 
 from megatier.errors import PlanError
 from megatier.integrations.chunks import CHUNK_ELEMENTS_MAX, SLOTS, ChunkPlan, ParameterSize, plan_chunks
-from megatier.store.tier import PAGE_BYTES, Kind, Tier, round_up
+from megatier.tier import PAGE_BYTES, Kind, Tier, round_up
 
 MIB = 1 << 20
 

@@ -11,7 +11,7 @@ import torch
 from tiny_runs import MIB, exactness_config, one_thread, plain_model, random_groups
 
 import megatier
-from megatier.config import TiersConfig, TrainConfig
+from megatier.config.schema import TiersConfig, TrainConfig
 from megatier.errors import CheckpointError, ConfigError, UnsupportedModelError
 from megatier.integrations.streamed import Streamed
 from megatier.models.frozen import freeze

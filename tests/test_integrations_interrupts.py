@@ -14,7 +14,7 @@ from interrupts import interrupted
 from tiny_runs import PLACES, exactness_config, one_thread, opened, random_groups
 from torch import Tensor
 
-from megatier.config import NumericsConfig, TrainConfig
+from megatier.config.schema import NumericsConfig, TrainConfig
 from megatier.errors import StreamedModelError, TornStateError
 from megatier.integrations.streamed import Streamed
 from megatier.store.transfer import Queue

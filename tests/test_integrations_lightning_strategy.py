@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
 import megatier
+from megatier.checkpoint import chunkfile
 from megatier.errors import CheckpointError, ConfigError, StreamedModelError, TransferError
 from megatier.integrations.streamed import Streamed
 from megatier.models.decoder import decays
-from megatier.store import chunkfile
 
 pytest.importorskip("lightning")
 

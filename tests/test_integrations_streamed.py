@@ -35,7 +35,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import megatier
 from megatier import durable
-from megatier.config import NumericsConfig, TiersConfig, TrainConfig
+from megatier.checkpoint import chunkfile
+from megatier.config.schema import NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.gradient import Gradients
 from megatier.engine.step import Batch, StepResult
 from megatier.errors import (
@@ -47,8 +48,7 @@ from megatier.errors import (
     TransferError,
 )
 from megatier.integrations.streamed import Streamed
-from megatier.store import chunkfile
-from megatier.train.session import Session
+from megatier.session.session import Session
 
 VOCAB = {"untied": 2112, "tied": 160, "moe": 160}
 TIERS = TiersConfig(device="cpu", gpu=8 << 20, ram=8 << 20, update_threads=2, io_threads=2)
@@ -194,7 +194,7 @@ def test_loop_any_model_and_policy_takes_the_steps_of_the_engine(
 
 def test_loop_on_a_cpu_without_bf16_instructions_takes_the_steps_of_the_engine(tmp_path: Path) -> None:
     train = train_config("tied")
-    with patch("megatier.train.session.cpu_has_bf16", return_value=False):
+    with patch("megatier.session.session.cpu_has_bf16", return_value=False):
         with opened(exactness_config("tied"), tmp_path, PLACES["ram"], train, numerics=GUARDED) as session:
             torch.manual_seed(5)
             expected = outcome(session, reference(session, train, 160))
@@ -262,7 +262,7 @@ def test_loop_agrees_with_plain_training_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("model", ["tied", "untied"])
-@patch("megatier.train.session.cpu_has_bf16", return_value=True)
+@patch("megatier.session.session.cpu_has_bf16", return_value=True)
 def test_lent_head_gives_the_gradients_of_the_head_itself(_: object, model: str, tmp_path: Path) -> None:
     train = train_config(model, groups=1)
     outcomes = []

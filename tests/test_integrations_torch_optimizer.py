@@ -20,12 +20,12 @@ from interrupts import interrupted
 from torch import Tensor, nn
 
 import megatier
-from megatier.engine.optimizer import join_master
 from megatier.errors import CapacityError, ConfigError, NonFiniteError, OptimizerError, PlanError, TransferError
 from megatier.integrations import torch_optimizer
 from megatier.integrations.chunks import CHUNK_ELEMENTS_MIN
 from megatier.integrations.torch_optimizer import TieredAdamW
-from megatier.store.tier import Tier
+from megatier.numerics.optimizer import join_master
+from megatier.tier import Tier
 
 Make = Callable[..., TieredAdamW]
 TINY, SOME, ALL = "100KiB", "250KiB", "64MiB"

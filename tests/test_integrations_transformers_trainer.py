@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import megatier
-from megatier.config import TiersConfig
+from megatier.config.schema import TiersConfig
 from megatier.errors import ConfigError
 from megatier.integrations.streamed import Streamed
 

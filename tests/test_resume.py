@@ -20,10 +20,10 @@ from small_commands import command, metrics, outcome, write_chats
 from tiny_runs import one_thread
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from megatier.checkpoint.checkpoint import checkpoints, last_checkpoint
+from megatier.checkpoint.room import Room
 from megatier.cli import main
 from megatier.engine.step import Engine
-from megatier.train.checkpoint import checkpoints, last_checkpoint
-from megatier.train.room import Room
 
 KILLED_RUNS = Path(__file__).parent / "killed_runs.py"
 TIERS_OF_BAD_STEPS: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ from megatier.schedule.placement import Budgets, Placement, place
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.schedule.sizes import Policy, UnitSpec, bytes_per_element
 from megatier.schedule.timeline import Access, build, demanded_bytes
-from megatier.store.tier import Kind, Phase, Tier
+from megatier.tier import Kind, Phase, Tier
 
 MIB = 1 << 20
 UNITS = tuple(UnitSpec(f"unit{i}", MIB) for i in range(6))

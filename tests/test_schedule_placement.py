@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatier.config_values import parse_bytes
+from megatier.config.values import parse_bytes
 from megatier.errors import PlanError, at_least
 from megatier.schedule.placement import Budgets, Placement, place
 from megatier.schedule.sizes import Policy, UnitSpec, bytes_per_element, grad_bytes, state_kinds
 from megatier.schedule.slots import SLOTS_MIN
-from megatier.store.tier import Kind, Tier, round_up
+from megatier.tier import Kind, Tier, round_up
 
 KIB = 1 << 10
 SEEDS = range(300)

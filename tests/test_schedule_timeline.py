@@ -14,7 +14,7 @@ from megatier.schedule.placement import Placement
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import SlotPlan
 from megatier.schedule.timeline import Access, Load, Timeline, Update, build, demanded_bytes, update_bytes
-from megatier.store.tier import STATE_KINDS, Kind, Phase, Tier
+from megatier.tier import STATE_KINDS, Kind, Phase, Tier
 
 SIZE = 2048
 

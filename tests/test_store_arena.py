@@ -15,8 +15,8 @@ import torch
 
 from megatier.errors import CapacityError
 from megatier.store.arena import HUGE_PAGE_BYTES, Arena, SlotPool
-from megatier.store.tier import PAGE_BYTES
 from megatier.store.transfer import Transfer
+from megatier.tier import PAGE_BYTES
 
 CPU = torch.device("cpu")
 

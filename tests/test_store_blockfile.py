@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megatier.config_values import MountBudget
+from megatier.config.values import MountBudget
 from megatier.errors import CapacityError, ConfigError, IntegrityError, RunLockedError, TransferError
 from megatier.store import blockfile
 from megatier.store.blockfile import BlockFiles, Extent, IoOptions, budget_bytes
@@ -282,7 +282,7 @@ def test_second_process_on_the_run_id_is_refused_and_changes_nothing(files: Bloc
     script = """
 import sys
 from pathlib import Path
-from megatier.config_values import MountBudget
+from megatier.config.values import MountBudget
 from megatier.errors import RunLockedError
 from megatier.store.blockfile import BlockFiles, IoOptions
 try:

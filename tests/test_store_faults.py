@@ -15,7 +15,7 @@ from conftest import FAULTS
 
 from megatier.store.blockfile import IoOptions
 from megatier.store.store import TieredStore
-from megatier.store.tier import BlockSpec, Tier
+from megatier.tier import BlockSpec, Tier
 
 NAMES = re.findall(r"@scenario\ndef (\w+)", (FAULTS / "store.py").read_text())
 
@@ -41,7 +41,7 @@ import os, sys
 from megatier import hardware
 from megatier.errors import CapacityError
 from megatier.store.store import TieredStore
-from megatier.store.tier import BlockSpec, Tier
+from megatier.tier import BlockSpec, Tier
 hardware.MEMORY_FILE_SYSTEMS.clear()  # the small drive lies in RAM
 directory = sys.argv[1]
 store = TieredStore.open(ram="1MiB", nvme=[f"{directory}:64MiB"])
@@ -89,7 +89,7 @@ def test_disk_smaller_than_the_plan_is_refused_with_figures(tmp_path: Path) -> N
 KILLED = """
 import os, signal, sys
 from megatier.store.store import TieredStore
-from megatier.store.tier import BlockSpec, Tier
+from megatier.tier import BlockSpec, Tier
 store = TieredStore.open(ram="1MiB", nvme=[f"{sys.argv[1]}:1MiB"], run_id="run")
 store.register(BlockSpec("a", 64 << 10, Tier.NVME))
 store.prefetch("a", Tier.RAM)

@@ -22,13 +22,13 @@ from store_blocks import KEYS, MIB, NUM_BYTES, NUM_CHUNKS, SPAN, has_copy, read,
 from store_contract import StoreContract
 from tiny_runs import MODELS, PLACES, Run, exactness_config, one_thread, opened, run_in_fresh_process, run_steps
 
-from megatier.config_values import MountBudget
+from megatier.config.values import MountBudget
 from megatier.errors import ConfigError, IntegrityError, TransferError
 from megatier.store import blockfile, gds
 from megatier.store.blockfile import BlockFiles, Extent, IoOptions
 from megatier.store.gds import GpuReader, IoPath
 from megatier.store.store import TieredStore
-from megatier.store.tier import BlockSpec, Tier, round_up
+from megatier.tier import BlockSpec, Tier, round_up
 
 CPU = torch.device("cpu")
 PADDED = NUM_CHUNKS * CHUNK_BYTES

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import chunk_checksums, pattern
 
-from megatier.store.tier import PAGE_BYTES
+from megatier.tier import PAGE_BYTES
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

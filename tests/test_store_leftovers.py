@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatier.config_values import MountBudget
+from megatier.config.values import MountBudget
 from megatier.errors import ConfigError, RunLockedError, TransferError
 from megatier.store import leftovers
 from megatier.store.blockfile import BlockFiles, IoOptions
@@ -24,7 +24,7 @@ NAME = "megatier-0123456789ab"
 KILLED = """
 import os, signal, sys
 from megatier.store.store import TieredStore
-from megatier.store.tier import BlockSpec, Tier
+from megatier.tier import BlockSpec, Tier
 store = TieredStore.open(ram="1MiB", nvme=[f"{sys.argv[1]}:1MiB"])
 store.register(BlockSpec("a", 64 << 10, Tier.NVME))
 store.seal()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatier.config_values import MountBudget
+from megatier.config.values import MountBudget
 from megatier.errors import ConfigError, RunLockedError, TransferError
 from megatier.store.blockfile import BlockFiles, IoOptions
 from megatier.store.private import PrivateDirectory, lock_directory

@@ -24,7 +24,7 @@ from megatier.store.arena import Arena
 from megatier.store.blockfile import IoOptions
 from megatier.store.copies import POISON
 from megatier.store.store import TieredStore
-from megatier.store.tier import BlockSpec, Kind, Tier, round_up
+from megatier.tier import BlockSpec, Kind, Tier, round_up
 
 
 class OutsideRam:

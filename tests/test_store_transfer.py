@@ -14,8 +14,8 @@ import torch
 from conftest import pattern
 
 from megatier.errors import StallError, StepAbandonedError, TransferError
-from megatier.store.tier import Tier
 from megatier.store.transfer import Instant, Lanes, Queue, Transfer, mark
+from megatier.tier import Tier
 
 
 class Late:

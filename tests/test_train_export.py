@@ -13,19 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_commands import MODEL, command
+from test_checkpoint_checkpoint import SmallGrid
 from test_models_weights import reader
-from test_train_checkpoint import SmallGrid
 from tiny_models import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from megatier.checkpoint import checkpoint, checkpoint_writer
+from megatier.checkpoint.chunkfile import Chunk, ChunkFiles, StoredArray
+from megatier.checkpoint.manifest import digest_of
 from megatier.cli import main
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.models import weights
 from megatier.models.decoder import build_skeleton, find_units
 from megatier.models.export import export
-from megatier.store.chunkfile import Chunk, ChunkFiles, StoredArray
-from megatier.train import checkpoint, checkpoint_writer
-from megatier.train.manifest import digest_of
 
 MOE = {**FAMILIES["qwen3_moe"], "model_type": "qwen3_moe", "head_dim": 16}
 """transformers holds the experts of a layer in two tensors; the hub has three for each."""

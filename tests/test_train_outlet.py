@@ -16,7 +16,7 @@ import torch
 from small_commands import command, leftovers, metrics
 
 from megatier.cli import main
-from megatier.train.metrics import MetricsLog
+from megatier.report.metrics import MetricsLog
 from megatier.train.outlet import Outlet, run_console
 
 

@@ -16,14 +16,14 @@ import pytest
 from small_commands import after_step, command, metrics, outcome
 from tiny_runs import one_thread
 
+from megatier.checkpoint import chunkfile
+from megatier.checkpoint.checkpoint_writer import CheckpointWriter
+from megatier.checkpoint.pace import Pace
+from megatier.checkpoint.room import Room
 from megatier.cli import main
-from megatier.config import OutputConfig
+from megatier.config.schema import OutputConfig
 from megatier.models import export
-from megatier.store import chunkfile
 from megatier.train import saves, trainer
-from megatier.train.checkpoint_writer import CheckpointWriter
-from megatier.train.pace import Pace
-from megatier.train.room import Room
 
 SIX: dict[str, Any] = {"train.steps": 6}
 DUE = (2, 4)

@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatier.cli import main
-from megatier.config import TrainConfig
-from megatier.config_values import parse_bytes
+from megatier.config.schema import TrainConfig
+from megatier.config.values import parse_bytes
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.engine.step import Batch, Engine
 from megatier.errors import mib

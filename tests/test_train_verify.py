@@ -10,8 +10,8 @@ from rich.console import Console
 from tiny_runs import one_thread
 
 from megatier._native import Batch
-from megatier.engine.optimizer import AdamW
-from megatier.store.tier import Kind
+from megatier.numerics.optimizer import AdamW
+from megatier.tier import Kind
 from megatier.train import verify
 
 

@@ -19,10 +19,10 @@ from conftest import FAULTS
 from small_commands import leftovers, metrics
 
 from megatier.errors import StallError
-from megatier.schedule.gate import Gate
+from megatier.play.gate import Gate
 from megatier.schedule.timeline import Access
-from megatier.store.tier import Phase
 from megatier.store.transfer import Queue
+from megatier.tier import Phase
 from megatier.train.watchdog import MULTIPLE, QUEUES_TITLE, SHOWN_MAX, SIGNAL, Patience, Watchdog, progress, report
 
 STALL_TIMEOUT_S = 10

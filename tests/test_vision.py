@@ -22,14 +22,14 @@ from transformers import (
 )
 
 import megatier
-from megatier.config import TiersConfig, TrainConfig
+from megatier.config.schema import TiersConfig, TrainConfig
 from megatier.engine.head import check_calls_loss_function
 from megatier.errors import TimelineError, UnsupportedModelError
 from megatier.integrations.streamed import Streamed
 from megatier.models.decoder import build_skeleton, find_units
 from megatier.models.frozen import freeze
 from megatier.models.weights import Initialiser
-from megatier.store.tier import Kind
+from megatier.tier import Kind
 
 MIB = 1 << 20
 TIERS = TiersConfig(device="cpu", gpu=8 * MIB, ram=64 * MIB, io_threads=2, update_threads=2)

@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from transformers import PretrainedConfig, PreTrainedModel
 
-from megatier.config import TrainConfig
+from megatier.config.schema import TrainConfig
 from megatier.models.decoder import build_skeleton
 from megatier.models.frozen import freeze
-from megatier.store.tier import Kind
+from megatier.tier import Kind
 
 BATCH, TOKENS, VOCAB, CHUNK = 4, 24, 160, 16
 Gradients = dict[str, Tensor]

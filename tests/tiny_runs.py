@@ -19,7 +19,8 @@ from tiny_models import tiny_config
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.checkpoint.checkpoint import parameter_shapes
+from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.step import Batch, StepResult
 from megatier.errors import PlanError
 from megatier.models.decoder import Unit, auto_class, build_skeleton
@@ -28,11 +29,10 @@ from megatier.models.frozen import freeze
 from megatier.models.weights import Initialiser
 from megatier.schedule import placement
 from megatier.schedule.placement import Budgets
+from megatier.session.session import Session, WeightReader
+from megatier.session.workload import Workload
 from megatier.store.blockfile import budget_bytes
-from megatier.store.tier import Kind, Tier
-from megatier.train.checkpoint import parameter_shapes
-from megatier.train.session import Session, WeightReader
-from megatier.train.workload import Workload
+from megatier.tier import Kind, Tier
 
 KIB, MIB = 1 << 10, 1 << 20
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 24, "head_dim": 8}
@@ -291,7 +291,7 @@ class Run:
             "gpu_direct": self.gpu_direct,
         }
         with (
-            patch("megatier.train.session.cpu_has_bf16", return_value=not self.fp32_products),
+            patch("megatier.session.session.cpu_has_bf16", return_value=not self.fp32_products),
             opened(config, mount, place, self.train, device=self.device, numerics=self.numerics, **options) as session,
         ):
             held = {tier for tier, size in session.placement.state_bytes.items() if size}

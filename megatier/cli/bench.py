@@ -18,13 +18,13 @@ from rich.table import Table
 
 from megatier import hardware
 from megatier.cli.output import json_text, print_json, write_text
-from megatier.config_values import MountBudget, parse_bytes, parse_mount
+from megatier.config.values import MountBudget, parse_bytes, parse_mount
 from megatier.errors import ConfigError, mib
 from megatier.schedule.rates import Rates, as_dict
 
 if TYPE_CHECKING:
-    from megatier.train.drive_probe import DriveFigures
-    from megatier.train.link_probe import LinkFigures
+    from megatier.measure.drive_probe import DriveFigures
+    from megatier.measure.link_probe import LinkFigures
 
 THREADS_MAX = 1024
 T = TypeVar("T")
@@ -42,10 +42,10 @@ def run(argv: Sequence[str]) -> int:
         if not path.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: its directory does not exist. Create it first.")
     hardware.set_cuda_defaults()
-    from megatier.train.drive_probe import check_mount, probe_drive  # load torch: only once the arguments are right
-    from megatier.train.link_probe import probe_links
-    from megatier.train.probe import machine_facts, rates_of
-    from megatier.train.probe_picture import draw
+    from megatier.measure.drive_probe import check_mount, probe_drive  # load torch: only once the arguments are right
+    from megatier.measure.link_probe import probe_links
+    from megatier.measure.probe import machine_facts, rates_of
+    from megatier.report.probe_picture import draw
 
     device, console = _device(options.device), Console(quiet=options.json)
     for mount in mounts:
@@ -248,7 +248,7 @@ def _say(console: Console, text: str) -> None:
 
 def _keep(console: Console, rates: Rates, links: LinkFigures) -> Path | None:
     """Cache what may be believed; where."""
-    from megatier.train.probe import cache_rates
+    from megatier.measure.probe import cache_rates
 
     if links.flags:
         _say(console, "rates not kept for `megatier plan`: see the flags")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatier.checkpoint.run_directory import killed_runs
 from megatier.errors import mib
+from megatier.report.metrics import format_seconds
 from megatier.store.leftovers import Leftover, find_leftovers
-from megatier.train.metrics import format_seconds
-from megatier.train.run_directory import killed_runs
 
 
 def run(argv: Sequence[str]) -> int:

@@ -6,12 +6,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatier import config_file, config_text
 from megatier.cli.output import print_json
-from megatier.config import SECTIONS, RunConfig
+from megatier.config import file as config_file
+from megatier.config import text as config_text
+from megatier.config.schema import SECTIONS, RunConfig
 from megatier.errors import mib
 from megatier.hardware import cores_usable, default_budgets, device_for, gpus
-from megatier.train.probe import cached_rates, io_threads
+from megatier.measure.probe import cached_rates, io_threads
 
 HEAD = """\
 # All settings. `default`: neither file nor overrides give it. `from this machine`: as a run begun now would take it,

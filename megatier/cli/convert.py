@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatier import config_file, config_text
+from megatier.config import file as config_file
+from megatier.config import text as config_text
 from megatier.convert.conversion import Conversion, Finding
 from megatier.convert.source import convert
 from megatier.errors import ConfigError

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from megatier import hardware
 from megatier.cli.output import print_json
-from megatier.config_values import MountBudget, parse_mount
+from megatier.config.values import MountBudget, parse_mount
 from megatier.errors import mib
 
 PAGE_BYTES = 4096

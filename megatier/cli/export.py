@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatier.config_values import parse_bytes
+from megatier.config.values import parse_bytes
 
 
 def run(argv: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatier.errors import ConfigError
-from megatier.train.metrics import plain
+from megatier.report.metrics import plain
 
 
 def write_text(path: Path, text: str, option: str) -> None:

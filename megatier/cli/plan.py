@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from megatier import config_file
+from megatier.checkpoint.pace import about, every_seconds
 from megatier.cli.output import json_text, print_json, write_text
-from megatier.config import RunConfig
+from megatier.config import file as config_file
+from megatier.config.schema import RunConfig
 from megatier.errors import ConfigError, mib
 from megatier.hardware import device_for, mount_of
+from megatier.measure.probe import cached_rates, io_threads
+from megatier.report.metrics import format_count, format_seconds, format_share, wavering
 from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import Rates, read_rates
-from megatier.train.metrics import format_count, format_seconds, format_share, wavering
-from megatier.train.pace import about, every_seconds
-from megatier.train.probe import cached_rates, io_threads
 
 if TYPE_CHECKING:
-    from megatier.train.plan import Plan
+    from megatier.planner.plan import Plan
 
 
 def run(argv: Sequence[str]) -> int:
@@ -60,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
     rates = read_rates(options.machine) if options.machine is not None else _measured(loaded)
     console = Console(quiet=options.json)
     with _nothing_collected():
-        from megatier.train.picture import draw  # loads torch: only once the arguments are known to be right
+        from megatier.report.picture import draw  # loads torch: only once the arguments are known to be right
 
         plan, chosen = _planned(loaded, given, rates, here=options.machine is None, searches=options.search)
     threads, why = io_threads(loaded.tiers.io_threads, rates)
@@ -107,11 +107,11 @@ def _planned(
         here: this machine will run it: budgets and choices are then those of `megatier train`.
         searches: choose on another machine too.
     """
+    from megatier.planner.plan import make_plan
+    from megatier.planner.search import changed, search
+    from megatier.planner.trial import skeleton_of
+    from megatier.session.session import choose_device, compiles
     from megatier.train.choices import budgets_here, fix_choices, with_true_loss
-    from megatier.train.plan import make_plan
-    from megatier.train.search import changed, search
-    from megatier.train.session import choose_device, compiles
-    from megatier.train.trial import skeleton_of
 
     model = skeleton_of(loaded.model)
     if here:
@@ -163,7 +163,7 @@ def _compiles(loaded: RunConfig) -> bool:
 
 def _bytes_table(plan: Plan) -> Table:
     """What lies where."""
-    from megatier.store.tier import STATE_KINDS, Tier
+    from megatier.tier import STATE_KINDS, Tier
 
     table = Table("tier", title="state, and slots, gradients and activations (other)", title_justify="left")
     for name in (*STATE_KINDS, "other", "in all", "budget"):
@@ -205,7 +205,7 @@ def _change_table(plan: Plan) -> Table:
 
 
 def _sentences(plan: Plan) -> Iterator[str]:
-    from megatier.store.tier import Tier
+    from megatier.tier import Tier
 
     trained = f", {format_count(plan.num_trained)} of them trained" if plan.num_trained < plan.num_parameters else ""
     yield f"{format_count(plan.num_parameters)} parameters{trained}, {format_count(plan.tokens)} tokens a step."

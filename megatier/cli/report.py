@@ -25,7 +25,7 @@ def run(argv: Sequence[str]) -> int:
         help="where to write it (default: report.html in the run's directory)",
     )
     options = parser.parse_args(argv)
-    from megatier.train.report_page import build  # loads torch: only once the arguments are known to be right
+    from megatier.report.report_page import build  # loads torch: only once the arguments are known to be right
 
     text = build(options.directory)
     output: Path = options.output or options.directory / "report.html"

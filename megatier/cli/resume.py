@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatier import config_file
+from megatier.checkpoint.run_directory import CONFIG_FILE
+from megatier.config import file as config_file
 from megatier.errors import ConfigError
 from megatier.train.outlet import run_console
-from megatier.train.run_directory import CONFIG_FILE
 
 
 def run(argv: Sequence[str]) -> int:

@@ -13,11 +13,11 @@ from rich.table import Table
 
 from megatier.cli.output import write_text
 from megatier.errors import ConfigError
-from megatier.train.metrics import format_seconds, format_share
+from megatier.report.metrics import format_seconds, format_share
 
 if TYPE_CHECKING:
-    from megatier.schedule.trace import TraceEvent
-    from megatier.train.picture import LaneUse
+    from megatier.play.trace import TraceEvent
+    from megatier.report.picture import LaneUse
 
 
 def run(argv: Sequence[str]) -> int:
@@ -38,9 +38,9 @@ def run(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.output is not None and options.output.suffix != ".svg":
         raise ConfigError(f"--output {options.output}: the picture is an SVG. Name a file that ends in .svg.")
-    from megatier.schedule.trace import stall_seconds  # loads torch: only once the arguments are known to be right
-    from megatier.train.picture import draw, lane_uses, read_trace, step_seconds
-    from megatier.train.run_directory import TRACE_FILE
+    from megatier.checkpoint.run_directory import TRACE_FILE
+    from megatier.play.trace import stall_seconds  # loads torch: only once the arguments are known to be right
+    from megatier.report.picture import draw, lane_uses, read_trace, step_seconds
 
     path: Path = options.trace / TRACE_FILE if options.trace.is_dir() else options.trace
     steps = read_trace(path)

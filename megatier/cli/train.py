@@ -9,7 +9,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from megatier import config, config_file, config_values
+from megatier.config import file as config_file
+from megatier.config import schema
+from megatier.config import values as config_values
 from megatier.errors import ConfigError
 from megatier.train.outlet import run_console
 
@@ -50,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
 
 def settings() -> Iterator[str]:
     """The help's lines about every setting: what it takes, by default and at most, and what it means."""
-    for name, section in config.SECTIONS.items():
+    for name, section in schema.SECTIONS.items():
         yield f"{name}: {section.__doc__}"
         docs, hints = config_file.field_docs(section), get_type_hints(section, include_extras=True)
         for field in dataclasses.fields(section):

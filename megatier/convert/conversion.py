@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatier.config import SECTIONS
+from megatier.config.schema import SECTIONS
 from megatier.errors import ConfigError
 
 AUTO = "auto"

@@ -9,9 +9,9 @@ from typing import Any
 
 from jsonargparse import get_loader
 
-from megatier.config import SECTIONS
-from megatier.config_file import check_sections
-from megatier.config_values import parse_yaml, read_text_of
+from megatier.config.file import check_sections
+from megatier.config.schema import SECTIONS
+from megatier.config.values import parse_yaml, read_text_of
 from megatier.convert import deepspeed, megatrain
 from megatier.convert.conversion import Conversion
 from megatier.errors import ConfigError

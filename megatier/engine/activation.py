@@ -22,7 +22,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from megatier.engine.crossing import refused
+from megatier.guards.crossing import refused
 
 
 class Activations(StrEnum):

@@ -19,9 +19,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers.utils.output_capturing import _active_collector
 
 from megatier.engine.carried import Arguments, Written
-from megatier.engine.crossing import check_inside, claim
 from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
-from megatier.store.tier import Phase
+from megatier.guards.crossing import check_inside, claim
+from megatier.tier import Phase
 
 if TYPE_CHECKING:
     from megatier.engine.node import Node

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from megatier.engine.activation import Activations
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage
-from megatier.engine.unbound import Guarded
 from megatier.errors import UnsupportedModelError
+from megatier.guards.unbound import Guarded
 from megatier.models.decoder import Binding
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from megatier.store.layout import Layout
+from megatier.layout import Layout
 
 
 class GradSink(Protocol):

@@ -28,7 +28,7 @@ from megatier.engine.head import IGNORED, capped, without_softcap
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage
 from megatier.errors import UnsupportedModelError
-from megatier.store.tier import Phase
+from megatier.tier import Phase
 
 
 class FusedLoss:

@@ -25,15 +25,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatier.engine.activation import Activations, Rebinding, Replay, dropping
 from megatier.engine.call import Call, collector, join
 from megatier.engine.carried import Arguments
-from megatier.engine.compilation import Compiled
-from megatier.engine.crossing import CHECKED, check_inside, claim
 from megatier.engine.rows import Rows
 from megatier.engine.stage import Stage
-from megatier.engine.unbound import make_unbound
-from megatier.engine.unchanged import REMEDY, Unchanged, refused
 from megatier.errors import UnsupportedModelError
-from megatier.store.layout import TensorSlice
-from megatier.store.tier import Phase
+from megatier.guards.crossing import CHECKED, check_inside, claim
+from megatier.guards.unbound import make_unbound
+from megatier.guards.unchanged import REMEDY, Unchanged, refused
+from megatier.layout import TensorSlice
+from megatier.numerics.compilation import Compiled
+from megatier.tier import Phase
 
 CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megatier.engine.compilation import Compilation
 from megatier.engine.gradient import Gradients
-from megatier.store.tier import Phase
+from megatier.numerics.compilation import Compilation
+from megatier.tier import Phase
 
 
 class WeightUse(Protocol):

@@ -21,21 +21,21 @@ from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
 from megatier.engine.activation import Activations
-from megatier.engine.compilation import Compilation
-from megatier.engine.crossing import OutputCheck
 from megatier.engine.experts import ExpertsNode, guard, join
 from megatier.engine.gradient import Gradients, GradSink
 from megatier.engine.head import IGNORED, can_fuse, check_calls_loss_function
 from megatier.engine.lender import Lender
 from megatier.engine.loss import FusedLoss, StepLoss
-from megatier.engine.matmul import Fp32Products
 from megatier.engine.node import Node
-from megatier.engine.optimizer import AdamW
 from megatier.engine.stage import Stage, WeightSource, learning
-from megatier.engine.unbound import refused_outside
 from megatier.errors import NonFiniteError, UnsupportedModelError
+from megatier.guards.crossing import OutputCheck
+from megatier.guards.unbound import refused_outside
 from megatier.models.decoder import Binding, Unit, bindings, check_rows_are_apart
 from megatier.models.dtypes import kept_in_fp32, place_buffers
+from megatier.numerics.compilation import Compilation
+from megatier.numerics.matmul import Fp32Products
+from megatier.numerics.optimizer import AdamW
 
 Batch = Mapping[str, Tensor]
 REMEDY = "Lower train.learning_rate, set train.clip, or look at the data of this step."

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatier.integrations.chunks import AHEAD, SLOTS, Chunk, ChunkPlan
 from megatier.store.lease import Lease
 from megatier.store.store import TieredStore
-from megatier.store.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
+from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 
 
 class ChunkStore:

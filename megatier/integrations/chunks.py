@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatier.errors import PlanError, at_least
+from megatier.layout import ALIGN_ELEMENTS
 from megatier.schedule.sizes import bytes_per_element, state_kinds
-from megatier.store.layout import ALIGN_ELEMENTS
-from megatier.store.tier import Kind, Tier, round_up
+from megatier.tier import Kind, Tier, round_up
 
 CHUNK_ELEMENTS_MAX = 4 << 20
 """32 to 40 MiB: drives and links are at full speed well below it."""

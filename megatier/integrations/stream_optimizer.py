@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch.optim.optimizer import Optimizer
 
-from megatier.config import TrainConfig
+from megatier.config.schema import TrainConfig
 from megatier.errors import StreamedModelError
 from megatier.models.decoder import decays
 

@@ -26,10 +26,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.generic import ModelOutput
 
-from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
-from megatier.config_values import require
+from megatier.checkpoint.checkpoint import (
+    UNBOUND,
+    is_bound,
+    last_checkpoint,
+    read_state,
+    restore,
+    settle_replaced,
+    step_of,
+)
+from megatier.checkpoint.checkpoint_writer import CheckpointWriter
+from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.config.values import require
 from megatier.engine.step import StepResult
-from megatier.engine.unbound import refused_outside
 from megatier.errors import (
     BlockNotFoundError,
     CapacityError,
@@ -37,22 +46,21 @@ from megatier.errors import (
     StreamedModelError,
     UnsupportedModelError,
 )
+from megatier.guards.unbound import refused_outside
 from megatier.hardware import ram_available_bytes
 from megatier.integrations.in_ram import InRam
 from megatier.integrations.stream_optimizer import StreamedAdamW
+from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.experts import places_of
 from megatier.models.export import export
 from megatier.models.frozen import freeze
 from megatier.models.weights import Checkpoint, resolve
-from megatier.schedule.trace import TraceEvent, write_trace
-from megatier.store.layout import TensorSlice
-from megatier.train.checkpoint import UNBOUND, is_bound, last_checkpoint, read_state, restore, settle_replaced, step_of
-from megatier.train.checkpoint_writer import CheckpointWriter
+from megatier.play.trace import TraceEvent, write_trace
+from megatier.session.process import share_interpreter
+from megatier.session.session import Session, WeightReader
+from megatier.session.workload import COMPUTE_DTYPES, read_model_config
 from megatier.train.export import SHARD_BYTES
-from megatier.train.process import share_interpreter
-from megatier.train.session import Session, WeightReader
-from megatier.train.workload import COMPUTE_DTYPES, read_model_config
 
 TRACED_STEPS = 3
 

@@ -5,7 +5,7 @@
 
 Parameters and gradients stay where they are, on the CPU or a GPU. The state, two fp32 moments, and for bf16 parameters
 the 16 bits that the fp32 master has beyond them, streams past them: chunks are read ahead, updated in C (on a GPU in
-Triton) and written back behind. The arithmetic is that of `engine.optimizer`. Where the state lies changes no bit.
+Triton) and written back behind. The arithmetic is that of `numerics.optimizer`. Where the state lies changes no bit.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatier import _native
-from megatier.config_values import parse_bytes, parse_list, parse_mount
-from megatier.engine.optimizer import PIECE_ELEMENTS, SPAN_ELEMENTS, adamw_threads, begin_adamw, step_scalars
+from megatier.config.values import parse_bytes, parse_list, parse_mount
 from megatier.errors import CapacityError, ConfigError, NonFiniteError, OptimizerError
 from megatier.hardware import cores_usable, ram_available_bytes
 from megatier.integrations.chunk_store import ChunkStore
 from megatier.integrations.chunks import AHEAD, Chunk, ChunkPlan, ParameterSize, Run, plan_chunks
 from megatier.integrations.parameters import Form, check_parameters, form_of, in_order
 from megatier.integrations.state_file import write_state_file
+from megatier.numerics.optimizer import PIECE_ELEMENTS, SPAN_ELEMENTS, adamw_threads, begin_adamw, step_scalars
+from megatier.numerics.vector_math import warm
 from megatier.store.blockfile import budget_bytes
 from megatier.store.lease import Lease
-from megatier.store.tier import Kind, Tier
-from megatier.vector_math import warm
+from megatier.tier import Kind, Tier
 
 STATE = {Kind.EXP_AVG: torch.float32, Kind.EXP_AVG_SQ: torch.float32, Kind.REMAINDER: torch.int16}
 """Names in `state_dict`, and types."""
@@ -426,7 +426,7 @@ def _planes(run: Run, chunk: Tensor) -> Iterator[tuple[Kind, Tensor]]:
 def _sum_squares(grad: Tensor) -> Tensor:
     """fp64 sums of squares of a flat tensor, one per span."""
     if grad.is_cuda:
-        from megatier.engine import kernels  # Triton comes with torch's CUDA builds alone
+        from megatier.numerics import kernels  # Triton comes with torch's CUDA builds alone
 
         return kernels.sum_squares(grad)
     sums = torch.empty(-(-grad.numel() // SPAN_ELEMENTS), dtype=torch.float64)

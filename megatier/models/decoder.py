@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Pret
 
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import reading
+from megatier.layout import Layout, TensorSlice
 from megatier.models.buffers import initialise_buffers, parameters_on_meta
 from megatier.models.limits import counted
-from megatier.store.layout import Layout, TensorSlice
-from megatier.vector_math import warm
+from megatier.numerics.vector_math import warm
 
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Parameters that Hugging Face's Trainer leaves out of weight decay, by lower-case name."""

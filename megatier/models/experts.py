@@ -16,8 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megatier.errors import ConfigError, UnsupportedModelError
+from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit, find_units
-from megatier.store.layout import Layout, TensorSlice
 
 WHOLE = "Set model.expert_parts to 1: then a layer is one unit."
 

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from megatier.config_values import parse_list
+from megatier.config.values import parse_list
 from megatier.errors import ConfigError
 
 

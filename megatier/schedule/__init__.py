@@ -1,1 +1,1 @@
-"""What goes where and when. Planning is pure; only `player` and its `updates` move anything."""
+"""What goes where and when, as pure figures: sizes, slots, placement, the timeline, and how long a step takes."""

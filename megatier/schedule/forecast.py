@@ -26,7 +26,7 @@ from megatier.schedule.sizes import (
 )
 from megatier.schedule.slots import GRAD_DEPTH, SLOTS_MIN, UPDATE_DEPTH
 from megatier.schedule.timeline import Access, Load, Timeline, build, way_up
-from megatier.store.tier import Kind, Phase, Tier
+from megatier.tier import Kind, Phase, Tier
 
 NUM_STEPS = 3
 HOST_SECONDS = 0.03

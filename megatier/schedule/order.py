@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence, Set
 
 from megatier.errors import TimelineError
 from megatier.schedule.timeline import Access
-from megatier.store.tier import Phase
+from megatier.tier import Phase
 
 
 def passed_over(

@@ -39,7 +39,7 @@ from megatier.schedule.slots import (
     total_bytes,
     update_slots,
 )
-from megatier.store.tier import Kind, Tier, round_up
+from megatier.tier import Kind, Tier, round_up
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from megatier.config_values import parse_bytes, read_yaml
+from megatier.config.values import parse_bytes, read_yaml
 from megatier.errors import ConfigError
 
 

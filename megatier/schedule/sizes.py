@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatier.store.tier import STATE_KINDS, Kind, Tier, round_up
+from megatier.tier import STATE_KINDS, Kind, Tier, round_up
 
 
 @dataclass(frozen=True, slots=True)

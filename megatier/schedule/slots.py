@@ -16,7 +16,7 @@ from megatier.schedule.sizes import (
     state_kinds,
     trained,
 )
-from megatier.store.tier import Kind, Tier, round_up
+from megatier.tier import Kind, Tier, round_up
 
 SLOTS_MIN = 2
 """One unit computes while the next arrives."""

@@ -23,7 +23,7 @@ from megatier.schedule.sizes import (
     state_kinds,
     trained_bytes,
 )
-from megatier.store.tier import Kind, Phase, Tier
+from megatier.tier import Kind, Phase, Tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""The tiered store. Imports nothing, so that planning can use `store.tier` without torch."""
+"""The tiered store: arenas, block files and queues. This file imports nothing, so that planning runs without torch."""

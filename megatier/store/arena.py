@@ -22,8 +22,8 @@ import torch
 
 from megatier import _native
 from megatier.errors import CapacityError
-from megatier.store.tier import PAGE_BYTES, round_up
 from megatier.store.transfer import Transfer
+from megatier.tier import PAGE_BYTES, round_up
 
 HUGE_PAGE_BYTES = 2 << 20
 POPULATE_BYTES = 256 << 20

@@ -25,11 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megatier import _native
-from megatier.config_values import MountBudget
+from megatier.config.values import MountBudget
 from megatier.errors import CapacityError, ConfigError, IntegrityError, TransferError
 from megatier.hardware import mount_of
 from megatier.store.private import FOLDER_FLAGS, LOCK_FILE, PrivateDirectory
-from megatier.store.tier import PAGE_BYTES, round_up
+from megatier.tier import PAGE_BYTES, round_up
 
 REQUEST_BYTES = 8 << 20
 STRIPE_BYTES = 32 << 20

@@ -22,8 +22,8 @@ from megatier.store.gds import GpuReader
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span, assign, overlap, without
 from megatier.store.tear import Tear
-from megatier.store.tier import Kind, Tier
 from megatier.store.transfer import Lanes, Transfer, mark
+from megatier.tier import Kind, Tier
 
 POISON = 0xFF
 """Byte written over a released slot of the CPU arena that stands for the GPU: NaN in every float type."""

@@ -22,7 +22,7 @@ import triton.language as tl  # type: ignore[import-not-found]
 
 from megatier import _native
 from megatier.store.blockfile import zero_checksums
-from megatier.store.tier import PAGE_BYTES
+from megatier.tier import PAGE_BYTES
 
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["count"])
 """Lengths are not compiled in: one kernel for all."""

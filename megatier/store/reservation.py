@@ -13,7 +13,7 @@ import torch
 
 from megatier.errors import CapacityError
 from megatier.store.arena import Arena, SlotPool
-from megatier.store.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
+from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 
 
 class Reservation:

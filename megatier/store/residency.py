@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from megatier.errors import BlockNotFoundError
 from megatier.store.arena import Slot
 from megatier.store.blockfile import Extent
-from megatier.store.tier import BlockSpec, Tier
 from megatier.store.transfer import Transfer
+from megatier.tier import BlockSpec, Tier
 
 Span = tuple[int, int]
 """Bytes [start, stop) of a block."""

@@ -25,7 +25,7 @@ from typing import Self
 
 import torch
 
-from megatier.config_values import parse_bytes, parse_list, parse_mount
+from megatier.config.values import parse_bytes, parse_list, parse_mount
 from megatier.errors import BlockNotFoundError, CapacityError, DirtyBlockError, LastCopyError
 from megatier.store.blockfile import BlockFiles, Extent, IoOptions
 from megatier.store.copies import Copies
@@ -33,8 +33,8 @@ from megatier.store.gds import GpuReader, IoPath
 from megatier.store.lease import Lease
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span, assign, overlap
-from megatier.store.tier import BlockSpec, Kind, Tier
 from megatier.store.transfer import Lanes, Transfer
+from megatier.tier import BlockSpec, Kind, Tier
 
 
 class TieredStore:

@@ -24,7 +24,7 @@ import torch
 from megatier import _native
 from megatier.errors import MegatierError, StepAbandonedError
 from megatier.store.progress import Completion, QueueState
-from megatier.store.tier import Tier
+from megatier.tier import Tier
 
 QUEUE_DEPTH_MAX = 4096
 """Items that may wait in a queue that moves bytes; a full one blocks its submitter. A bound, not a tuning value.

@@ -1,1 +1,1 @@
-"""A run: what opens, steps and ends it, what it saves, and the plan before it."""
+"""A run from its first step to its export, and what ends it early."""

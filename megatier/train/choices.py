@@ -8,20 +8,20 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from megatier.config import RunConfig, TiersConfig
+from megatier.config.schema import RunConfig, TiersConfig
 from megatier.engine.head import can_fuse
 from megatier.errors import PlanError
+from megatier.measure.probe import cached_rates
 from megatier.models.decoder import find_units
+from megatier.planner.plan import hidden_at
+from megatier.planner.prediction import Prediction
+from megatier.planner.search import Choice, changed, search
+from megatier.planner.trial import skeleton_of
+from megatier.report.metrics import wavering
 from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import Rates
+from megatier.session.session import budgets_of, choose_device, compiles
 from megatier.store.blockfile import budget_bytes
-from megatier.train.metrics import wavering
-from megatier.train.plan import hidden_at
-from megatier.train.prediction import Prediction
-from megatier.train.probe import cached_rates
-from megatier.train.search import Choice, changed, search
-from megatier.train.session import budgets_of, choose_device, compiles
-from megatier.train.trial import skeleton_of
 
 
 def fix_choices(config: RunConfig, model: PreTrainedModel | None = None) -> RunConfig:

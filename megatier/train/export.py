@@ -9,13 +9,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from megatier.config import RunConfig
-from megatier.config_file import from_dict
-from megatier.data.tokenizer import load_tokenizer
-from megatier.errors import CheckpointError, DamagedCheckpointError, ExportError, MegatierError, mib
-from megatier.models.decoder import Unit, find_units
-from megatier.models.export import export
-from megatier.train.checkpoint import (
+from megatier.checkpoint.checkpoint import (
     UNBOUND,
     find_checkpoint,
     is_bound,
@@ -24,12 +18,18 @@ from megatier.train.checkpoint import (
     read_state,
     step_of,
 )
-from megatier.train.history import read_what_there_is
-from megatier.train.run_directory import CHECKPOINT_FOLDER, METRICS_FILE, MODEL_FOLDER, SAVEPOINT_FOLDER
-from megatier.train.run_state import RunState
+from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, METRICS_FILE, MODEL_FOLDER, SAVEPOINT_FOLDER
+from megatier.checkpoint.run_state import RunState
+from megatier.config.file import from_dict
+from megatier.config.schema import RunConfig
+from megatier.data.tokenizer import load_tokenizer
+from megatier.errors import CheckpointError, DamagedCheckpointError, ExportError, MegatierError, mib
+from megatier.models.decoder import Unit, find_units
+from megatier.models.export import export
+from megatier.report.history import read_what_there_is
+from megatier.session.session import Session, open_model
+from megatier.session.workload import COMPUTE_DTYPES
 from megatier.train.saves import Saves
-from megatier.train.session import Session, open_model
-from megatier.train.workload import COMPUTE_DTYPES
 
 SHARD_BYTES = 4 << 30
 

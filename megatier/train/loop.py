@@ -7,23 +7,23 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
-from megatier.config import RunConfig, TrainConfig
+from megatier.checkpoint.run_state import RunState
+from megatier.config.schema import RunConfig, TrainConfig
 from megatier.data.packing import PackedText, num_real_tokens
 from megatier.data.stream import TextStream
-from megatier.engine.optimizer import learning_rate
 from megatier.errors import NonFiniteError, mib
-from megatier.schedule.speculation import Speculation
-from megatier.schedule.trace import TraceEvent, busy_seconds, stall_seconds
+from megatier.numerics.optimizer import learning_rate
+from megatier.planner.prediction import Prediction
+from megatier.play.speculation import Speculation
+from megatier.play.trace import TraceEvent, busy_seconds, stall_seconds
+from megatier.report.metrics import format_seconds
+from megatier.report.report import Progress, QueueBytes, StepReport, TierUse, print_moves
+from megatier.session.process import memory_bytes, seed
+from megatier.session.session import Session
 from megatier.store.store import TieredStore
-from megatier.store.tier import Tier
 from megatier.store.transfer import QUEUES
-from megatier.train.metrics import format_seconds
-from megatier.train.prediction import Prediction
-from megatier.train.process import memory_bytes, seed
-from megatier.train.report import Progress, QueueBytes, StepReport, TierUse, print_moves
-from megatier.train.run_state import RunState
+from megatier.tier import Tier
 from megatier.train.saves import Record, Saves
-from megatier.train.session import Session
 from megatier.train.stop import StopRequest
 from megatier.train.watchdog import Watchdog
 

@@ -8,22 +8,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatier.config import OutputConfig, RunConfig
+from megatier.checkpoint.checkpoint import checkpoint_bytes, last_checkpoint, prune, remove, step_of
+from megatier.checkpoint.checkpoint_writer import CheckpointWriter
+from megatier.checkpoint.pace import SHARE, Pace, about, every_seconds, first_seconds, unmeasured_seconds
+from megatier.checkpoint.room import Room
+from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER
+from megatier.checkpoint.run_state import RunState
+from megatier.checkpoint.savepoint import drop_savepoint, save_savepoint
+from megatier.config.schema import OutputConfig, RunConfig
 from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
 from megatier.errors import CapacityError, MegatierError, TransferError, mib
+from megatier.planner.plan import checkpoint_seconds, pause_seconds
+from megatier.report.metrics import format_seconds
 from megatier.schedule.forecast import Forecast
-from megatier.store.tier import Tier
-from megatier.train.checkpoint import checkpoint_bytes, last_checkpoint, prune, remove, step_of
-from megatier.train.checkpoint_writer import CheckpointWriter
-from megatier.train.metrics import format_seconds
-from megatier.train.pace import SHARE, Pace, about, every_seconds, first_seconds, unmeasured_seconds
-from megatier.train.plan import checkpoint_seconds, pause_seconds
-from megatier.train.room import Room
-from megatier.train.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER
-from megatier.train.run_state import RunState
-from megatier.train.savepoint import drop_savepoint, save_savepoint
-from megatier.train.session import Session
+from megatier.session.session import Session
+from megatier.tier import Tier
 from megatier.train.watchdog import Watchdog
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

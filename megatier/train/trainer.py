@@ -13,27 +13,10 @@ from pathlib import Path
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from megatier.config import DataConfig, RunConfig
-from megatier.data.packing import PackedText
-from megatier.data.stream import TextStream
-from megatier.data.tokenizer import load_tokenizer
-from megatier.engine.unchanged import check_evaluates
-from megatier.errors import ConfigError
-from megatier.models.decoder import check_stops_at_borders
-from megatier.schedule.placement import Placement
-from megatier.schedule.trace import write_trace
-from megatier.store.tier import Tier
-from megatier.train.checkpoint import UNBOUND, is_bound, last_checkpoint, read_state, remove_leftovers, restore
-from megatier.train.choices import fix_choices, plan_choices
-from megatier.train.export import export_end
-from megatier.train.history import opening, read_what_there_is
-from megatier.train.loop import Loop, nvme_path
-from megatier.train.metrics import MetricsLog, format_count, format_seconds
-from megatier.train.pace import Pace
-from megatier.train.process import make_repeatable, share_interpreter
-from megatier.train.report import TierState, print_placement
-from megatier.train.room import Room
-from megatier.train.run_directory import (
+from megatier.checkpoint.checkpoint import UNBOUND, is_bound, last_checkpoint, read_state, remove_leftovers, restore
+from megatier.checkpoint.pace import Pace
+from megatier.checkpoint.room import Room
+from megatier.checkpoint.run_directory import (
     CHECKPOINT_FOLDER,
     DATA_FOLDER,
     METRICS_FILE,
@@ -45,11 +28,28 @@ from megatier.train.run_directory import (
     TRACE_FILE,
     RunDirectory,
 )
-from megatier.train.run_state import RunState, check_numbers, write_numbers
-from megatier.train.savepoint import Savepoint, check_savepoint_room, drop_savepoint, remove_savepoints
+from megatier.checkpoint.run_state import RunState, check_numbers, write_numbers
+from megatier.checkpoint.savepoint import Savepoint, check_savepoint_room, drop_savepoint, remove_savepoints
+from megatier.config.schema import DataConfig, RunConfig
+from megatier.data.packing import PackedText
+from megatier.data.stream import TextStream
+from megatier.data.tokenizer import load_tokenizer
+from megatier.errors import ConfigError
+from megatier.guards.unchanged import check_evaluates
+from megatier.models.decoder import check_stops_at_borders
+from megatier.play.trace import write_trace
+from megatier.report.history import opening, read_what_there_is
+from megatier.report.metrics import MetricsLog, format_count, format_seconds
+from megatier.report.report import TierState, print_placement
+from megatier.report.tensorboard import Scalars, load_tensorboard
+from megatier.schedule.placement import Placement
+from megatier.session.process import make_repeatable, share_interpreter
+from megatier.session.session import Session, WeightReader, choose_device, open_model
+from megatier.tier import Tier
+from megatier.train.choices import fix_choices, plan_choices
+from megatier.train.export import export_end
+from megatier.train.loop import Loop, nvme_path
 from megatier.train.saves import Record, Saves, expected_cost, promise
-from megatier.train.session import Session, WeightReader, choose_device, open_model
-from megatier.train.tensorboard import Scalars, load_tensorboard
 from megatier.train.watchdog import Watchdog
 
 

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from megatier.config import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import build_skeleton
 from megatier.models.weights import Initialiser
-from megatier.store.tier import Kind, Tier
-from megatier.train.session import Session
+from megatier.session.session import Session
+from megatier.tier import Kind, Tier
 
 STEPS = 5
 SEQUENCES, SEQUENCE_LENGTH = 4, 32

@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from megatier.errors import StallError
-from megatier.schedule.player import Player
+from megatier.play.player import Player
 from megatier.store.progress import QueueState
 from megatier.store.transfer import Transfer
 

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from small_commands import EVERY_TWO, command, outcome
 
+from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.cli import main
 from megatier.store.transfer import Transfer
-from megatier.train.checkpoint_writer import CheckpointWriter
 
 BLOCK_BYTES = 4096
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from small_commands import command, metrics
 
 from megatier.cli import main
-from megatier.train.metrics import MetricsLog
+from megatier.report.metrics import MetricsLog
 
 FAULTS = {
     "failing reads": ("read", errno.EIO),

@@ -17,14 +17,14 @@ from conftest import slow_reads
 from small_commands import command
 from torch import Tensor
 
+from megatier.checkpoint.chunkfile import ChunkFiles
 from megatier.cli import main
-from megatier.engine.optimizer import AdamW
-from megatier.schedule.player import Player
+from megatier.numerics.optimizer import AdamW
+from megatier.play.player import Player
+from megatier.report.metrics import MetricsLog
 from megatier.store.arena import SlotPool
-from megatier.store.chunkfile import ChunkFiles
 from megatier.store.transfer import Lanes
 from megatier.train import watchdog
-from megatier.train.metrics import MetricsLog
 
 never = threading.Event()
 

@@ -24,7 +24,7 @@ from conftest import CHUNK_BYTES, check_invariants, pattern, probe
 from megatier.errors import CapacityError, IntegrityError, TransferError
 from megatier.store.blockfile import IoOptions
 from megatier.store.store import TieredStore
-from megatier.store.tier import BlockSpec, Tier
+from megatier.tier import BlockSpec, Tier
 
 NUM_BYTES = 8 * CHUNK_BYTES
 KEYS = ("a", "b", "c", "d")

@@ -1,0 +1,408 @@
+"""Chunk files: fp32 arrays on disk as Zarr v3 lays them out, one file a chunk, with its CRC32C in the last four bytes.
+
+A chunk is a run of consecutive elements of its array, so that arrays are written and read from front to back through a
+few staging buffers, whatever their size. Where another order is asked for, each buffer keeps the chunk it read last.
+Bytes go through native threads, several files in flight, with O_DIRECT where the file system takes it, all but the end
+of a file that is read: that is no whole page. Metadata is not written here, and nothing is synchronised.
+
+Source: Zarr v3 core, codecs `bytes` (little endian) and `crc32c`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import stat
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from megatier import _native
+from megatier.errors import DamagedCheckpointError, TransferError
+from megatier.store.arena import Arena
+from megatier.store.blockfile import REQUEST_BYTES
+from megatier.tier import PAGE_BYTES, round_up
+
+CHUNK_ELEMENTS = 8 << 20
+"""32 MiB: large enough for the drive, small enough for several to wait in RAM."""
+CRC_BYTES = 4
+STAGED = 8
+"""Staging buffers: one that is filled or looked at, the others on their way."""
+QUEUE_DEPTH_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One chunk of an array."""
+
+    key: str
+    """Path of its file below the array's folder."""
+    start: int
+    """First element."""
+    num_elements: int
+    """Without the padding at the array's edge."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How an array is cut: along one axis, with whole rows below it and single ones above it."""
+
+    shape: tuple[int, ...]
+    axis: int
+    """0 where the shape is ()."""
+    rows: int
+    """Of a chunk, along the axis."""
+
+    @staticmethod
+    def of(shape: Sequence[int], max_elements: int = CHUNK_ELEMENTS) -> Grid:
+        """Cut as rarely as chunks of max_elements allow, and evenly, since the last chunk is padded."""
+        row = 1
+        for axis in reversed(range(len(shape))):
+            if row * shape[axis] > max_elements or axis == 0:
+                parts = -(-shape[axis] // max(1, max_elements // row))
+                return Grid(tuple(shape), axis, -(-shape[axis] // parts))
+            row *= shape[axis]
+        return Grid((), 0, 1)
+
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """As Zarr names it."""
+        if not self.shape:
+            return ()
+        return (*(1,) * self.axis, self.rows, *self.shape[self.axis + 1 :])
+
+    @property
+    def chunk_elements(self) -> int:
+        """Elements of every chunk, padding included."""
+        return math.prod(self.chunk_shape)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Every chunk, in the order of its elements."""
+        if not self.shape:
+            yield Chunk("c", 0, 1)
+            return
+        size, row = self.shape[self.axis], math.prod(self.shape[self.axis + 1 :])
+        below = ["0"] * (len(self.shape) - self.axis - 1)
+        for number, above in enumerate(product(*map(range, self.shape[: self.axis]))):
+            for first in range(0, size, self.rows):
+                key = "/".join(["c", *map(str, above), str(first // self.rows), *below])
+                yield Chunk(key, (number * size + first) * row, min(self.rows, size - first) * row)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """Where an array lies, and what was written there."""
+
+    folder: Path
+    """Resolved already: no link may lead out of it."""
+    grid: Grid
+    checksums: Sequence[int] | None = None
+    """CRC32C of each chunk, by its place; None: nobody noted them."""
+
+
+@dataclass(slots=True, eq=False)
+class Staged:
+    """A staging buffer, and the file that it goes to or comes from."""
+
+    buffer: Tensor
+    """uint8, page aligned."""
+    path: Path | None = None
+    files: list[int] = field(default_factory=list)
+    """Descriptors: one to write; two to read, of which the second knows no O_DIRECT."""
+    num_bytes: int = 0
+    """Of the file."""
+    expected: int | None = None
+    """CRC32C of what was written at this place, if that was noted."""
+    batch: _native.Batch | None = None
+
+    def values(self, num_elements: int) -> Tensor:
+        """fp32 [num_elements]."""
+        return self.buffer[: 4 * num_elements].view(torch.float32)
+
+    def close(self) -> None:
+        """Close its file."""
+        while self.files:
+            os.close(self.files.pop())
+
+    def crc(self) -> Tensor:
+        """uint8 [4], where the file's checksum lies."""
+        return self.buffer[self.num_bytes - CRC_BYTES : self.num_bytes]
+
+    def computed_crc(self) -> int:
+        """Of the file's bytes before it."""
+        return _native.crc32c(self.buffer.data_ptr(), self.num_bytes - CRC_BYTES)
+
+    def stored_crc(self) -> int:
+        """As it lies in the file, little endian."""
+        return int.from_bytes(self.crc().numpy().tobytes(), "little")
+
+
+class ChunkFiles:
+    """Staging buffers and native threads for chunk files. Use as a context, from one thread at a time."""
+
+    def __init__(self, chunk_elements: int, num_threads: int, num_staged: int = STAGED) -> None:
+        """Allocate buffers for chunks of at most so many elements.
+
+        Raises:
+            CapacityError: the system refused the memory.
+        """
+        size = round_up(4 * chunk_elements + CRC_BYTES)
+        arena = Arena(num_staged * size, torch.device("cpu"))
+        self._free = deque(Staged(arena.view(index * size, size)) for index in range(num_staged))
+        self._flying: deque[Staged] = deque()
+        self._pool = _native.ThreadPool(num_threads, QUEUE_DEPTH_MAX)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.close()  # no request may outlive the buffers
+        for staged in self._flying:
+            staged.close()
+        self._flying.clear()
+
+    def stage(self) -> Staged:
+        """A buffer to fill; waits for one that is being written.
+
+        Raises:
+            TransferError: that write failed.
+        """
+        if not self._free:
+            self._finish_write()
+        return self._free.popleft()
+
+    def write(self, staged: Staged, path: Path, num_elements: int, chunk_elements: int) -> int:
+        """Start writing a buffer, of which num_elements are filled, to a new file; the rest of the chunk becomes zeros.
+
+        Returns:
+            The CRC32C that the file ends with.
+
+        Raises:
+            TransferError: the file cannot be created.
+        """
+        staged.values(chunk_elements)[num_elements:] = 0
+        staged.path, staged.num_bytes = path, 4 * chunk_elements + CRC_BYTES
+        checksum = staged.computed_crc()
+        staged.crc().copy_(torch.tensor(list(checksum.to_bytes(CRC_BYTES, "little")), dtype=torch.uint8))
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            staged.files.append(_create(path))
+        except OSError as error:
+            raise _failed("creating", path, 0, error.errno) from error
+        self._flying.append(staged)
+        self._submit(staged, [(staged.files[0], 0, staged.buffer.data_ptr(), round_up(staged.num_bytes))], write=True)
+        return checksum
+
+    def flush(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            TransferError: a write failed.
+        """
+        while self._flying:
+            self._finish_write()
+
+    def read(
+        self, arrays: Sequence[StoredArray], wanted: Sequence[tuple[int, int]] | None = None
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """(which array, first element, fp32 [n]), each array from front to back; valid until the next is asked for.
+
+        Args:
+            arrays: where they lie.
+            wanted: elements [start, stop) of each; None: all of them.
+
+        Raises:
+            DamagedCheckpointError: a file is missing, of another size, no plain file in this folder, damaged, or not
+                the one that was written at its place.
+            TransferError: the drive failed.
+        """
+        bounds = [(0, math.prod(array.grid.shape)) for array in arrays] if wanted is None else wanted
+        chunks = [
+            (index, place, chunk)
+            for index, (array, (start, stop)) in enumerate(zip(arrays, bounds, strict=True))
+            for place, chunk in enumerate(array.grid.chunks())
+            if start < chunk.start + chunk.num_elements and chunk.start < stop
+        ]
+        waiting, reading = iter(chunks), deque[Staged]()
+        for index, _, chunk in chunks:
+            while self._free and (ahead := next(waiting, None)) is not None:
+                reading.append(self._begin_read(arrays[ahead[0]], ahead[1], ahead[2]))
+            staged = reading.popleft()
+            self._finish_read(staged)
+            first = max(bounds[index][0], chunk.start)
+            values = staged.values(min(bounds[index][1] - chunk.start, chunk.num_elements))
+            yield index, first, values[first - chunk.start :]
+            self._free.append(staged)
+
+    def fetch(self, array: StoredArray, place: int, chunk: Chunk) -> Tensor:
+        """One chunk, fp32 with its padding; not read again before as many others as there are buffers.
+
+        Args:
+            array: where it lies.
+            place: which one of the array it is.
+            chunk: of this place.
+
+        Raises:
+            DamagedCheckpointError, TransferError: as in `read`.
+        """
+        path = array.folder / chunk.key
+        staged = next((staged for staged in self._free if staged.path == path), None)
+        if staged is None:
+            staged = self._begin_read(array, place, chunk)  # into the buffer that was not used for longest
+            self._finish_read(staged)
+        else:
+            self._free.remove(staged)
+        self._free.append(staged)
+        return staged.values(array.grid.chunk_elements)
+
+    def _begin_read(self, array: StoredArray, place: int, chunk: Chunk) -> Staged:
+        staged, path = self._free.popleft(), array.folder / chunk.key
+        staged.path, staged.num_bytes = path, 4 * array.grid.chunk_elements + CRC_BYTES
+        staged.expected = None if array.checksums is None else array.checksums[place]
+        try:
+            if os.path.realpath(path) != str(path):
+                raise DamagedCheckpointError(str(path), "leads out of its checkpoint by a link; it was not read")
+            self._flying.append(staged)
+            staged.files.append(_open_direct(path))
+            staged.files.append(_open(path))
+        except OSError as error:
+            raise DamagedCheckpointError(str(path), f"cannot be read: {os.strerror(error.errno or 0)}") from error
+        found = os.fstat(staged.files[0])
+        if not stat.S_ISREG(found.st_mode) or found.st_size != staged.num_bytes:
+            what = f"has {found.st_size} bytes instead of {staged.num_bytes}; it is damaged"
+            raise DamagedCheckpointError(str(path), what)
+        start, address = staged.num_bytes // PAGE_BYTES * PAGE_BYTES, staged.buffer.data_ptr()
+        end = (staged.files[1], start, address + start, staged.num_bytes - start)
+        self._submit(staged, [(staged.files[0], 0, address, start), end], write=False)
+        return staged
+
+    def _finish_read(self, staged: Staged) -> None:
+        assert staged.batch is not None
+        staged.batch.wait()
+        self._flying.remove(staged)
+        staged.close()
+        _check(staged, "reading")
+        if (found := staged.stored_crc()) != staged.computed_crc():
+            raise DamagedCheckpointError(str(staged.path), "is damaged: its checksum is not that of its bytes")
+        # A write that a drive misdirected or lost leaves whole bytes of another place or time, with their own checksum.
+        if staged.expected is not None and found != staged.expected:
+            what = f"holds other bytes than were written there: their checksum is {found:#010x}, noted"
+            raise DamagedCheckpointError(str(staged.path), f"{what} is {staged.expected:#010x}")
+
+    def _finish_write(self) -> None:
+        staged = self._flying[0]
+        assert staged.batch is not None
+        assert staged.path is not None
+        staged.batch.wait()
+        self._free.append(self._flying.popleft())
+        try:
+            _check(staged, "writing")
+            os.ftruncate(staged.files[0], staged.num_bytes)
+        except TransferError:
+            raise
+        except OSError as error:
+            raise _failed("writing", staged.path, 0, error.errno) from error
+        finally:
+            staged.close()
+
+    def _submit(self, staged: Staged, segments: Sequence[tuple[int, int, int, int]], *, write: bool) -> None:
+        staged.batch = self._pool.submit_io(write, segments, 0, REQUEST_BYTES, REQUEST_BYTES)
+
+
+class ArrayWriter:
+    """One array, filled from its first element to its last."""
+
+    def __init__(self, files: ChunkFiles, folder: Path, grid: Grid) -> None:
+        """Nothing is written before the first chunk is full."""
+        self._files, self._folder, self._grid = files, folder, grid
+        self._chunks, self._chunk = grid.chunks(), Chunk("", 0, 0)
+        self._staged: Staged | None = None
+        self._filled = 0
+        self.checksums: list[int] = []
+        """CRC32C of each chunk that was filled."""
+
+    def rooms(self, num_elements: int) -> Iterator[tuple[int, Tensor]]:
+        """Buffers for the next elements, fp32 [n] each, with the first's number among them; filled by the caller.
+
+        Raises:
+            TransferError: an earlier write failed, or a file cannot be created.
+        """
+        done = 0
+        while done < num_elements:
+            if self._staged is None:
+                self._chunk, self._staged, self._filled = next(self._chunks), self._files.stage(), 0
+            count = min(num_elements - done, self._chunk.num_elements - self._filled)
+            yield done, self._staged.values(self._filled + count)[self._filled :]
+            self._filled, done = self._filled + count, done + count
+            if self._filled == self._chunk.num_elements:
+                path, whole = self._folder / self._chunk.key, self._grid.chunk_elements
+                self.checksums.append(self._files.write(self._staged, path, self._filled, whole))
+                self._staged = None
+
+
+class ArrayReader:
+    """One array, read in any order, each chunk once if that is from its first element to its last."""
+
+    def __init__(self, files: ChunkFiles, array: StoredArray) -> None:
+        """Nothing is read."""
+        self._files, self._array = files, array
+        self._chunks = list(array.grid.chunks())
+
+    def copy(self, first: int, target: Tensor) -> None:
+        """Copy elements from `first` on into fp32 [n].
+
+        Raises:
+            DamagedCheckpointError, TransferError: as in `ChunkFiles.read`.
+        """
+        stop = first + target.numel()
+        index = bisect_right(self._chunks, first, key=lambda chunk: chunk.start) - 1
+        while index < len(self._chunks) and (chunk := self._chunks[index]).start < stop:
+            values = self._files.fetch(self._array, index, chunk)
+            lower, upper = max(first, chunk.start), min(stop, chunk.start + chunk.num_elements)
+            target[lower - first : upper - first] = values[lower - chunk.start : upper - chunk.start]
+            index += 1
+
+
+def _create(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()  # the refused attempt may have made it
+    return os.open(path, flags, 0o600)
+
+
+def _open(path: Path, more: int = 0) -> int:
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | more)
+
+
+def _open_direct(path: Path) -> int:
+    try:
+        return _open(path, os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return _open(path)
+
+
+def _check(staged: Staged, what: str) -> None:
+    assert staged.batch is not None
+    if (error := staged.batch.error()) is not None:
+        assert staged.path is not None
+        raise _failed(what, staged.path, error[3], error[1])
+
+
+def _failed(what: str, path: Path, offset: int, code: int | None) -> TransferError:
+    return TransferError(f"{what} a checkpoint", "disk", str(path), offset, code or 0)

@@ -1,0 +1,146 @@
+"""What a checkpoint or savepoint holds at each place, so that its parts are known to be of one whole.
+
+A chunk has its own checksum, which says that its bytes are those of one write, but not of which. A drive that
+misdirects or loses a write leaves whole chunks of another array, place or step, each with its right checksum. So the
+manifest, written last, has the CRC32C of every file by its place, and is compared while these are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from megatier import _native
+from megatier.checkpoint.chunkfile import Grid, StoredArray
+from megatier.errors import DamagedCheckpointError
+from megatier.files import read_regular
+
+METADATA_FILE = "zarr.json"
+METADATA_BYTES_MAX = 64 << 20
+"""More is no metadata of ours: the largest holds 8 bytes for each chunk of 32 MiB."""
+CHECKSUM = np.dtype(">u4")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Checksums by place: of the metadata file of a Zarr node, where there is one, then of each chunk of its array."""
+
+    step: int
+    """The last one before it was written."""
+    checksums: Mapping[str, Sequence[int]]
+    """By the node's path below the checkpoint."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON: of each checksum eight hexadecimal digits."""
+        found = {node: np.array(values, CHECKSUM).tobytes().hex() for node, values in self.checksums.items()}
+        return {"step": self.step, "checksums": found}
+
+    @classmethod
+    def read(cls, path: Path, stored: Any) -> Self:  # noqa: ANN401
+        """From what the file at this path holds.
+
+        Raises:
+            DamagedCheckpointError: it is no manifest.
+        """
+        try:
+            step, digits = int(stored["step"]), dict(stored["checksums"])
+            found = {str(node): np.frombuffer(bytes.fromhex(text), CHECKSUM).tolist() for node, text in digits.items()}
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise DamagedCheckpointError(str(path), "is damaged: it has no manifest") from error
+        return cls(step, found)
+
+    def array(self, root: Path, node: str, grid: Grid, *, has_metadata: bool = True) -> StoredArray:
+        """An array with the checksums of its chunks, after a look at its metadata and for files that are not its own.
+
+        Raises:
+            DamagedCheckpointError: one of its files is another one, or is not named here.
+        """
+        keys = {chunk.key for chunk in grid.chunks()}
+        if has_metadata:
+            self.check_metadata(root, node)
+            keys.add(METADATA_FILE)
+        noted = self.checksums.get(node, ())
+        if len(noted) != len(keys):
+            raise DamagedCheckpointError(str(root / node), f"is noted in the manifest with {len(noted)} checksums")
+        for found in _files(root / node):
+            if found not in keys:
+                raise _stranger(root / node / found)
+        return StoredArray(root / node, grid, noted[has_metadata:])
+
+    def check_metadata(self, root: Path, node: str) -> None:
+        """Compare the metadata file of a node.
+
+        Raises:
+            DamagedCheckpointError: it is another one.
+        """
+        path, noted = root / node / METADATA_FILE, self.checksums.get(node)
+        if not noted or checksum_of(read_bytes(path)) != noted[0]:
+            raise DamagedCheckpointError(str(path), "is not the one that was written there, by its checksum")
+
+    def check_folder(self, root: Path, folder: str, files: Collection[str]) -> None:
+        """Refuse what lies in a folder of the checkpoint beside some files and the nodes that are named here.
+
+        Raises:
+            DamagedCheckpointError: names it.
+        """
+        start = f"{folder}/" if folder else ""
+        known = {*files, *(node[len(start) :].split("/")[0] for node in self.checksums if node.startswith(start))}
+        for path in sorted((root / folder).iterdir()):
+            if path.name not in known and not path.name.startswith("."):
+                raise _stranger(path)
+
+
+def checksum_of(content: bytes) -> int:
+    """CRC32C."""
+    return _native.crc32c(np.frombuffer(content, np.uint8).ctypes.data, len(content))
+
+
+def digest_of(state: Mapping[str, Any]) -> str:
+    """Of plain JSON, the same before and after it was stored. Chunks have their own checksums."""
+    return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file of a checkpoint that is no chunk, as far as METADATA_BYTES_MAX.
+
+    Raises:
+        DamagedCheckpointError: it cannot be read.
+    """
+    try:
+        return read_regular(path, METADATA_BYTES_MAX, os.O_NOFOLLOW)
+    except OSError as error:
+        raise DamagedCheckpointError(str(path), f"cannot be read: {error.strerror}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a file of a checkpoint holds.
+
+    Raises:
+        DamagedCheckpointError: it cannot be read, or holds none.
+    """
+    text = read_bytes(path)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(str(path), "is damaged: it is no JSON") from error
+    if not isinstance(found, dict):
+        raise DamagedCheckpointError(str(path), "is damaged: it holds no JSON object")
+    return found
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Paths of the files below a folder, links to folders among them; hidden ones are the file system's own."""
+    for path in folder.rglob("*"):
+        if not path.name.startswith(".") and (path.is_symlink() or not path.is_dir()):
+            yield str(path.relative_to(folder))
+
+
+def _stranger(path: Path) -> DamagedCheckpointError:
+    return DamagedCheckpointError(str(path), "is no file of this checkpoint; move it away")

@@ -1,0 +1,158 @@
+"""The run directory: one run at a time, under a lock, with the resolved config beside what the run leaves behind.
+
+A new run that was refused before its first step leaves nothing, so that the same command works once its cause is gone.
+A run that goes on finds all of it as it was, whole or marked as not whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from megatier.config.file import to_dict
+from megatier.config.schema import RunConfig
+from megatier.config.text import dump
+from megatier.errors import ConfigError
+from megatier.files import replace_file
+from megatier.foreign import read_text
+from megatier.store.leftovers import is_abandoned
+from megatier.store.private import lock_directory
+
+CONFIG_FILE, METRICS_FILE, TRACE_FILE, STALL_FILE = "config.yaml", "metrics.jsonl", "trace.json", "stall.txt"
+MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER, SAVEPOINT_FOLDER = "model", "data", "checkpoints", "savepoints"
+TENSORBOARD_FOLDER = "tensorboard"
+NUMBERS_FILE = "numbers.json"
+RUN_ID_FILE = "run-id"
+"""Twelve random hexadecimal digits, and the number of the directory's inode: a copy of it is another run."""
+
+
+class RunDirectory:
+    """A directory that holds one run. Use as a context; the lock goes at exit, the files stay."""
+
+    def __init__(self, config: RunConfig, *, resumes: bool = False) -> None:
+        """Create and lock it, and write the resolved config; or lock the one of a run that goes on.
+
+        Raises:
+            ConfigError: it cannot be written, or holds a run already; or it holds none to go on with.
+            RunLockedError: a run is going on in it.
+        """
+        self.path, self._resumes = Path(config.output.directory), resumes
+        self._is_new = not self.path.exists()
+        if resumes and not (self.path / CONFIG_FILE).is_file():
+            raise ConfigError(f"{self.path} holds no run to go on with: {CONFIG_FILE} is missing.")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"output.directory: cannot create {self.path.parent}: {error.strerror}.") from error
+        self._lock = lock_directory(self.path)
+        try:
+            if resumes:
+                self._remove_partial_exports()
+            else:
+                self._begin(config)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _begin(self, config: RunConfig) -> None:
+        folders = (MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER, SAVEPOINT_FOLDER, TENSORBOARD_FOLDER)
+        names = (CONFIG_FILE, METRICS_FILE, *folders)
+        if taken := [name for name in names if (self.path / name).exists()]:
+            raise ConfigError(
+                f"{self.path} holds a run already ({taken[0]}). Nothing was changed; name another --output.directory "
+                "or move the old run away."
+            )
+        self.write_config(config)
+
+    @property
+    def run_id(self) -> str:
+        """Names the run's block files, the same whenever it goes on: those that a kill left are taken over.
+
+        It is random, so that nobody can put a directory of this name on a mount before the run does.
+
+        Raises:
+            ConfigError: it cannot be read or written.
+        """
+        inode = self.path.stat().st_ino
+        with contextlib.suppress(FileNotFoundError):
+            noted = re.fullmatch(r"([0-9a-f]{12}) (\d{1,20})\n", read_text(self.path / RUN_ID_FILE, ConfigError))
+            if noted is not None and int(noted[2]) == inode:
+                return noted[1]
+        run_id = secrets.token_hex(6)
+        self._write(RUN_ID_FILE, f"{run_id} {inode}\n")
+        return run_id
+
+    def write_config(self, config: RunConfig) -> None:
+        """Put the resolved config in its place, whole.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        self._write(CONFIG_FILE, dump(to_dict(config)))
+
+    def _write(self, name: str, text: str) -> None:
+        """Put a file in its place, whole.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        try:
+            replace_file(self.path / name, text.encode())
+        except OSError as error:
+            raise ConfigError(f"output.directory: cannot write to {self.path}: {error.strerror}.") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A drive that is gone or read-only keeps them, and the lock's file: the error that ended the run tells.
+        with contextlib.suppress(OSError):
+            if error is not None and not self._resumes and not (self.path / METRICS_FILE).exists():
+                self._remove_traces()
+        self._unlock()
+
+    def _remove_partial_exports(self) -> None:
+        """Whoever wrote them is dead: this process holds the lock."""
+        for path in self.path.glob(f".{MODEL_FOLDER}.*.partial"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _remove_traces(self) -> None:
+        """Remove what this run wrote: it refused to begin in a directory that had any of it."""
+        own = (self.path / CONFIG_FILE, self.path / NUMBERS_FILE, self.path / RUN_ID_FILE)
+        for path in (*own, *(self.path / DATA_FOLDER).glob("*tokens*")):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # missing, or somebody put a file of theirs inside: it stays
+            (self.path / DATA_FOLDER).rmdir()
+
+    def _unlock(self) -> None:
+        with contextlib.suppress(OSError):
+            (self.path / "lock").unlink(missing_ok=True)
+            if self._is_new:
+                self.path.rmdir()  # refused where it holds a run
+        os.close(self._lock)
+
+
+def killed_runs(directory: Path) -> Iterator[Path]:
+    """Run directories, this one or in it, of processes that were killed.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    for path in (directory, *sorted(directory.iterdir())):
+        if _was_killed(path):
+            yield path
+
+
+def _was_killed(path: Path) -> bool:
+    with contextlib.suppress(PermissionError):  # another user's
+        return (path / CONFIG_FILE).is_file() and is_abandoned(path)
+    return False

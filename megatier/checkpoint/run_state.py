@@ -1,0 +1,240 @@
+"""What a run needs beside its arrays to go on bit by bit, and what must not have changed since.
+
+Numbers depend on the config's numeric choices, on the text, and on the machine's kernels. A run goes on with those of
+its checkpoint; what differs is refused by name, unless the user accepts that the numbers change from here on.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import platform
+import random
+from collections.abc import Collection, Container, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+
+from megatier.checkpoint.manifest import digest_of
+from megatier.config.file import to_dict
+from megatier.config.schema import RunConfig
+from megatier.errors import CheckpointError, ConfigError, DataError
+from megatier.files import read_regular, replace_file
+from megatier.hardware import cpu_has_bf16
+
+FREE_SECTIONS = ("tiers", "output")
+FREE = (
+    "train.activations",
+    "train.kept_layers",
+    "train.evaluate_every",
+    "train.evaluate_batches",
+    "train.stall_timeout",
+    "numerics.max_skips",
+)
+FIELDS = {"step": int, "config": dict, "environment": dict, "random": dict, "text": dict}
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """A run after a step, but for its arrays."""
+
+    step: int
+    config: dict[str, Any]
+    """As `config_file.to_dict` gives it."""
+    environment: dict[str, Any]
+    """Libraries and devices whose kernels decide bits."""
+    random: dict[str, Any]
+    """Random states of torch (CPU and GPU), Python and numpy."""
+    text: dict[str, Any]
+    """`PackedText.state`, or `TextStream.state`."""
+
+    @classmethod
+    def of(cls, step: int, config: RunConfig, device: torch.device, text: dict[str, Any]) -> Self:
+        """The present state of this process."""
+        return cls(step, _plain(config), environment(device), random_states(device), text)
+
+    @classmethod
+    def read(cls, stored: Mapping[str, Any]) -> Self:
+        """From what a checkpoint holds.
+
+        Raises:
+            CheckpointError: something is missing, or no such thing.
+        """
+        for name, kind in FIELDS.items():
+            if type(stored.get(name)) is not kind:
+                raise CheckpointError(f"the checkpoint is damaged: {name} is {str(stored.get(name))[:100]!r}.")
+        if not all(isinstance(settings, dict) for settings in stored["config"].values()):
+            raise CheckpointError("the checkpoint is damaged: its config has a section that is none.")
+        if stored["step"] < 0:
+            raise CheckpointError(f"the checkpoint is damaged: step is {stored['step']}.")
+        return cls(**{name: stored[name] for name in FIELDS})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return asdict(self)
+
+    def changes(self, config: RunConfig, device: torch.device) -> list[str]:
+        """What would give other numbers: each numeric choice, library or device that is another, with both values."""
+        return [
+            *_differences(_numeric(self.config), _numeric(_plain(config))),
+            *_differences(self.environment, environment(device)),
+        ]
+
+    def check(self, changes: Collection[str], accepted: Container[str] = ()) -> None:
+        """Refuse to go on with other numbers.
+
+        Raises:
+            ConfigError: one of the changes was not accepted.
+        """
+        if refused := [change for change in changes if change not in accepted]:
+            raise ConfigError(
+                f"the numbers of this run would change after step {self.step}: {'; '.join(refused)}. Go on as before, "
+                "or add --accept-changes."
+            )
+
+    def changes_of_tiers(self, config: RunConfig) -> list[str]:
+        """What differs in the section `tiers`."""
+        before, now = self.config.get("tiers", {}), _plain(config)["tiers"]
+        return [f"tiers.{change}" for change in _differences(before, now)]
+
+    def check_text(self, found: dict[str, Any]) -> None:
+        """Refuse to go on with other text.
+
+        Raises:
+            DataError: the tokens are not those of the checkpoint.
+        """
+        if {name: found.get(name) for name in self.text} != self.text:  # older checkpoints noted less
+            raise DataError(
+                f"the text is not that of the checkpoint ({found['num_tokens']} tokens to train on instead of "
+                f"{self.text.get('num_tokens')}, or others). Bring the old text back, or add --accept-changes."
+            )
+
+    def set_random(self, device: torch.device) -> None:
+        """Go on drawing where the run stopped.
+
+        Raises:
+            CheckpointError: the states are damaged.
+        """
+        try:
+            torch.set_rng_state(_decoded(self.random["torch"]))
+            if device.type == "cuda" and self.random["cuda"] is not None:
+                torch.cuda.set_rng_state(_decoded(self.random["cuda"]), device)
+            kind, words, gauss = self.random["python"]
+            random.setstate((kind, tuple(words), None if gauss is None else float(gauss)))
+            np.random.set_state(_numpy_state(*self.random["numpy"]))
+        except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise CheckpointError(f"the checkpoint is damaged: its random states cannot be set ({error}).") from error
+
+
+def write_numbers(path: Path, config: RunConfig) -> None:
+    """Note the numeric choices that a run begins with: what is compared where it has no checkpoint yet.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    note = {"config": _numeric(_plain(config))}
+    try:
+        replace_file(path, json.dumps({**note, "digest": digest_of(note)}).encode())
+    except OSError as error:
+        raise ConfigError(f"output.directory: cannot write {path}: {error.strerror}.") from error
+
+
+def check_numbers(path: Path, config: RunConfig, *, accepts_changes: bool) -> list[str]:
+    """Refuse to begin a run again with other numbers than it began with; what has changed.
+
+    Raises:
+        ConfigError: something differs that was not accepted, or the note is no regular file.
+    """
+    try:
+        text = read_regular(path)
+    except FileNotFoundError:  # an older version began it
+        return []
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}. Move it away.") from error
+    before = _noted_numbers(text)
+    now = _numeric(_plain(config))
+    changes = [f"{path.name} is damaged"] if before is None else list(_differences(before, now))
+    if changes and not accepts_changes:
+        raise ConfigError(
+            f"these are not the numbers that {path.parent} began with: {'; '.join(changes)}. Set config.yaml there as "
+            "it was, or add --accept-changes to begin with what it says now."
+        )
+    return changes
+
+
+def _noted_numbers(text: bytes) -> dict[str, Any] | None:
+    """What `write_numbers` noted; None where it is damaged."""
+    try:
+        note = json.loads(text)
+        before, digest = note["config"], note["digest"]
+    except (LookupError, TypeError, ValueError, RecursionError):
+        return None
+    return before if isinstance(before, dict) and digest == digest_of({"config": before}) else None
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What decides bits beside the config."""
+    found: dict[str, Any] = {"torch": str(torch.__version__), "transformers": transformers.__version__}
+    if device.type == "cuda":
+        return {**found, "device": torch.cuda.get_device_name(device)}
+    return {
+        **found,
+        "device": platform.machine(),
+        "bf16": cpu_has_bf16(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Plain JSON."""
+    kind, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "torch": _encoded(torch.get_rng_state()),
+        "cuda": _encoded(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
+        "python": [kind, list(words), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
+    }
+
+
+def _numpy_state(
+    name: str, keys: list[int], position: int, has_gauss: int, cached: float
+) -> tuple[str, npt.NDArray[np.uint32], int, int, float]:
+    if not 0 <= position <= len(keys):
+        raise ValueError(f"word {position} of {len(keys)} is next")  # numpy would read it without a look
+    return name, np.array(keys, np.uint32), position, has_gauss, cached
+
+
+def _plain(config: RunConfig) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(to_dict(config), default=str))
+    return found
+
+
+def _numeric(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted settings that change numbers."""
+    return {
+        f"{section}.{name}": value
+        for section, settings in config.items()
+        for name, value in settings.items()
+        if section not in FREE_SECTIONS and f"{section}.{name}" not in FREE
+    }
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
+            yield f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+
+
+def _encoded(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decoded(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

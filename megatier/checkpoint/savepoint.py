@@ -1,0 +1,375 @@
+"""Savepoints: a run's state kept where it lies on NVMe, and what lies in RAM or on the GPU beside it in a folder.
+
+    step-00000100/
+        manifest.json        which generation of each unit is kept, where blocks lie, what is no array, and the checksum
+                             of each other file by its place; with a digest
+        state/<block>/       blocks at home in RAM or on the GPU, as they are
+        checksums/           of every chunk that is kept on NVMe, block after block
+
+A savepoint is of this run, on these tiers and drives: a checkpoint is the portable copy. What spilled is not written
+again, since the updates after it write another generation (`UnitBlocks.advance`). Block files then outlive the process.
+
+Files are chunk files (`checkpoint.chunkfile`): raw words, each file with its CRC32C. They lie in the run directory, not
+on the mounts, so that one rename decides: the folder gets its name when all of it, and the block files, are on the
+drives. The savepoint before is dropped after that, and only updates after that overwrite its generation.
+
+Nothing is unpickled, and the manifest leads nowhere: where blocks lie is compared with what the run has placed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatier.checkpoint.checkpoint import (
+    NUM_THREADS,
+    WRITING,
+    checkpoints,
+    last_checkpoint,
+    prune,
+    remove,
+    remove_leftovers,
+    step_of,
+)
+from megatier.checkpoint.chunkfile import ArrayWriter, ChunkFiles, Grid, StoredArray
+from megatier.checkpoint.manifest import Manifest, digest_of, read_json
+from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER
+from megatier.checkpoint.run_state import RunState
+from megatier.config.schema import RunConfig
+from megatier.durable import becoming
+from megatier.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    IntegrityError,
+    SavepointError,
+    TransferError,
+)
+from megatier.play.blocks import Generation, block_key
+from megatier.session.session import Session
+from megatier.store.blockfile import Extent
+from megatier.tier import Kind, Tier
+
+FORMAT = 2
+MANIFEST_FILE, STATE_FOLDER, CHECKSUM_FOLDER = "manifest.json", "state", "checksums"
+FIELDS = {"state": dict, "placement": str, "generations": dict}
+UNBOUND_FORMAT = 1
+"""Written before there were manifests of files."""
+WORD_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One block of state, of the generation that holds."""
+
+    name: str
+    """Whatever its place."""
+    key: str
+    num_bytes: int
+    home: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Savepoint:
+    """What a run can go on from, as its manifest says."""
+
+    path: Path
+    before: str
+    """What the run goes on from without it."""
+    state: RunState
+    placement: str
+    """Digest of where blocks lie."""
+    generations: dict[str, int]
+    """The place on NVMe that is kept, of each unit that spills."""
+    manifest: Manifest | None
+    """None: an older version wrote it."""
+
+    @classmethod
+    def last(cls, run: Path) -> Self | None:
+        """Of a run directory; None if there is none, or a checkpoint is as new.
+
+        Raises:
+            SavepointError: it is damaged.
+        """
+        path, checkpoint = last_checkpoint(run / SAVEPOINT_FOLDER), last_checkpoint(run / CHECKPOINT_FOLDER)
+        if path is None or (checkpoint is not None and step_of(checkpoint) >= step_of(path)):
+            return None
+        before = "its start" if checkpoint is None else str(checkpoint)
+        with _refusing(path, before):
+            return cls(path, before, *_read_manifest(path / MANIFEST_FILE))
+
+    def check(self, session: Session, config: RunConfig) -> None:
+        """Allocate what the session planned, with the block files that were kept, if blocks lie where they lay.
+
+        Raises:
+            SavepointError: they do not, or a file is missing.
+        """
+        last = session.placement.generations
+        fits = all(type(place) is int and 0 <= place < last for place in self.generations.values())
+        lies = set(self.generations) == set(session.placement.spilled) and self.placement == _fingerprint(session)
+        if not (fits and lies):
+            changes = "; ".join(self.state.changes_of_tiers(config)) or "by other settings, or rates of the drives"
+            reason = f"its blocks lay elsewhere ({changes}). Give it what it had."
+            raise SavepointError(str(self.path), reason, self.before)
+        with _refusing(self.path, self.before):
+            session.store.seal()
+
+    def restore(self, session: Session) -> None:
+        """Fill the whole state of a run, and compare every byte that was kept with its checksum.
+
+        Raises:
+            SavepointError: something is damaged, or a drive failed.
+        """
+        blocks = session.player.blocks
+        blocks.valid.update({unit: Generation(nvme=place) for unit, place in self.generations.items()})
+        blocks.keep()
+        with _refusing(self.path, self.before):
+            _read_arrays(session, self.path.resolve(), self.manifest)
+            _verify(session)
+            for unit in session.placement.spilled:  # other places hold what no checksum is known of
+                blocks.share_frozen(unit)
+            session.player.drain()
+        prune(self.path.parent, 1)
+
+
+def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str, Any]) -> int:
+    """Make a savepoint of a step whose updates are done, and drop the one before.
+
+    Args:
+        session: after `player.drain`.
+        folder: of the run's savepoints.
+        step: its last step.
+        state: what is no array; plain JSON.
+
+    Returns:
+        The bytes written: what does not lie on NVMe, and the checksums of what does.
+
+    Raises:
+        TransferError: writing failed. What was written is removed; the savepoint before is whole.
+    """
+    target = folder / f"step-{step:08d}"
+    partial = folder / f".{target.name}{WRITING}"
+    try:
+        with becoming(partial, target, "a savepoint"):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            remove_leftovers(folder)
+            partial.mkdir(mode=0o700)
+            num_bytes, checksums = _write_arrays(session, partial)
+            _write_manifest(session, partial / MANIFEST_FILE, state, Manifest(step, checksums))
+            _keep_files(session, True)
+    except BaseException:
+        with contextlib.suppress(TransferError):
+            _keep_files(session, bool(checkpoints(folder)))
+        raise
+    session.player.blocks.keep()
+    prune(folder, 1)
+    return num_bytes
+
+
+def drop_savepoint(session: Session, folder: Path) -> None:
+    """Give a run's savepoint up, where it has one: what it kept may be overwritten, and block files go with the run.
+
+    Raises:
+        TransferError: it cannot be removed.
+    """
+    remove_savepoints(folder)
+    session.player.blocks.kept = {}
+    _keep_files(session, False)
+
+
+def remove_savepoints(folder: Path) -> None:
+    """Remove a run's savepoints, and their folder if nothing else is in it.
+
+    Raises:
+        TransferError: one cannot be removed.
+    """
+    remove_leftovers(folder)
+    for path in checkpoints(folder):
+        remove(path)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def resident_bytes(session: Session) -> int:
+    """What a savepoint of this run writes, but for checksums."""
+    return sum(plane.num_bytes for plane in _planes(session) if plane.home is not Tier.NVME)
+
+
+def check_savepoint_room(session: Session, folder: Path) -> None:
+    """Refuse a run whose drive cannot take a savepoint beside the one before.
+
+    Raises:
+        CapacityError: there is less room.
+    """
+    needed = (1 + (not checkpoints(folder))) * resident_bytes(session)
+    free = shutil.disk_usage(folder.parent).free
+    if needed > free:
+        remedy = "Free space there, set output.savepoint_every to 0, or name another output.directory."
+        raise CapacityError(f"2 savepoints in {folder}", needed, free, remedy)
+
+
+def _keep_files(session: Session, keeps: bool) -> None:
+    if session.store.files is not None:
+        session.store.files.keep(keeps)
+
+
+@contextlib.contextmanager
+def _refusing(path: Path, before: str) -> Iterator[None]:
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        raise SavepointError(str(path), error.reason, before) from error
+    except (CheckpointError, ConfigError, IntegrityError, TransferError) as error:
+        raise SavepointError(str(path), str(error), before) from error
+
+
+# ---------------------------------------------------------------------- what lies where
+
+
+def _planes(session: Session) -> list[Plane]:
+    """In an order that is the same in every process."""
+    blocks = session.player.blocks
+    return [
+        Plane(block_key(unit, kind), blocks.key(unit, kind), blocks.whole(unit, kind)[1], home)
+        for (unit, kind), home in sorted(session.placement.homes.items())
+    ]
+
+
+def _extents(session: Session) -> list[Extent]:
+    """Of the blocks that hold on NVMe."""
+    return [session.store.extents[plane.key] for plane in _planes(session) if plane.home is Tier.NVME]
+
+
+def _fingerprint(session: Session) -> str:
+    """Digest of where every block of state lies, in all of its places."""
+    blocks = session.player.blocks
+    lies: dict[str, Any] = {}
+    for (unit, kind), home in session.placement.homes.items():
+        keys = [block_key(unit, kind, place) for place in blocks.places(unit, kind)] if home is Tier.NVME else []
+        stripes = [[astuple(stripe) for stripe in session.store.extents[key].stripes] for key in keys]
+        lies[block_key(unit, kind)] = [str(home), blocks.whole(unit, kind)[1], stripes]
+    return digest_of(lies)
+
+
+# ---------------------------------------------------------------------- the manifest
+
+
+def _write_manifest(session: Session, path: Path, state: Mapping[str, Any], manifest: Manifest) -> None:
+    blocks = session.player.blocks
+    generations = {unit: blocks.valid[unit].nvme for unit in session.placement.spilled}
+    lies = {"placement": _fingerprint(session), "generations": generations}
+    found = {"state": state, **lies, "manifest": manifest.to_dict()}
+    text = json.dumps({"format": FORMAT, "digest": digest_of(found), **found})
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+        file.write(text)
+
+
+def _read_manifest(path: Path) -> tuple[RunState, str, dict[str, int], Manifest | None]:
+    """State, placement, generations, and what lies in the files beside it.
+
+    Raises:
+        CheckpointError: it is no manifest of ours, or damaged.
+    """
+    stored = read_json(path)
+    if stored.get("format") not in (FORMAT, UNBOUND_FORMAT):
+        raise CheckpointError(f"{path} is no savepoint that this version of megatier reads (format {FORMAT}).")
+    fields = FIELDS if stored["format"] == UNBOUND_FORMAT else FIELDS | {"manifest": dict}
+    found = {name: stored.get(name) for name in fields}
+    if any(type(found[name]) is not kind for name, kind in fields.items()) or stored.get("digest") != digest_of(found):
+        raise DamagedCheckpointError(str(path), "is damaged: its digest is not that of its content")
+    manifest = Manifest.read(path, stored["manifest"]) if "manifest" in fields else None
+    if manifest is not None and manifest.step != step_of(path.parent):
+        raise DamagedCheckpointError(str(path), f"is of another savepoint: that of step {manifest.step}")
+    return RunState.read(stored["state"]), stored["placement"], stored["generations"], manifest
+
+
+# ---------------------------------------------------------------------- the arrays
+
+
+def _write_arrays(session: Session, folder: Path) -> tuple[int, dict[str, list[int]]]:
+    """Every block that is not on NVMe, and the checksums of those that are; returns bytes, and checksums of chunks."""
+    resident = [plane for plane in _planes(session) if plane.home is not Tier.NVME]
+    table = np.concatenate([extent.checksums for extent in _extents(session)] or [np.zeros(0, np.uint32)])
+    checksums: dict[str, list[int]] = {}
+    with _files([*(plane.num_bytes for plane in resident), table.nbytes]) as files:
+        for plane in resident:
+            with session.store.lease(plane.key, plane.home) as lease:
+                node = f"{STATE_FOLDER}/{plane.name}"
+                checksums[node] = _write_words(files, folder / node, lease.bytes.view(torch.int32))
+        if table.size:
+            words = torch.from_numpy(table.view(np.int32))
+            checksums[CHECKSUM_FOLDER] = _write_words(files, folder / CHECKSUM_FOLDER, words)
+        files.flush()
+    return sum(plane.num_bytes for plane in resident) + table.nbytes, checksums
+
+
+def _write_words(files: ChunkFiles, folder: Path, words: Tensor) -> list[int]:
+    writer = ArrayWriter(files, folder, Grid.of(words.shape))
+    for first, target in writer.rooms(words.numel()):
+        target.view(torch.int32).copy_(words[first : first + target.numel()])
+    return writer.checksums
+
+
+def _read_arrays(session: Session, folder: Path, manifest: Manifest | None) -> None:
+    """Put back what `_write_arrays` wrote."""
+    resident = [plane for plane in _planes(session) if plane.home is not Tier.NVME]
+    extents = _extents(session)
+    table = np.zeros(sum(extent.checksums.size for extent in extents), np.uint32)
+    sizes = {f"{STATE_FOLDER}/{plane.name}": plane.num_bytes for plane in resident}
+    if table.size:
+        sizes[CHECKSUM_FOLDER] = table.nbytes
+    arrays = [_array(manifest, folder, node, size) for node, size in sizes.items()]
+    with _files([*(plane.num_bytes for plane in resident), table.nbytes]) as files:
+        for index, first, values in files.read(arrays):
+            span = WORD_BYTES * first, WORD_BYTES * (first + values.numel())
+            if index == len(resident):
+                table.view(np.uint8)[slice(*span)] = values.view(torch.uint8).numpy()
+                continue
+            plane = resident[index]
+            with session.store.lease(plane.key, plane.home, span, fresh=True) as lease:
+                lease.bytes.copy_(values.view(torch.uint8))
+            session.store.mark_dirty(plane.key, plane.home, span)
+    for extent in extents:
+        extent.checksums[:], table = table[: extent.checksums.size], table[extent.checksums.size :]
+
+
+def _array(manifest: Manifest | None, folder: Path, node: str, num_bytes: int) -> StoredArray:
+    if manifest is None:
+        return StoredArray(folder / node, _grid(num_bytes))
+    return manifest.array(folder, node, _grid(num_bytes), has_metadata=False)
+
+
+def _grid(num_bytes: int) -> Grid:
+    return Grid.of((num_bytes // WORD_BYTES,))
+
+
+def _files(sizes: list[int]) -> ChunkFiles:
+    return ChunkFiles(max(_grid(size).chunk_elements for size in sizes if size), NUM_THREADS)
+
+
+def _verify(session: Session) -> None:
+    """Read everything that was kept on NVMe once, a chunk ahead; the store compares its checksums."""
+    blocks, store = session.player.blocks, session.store
+    runs: list[tuple[str, tuple[int, int], list[Kind]]] = []
+    for unit in blocks.units:
+        spilled = blocks.spilled(unit)
+        for elements, kinds in blocks.runs(unit):
+            if kept := [kind for kind in kinds if kind in spilled]:
+                runs.append((unit, elements, kept))
+    for index, (unit, elements, kept) in enumerate(runs):
+        for name, ahead, ahead_kinds in runs[index + 1 : index + 2]:
+            for kind in ahead_kinds:
+                store.prefetch(blocks.key(name, kind), Tier.RAM, blocks.span(name, kind, ahead), wait=True)
+        with blocks.open_state(unit, elements, kept):
+            pass

@@ -1,0 +1,278 @@
+"""How a config is read: YAML, dotted overrides on top, and good words for what is wrong with them."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import difflib
+import functools
+import inspect
+import itertools
+import re
+import textwrap
+from argparse import ArgumentError
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from jsonargparse import ArgumentParser, get_loader
+from jsonargparse.typing import register_type
+
+from megatier.config.schema import SECTIONS, RunConfig
+from megatier.config.values import ByteCount, parse_bytes, parse_list, parse_yaml, read_yaml
+from megatier.errors import ConfigError
+from megatier.foreign import shown
+
+
+def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, lay overrides over it, check everything.
+
+    Args:
+        path: YAML file with the sections of `RunConfig`; None: overrides alone.
+        overrides: command-line words, "--section.key value" or "--section.key=value". Keys inside `model.config` too.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value is wrong; names the key, the value and what is allowed.
+    """
+    return _parsed({} if path is None else _read_sections(path), overrides)
+
+
+def from_dict(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """Sections such as `to_dict` gives, with overrides laid over them.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    return _parsed(_sections(copy.deepcopy(tree), "the stored config"), overrides)
+
+
+def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunConfig:
+    words = _take_model_config(overrides, tree)
+    _check_known(word[2:].partition("=")[0] for word in words if word.startswith("--"))
+    # Past the parser, which would take its quoted "1" and "null" for 1 and null.
+    model_config = tree.setdefault("model", {}).pop("config", None)
+    if not isinstance(model_config, dict | None):
+        raise ConfigError(_refusal("model", "config", f"is {shown(repr(model_config))}"))
+    try:
+        values = _parser().parse_args(words, namespace=_parser().parse_object(tree)).as_dict()
+    except (ArgumentError, AttributeError, OverflowError) as error:  # a word "!!timestamp x", an int for a float
+        raise ConfigError(_one_line(str(error))) from error
+    values["model"]["config"] = model_config
+    _check_given(values)
+    return RunConfig(
+        **{
+            name: section(**{key: _builtin(value) for key, value in values[name].items()})
+            for name, section in SECTIONS.items()
+        }
+    )
+
+
+def given(path: Path | None, overrides: Sequence[str] = ()) -> frozenset[str]:
+    """Dotted names of the settings that a file and overrides name, those inside `model.config` aside. After `load`."""
+    return given_in({} if path is None else _read_sections(path), overrides)
+
+
+def given_in(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> frozenset[str]:
+    """The same of sections, after `from_dict`."""
+    sections = copy.deepcopy(dict(tree))
+    words = _take_model_config(overrides, sections)
+    named = {f"{name}.{key}" for name, keys in sections.items() for key in keys}
+    return frozenset(named | {word[2:].partition("=")[0] for word in words if word.startswith("--")})
+
+
+def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Sections as plain lists, dicts, numbers and text; written as YAML, `load` reads it back."""
+    sections = dataclasses.asdict(config)
+    return {
+        name: {key: list(value) if isinstance(value, tuple) else value for key, value in section.items()}
+        for name, section in sections.items()
+    }
+
+
+class _ByteSize(int):
+    """How the parser reads `ByteCount`: text with a unit, or an int."""
+
+    def __new__(cls, value: object) -> _ByteSize:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ConfigError(f"{value!r} is no byte size")
+        return super().__new__(cls, value if isinstance(value, int) else parse_bytes(value))
+
+
+class _CommaList(tuple[str, ...]):
+    """How the parser reads a tuple of text: a list, or one comma-separated string."""
+
+    __slots__ = ()
+
+    def __new__(cls, value: object) -> _CommaList:
+        words = [value] if isinstance(value, str) else value
+        if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+            raise ConfigError(f"{value!r} is no list of text")
+        return super().__new__(cls, parse_list(value if isinstance(value, str) else words))
+
+
+def _builtin(value: object) -> object:
+    """The plain int or tuple of what the parser read."""
+    if isinstance(value, _ByteSize):
+        return int(value)
+    return tuple(value) if isinstance(value, _CommaList) else value
+
+
+register_type(_ByteSize, serializer=int)
+register_type(_CommaList, serializer=list)
+
+
+@functools.cache
+def _parser() -> ArgumentParser:
+    """Reads and converts values; keys and bounds are checked by us, for better messages."""
+    known = ArgumentParser(exit_on_error=False, add_help=False)
+    for name, section in SECTIONS.items():
+        for item in dataclasses.fields(section):
+            known.add_argument(
+                f"--{name}.{item.name}", type=_argument_type(_hints(section)[item.name]), default=item.default
+            )
+    return known
+
+
+def field_docs(section: type[Any]) -> dict[str, str]:
+    """The string under each field of a section, as one line; of None it speaks as YAML does, of null."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    body = tree.body if isinstance(tree, ast.ClassDef) else []
+    return {
+        statement.target.id: " ".join(doc.value.value.split()).replace("None:", "null:")
+        for statement, doc in itertools.pairwise(body)
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+        if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) and isinstance(doc.value.value, str)
+    }
+
+
+def _hints(section: type[Any]) -> dict[str, Any]:
+    return get_type_hints(section, include_extras=True)
+
+
+def _argument_type(hint: Any) -> Any:  # noqa: ANN401  type hints have no common type
+    """The parser's type for a field's."""
+    if hint == tuple[str, ...]:
+        return _CommaList
+    return _ByteSize | None if ByteCount in get_args(hint) else hint
+
+
+def _read_sections(path: Path) -> dict[str, dict[str, Any]]:
+    """Sections of a YAML file; an empty section is an empty dict."""
+    tree = read_yaml(path, get_loader("yaml"))
+    if not isinstance(tree, dict):
+        found = "is empty; it" if tree is None else f"holds {shown(repr(tree))}; it"
+        raise ConfigError(f"{path} {found} must hold sections such as `train:` with `steps: 100` below.")
+    return _sections(tree, str(path))
+
+
+def _sections(tree: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
+    _check_known((str(name) for name in tree if str(name) not in SECTIONS), where)
+    check_sections(tree, where)
+    sections = {name: keys or {} for name, keys in tree.items()}
+    _check_known((key for name, keys in sections.items() for key in _dotted(name, keys)), where)
+    return sections
+
+
+def check_sections(tree: Mapping[str, Any], where: str) -> None:
+    """Refuse sections that hold no settings by name.
+
+    Args:
+        tree: sections alone; one may be empty.
+        where: the file, for messages.
+
+    Raises:
+        ConfigError: names the section.
+    """
+    for name, keys in tree.items():
+        if not isinstance(keys, dict | None):
+            raise ConfigError(
+                f"{where}: {name} is a section, so `key: value` lines belong below it; found {shown(repr(keys))}."
+            )
+
+
+def _take_model_config(overrides: Sequence[str], tree: dict[str, dict[str, Any]]) -> list[str]:
+    """Set overrides of `model.config`, and of keys inside it, in the tree; return the other words."""
+    words, rest = list(overrides), []
+    while words:
+        word = words.pop(0)
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not (word.startswith("--") and f"{name}.".startswith("model.config.")):
+            rest.append(word)
+            continue
+        if not equals and (not words or words[0].startswith("--")):
+            raise ConfigError(f"{name} has no value.")
+        *parents, leaf = name.split(".")
+        target: dict[str, Any] = tree
+        for parent in parents:
+            if not isinstance(target.get(parent), dict):
+                target[parent] = {}
+            target = target[parent]
+        try:
+            target[leaf] = parse_yaml(text if equals else words.pop(0), get_loader("yaml"))
+        except ConfigError as error:
+            raise ConfigError(f"{name} is {error}") from error
+    return rest
+
+
+def _dotted(name: str, keys: Mapping[str, Any]) -> Iterator[str]:
+    return (f"{name}.{key}" for key in keys)
+
+
+def _check_known(keys: Iterable[str], where: str | None = None) -> None:
+    """Refuse unknown keys, with the nearest known one, and the file where they stand in one."""
+    known = [dotted for name, section in SECTIONS.items() for dotted in _dotted(name, _hints(section))]
+    for key in keys:
+        if key in known:
+            continue
+        if key in SECTIONS:
+            raise ConfigError(f"{key} is a section; set one of its keys, such as --{_section_keys(key)[0]}.")
+        # A key in the wrong section is as common as a misspelt one.
+        near = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+        near = near or difflib.get_close_matches(key, [*known, *SECTIONS], n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(_section_keys(key.partition('.')[0]))}."
+        raise ConfigError(f"{where}: unknown setting {key}; {hint}" if where else f"unknown setting {key}; {hint}")
+
+
+def _check_given(values: Mapping[str, Any]) -> None:
+    """Refuse null where a setting must have a value: the parser lets it pass."""
+    for name, section in SECTIONS.items():
+        for key, hint in _hints(section).items():
+            if values[name][key] is None and NoneType not in get_args(hint):
+                raise ConfigError(_refusal(name, key, "is null"))
+
+
+def _section_keys(name: str) -> list[str]:
+    """Dotted keys of a section; the sections themselves where there is none of this name."""
+    return list(_dotted(name, _hints(SECTIONS[name]))) if name in SECTIONS else list(SECTIONS)
+
+
+def _one_line(message: str) -> str:
+    """The parser's complaint as one sentence with what the setting means."""
+    key = re.search(r'Parser key "(\w+)\.(\w+)"|argument --(\w+)\.(\w+): expected', message)
+    value = re.search(r"(?:Given value|Got value): (.*)|type _CommaList: (.*) is no", message)
+    if key is None:
+        return f"{' '.join(message.split())}; settings are written --section.key VALUE, after the config file."
+    found = f"is {value[1] or value[2]!r}" if value else "has no value"
+    return _refusal(key[1] or key[3], key[2] or key[4], found)
+
+
+def _refusal(section: str, name: str, found: str) -> str:
+    """What a setting is, and what it may be."""
+    hint = str(_hints(SECTIONS[section])[name]).replace("typing.", "")
+    for pattern, words in (
+        ("Optional\\[(.*)\\]$", r"\1 | None"),
+        (" \\| None$", ", or null"),
+        ("Annotated\\[int, 'bytes'\\]", "size such as 96GiB"),
+        ("Literal\\[(.*)'\\]", r"\1'"),
+        ("Union\\[(.*), (.*)\\]$", r"\1 or \2"),
+        (" \\| ", " or "),
+        (", ('\\w+')(?=$|, or null)", r" or \1"),
+        ("'(\\w+)'", r"\1"),
+        ("<class (\\w+)>", r"\1"),
+        ("tuple\\[str, \\.\\.\\.\\]", "a list of text"),
+        ("dict\\[str, Any\\]", "keys with values"),
+    ):
+        hint = re.sub(pattern, words, hint)
+    return f"{section}.{name} {found}; expected {hint}. {field_docs(SECTIONS[section])[name]}"

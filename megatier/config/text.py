@@ -1,0 +1,72 @@
+"""How settings are written for people: YAML with a remark behind a setting, which `config_file.load` reads again."""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, get_args, get_type_hints
+
+import yaml
+
+from megatier.config.schema import SECTIONS
+from megatier.config.values import ByteCount
+
+INDENT = "  "
+
+
+class _Dumper(yaml.SafeDumper):
+    """Lists on one line, and text quoted where `config_file` would read something else."""
+
+    def list_node(self, values: list[object]) -> yaml.Node:
+        return self.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True)
+
+    def text_node(self, text: str) -> yaml.Node:
+        """The reader takes 2e-5 for a number, PyYAML for text. Only quoted are all characters sure to come back."""
+        is_quoted = not text.isprintable() or re.fullmatch(r"[-+.]?[\d_][-+.\d_:eE]*", text)
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if is_quoted else None)
+
+
+_Dumper.add_representer(list, _Dumper.list_node)
+_Dumper.add_representer(str, _Dumper.text_node)
+
+
+def dump(tree: Mapping[str, Any]) -> str:
+    """YAML that `config_file` reads as the same lists, dicts, numbers and text."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
+
+
+def write(sections: Mapping[str, Mapping[str, Any]], names: Collection[str], remarks: Mapping[str, str]) -> str:
+    """Some settings as YAML, in the order of the sections' fields.
+
+    Args:
+        sections: values, as `config_file.to_dict` gives them.
+        names: dotted names of those to write.
+        remarks: comments by dotted name.
+    """
+    lines: list[str] = []
+    for name, section in SECTIONS.items():
+        keys = [key for key in section.__dataclass_fields__ if f"{name}.{key}" in names]
+        if not keys:
+            continue
+        lines.append(f"{name}:")
+        for key in keys:
+            first, *rest = _lines(section, key, sections[name][key])
+            remark = remarks.get(f"{name}.{key}")
+            lines += [f"{first}  # {remark}" if remark else first, *rest]
+    return "\n".join(lines or ["{}"]) + "\n"
+
+
+def _lines(section: type[Any], key: str, value: object) -> Iterator[str]:
+    if isinstance(value, int) and ByteCount in get_args(get_type_hints(section, include_extras=True)[key]):
+        value = exact_size(value)
+    yield from textwrap.indent(dump({key: value}), INDENT).splitlines()
+
+
+def exact_size(num_bytes: int) -> int | str:
+    """Bytes with the largest unit of which they are a multiple."""
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes and num_bytes % scale == 0:
+            return f"{num_bytes // scale}{unit}"
+    return num_bytes

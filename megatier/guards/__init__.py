@@ -1,0 +1,1 @@
+"""What is refused because it would make a step silently wrong."""

@@ -1,0 +1,1 @@
+"""What a machine's drives, links and processors do."""

@@ -1,0 +1,231 @@
+"""Drives, measured as the store uses them: blocks in block files, native I/O, checksums, slots of an arena.
+
+Nothing is printed; files are removed whatever happens but kill -9. A *flag* says that a figure is not to be believed, a
+*note* what to know about it.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from megatier.config.values import MountBudget
+from megatier.errors import CapacityError, ConfigError, at_least
+from megatier.hardware import mount_of
+from megatier.measure.block_device import block_device
+from megatier.measure.drive_traffic import (
+    BLOCK_BYTES,
+    SUSTAINED_STEP_BYTES,
+    BlockTraffic,
+    Flow,
+)
+from megatier.schedule.rates import DriveRates
+from megatier.store.blockfile import IoOptions, check_directory
+from megatier.tier import PAGE_BYTES
+
+BLOCKS_MIN = 16
+THREADS = (4, 8, 16)
+"""Native threads each way that are tried. DEPTH blocks have 16 requests, so more would find nothing to do."""
+TRIAL_ROUNDS = 3
+TRIAL_SHARE = 0.1
+"""Of the time of a flow, for each number of threads in each round, mixed and writing."""
+AS_FAST = 0.97
+"""Of the best rates: the fewest threads that reach it are taken."""
+
+DRIVE_LIMIT_BYTES_PER_S = 16e9
+"""PCIe 5.0 with 4 lanes carries 15.8 GB/s, each way."""
+UNCOUNTED_SHARE_MAX = 1.5
+"""Bytes of a flow over those that the block device counted; beyond it a cache answered."""
+KNEE_SHARE = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class DriveFigures:
+    """One mount."""
+
+    directory: str
+    device: str
+    logical_block_bytes: int | None
+    num_drives: int
+    file_system: str
+    is_direct: bool
+    """O_DIRECT; else through the page cache."""
+    alignment_bytes: int
+    """Of every offset, address and length."""
+    size_bytes: int
+    block_bytes: int
+    read: Flow
+    write: Flow
+    mixed: Flow
+    """14 read to 12 written, with AdamW on what was read."""
+    sustained_bytes_per_s: tuple[float, ...]
+    """Rate of each GiB of a long write; empty where none was asked for."""
+    knee_bytes: int | None
+    """Bytes after which a long write got slower for good: the drive's write cache; None: no such point."""
+    io_threads: int | None = None
+    """Native threads each way with which read, write and mixed were measured."""
+    first_write_bytes_per_s: float | None = None
+    """Of filling the file, with the threads of `options`; None where that went to the page cache."""
+    trials: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    """Median rates, mixed and writing, in bytes per second by threads each way; empty where none were tried. They
+    choose the number and are no figures of the drive: the best of several short trials is too good."""
+    notes: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+
+    @property
+    def rates(self) -> DriveRates:
+        """For a plan."""
+        read, write, mixed = (flow.bytes_per_s for flow in (self.read, self.write, self.mixed))
+        low, high = (min(self.mixed.windows), max(self.mixed.windows)) if self.mixed.windows else (None, None)
+        first_write = self.first_write_bytes_per_s
+        return DriveRates(self.directory, read, write, mixed, self.io_threads, first_write, low, high)
+
+
+def check_mount(mount: MountBudget) -> int:
+    """Bytes of the file to measure with, once it is clear that the mount can hold it.
+
+    Raises:
+        ConfigError: it is no directory on a drive, or the size is too small to measure anything.
+        CapacityError: the mount has less room.
+    """
+    directory, num_bytes = mount.directory, mount.num_bytes or 0
+    check_directory(directory, "--nvme")
+    if num_bytes < (least := BLOCKS_MIN * IoOptions().chunk_bytes):
+        raise ConfigError(f"--nvme: {at_least(num_bytes)} on {directory} is too small; give {at_least(least)} or more.")
+    room = os.statvfs(directory)
+    if num_bytes > (free := room.f_bavail * room.f_frsize):
+        raise CapacityError("nvme", num_bytes, free, f"Free space on {directory}, or give it less: {directory}:SIZE.")
+    return num_bytes
+
+
+def probe_drive(
+    mount: MountBudget,
+    *,
+    seconds: float,
+    sustained_bytes: int = 0,
+    threads: int = 1,
+    options: IoOptions | None = None,
+    pin: bool = False,
+) -> DriveFigures:
+    """Measure one mount with a file of the mount's size, filled before, with as many threads as it is best with.
+
+    Args:
+        mount: directory and size of the file, rounded down to whole blocks.
+        seconds: of reading and of writing, and of each window of the mixed flow. The numbers of threads take 1.8 times
+            as long, all together.
+        sustained_bytes: of the long write; 0: none. It goes first, so that the others meet a write cache that is full.
+        threads: of AdamW on the CPU, beside the mixed flow.
+        options: how block files are accessed.
+        pin: page-lock the slots, as on a machine with a GPU.
+
+    Raises:
+        ConfigError, CapacityError: the mount cannot be used; see `check_mount`.
+        TransferError, IntegrityError: the drive failed, or gave other bytes than were written.
+    """
+    options = options or IoOptions()
+    num_bytes = check_mount(mount)
+    block_bytes = min(BLOCK_BYTES, num_bytes // BLOCKS_MIN // options.chunk_bytes * options.chunk_bytes)
+    device, directory = block_device(mount.directory), mount.directory
+    with BlockTraffic(directory, num_bytes // block_bytes, block_bytes, options, pin=pin) as traffic:
+        sustained = traffic.sustained(sustained_bytes) if sustained_bytes else ()
+        is_direct, io_threads = traffic.is_direct, options.num_threads
+        trials = try_threads(traffic, seconds * TRIAL_SHARE) if is_direct else {}  # else RAM answers for a part
+        if trials:
+            io_threads = fewest_threads(trials)
+            traffic.set_threads(io_threads)
+        # Anew, and for long: the best of several short trials is too good a figure.
+        write, mixed, read = traffic.write(seconds), traffic.updated(seconds, threads), traffic.read(seconds)
+    knee_step = knee(sustained)
+    figures = DriveFigures(
+        directory=str(directory),
+        device=device.name,
+        logical_block_bytes=device.logical_block_bytes,
+        num_drives=device.num_drives,
+        file_system=mount_of(directory).file_system,
+        is_direct=is_direct,
+        alignment_bytes=PAGE_BYTES,
+        size_bytes=num_bytes // block_bytes * block_bytes,
+        block_bytes=block_bytes,
+        read=read,
+        write=write,
+        mixed=mixed,
+        sustained_bytes_per_s=sustained,
+        knee_bytes=None if knee_step is None else knee_step * max(SUSTAINED_STEP_BYTES, block_bytes),
+        io_threads=io_threads,
+        first_write_bytes_per_s=traffic.fill_bytes_per_s if is_direct else None,
+        trials=trials,
+    )
+    return replace(figures, notes=drive_notes(figures), flags=drive_flags(figures))
+
+
+def try_threads(traffic: BlockTraffic, seconds: float) -> dict[int, tuple[float, float]]:
+    """Median rates, mixed and writing, in bytes per second, by number of THREADS; they take turns: drives waver."""
+    found: dict[int, list[tuple[float, float]]] = {count: [] for count in THREADS}
+    for number in range(TRIAL_ROUNDS):
+        first = number % len(THREADS)
+        for count in THREADS[first:] + THREADS[:first]:
+            traffic.set_threads(count)
+            found[count].append((traffic.mixed(seconds).bytes_per_s, traffic.write(seconds).bytes_per_s))
+    return {
+        count: (statistics.median(m for m, _ in r), statistics.median(w for _, w in r)) for count, r in found.items()
+    }
+
+
+def fewest_threads(trials: Mapping[int, tuple[float, float]]) -> int:
+    """The smallest number whose rates are near the best; else that of the best mixed one.
+
+    A lone read beside writes waits longer the more threads write.
+    """
+    best = [max(rates) for rates in zip(*trials.values(), strict=True)]
+    near = [n for n, rates in trials.items() if all(r >= AS_FAST * b for r, b in zip(rates, best, strict=True))]
+    return min(near, default=max(trials, key=lambda count: trials[count][0]))
+
+
+def drive_flags(figures: DriveFigures) -> tuple[str, ...]:
+    """What makes the figures of a mount no figures of a drive."""
+    flags = []
+    limit = DRIVE_LIMIT_BYTES_PER_S * figures.num_drives
+    for name, flow in (("read", figures.read), ("write", figures.write), ("mixed", figures.mixed)):
+        if flow.bytes_per_s > limit * (1 if name != "mixed" else 2):
+            flags.append(f"{name}: more than {limit / 1e9:.0f} GB/s, which PCIe does not carry: a cache answered")
+        elif flow.device_bytes is not None and flow.num_bytes > UNCOUNTED_SHARE_MAX * flow.device_bytes:
+            share = flow.device_bytes / flow.num_bytes
+            flags.append(f"{name}: the device moved {share:.0%} of the bytes: the page cache answered for the rest")
+    if not figures.is_direct and figures.read.device_bytes is None:
+        flags.append("through the page cache, and no counter tells how much the drive really moved")
+    return tuple(flags)
+
+
+def drive_notes(figures: DriveFigures) -> tuple[str, ...]:
+    """What to know about the figures of a mount."""
+    notes = []
+    if not figures.is_direct:
+        notes.append("no O_DIRECT here: measured through the page cache, read once after it was dropped")
+    if figures.block_bytes < BLOCK_BYTES:
+        least = at_least(BLOCKS_MIN * BLOCK_BYTES)
+        notes.append(f"blocks smaller than the store's, {at_least(BLOCK_BYTES)}: give {least} or more")
+    if (figures.logical_block_bytes or 0) > PAGE_BYTES:
+        notes.append(f"the device wants transfers of {figures.logical_block_bytes} bytes; the store's may be smaller")
+    flows = (figures.read, figures.write, figures.mixed)
+    if any(flow.device_bytes and flow.device_bytes > UNCOUNTED_SHARE_MAX * flow.num_bytes for flow in flows):
+        notes.append("others used the device meanwhile: the figures are too low")
+    return tuple(notes)
+
+
+def knee(rates: Sequence[float]) -> int | None:
+    """How many steps a long write kept its first rate, when it lost a third of it or more for good; else None.
+
+    The split into two levels that leaves the least sum of squares; both last for two steps at least.
+    """
+
+    def squares(part: Sequence[float]) -> float:
+        mean = statistics.fmean(part)
+        return sum((rate - mean) ** 2 for rate in part)
+
+    splits = range(2, len(rates) - 1)
+    best = min(splits, key=lambda split: squares(rates[:split]) + squares(rates[split:]), default=None)
+    if best is None or statistics.median(rates[best:]) > KNEE_SHARE * statistics.median(rates[:best]):
+        return None
+    return best

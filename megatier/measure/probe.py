@@ -1,0 +1,199 @@
+"""What `megatier bench` found on this machine, kept for plans: rates, the machine they are of, and their cache.
+
+The cache is `megatier/rates.json` below $XDG_CACHE_HOME or ~/.cache: a list with an entry per machine. An entry counts
+only where its facts are those of the machine that reads it (host name, machine id, processor, cores, GPUs), and a drive
+in it only where directory and figures belong to the same file system: mount point, type, size, device number and id.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import secrets
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatier import hardware
+from megatier.schedule.rates import WAVERING, DriveRates, Rates
+
+if TYPE_CHECKING:
+    from megatier.measure.drive_probe import DriveFigures
+    from megatier.measure.link_probe import LinkFigures
+
+IO_THREADS, IO_THREADS_MAX = 4, 256
+"""Where nothing was measured, and of all drives together."""
+
+
+def rates_of(drives: Iterable[DriveFigures], links: LinkFigures) -> Rates:
+    """What a plan needs of all that was measured: the first GPU, AdamW with the most threads.
+
+    Mounts of one file system get equal shares of its rates, since a plan adds them up.
+    """
+    copies, update = links.copies[0], links.updates[-1]
+    found = [drive.rates for drive in drives]
+    gpus = hardware.gpus()
+    return Rates(
+        drives=_shared(found, [mount_facts(Path(drive.directory)) for drive in found]),
+        to_gpu_bytes_per_s=copies.to_gpu_bytes_per_s,
+        to_ram_bytes_per_s=copies.to_ram_bytes_per_s,
+        update_parameters_per_s=update.parameters_per_s,
+        memory_bytes_per_s=update.shared_memory_bytes_per_s,
+        gpu_update_parameters_per_s=links.gpu_update_parameters_per_s,
+        flops_per_s=links.flops_per_s,
+        gpu_bytes=float(gpus[0].total_bytes) if gpus else None,
+    )
+
+
+def machine_facts(device: str) -> dict[str, Any]:
+    """What tells this machine from others, as far as rates go, for runs on "cuda" or "cpu"."""
+    return {
+        "host": platform.node(),
+        "machine_id": _text(Path("/etc/machine-id")).strip(),
+        "processor": _processor(),
+        "cores": hardware.cores_usable(),
+        "device": device,
+        "gpus": [gpu.name for gpu in hardware.gpus()] if device == "cuda" else [],
+    }
+
+
+def mount_facts(directory: Path) -> dict[str, Any]:
+    """What tells the file system under a directory from others."""
+    mount, status, room = hardware.mount_of(directory), directory.stat(), os.statvfs(directory)
+    return {
+        "mount": str(mount.directory),
+        "file_system": mount.file_system,
+        "device": f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}",
+        "id": room.f_fsid,
+        "total_bytes": room.f_blocks * room.f_frsize,
+    }
+
+
+def cache_path() -> Path:
+    """Where this user's rates are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatier" / "rates.json"
+
+
+def cache_rates(rates: Rates, device: str, path: Path | None = None) -> Path:
+    """Keep rates for `cached_rates`, in place of those that this machine had; drives not measured now stay.
+
+    Args:
+        rates: just measured here, each drive's in full; the directories of its drives are there.
+        device: "cuda" or "cpu".
+        path: the cache file; None: this user's.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path, machine = path or cache_path(), machine_facts(device)
+    drives = [
+        {"facts": mount_facts(Path(drive.directory)), "rates": dataclasses.asdict(drive)} for drive in rates.drives
+    ]
+    measured_now = [drive["facts"] for drive in drives]
+    entries = _entries(path)
+    before = [drive for entry in entries if entry["machine"] == machine for drive in entry["drives"]]
+    entry = {
+        "machine": machine,
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "links": {name: value for name, value in dataclasses.asdict(rates).items() if name != "drives"},
+        "drives": drives + [drive for drive in before if drive["facts"] not in measured_now],
+    }
+    others = [entry for entry in entries if entry["machine"] != machine]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Written whole and then renamed: two commands at once leave one of the two lists, never a mixture.
+    written = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        written.write_text(json.dumps([*others, entry], indent=2) + "\n", encoding="utf-8")
+        written.replace(path)
+    finally:
+        written.unlink(missing_ok=True)
+    return path
+
+
+def cached_rates(directories: Sequence[Path], device: str, path: Path | None = None) -> Rates | None:
+    """Rates that were measured on this machine, with a drive for each directory; None where one is missing.
+
+    Args:
+        directories: the mounts of a run, in its order; any directory of the same file system will do.
+        device: "cuda" or "cpu".
+        path: the cache file; None: this user's.
+    """
+    machine = machine_facts(device)
+    for entry in _entries(path or cache_path()):
+        if entry["machine"] != machine:
+            continue
+        try:
+            if not all(directory.is_dir() for directory in directories):
+                return None
+            facts = [mount_facts(directory) for directory in directories]
+        except OSError:  # such as a name too long, or a folder that is not ours to look into
+            return None
+        known = [drive["facts"] for drive in entry["drives"]]
+        if any(asked not in known for asked in facts):
+            return None
+        drives = [DriveRates(**entry["drives"][known.index(asked)]["rates"]) for asked in facts]
+        named = [dataclasses.replace(drive, directory=str(d)) for drive, d in zip(drives, directories, strict=True)]
+        return Rates(drives=_shared(named, facts), **entry["links"])
+    return None
+
+
+def io_threads(asked: int | None, rates: Rates | None) -> tuple[int, str]:
+    """Native threads that read and write NVMe in a run, each way, and why so many.
+
+    Args:
+        asked: `tiers.io_threads`.
+        rates: of the run's mounts, where they were measured.
+    """
+    if asked is not None:
+        return asked, "as set"
+    if rates is None or rates.io_threads is None:
+        return IO_THREADS, "the default; `megatier bench` finds what these mounts want"
+    return min(rates.io_threads, IO_THREADS_MAX), "as `megatier bench` found"
+
+
+def _shared(drives: Sequence[DriveRates], facts: Sequence[dict[str, Any]]) -> tuple[DriveRates, ...]:
+    """The rates of a file system in equal parts for the directories that lie on it."""
+    parts = [facts.count(here) for here in facts]
+    return tuple(
+        dataclasses.replace(
+            drive.times(1 / n), io_threads=None if drive.io_threads is None else -(-drive.io_threads // n)
+        )
+        for drive, n in zip(drives, parts, strict=True)
+    )
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    """Entries of the cache that this version can use; a cache that is damaged, or of another version, is empty."""
+    try:
+        entries = json.loads(_text(path))
+    except ValueError:
+        return []
+    return [entry for entry in entries if _is_whole(entry)] if isinstance(entries, list) else []
+
+
+def _is_whole(entry: object) -> bool:
+    links = {field.name for field in dataclasses.fields(Rates)} - {"drives"}
+    rates = {field.name for field in dataclasses.fields(DriveRates)}
+    try:
+        assert isinstance(entry, dict)
+        newer = {"io_threads", "first_write_bytes_per_s", *WAVERING}  # not in entries of older versions
+        measured = [drive["rates"].keys() | newer for drive in entry["drives"] if drive["facts"]]
+        drives_are_whole = measured == [rates] * len(entry["drives"])
+        return bool(entry["machine"]) and entry["links"].keys() == links and drives_are_whole
+    except (AssertionError, AttributeError, KeyError, TypeError):
+        return False
+
+
+def _processor() -> str:
+    names = (line.partition(":")[2] for line in _text(Path("/proc/cpuinfo")).splitlines() if "model name" in line)
+    return next(names, platform.machine()).strip()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,1 @@
+"""The arithmetic itself: kernels, AdamW, matrix products, and what makes them repeatable."""

@@ -1,0 +1,367 @@
+"""AdamW on split masters, and the exact global norm.
+
+One definition, the same bits from the C kernel and the Triton kernel, without fused multiply-add:
+
+    g = grad * scale                              m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) (g g)
+    x = x (1 - lr wd) - lr / (1 - beta1^t) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
+
+with x the fp32 master (split: weight plane and remainder), m and v below 2^-126 set to 0. `scale` is the clip
+coefficient, min(1, clip / (norm + 1e-6)).
+
+The norm is that of the rounded gradients. Sums of squares are taken per parameter tensor and span of 65,536 elements in
+fp64, in a fixed order, and added exactly, rounded once: independent of units, slots, slices and device.
+
+Source: Loshchilov and Hutter, arXiv 1711.05101. The split is megatier's: 12 bytes of state a parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatier import _native
+from megatier.errors import NonFiniteError
+from megatier.layout import Layout, TensorSlice
+from megatier.tier import Kind
+
+SPAN_ELEMENTS = 65_536
+"""Elements under one partial sum of squares."""
+PIECE_ELEMENTS = 64 * SPAN_ELEMENTS
+"""Elements of one call where several threads share a gradient in RAM."""
+QUEUED_A_THREAD = 16
+"""Requests that wait for each thread of AdamW: none runs dry, and a chunk from NVMe waits for no whole unit."""
+
+Planes = Mapping[Kind, Tensor]
+Apply = Callable[[str, tuple[int, int], Planes, Tensor, Planes], _native.Batch | None]
+"""AdamW on a run of a unit's elements: see `AdamW.apply`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars:
+    """What AdamW takes beside the planes."""
+
+    decay: float
+    """Factor on the weights of parameters that decay: 1 - learning rate * weight decay."""
+    of_kernels: tuple[float, float, float, float, float, float, float, float]
+    """beta1, 1 - beta1, beta2, 1 - beta2, eps, step size, root of the bias correction, clip coefficient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """What a step's learning rate and number leave open."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float | None = 1.0
+    """Global norm to clip to; None: off."""
+    deferred: bool = True
+    """Updates wait until the norm is known; False: they run inside the backward, and nothing is clipped."""
+
+
+class AdamW:
+    """The optimizer of one run.
+
+    Threads: `begin_step`, `norm` from the training loop; `apply`, `accumulate` and `check` from the lanes that update;
+    `measure` from either.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[str, Layout],
+        decayed: frozenset[str],
+        hyper: Hyperparameters,
+        *,
+        dtype: torch.dtype,
+        groups: int,
+        num_threads: int,
+    ) -> None:
+        """Dtype is the compute dtype: bf16 has split masters, fp32 whole ones."""
+        self.hyper = hyper
+        """Read by `begin_step`, `revise` and `clip`; all but `deferred` may be others in the next step."""
+        self.layouts = dict(layouts)
+        """Trained tensors of each unit that has any."""
+        self._decayed, self._dtype, self._groups = decayed, dtype, groups
+        self._split = dtype is torch.bfloat16
+        self._pool = adamw_threads(num_threads)
+        self._workers = ThreadPoolExecutor(num_threads, "megatier-gradient")
+        self._begun = self._scalars = Scalars(1.0, (0.0,) * 8)
+        self._sums: dict[str, list[Tensor]] = {}
+        self._refused: str | None = None
+        if torch.cuda.is_available():  # Triton comes with torch's CUDA builds alone
+            from megatier.numerics import kernels
+
+            self._kernels = kernels
+
+    def begin_step(self, step: int, learning_rate: float) -> None:
+        """Forget the last step's gradients; note the scalars of step 1, 2, ...
+
+        Deferred updates still read those of the last step until `clip`: they run in this one.
+        """
+        self._begun = self._scalars_of(step, learning_rate)
+        self._sums.clear()
+        self._refused = None
+        if not self.hyper.deferred:
+            self._scalars = self._begun
+
+    def revise(self, step: int, learning_rate: float) -> bool:
+        """Note the scalars of the step begun anew; True where they are others, so that `unclipped` was wrong."""
+        before, self._begun = self._begun, self._scalars_of(step, learning_rate)
+        return self._begun != before
+
+    def clip(self, norm: float) -> float:
+        """Return the coefficient for this norm; updates read it, and the scalars of the step begun, from now on."""
+        limit = self.hyper.clip
+        coefficient = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+        self._scalars = Scalars(self._begun.decay, (*self._begun.of_kernels[:-1], coefficient))
+        return coefficient
+
+    def _scalars_of(self, step: int, learning_rate: float) -> Scalars:
+        """Of a step in which nothing is clipped."""
+        hyper = self.hyper
+        scalars = step_scalars(step, learning_rate, (hyper.beta1, hyper.beta2), hyper.eps)
+        return Scalars(1 - learning_rate * hyper.weight_decay, (*scalars, 1.0))
+
+    def norm(self) -> float:
+        """Global norm of the measured gradients, sqrt of the exact sum of the partial sums."""
+        parts = [part for sums in self._sums.values() for part in sums]
+        if not parts:
+            return 0.0
+        by_device = [[part for part in parts if part.is_cuda is on_gpu] for on_gpu in (False, True)]
+        sums = torch.cat([torch.cat(found).cpu() for found in by_device if found])  # one read of the GPU
+        return math.sqrt(_native.sum_exactly(sums.data_ptr(), sums.numel()))
+
+    def first_non_finite(self) -> str | None:
+        """A parameter whose measured gradient is not finite, of the first such unit that the backward came to."""
+        found = (self._non_finite_in(unit) for unit in reversed(self.layouts) if unit in self._sums)
+        return next(filter(None, found), None)
+
+    def _non_finite_in(self, unit: str) -> str | None:
+        """The first parameter of a unit, in its layout, whose measured gradient is not finite."""
+        sums = torch.cat(self._sums[unit]).cpu()
+        tensors = self.layouts[unit].tensors
+        parts = sums.split([_num_spans(tensor) for tensor in tensors])
+        return next((t.name for t, part in zip(tensors, parts, strict=True) if not part.isfinite().all()), None)
+
+    # ------------------------------------------------------------------ gradients
+
+    def measure(self, unit: str, grad: Tensor) -> None:
+        """Note the sums of squares of a final gradient.
+
+        Args:
+            unit: its unit.
+            grad: flat [num_elements] in the compute dtype, on any device.
+        """
+        tensors = self.layouts[unit].tensors
+        if grad.is_cuda:
+            self._sums[unit] = [self._kernels.sum_squares(grad[tensor.start : tensor.stop]) for tensor in tensors]
+            return
+        sums = torch.empty(sum(_num_spans(tensor) for tensor in tensors), dtype=torch.float64)
+        source, target = grad.data_ptr(), sums.data_ptr()
+        pieces: list[tuple[int, int, bool, int]] = []
+        for tensor in tensors:
+            for start in range(0, tensor.num_elements, PIECE_ELEMENTS):
+                size = min(PIECE_ELEMENTS, tensor.num_elements - start)
+                first = source + (tensor.start + start) * grad.element_size()
+                pieces.append((first, size, self._split, target + start // SPAN_ELEMENTS * sums.element_size()))
+            target += _num_spans(tensor) * sums.element_size()
+        self._at_once(_native.sum_squares, pieces)
+        self._sums[unit] = [sums]
+
+    def accumulate(self, unit: str, total: Tensor, part: Tensor, *, group: int) -> None:
+        """Add a group's gradient in RAM; see schedule.updates.Optimizer.
+
+        Args:
+            unit: its unit.
+            total: uint8, fp32 sum; after the last group its front holds the gradient in the compute dtype.
+            part: uint8, fp32 gradient of this group; overwritten.
+            group: 0, 1, ...
+        """
+        count = self.layouts[unit].num_elements
+        runs = [(start, min(PIECE_ELEMENTS, count - start)) for start in range(0, count, PIECE_ELEMENTS)]
+        source, target = part.data_ptr(), total.data_ptr()
+        self._at_once(
+            _native.accumulate, [(target + 4 * start, source + 4 * start, size, group == 0) for start, size in runs]
+        )
+        if group < self._groups - 1:
+            return
+        if self._split:  # by way of the part, because its pieces do not overlap where they are read and written
+            self._at_once(_native.round_bf16, [(target + 4 * start, source + 2 * start, size) for start, size in runs])
+            self._at_once(_native.copy, [(target + 2 * start, source + 2 * start, 2 * size) for start, size in runs])
+        self.measure(unit, total.view(self._dtype)[:count])
+
+    def _at_once(self, work: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
+        """Native calls, which drop the GIL, on several threads."""
+        list(self._workers.map(lambda arguments: work(*arguments), calls))
+
+    def check(self, unit: str) -> None:
+        """Refuse a gradient that is not finite, before the immediate mode applies it, and all that come after it.
+
+        Raises:
+            NonFiniteError: names the parameter.
+        """
+        self._refused = self._refused or self._non_finite_in(unit)
+        if self._refused is not None:
+            raise NonFiniteError(
+                f"the gradient of {self._refused} is not finite; its unit and those before it keep their weights, "
+                "those behind it were updated already, because train.clip and numerics.guard are off"
+            )
+
+    # ------------------------------------------------------------------ update
+
+    def apply(
+        self, unit: str, elements: tuple[int, int], planes: Planes, grad: Tensor, before: Planes
+    ) -> _native.Batch | None:
+        """Begin AdamW on elements [start, stop) of a unit, clipped as the last norm decided.
+
+        Args:
+            unit: its unit.
+            elements: the run of elements that the planes hold.
+            planes: uint8 tensors of each kind of state, all on one device.
+            grad: uint8, the final gradient of the same elements, in the compute dtype.
+            before: the planes to read of kinds that are not updated in place; on the CPU only.
+
+        Returns:
+            What to wait on; None where it lies on the GPU's current stream.
+        """
+        return self._apply(self._scalars, unit, elements, planes, grad, before)
+
+    def unclipped(self) -> Apply:
+        """`apply` for the step begun, as it is if nothing is clipped: for use before the norm is known."""
+        return partial(self._apply, self._begun)
+
+    # HOP 5/6: gradient and state -> new state
+    def _apply(
+        self,
+        scalars: Scalars,
+        unit: str,
+        elements: tuple[int, int],
+        planes: Planes,
+        grad: Tensor,
+        before: Planes,
+    ) -> _native.Batch | None:
+        start, stop = elements
+        segments = self._segments(self.layouts[unit], start, stop, scalars.decay)
+        return begin_adamw(self._pool, planes, grad, segments, scalars.of_kernels, before)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._pool.close()
+        self._workers.shutdown()
+
+    def _segments(self, layout: Layout, start: int, stop: int, factor: float) -> list[tuple[int, int, float]]:
+        """Runs of equal decay, relative to `start`, end to end. Padding goes along: zeros stay zeros."""
+        starts: list[tuple[int, float]] = []
+        for tensor in layout.tensors:
+            if tensor.start >= stop or tensor.stop <= start:
+                continue
+            decay = factor if tensor.name in self._decayed else 1.0
+            if not starts or starts[-1][1] != decay:
+                starts.append((tensor.start - start if starts else 0, decay))
+        starts = starts or [(0, 1.0)]
+        stops = [*(first for first, _ in starts[1:]), stop - start]
+        return [(first, last, decay) for (first, decay), last in zip(starts, stops, strict=True)]
+
+
+def step_scalars(
+    step: int, learning_rate: float, betas: tuple[float, float], eps: float
+) -> tuple[float, float, float, float, float, float, float]:
+    """What the kernels take of step 1, 2, ...: all of `Scalars.of_kernels` but the clip coefficient."""
+    beta1, beta2 = betas
+    step_size, bias2_root = learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step)
+    return (beta1, 1 - beta1, beta2, 1 - beta2, eps, step_size, bias2_root)
+
+
+def adamw_threads(num_threads: int) -> _native.ThreadPool:
+    """Threads for `begin_adamw`, which blocks while they have enough to do."""
+    return _native.ThreadPool(num_threads, QUEUED_A_THREAD * num_threads)
+
+
+def begin_adamw(
+    pool: _native.ThreadPool,
+    planes: Planes,
+    grad: Tensor,
+    segments: Sequence[tuple[int, int, float]],
+    scalars: tuple[float, float, float, float, float, float, float, float],
+    before: Planes,
+) -> _native.Batch | None:
+    """Begin AdamW on flat planes of one device.
+
+    Args:
+        pool: does it on the CPU.
+        planes: of each kind of state; with a remainder, weight and gradient are bf16, else fp32.
+        grad: the gradient of the same elements.
+        segments: (start, stop, decay) in elements.
+        scalars: `Scalars.of_kernels`.
+        before: the planes to read of kinds that are not updated in place; on the CPU only.
+
+    Returns:
+        What to wait on; None where it lies on the GPU's current stream.
+    """
+    remainder = planes.get(Kind.REMAINDER)
+    if grad.is_cuda:
+        from megatier.numerics import kernels  # Triton comes with torch's CUDA builds alone
+
+        assert not before, "on the GPU AdamW is in place"
+        moments = planes[Kind.EXP_AVG], planes[Kind.EXP_AVG_SQ]
+        kernels.adamw((planes[Kind.WEIGHT], remainder, *moments, grad), segments, scalars)
+        return None
+    sources = _addresses({**planes, **before})
+    return pool.submit_adamw(
+        (*_addresses(planes), grad.data_ptr()), remainder is not None, segments, scalars, before=sources
+    )
+
+
+def _addresses(planes: Planes) -> tuple[int, int, int, int]:
+    remainder = planes.get(Kind.REMAINDER)
+    return (
+        planes[Kind.WEIGHT].data_ptr(),
+        remainder.data_ptr() if remainder is not None else 0,
+        planes[Kind.EXP_AVG].data_ptr(),
+        planes[Kind.EXP_AVG_SQ].data_ptr(),
+    )
+
+
+def _num_spans(tensor: TensorSlice) -> int:
+    return -(-tensor.num_elements // SPAN_ELEMENTS)
+
+
+def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Write fp32 [n] on the CPU as weight bf16 [n] and remainder int16 [n], on one device; see `join_master`."""
+    if weight.is_cuda:
+        planes = torch.empty_like(weight, device="cpu"), torch.empty_like(remainder, device="cpu")
+        split_master(master, *planes)
+        weight.copy_(planes[0])
+        remainder.copy_(planes[1])
+        return
+    _native.split(master.data_ptr(), weight.data_ptr(), remainder.data_ptr(), master.numel())
+
+
+def join_master(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
+    """Write the fp32 master of two planes, all flat [n], exactly; the master lies on the CPU."""
+    if weight.is_cuda:
+        master.copy_(((weight.view(torch.int16).int() << 16) + remainder).view(torch.float32))
+        return
+    _native.join(weight.data_ptr(), remainder.data_ptr(), master.data_ptr(), weight.numel())
+
+
+def learning_rate(step: int, *, peak: float, schedule: str, warmup: int, steps: int, minimum_ratio: float) -> float:
+    """Learning rate of step 1 to steps: linear warm-up, then constant, linear or cosine to minimum_ratio * peak."""
+    if step <= warmup:
+        return peak * step / warmup
+    share = (step - warmup - 1) / max(1, steps - warmup)
+    if schedule == "constant":
+        return peak
+    fall = share if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * share))
+    return peak * (1 - (1 - minimum_ratio) * fall)
+
+
+__all__ = ["AdamW", "Hyperparameters", "join_master", "learning_rate", "split_master"]

@@ -1,0 +1,304 @@
+"""The plan of a run: what lies where, how long a step takes, what bounds it, and which one change would help most.
+
+Nothing is reserved and no GPU is needed: the model is a skeleton, the machine a set of rates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from megatier.checkpoint.checkpoint import checkpoint_bytes
+from megatier.config.schema import RunConfig
+from megatier.errors import PlanError
+from megatier.models.experts import cut_units
+from megatier.planner.memory import ActivationBytes, mask_bytes
+from megatier.planner.trial import Trial, with_parts
+from megatier.play.trace import TraceEvent
+from megatier.schedule.forecast import HOST_SECONDS, QUEUES_OF_DISK, Forecast
+from megatier.schedule.placement import Budgets, Placement, place
+from megatier.schedule.rates import DriveRates, Rates
+from megatier.schedule.sizes import bytes_per_element
+from megatier.schedule.timeline import Access, gradient_bytes
+from megatier.tier import Kind, Tier
+
+HIDDEN = 1.05
+"""A step counts as bound by compute while it takes at most this many times as long as compute."""
+TIMES_MAX = 4096
+"""Times the present tokens that are tried for N*."""
+HALVINGS = 4
+"""Of the last doubling, to narrow N* down to 3 %."""
+SECONDS_PER_DAY = 86_400
+GENERATIONS = {
+    "1: updates in place": (1, False),
+    "2: updates in the backward": (2, False),
+    "2: savepoints": (2, True),
+    "3: both": (3, True),
+}
+"""How many generations of what spills there are, and whether one may be kept."""
+UNLIMITED = 1 << 62
+"""Bytes, more than any drive has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing changed, and what it would do."""
+
+    what: str
+    tokens_per_s: float
+    gain: float
+    """Tokens a second over those of the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run on a machine.
+
+    Attributes:
+        num_parameters: all of them.
+        num_trained: of these.
+        tokens: of a step.
+        budgets: bytes per tier.
+        accesses: the order in which a step uses its units.
+        placement: homes and slots.
+        state_bytes: per tier and kind.
+        spilled_gradient_bytes: of gradients that a step writes to NVMe, and reads again: RAM is too short.
+        activations: GPU memory beside the budget, estimated.
+        mask_bytes: of these, the mask that keeps documents apart.
+        forecast: of a step.
+        seconds_range: of a step, shortest and longest, as the drives waver; equal where that was not measured.
+        compute_seconds: of a step, if nothing else took time.
+        checkpoint_bytes: of one checkpoint.
+        checkpoint_seconds: of writing it, on a drive such as the first; None where none is known.
+        checkpoint_pause_seconds: of these, that training waits.
+        savepoint_bytes: that one savepoint writes: what does not lie on NVMe.
+        savepoint_seconds: that it pauses the run, on such a drive.
+        generation_bytes: what the run takes on NVMe, by how many generations there are and what for.
+        hidden_at: N*, the tokens of a step from which all but compute is hidden; None: none that was tried.
+        changes: what would help, the best first.
+    """
+
+    num_parameters: int
+    num_trained: int
+    tokens: int
+    budgets: Budgets
+    accesses: tuple[Access, ...]
+    placement: Placement
+    state_bytes: Mapping[tuple[Tier, Kind], int]
+    spilled_gradient_bytes: int
+    activations: ActivationBytes
+    mask_bytes: int
+    forecast: Forecast
+    seconds_range: tuple[float, float]
+    compute_seconds: float
+    checkpoint_bytes: int
+    checkpoint_seconds: float | None
+    checkpoint_pause_seconds: float | None
+    savepoint_bytes: int
+    savepoint_seconds: float | None
+    generation_bytes: Mapping[str, int]
+    hidden_at: int | None
+    changes: tuple[Change, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole run."""
+        return self.tokens / self.forecast.seconds
+
+    @property
+    def attainment(self) -> float:
+        """Compute alone over the step."""
+        return self.compute_seconds / self.forecast.seconds
+
+    @property
+    def written_bytes_per_step(self) -> float:
+        """To NVMe."""
+        return self.forecast.moved_bytes.get("ram_to_nvme", 0.0)
+
+    @property
+    def written_bytes_per_day(self) -> float:
+        """To NVMe, if the run goes on: what wears a drive."""
+        return self.written_bytes_per_step / self.forecast.seconds * SECONDS_PER_DAY
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        made = self.forecast
+        return {
+            "num_parameters": self.num_parameters,
+            "num_trained": self.num_trained,
+            "tokens_per_step": self.tokens,
+            "seconds": made.seconds,
+            "seconds_low": self.seconds_range[0],
+            "seconds_high": self.seconds_range[1],
+            "tokens_per_s": self.tokens_per_s,
+            "attainment": self.attainment,
+            "bound_by": made.bound_by,
+            "hidden_at_tokens": self.hidden_at,
+            "budget_bytes": dataclasses.asdict(self.budgets),
+            "state_bytes": {f"{tier} {kind}": size for (tier, kind), size in self.state_bytes.items()},
+            "other_bytes": {str(tier): size for tier, size in self.placement.other_bytes.items()},
+            "spilled_gradient_bytes": self.spilled_gradient_bytes,
+            "activation_bytes": dataclasses.asdict(self.activations) | {"peak": self.activations.peak},
+            "mask_bytes": self.mask_bytes,
+            "homes": {f"{unit} {kind}": str(tier) for (unit, kind), tier in self.placement.homes.items()},
+            "streamed": list(self.placement.streamed),
+            "busy_seconds": {lane: seconds for lane, seconds in made.busy_seconds.items() if seconds},
+            "alone_seconds": {lane: seconds for lane, seconds in made.alone_seconds.items() if seconds},
+            "moved_bytes": dict(made.moved_bytes),
+            "written_bytes_per_day": self.written_bytes_per_day,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "checkpoint_seconds": self.checkpoint_seconds,
+            "checkpoint_pause_seconds": self.checkpoint_pause_seconds,
+            "savepoint_bytes": self.savepoint_bytes,
+            "savepoint_seconds": self.savepoint_seconds,
+            "generation_bytes": dict(self.generation_bytes),
+            "changes": [dataclasses.asdict(change) for change in self.changes],
+        }
+
+    def events(self) -> list[TraceEvent]:
+        """The forecast as a trace, for the picture."""
+        return [
+            TraceEvent(span.lane, span.name, int(span.start * 1e9), int(span.end * 1e9))
+            for span in self.forecast.spans
+            if span.lane != "host"
+        ]
+
+
+def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, *, compiles: bool) -> Plan:
+    """Plan a run.
+
+    Args:
+        model: its skeleton.
+        config: the run's settings.
+        rates: the machine's.
+        budgets: bytes of each tier.
+        compiles: whether layers are compiled.
+
+    Raises:
+        PlanError: it does not fit; names what is short.
+        UnsupportedModelError: the model cannot be streamed.
+    """
+    trial = Trial.of(model, cut_units(model, config.model.expert_parts), config, rates, budgets, compiles=compiles)
+    try:
+        work, placement = trial.work, trial.placed()
+    except PlanError as short:
+        raise with_parts(short, model, config, rates, budgets, compiles=compiles) from short
+    made = trial.forecast(placement)
+    units = {spec.name: spec for spec in work.specs}
+    state: Counter[tuple[Tier, Kind]] = Counter()
+    for (name, kind), home in placement.homes.items():
+        state[home, kind] += units[name].elements_of(kind) * bytes_per_element(kind, split=work.policy.split)
+    tokens = config.train.batch * config.data.sequence_length
+    num_bytes = checkpoint_bytes(work.units)
+    written_s = checkpoint_seconds(num_bytes, placement.state_bytes.get(Tier.NVME, 0), rates.drives)
+    resident = placement.state_bytes.get(Tier.GPU, 0) + placement.state_bytes.get(Tier.RAM, 0)
+    return Plan(
+        sum(tensor.num_elements for unit in work.units for tensor in unit.layout.tensors),
+        sum(tensor.num_elements for unit in work.units for tensor in unit.layout.trained.tensors),
+        tokens,
+        budgets,
+        trial.accesses,
+        placement,
+        dict(state),
+        sum(gradient_bytes(spec, placement, work.policy).get("ram_to_nvme", 0) for spec in work.specs),
+        trial.activations,
+        mask_bytes(config, work),
+        made,
+        trial.seconds_range(placement, made),
+        trial.compute_seconds,
+        num_bytes,
+        written_s,
+        pause_seconds(written_s, made) if written_s is not None else None,
+        resident,
+        checkpoint_seconds(resident, 0, rates.drives),
+        generation_bytes(trial, placement),
+        hidden_at(trial, placement, tokens),
+        _changes(trial, tokens, tokens / made.seconds, spills=bool(placement.spilled)),
+    )
+
+
+def checkpoint_seconds(num_bytes: int, spilled_bytes: int, drives: Sequence[DriveRates]) -> float | None:
+    """How long a checkpoint is written to new files of the first drive, from which what spilled is read as well."""
+    if not drives:
+        return None
+    drive = drives[0]
+    written_s = num_bytes / (drive.first_write_bytes_per_s or drive.write_bytes_per_s)
+    return max(written_s, (num_bytes + spilled_bytes) / drive.mixed_bytes_per_s) if spilled_bytes else written_s
+
+
+def pause_seconds(written_s: float, step: Forecast) -> float:
+    """What is left of the writing of a checkpoint after a step: for so long no state changes.
+
+    The drives' own work in that step comes first, as if the checkpoint went to the drives of the state.
+    """
+    drives_s = sum(step.alone_seconds.get(queue, 0.0) for queue in QUEUES_OF_DISK)
+    return max(0.0, written_s - max(0.0, step.seconds - drives_s))
+
+
+def generation_bytes(trial: Trial, placement: Placement) -> dict[str, int]:
+    """What a run takes on NVMe by what generations are for, where RAM takes their slots; empty if nothing spills."""
+    found: dict[str, int] = {}
+    for use, (count, saves) in GENERATIONS.items() if placement.spilled and trial.work.policy.deferred else ():
+        policy = replace(trial.work.policy, generations=count, savepoints=saves)
+        with contextlib.suppress(PlanError):
+            tried = place(trial.work.specs, replace(trial.budgets, nvme=UNLIMITED), policy)
+            found[use] = tried.state_bytes.get(Tier.NVME, 0) + tried.other_bytes.get(Tier.NVME, 0)
+    return found
+
+
+# ---------------------------------------------------------------------- what if
+
+
+def hidden_at(trial: Trial, placement: Placement, tokens: int) -> int | None:
+    """N*: about the fewest tokens a step that hide everything but compute; None where TIMES_MAX times do not.
+
+    Doubled until all is hidden, then narrowed: more tokens never hide less.
+    """
+
+    def is_hidden(times: float) -> bool:
+        tried = trial.times(times)
+        return tried.forecast(placement).seconds <= HIDDEN * (tried.compute_seconds + HOST_SECONDS)
+
+    times = 1.0
+    while not is_hidden(times):
+        times *= 2
+        if times > TIMES_MAX:
+            return None
+    low, high = times / 2, times
+    for _ in range(HALVINGS if times > 1 else 0):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_hidden(middle) else (middle, high)
+    return math.ceil(tokens * high)
+
+
+def _changes(trial: Trial, tokens: int, tokens_per_s: float, *, spills: bool) -> tuple[Change, ...]:
+    """Each tried alone, the best first."""
+    budgets = trial.budgets
+    tried: list[tuple[str, Trial, float]] = [
+        ("twice the tokens in a group", trial.times(2), 2),
+        ("a quarter more RAM", replace(trial, budgets=replace(budgets, ram=budgets.ram * 5 // 4)), 1),
+        ("a quarter more GPU memory for state", replace(trial, budgets=replace(budgets, gpu=budgets.gpu * 5 // 4)), 1),
+    ]
+    policy = trial.work.policy
+    if spills and policy.deferred and not policy.speculates:
+        count = 2 + policy.savepoints
+        more = replace(trial.work, policy=replace(policy, generations=count))
+        tried.append((f"updates in the backward (tiers.generations {count})", replace(trial, work=more), 1))
+    if trial.rates.drives:
+        drives = (*trial.rates.drives, trial.rates.drives[0])
+        tried.append(("one more drive", replace(trial, rates=replace(trial.rates, drives=drives)), 1))
+    changes = []
+    for what, changed, times in tried:
+        try:
+            rate = tokens * times / changed.forecast(changed.placed()).seconds
+        except PlanError:  # more state on the GPU than activations leave room for
+            continue
+        changes.append(Change(what, rate, rate / tokens_per_s - 1))
+    return tuple(sorted(changes, key=lambda change: -change.gain))

@@ -1,0 +1,131 @@
+"""What a step of a run is predicted to take, and how the run's own first steps correct that.
+
+Drives waver, and do less in some runs than `megatier bench` saw before. So the first steps measure what the drives do
+in the run's own pattern, and the step is simulated anew with drives like that. Nothing but the prediction changes:
+neither placement nor settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from megatier.planner.search import Choice
+from megatier.planner.trial import Trial
+from megatier.play.trace import TraceEvent
+from megatier.schedule.forecast import QUEUES_OF_DISK, Forecast
+from megatier.schedule.placement import Placement
+
+STEPS = 3
+"""Steps that are measured, after the first, which learns the order of units."""
+WORTH_SAYING = 0.05
+"""Share of a step by which a correction must differ to be told."""
+ROUNDS = 4
+CLOSE = 0.01
+"""In a step reads and writes mix as they happen to meet, so its rate follows that of the drives only about: it is
+brought so near in a few rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """A step as planned, and as predicted from what the drives do in this run."""
+
+    planned_seconds: float
+    planned_bytes_per_s: float
+    """Of all drives together while they are busy, in the step as planned."""
+    seconds: float
+    measured_bytes_per_s: float
+    """The same, as measured in the run."""
+
+    @property
+    def is_worth_saying(self) -> bool:
+        """Whether a step is predicted to take clearly more, or less."""
+        return abs(self.seconds / self.planned_seconds - 1) > WORTH_SAYING
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `metrics.jsonl`."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        planned, measured = self.planned_bytes_per_s / 1e9, self.measured_bytes_per_s / 1e9
+        return (
+            f"the plan said {self.planned_seconds:.3g} s a step with drives that do {planned:.3g} GB/s; in this run "
+            f"they do {measured:.3g} GB/s: {self.seconds:.3g} s"
+        )
+
+
+class Prediction:
+    """The planned step of a run, until its first steps correct it. For the training thread alone."""
+
+    def __init__(
+        self, trial: Trial, placement: Placement, forecast: Forecast, seconds_range: tuple[float, float]
+    ) -> None:
+        """As planned.
+
+        Args:
+            trial: the run on the machine as measured.
+            placement: homes and slots.
+            forecast: a step.
+            seconds_range: of it, shortest and longest, as the drives waver.
+        """
+        self._trial, self._placement = trial, placement
+        self.forecast, self.seconds_range = forecast, seconds_range
+        self._num_seen = 0
+        self._rates: list[float] = []
+
+    @classmethod
+    def of(cls, choice: Choice) -> Prediction:
+        """What the planner chose."""
+        return cls(choice.trial, choice.placement, choice.forecast, choice.seconds_range)
+
+    def observe(self, events: Iterable[TraceEvent]) -> Correction | None:
+        """Take the events of the next step of this process.
+
+        Returns the correction when enough steps were seen, once; the forecast is then the corrected one. A step in
+        which the drives were idle, as after one that was left out, tells nothing.
+        """
+        self._num_seen += 1
+        if self._num_seen == 1 or len(self._rates) == STEPS or not planned_rate(self.forecast):
+            return None
+        if rate := measured_rate(events):
+            self._rates.append(rate)
+        return self._corrected(median(self._rates)) if len(self._rates) == STEPS else None
+
+    def _corrected(self, rate: float) -> Correction:
+        planned = self.forecast
+        made, factor = planned, 1.0
+        for _ in range(ROUNDS):
+            # A drive that was planned to do much less may become so fast that it takes no time.
+            factor *= rate / (planned_rate(made) or rate)
+            rates = self._trial.rates.times(factor)
+            made = replace(self._trial, rates=rates).forecast(self._placement)
+            if abs(planned_rate(made) / rate - 1) < CLOSE:
+                break
+        self.forecast, self.seconds_range = made, (made.seconds, made.seconds)
+        return Correction(planned.seconds, planned_rate(planned), made.seconds, rate)
+
+
+def measured_rate(events: Iterable[TraceEvent]) -> float:
+    """Bytes a second that went to and from the drives of a step while any did; 0 if none did."""
+    moves = [event for event in events if event.lane in QUEUES_OF_DISK and event.num_bytes]
+    busy_s = covered((event.start_ns, event.end_ns) for event in moves) / 1e9
+    return sum(event.num_bytes for event in moves) / busy_s if busy_s else 0.0
+
+
+def planned_rate(made: Forecast) -> float:
+    """The same of a forecast."""
+    spans = [(max(0.0, span.start), min(made.seconds, span.end)) for span in made.spans if span.lane in QUEUES_OF_DISK]
+    busy_s = covered(spans)
+    return sum(made.moved_bytes.get(queue, 0.0) for queue in QUEUES_OF_DISK) / busy_s if busy_s else 0.0
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of spans, each a start and an end."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total

@@ -1,0 +1,69 @@
+"""Offloaded activations: each unit's input, in RAM from its forward to its backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+
+from megatier.errors import ConfigError
+from megatier.play.blocks import activation_key
+from megatier.schedule.sizes import UnitSpec
+from megatier.store.store import TieredStore
+from megatier.store.transfer import Transfer
+
+
+class Offload:
+    """Takes activations to RAM and brings them back, the last one first. For the thread that computes.
+
+    Attributes:
+        demanded: bytes per queue so far. A unit without a backward, where all below is frozen, has none.
+    """
+
+    def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec]) -> None:
+        """The store has a block for each unit with `activation_bytes`."""
+        self._store, self._units = store, units
+        self._stashed: list[tuple[str, torch.Size, torch.dtype]] = []
+        self._fetched: dict[str, tuple[torch.Tensor, Transfer]] = {}
+        self.demanded: Counter[str] = Counter()
+
+    def clear(self) -> None:
+        """Forget what an abandoned pass left behind."""
+        self._stashed.clear()
+        self._fetched.clear()
+
+    def stash(self, unit: str, tensor: torch.Tensor) -> None:
+        """Start copying an activation (contiguous, on the GPU) to its place in RAM.
+
+        Raises:
+            ConfigError: the batch is larger than what the run was planned for.
+        """
+        if tensor.nbytes > (planned := self._units[unit].activation_bytes):
+            raise ConfigError(
+                f"the input of {unit} has {tensor.nbytes} bytes; by train.batch and data.sequence_length, "
+                f"train.activations: offload has set {planned} aside for it. Give batches that are no larger; where "
+                "they are not, this model's layers take more than a hidden state a token: set train.activations to "
+                "recompute."
+            )
+        self._store.push(activation_key(unit), tensor)
+        self._stashed.append((unit, tensor.shape, tensor.dtype))
+        self.demanded["gpu_to_ram"] += tensor.nbytes
+
+    def fetch(self, unit: str) -> torch.Tensor:
+        """A stashed activation back on the GPU, ordered before what compute does next; and the one before it, ahead."""
+        if unit not in self._fetched:
+            self._fetch_last(unit)
+        tensor, transfer = self._fetched.pop(unit)
+        transfer.order()
+        if self._stashed:
+            self._fetch_last(self._stashed[-1][0])
+        return tensor
+
+    def _fetch_last(self, unit: str) -> None:
+        """Start bringing the activation that was stashed last: a backward needs them in that order."""
+        index = max(i for i, (name, _, _) in enumerate(self._stashed) if name == unit)
+        _, shape, dtype = self._stashed.pop(index)
+        tensor = torch.empty(shape, dtype=dtype, device=self._store.device)
+        self._fetched[unit] = tensor, self._store.pull(activation_key(unit), tensor)
+        self.demanded["ram_to_gpu"] += tensor.nbytes

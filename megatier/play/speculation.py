@@ -1,0 +1,228 @@
+"""Speculation: updates inside the backward, as if nothing had to be clipped.
+
+With clipping, updates wait for the norm, and drives would be idle through the backward. So units that spill may have a
+spare generation of state. As soon as such a unit's gradient is final, the lane `update_nvme` reads the generation that
+holds, updates it with a clip coefficient of 1 and writes the spare one. When the norm is known and nothing is clipped,
+that one holds from then on. Else it is void: the next pass updates the unit as all others, from the old generation,
+with its gradient, which still waits. The bits are the same either way; a wrong guess costs bytes.
+
+Threads: `begin`, `submit` and `decide` come from the thread that computes (autograd's, in a backward).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from megatier.play.blocks import Generation, UnitBlocks
+from megatier.play.optimizer import Apply, Elements, Optimizer
+from megatier.play.trace import Recorder
+from megatier.schedule.slots import UPDATE_DEPTH
+from megatier.store.transfer import Queue, Transfer
+from megatier.tier import round_up
+
+CHUNK_DEPTH = UPDATE_DEPTH - 1
+"""Update chunks that arrive or are worked on; one more leaves."""
+HISTORY = 8
+"""Steps that are looked back on: where more than half of them were clipped, or left out, nobody speculates."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """What one pass updates speculatively."""
+
+    apply: Apply
+    units: dict[str, Generation] = field(default_factory=dict)
+    """And into which generation."""
+    is_void: bool = False
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of a unit's state, to be read in one generation and written in the other."""
+
+    attempt: Attempt
+    unit: str
+    old: Generation
+    new: Generation
+    elements: Elements
+
+
+class Speculation:
+    """The speculative updates of a run, on the lane of all updates of what spills.
+
+    Attributes:
+        updated: units whose last update is done, or on its way, because it was kept.
+        outcome: of the last step that was decided: `kept`, `void`, or None where nothing was tried.
+        outcomes: how many steps had each.
+        void_bytes: read and written in vain so far.
+        demanded: bytes per queue that speculative updates had to move so far.
+    """
+
+    def __init__(
+        self, blocks: UnitBlocks, optimizer: Optimizer, recorder: Recorder, busy: dict[str, str], lane: Queue
+    ) -> None:
+        """Nothing is tried before `begin`.
+
+        Args:
+            blocks: the run's blocks.
+            optimizer: does the arithmetic.
+            recorder: notes updates.
+            busy: per lane, what it is at; kept up to date here.
+            lane: where they run.
+        """
+        self._blocks, self._optimizer, self._recorder, self._busy = blocks, optimizer, recorder, busy
+        self._lane = lane
+        self._store, self._units = blocks.store, frozenset(blocks.placement.speculative)
+        self.updated: frozenset[str] = frozenset()
+        self.outcome: Literal["kept", "void"] | None = None
+        self.outcomes: Counter[str] = Counter()
+        self.void_bytes = 0
+        self._lock = threading.Lock()
+        """Guards what an attempt moved: the lane counts it, and `abandon` adds it up."""
+        self.demanded: Counter[str] = Counter()
+        self._clipped: deque[bool] = deque(maxlen=HISTORY)
+        self._is_closed = False
+        self._attempt: Attempt | None = None
+        self._transfers: dict[str, Transfer] = {}
+        self._planned: deque[Chunk] = deque()
+        """Chunks that nobody asked for yet, in the order of the lane."""
+        self._asked: deque[Chunk] = deque()
+        """Chunks that were asked for, before those planned; known to the lane alone."""
+
+    # ------------------------------------------------------------------ the player's side
+
+    def begin(self) -> None:
+        """A training pass begins: say whether its updates are speculative, and forget what the last one updated."""
+        self.abandon()
+        self.updated = frozenset()
+        if self._units and 2 * sum(self._clipped) <= len(self._clipped):
+            self._attempt = Attempt(self._optimizer.unclipped())
+
+    def submit(self, unit: str, after: Sequence[Transfer]) -> None:
+        """A unit's gradient is final; update it if this pass speculates and the unit has a spare generation.
+
+        Args:
+            unit: its name.
+            after: what makes its gradient, or adds it up.
+        """
+        if (attempt := self._attempt) is None or unit not in self._units:
+            return
+        if (new := self._blocks.spare(unit)) is None:
+            return
+        old, chunks = self._blocks.valid[unit], self._blocks.chunks(unit)
+        with self._store.tear.change:
+            attempt.units[unit] = new
+            self._planned.extend(Chunk(attempt, unit, old, new, elements) for elements in chunks)
+            work = partial(self._update, attempt, unit, len(chunks))
+            self._transfers[unit] = self._lane.submit(unit, 0, work, after, self._blocks.readers(unit, new))
+
+    def decide(self, *, clipped: bool) -> None:
+        """The norm is known: what was updated holds, or is void: it should have been clipped, or left out.
+
+        Call it inside a region of the store's tear.
+        """
+        self._clipped.append(clipped)
+        if (attempt := self._attempt) is None:
+            self.outcome = None
+            return
+        self.outcome = "void" if clipped else "kept"
+        self.outcomes[self.outcome] += 1
+        if clipped:
+            self.abandon()
+            return
+        self._attempt = None
+        self.updated = frozenset(attempt.units)
+        self._blocks.valid.update(attempt.units)
+
+    def abandon(self) -> None:
+        """What was tried and not decided is void; chunks that have not begun are left out."""
+        if (attempt := self._attempt) is not None:
+            with self._store.tear.change:
+                with self._lock:
+                    attempt.is_void = True
+                    self.void_bytes += attempt.moved_bytes
+                self._attempt = None
+
+    def forget(self) -> None:
+        """All updates have ended, and their state is overwritten next."""
+        self.abandon()
+        self.updated = frozenset()
+        for kept in (self._transfers, self._planned, self._asked):
+            kept.clear()
+
+    def of(self, unit: str) -> Transfer | None:
+        """The unit's speculative update, until another update takes its place."""
+        return self._transfers.get(unit)
+
+    def drop(self, unit: str) -> None:
+        """Another update, or sum, of the unit takes the place of its speculative one."""
+        self._transfers.pop(unit, None)
+
+    def all(self) -> list[Transfer]:
+        """Every unit's last speculative update that has no successor."""
+        return list(self._transfers.values())
+
+    def close(self) -> None:
+        """Leave out what has not begun."""
+        self._is_closed = True
+
+    # ------------------------------------------------------------------ the lane's side
+
+    def _update(self, attempt: Attempt, unit: str, num_chunks: int) -> None:
+        """AdamW on a unit, chunk by chunk, from one generation into the other."""
+        for left in range(num_chunks, 0, -1):
+            try:
+                if not (attempt.is_void or self._is_closed):
+                    self._read_ahead()
+                    self._update_chunk(self._asked[0])
+            except BaseException:
+                for _ in range(left):
+                    self._next()
+                raise
+            self._next()
+
+    def _read_ahead(self) -> None:
+        self._busy["update_nvme"] = "nvme_to_ram"
+        while self._planned and len(self._asked) < CHUNK_DEPTH and not self._planned[0].attempt.is_void:
+            chunk = self._planned.popleft()
+            self._asked.append(chunk)
+            size = self._blocks.read_ahead(chunk.unit, chunk.elements, chunk.old)
+            self._demand(chunk.attempt, "nvme_to_ram", size)
+
+    def _update_chunk(self, chunk: Chunk) -> None:
+        unit, elements = chunk.unit, chunk.elements
+        with (
+            self._blocks.open_grad(unit, elements) as grad,
+            self._blocks.open_update(unit, elements, chunk.old, chunk.new) as state,
+        ):
+            self._busy["update_nvme"] = "update"
+            start = time.perf_counter_ns()
+            work = chunk.attempt.apply(unit, elements, state.planes, grad, state.before)
+            if work is not None:
+                work.wait()
+            self._recorder.work("update_nvme", unit, start, time.perf_counter_ns())
+            state.write_back()
+        for kind in self._blocks.spilled(unit):
+            start, stop = self._blocks.span(unit, kind, elements)
+            self._demand(chunk.attempt, "ram_to_nvme", round_up(stop) - start)
+
+    def _next(self) -> None:
+        """The first chunk is over; one that was read in vain leaves its slots."""
+        if not self._asked:
+            self._planned.popleft()
+            return
+        chunk = self._asked.popleft()
+        self._blocks.drop_read(chunk.unit, chunk.elements, chunk.old)
+
+    def _demand(self, attempt: Attempt, queue: str, size: int) -> None:
+        self.demanded[queue] += size
+        with self._lock:
+            attempt.moved_bytes += size
+            self.void_bytes += size if attempt.is_void else 0

@@ -1,0 +1,384 @@
+"""The updates: AdamW unit by unit, where each unit's state lies, submitted when its gradient is final.
+
+The lane `update` runs AdamW on the CPU where state is in RAM, and sums groups there. The lane `update_nvme` does so
+where state spills, chunk by chunk, and writes back: beside the other, so that no drive waits for it. The lane
+`update_gpu` works where AdamW runs on the GPU.
+
+A streamed unit's state comes to GPU slots during the backward, when links and memory have time. It is updated there as
+soon as the norm is known, and goes home when the CPU is through with its own updates, which need all that memory gives.
+
+Where a unit's weights come from NVMe and its update is due, the update feeds the load: state is read once, and the new
+weight plane goes from the RAM slot to the GPU on its way home.
+
+No deadlock: an update that feeds a load waits only for accesses before that load's; a streamed unit's waits for its
+load, and no load waits for it; the exchange of streamed state waits for the other lanes, never the other way round. RAM
+slots are held only while bytes move or AdamW runs.
+
+Where a unit has a spare generation of state, its update may run before the norm is known: `speculation` says when.
+Where the generation that holds is kept as a savepoint, the update writes a spare one, which holds from then on.
+
+Threads: updates and sums are submitted by the thread that computes (autograd's, in a backward). Any thread may ask for
+one of them (`of`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from functools import partial
+
+from megatier.errors import StepAbandonedError
+from megatier.play.blocks import Generation, UnitBlocks, block_key, grad_key, sum_key
+from megatier.play.gate import Gate
+from megatier.play.optimizer import Elements, Optimizer, Work
+from megatier.play.speculation import CHUNK_DEPTH, Speculation
+from megatier.play.trace import Recorder
+from megatier.schedule.timeline import Load, Update, update_bytes
+from megatier.store.tear import Tear
+from megatier.store.transfer import FAILURES, Queue, Transfer, mark
+from megatier.tier import Kind, Tier
+
+
+class Applied:
+    """AdamW under way on a unit in RAM. Its leases end when somebody has waited for it."""
+
+    def __init__(self, work: Work, leases: contextlib.ExitStack, tear: Tear) -> None:
+        """Made by the update lane, which goes on to the next unit meanwhile, so that the threads never run dry."""
+        self._work, self._leases, self._tear, self._lock = work, leases, tear, threading.Lock()
+        self._error: Exception | None = None
+
+    def wait(self) -> None:
+        """Block until it is done; any thread, any number of times."""
+        self._work.wait()
+        with self._lock:
+            try:
+                with self._tear.call:  # whoever waits first does this, the training thread perhaps
+                    self._leases.close()
+            except FAILURES as error:
+                self._error = error
+            if self._error is not None:
+                raise self._error
+
+    def done(self) -> bool:
+        """True when wait() would not block."""
+        return self._work.done()
+
+    def span_ns(self) -> tuple[int, int]:
+        """Start and end, in time.perf_counter_ns."""
+        return self._work.span_ns()
+
+
+class Updates:
+    """The updates of a run's units, and the sums of groups before them. `close` stops their lanes.
+
+    Attributes:
+        exchange: takes streamed state home and brings it again; the last one submitted.
+        queues: its lanes.
+        speculation: updates before the norm is known.
+    """
+
+    def __init__(
+        self, blocks: UnitBlocks, optimizer: Optimizer, gate: Gate, recorder: Recorder, busy: dict[str, str]
+    ) -> None:
+        """Start the lanes.
+
+        Args:
+            blocks: the run's blocks.
+            optimizer: does the arithmetic.
+            gate: accesses of the pass that are over; a fed load waits for its slot there.
+            recorder: notes updates.
+            busy: per lane, what it is at, for the causes of stalls; kept up to date here.
+        """
+        self._blocks, self._optimizer, self._gate, self._recorder, self._busy = blocks, optimizer, gate, recorder, busy
+        self._store, self._placement, self._policy = blocks.store, blocks.placement, blocks.policy
+        self.exchange: Transfer | None = None
+        self._demanded: Counter[str] = Counter()
+        self._last: dict[str, Transfer] = {}
+        """Each unit's update or sum that was submitted last, but for speculative updates."""
+        self._fetched: dict[str, Transfer] = {}
+        """Sums of groups on their way to the GPU that nobody has taken yet."""
+        self._ahead: deque[tuple[str, Elements, Generation]] = deque()
+        """Chunks of spilled state that are due, in the order of their lane."""
+        self._is_ahead = False
+        """Streamed state is on the GPU, or on its way there, for the next update."""
+        self._is_closed = False
+        busy.update(update="update", update_nvme="nvme_to_ram", update_gpu="update_gpu")
+        # The immediate mode looks at sums of squares on the GPU; in the deferred mode these lanes need no stream.
+        clock = None if self._policy.deferred else self._store.clock
+        # They wait for loads and slots, so for compute, which submits to them.
+        self._in_ram = Queue("update", clock, decides=True)
+        self._on_nvme = Queue("update_nvme", clock, decides=True)
+        self._on_gpu = Queue("update_gpu", self._store.clock, decides=True)
+        self.queues = (self._in_ram, self._on_nvme, self._on_gpu)
+        self.speculation = Speculation(blocks, optimizer, recorder, busy, self._on_nvme)
+
+    # ------------------------------------------------------------------ the player's side
+
+    def submit(self, update: Update, gradient: Transfer | None, load: Transfer | None = None) -> None:
+        """Update a unit, on the lane of the tier where that is done.
+
+        Args:
+            update: the unit, and the load to feed.
+            gradient: the point of compute that made its gradient, where compute is asynchronous.
+            load: of a streamed unit's weights. The update comes behind it even if it was given up: what is due has to
+                run.
+        """
+        with self._store.tear.change:
+            self._submit(update, [gradient] if gradient is not None else [], load)
+
+    def _submit(self, update: Update, after: list[Transfer], load: Transfer | None) -> None:
+        unit = update.unit
+        old, new = self._blocks.advance(unit)
+        behind = self._blocks.readers(unit, new)
+        behind += [load] if load is not None else []
+        self.speculation.drop(unit)
+        if self._placement.updater(unit) is Tier.GPU:
+            transfer = self._on_gpu.submit(unit, 0, partial(self._update_on_gpu, unit), after, behind)
+            self._recorder.watch(transfer)
+        elif self._blocks.is_cut(unit):
+            self._ahead.extend((unit, elements, old) for elements in self._blocks.chunks(unit))
+            if self._policy.groups > 1 and (summed := self._last.get(unit)) is not None:
+                after.append(summed)
+            transfer = self._on_nvme.submit(unit, 0, partial(self._update_on_nvme, update, old, new), after, behind)
+        else:
+            transfer = self._in_ram.submit(unit, 0, partial(self._update_in_ram, unit), after, behind)
+        self._last[unit] = transfer
+        if unit in self._placement.streamed:
+            size = self._blocks.passing_bytes(unit)
+            self._demanded["state_to_gpu"] += 0 if self._is_ahead else size
+            self._demanded["state_to_ram"] += size
+            self._demanded["gpu_to_ram"] += self._blocks.trained_weight_bytes(unit)
+
+    def submit_sum(self, unit: str, group: int) -> None:
+        """Add a group's gradient, which is in RAM or on its way there, to those before it."""
+        with self._store.tear.change:
+            self.speculation.drop(unit)
+            self._last[unit] = self._in_ram.submit(unit, 0, partial(self._accumulate, unit, group))
+
+    def submit_fetch(self, unit: str) -> None:
+        """Bring the sum of the groups before to the GPU, for this group's gradient to be added."""
+        with self._store.tear.change:
+            self._fetched[unit] = self._in_ram.submit(unit, 0, partial(self._fetch, unit))
+
+    def fetched(self, unit: str) -> Transfer | None:
+        """After which the unit's sum is there, or on its way; once."""
+        return self._fetched.pop(unit, None)
+
+    def submit_speculative(self, unit: str, gradient: Transfer | None) -> None:
+        """A unit's gradient is final: update it at once, if this pass speculates."""
+        summed = self._last.get(unit) if self._policy.groups > 1 else None
+        self.speculation.submit(unit, [made for made in (gradient, summed) if made is not None])
+
+    def submit_exchange(self, *, goes_home: bool, comes_again: bool) -> None:
+        """Behind all updates: streamed state home, and to the GPU again for the next update."""
+        streamed = self._placement.streamed
+        if not streamed:
+            return
+        if comes_again and (goes_home or not self._is_ahead):
+            self._demanded["state_to_gpu"] += sum(map(self._blocks.passing_bytes, streamed))
+        self._is_ahead = comes_again
+        on_cpu = [transfer for unit, transfer in self._last.items() if self._placement.updater(unit) is Tier.RAM]
+        work = partial(self._exchange_state, on_cpu if goes_home else [], goes_home, comes_again)
+        self.exchange = self._on_gpu.submit("streamed state", 0, work)
+
+    def of(self, unit: str) -> Transfer | None:
+        """The unit's update or sum that was submitted last."""
+        return self.speculation.of(unit) or self._last.get(unit)
+
+    def wait(self) -> None:
+        """Wait until every update and sum is done; not for speculative ones, the exchange, nor for write-backs.
+
+        Raises:
+            TransferError, NonFiniteError: what stopped one of them.
+        """
+        for transfer in self._last.values():
+            transfer.wait()
+
+    def over(self) -> None:
+        """Wait until every update, every sum and the exchange have ended, well or not."""
+        for transfer in (*self._all(), *self._fetched.values()):
+            transfer.over()
+        self._fetched.clear()
+
+    def drain(self) -> None:
+        """Finish every update that was submitted and every write-back. Streamed state is at home after it.
+
+        Raises:
+            TransferError, NonFiniteError: what stopped an update.
+        """
+        for transfer in self._all():
+            transfer.wait()
+        for name, kind in self._placement.homes:
+            for place in self._blocks.places(name, kind):
+                self._store.settle(block_key(name, kind, place))
+        for name, home in self._placement.grad_homes.items():
+            if home is Tier.NVME:
+                self._store.settle(grad_key(name))
+        for name in self._placement.streamed:
+            self._blocks.drop_weights(name)
+
+    def forget(self) -> None:
+        """All of it has ended, and the state is overwritten next."""
+        self.speculation.forget()
+        for kept in (self._last, self._fetched, self._ahead):
+            kept.clear()
+        self.exchange, self._is_ahead = None, False
+        self._blocks.forget_readers()
+
+    def close(self) -> None:
+        """Abandon what has not begun and stop the lanes. Abandon the gate first: an update may wait on it."""
+        self._is_closed = True
+        self.speculation.close()
+        for lane in self.queues:
+            lane.close()
+
+    def submit_all(self, due: Collection[str]) -> None:
+        """Update these units outside of a pass, and take streamed state home."""
+        gradients = mark(self._store.clock, "gradients")
+        for name, unit in self._blocks.units.items():
+            if name not in due or name in self.speculation.updated:
+                continue
+            self.submit(Update(name, None), gradients)
+            self._demanded.update(update_bytes(unit, self._placement, self._policy))
+            if name in self._placement.streamed:
+                self._demanded["ram_to_gpu"] += self._blocks.weight_bytes(name)
+        self.submit_exchange(goes_home=True, comes_again=False)
+
+    def _all(self) -> list[Transfer]:
+        exchange = [self.exchange] if self.exchange is not None else []
+        return [*self._last.values(), *self.speculation.all(), *exchange]
+
+    @property
+    def demanded(self) -> Counter[str]:
+        """Bytes per queue that streamed state, speculation and updates outside a pass had to move so far."""
+        return self._demanded + self.speculation.demanded
+
+    # ------------------------------------------------------------------ lane update_gpu
+
+    def _update_on_gpu(self, unit: str) -> None:
+        """AdamW where the state is at home on the GPU, or came to it; then the weights lie in the forward's slot."""
+        self._check(unit)
+        (elements,) = self._blocks.chunks(unit)
+        streamed = unit in self._placement.streamed
+        self._busy["update_gpu"] = "state_to_gpu" if streamed else "update_gpu"
+        if streamed:
+            # Kernels of different streams can start in the order in which they were enqueued: one that waits on its
+            # stream for a copy would hold up compute. So the host waits.
+            for transfer in self._store.prefetch(self._blocks.key(unit, Kind.WEIGHT), Tier.GPU, wait=True):
+                transfer.wait()
+        with (
+            self._blocks.open_grad(unit, elements) as grad,
+            self._blocks.open_state(unit, elements, self._blocks.kinds, streamed=streamed) as state,
+        ):
+            if (work := self._optimizer.apply(unit, elements, state.planes, grad, state.before)) is not None:
+                work.wait()  # on the CPU that stands for a GPU
+            state.write_back()
+
+    def _exchange_state(self, on_cpu: Sequence[Transfer], goes_home: bool, comes_again: bool) -> None:
+        for transfer in on_cpu:
+            transfer.over()
+        for unit in self._placement.streamed if goes_home else ():
+            self._blocks.return_state(unit)
+        for unit in self._placement.streamed if comes_again else ():  # as soon as the old bytes are home
+            if not self._is_closed:
+                self._blocks.fetch_state(unit)
+
+    # ------------------------------------------------------------------ lane update
+
+    def _update_in_ram(self, unit: str) -> Applied | None:
+        """AdamW on a unit in RAM, and its gradient's slot free again, whatever happens."""
+        try:
+            self._check(unit)
+            applied = self._begin_update(unit)
+            if applied is not None and not self._policy.deferred:  # the gradient's slot goes
+                applied.wait()
+            return applied
+        finally:
+            self._free_gradient(unit)
+
+    def _begin_update(self, unit: str) -> Applied | None:
+        (elements,) = self._blocks.chunks(unit)
+        with contextlib.ExitStack() as leases:
+            grad = leases.enter_context(self._blocks.open_grad(unit, elements))
+            state = leases.enter_context(self._blocks.open_state(unit, elements, self._blocks.kinds))
+            start = time.perf_counter_ns()
+            work = self._optimizer.apply(unit, elements, state.planes, grad, state.before)
+            leases.callback(state.write_back)
+            if work is None:
+                self._recorder.work("update", unit, start, time.perf_counter_ns())
+                return None
+            leases.callback(lambda: self._recorder.work("update", unit, *work.span_ns()))
+            return Applied(work, leases.pop_all(), self._store.tear)
+
+    def _accumulate(self, unit: str, group: int) -> None:
+        total_key, part_key = sum_key(unit), grad_key(unit)
+        try:
+            with self._store.lease(total_key, Tier.RAM) as total, self._store.lease(part_key, Tier.RAM) as part:
+                self._optimizer.accumulate(unit, total.bytes, part.bytes, group=group)
+        finally:
+            self._store.evict(part_key, Tier.RAM)
+
+    def _fetch(self, unit: str) -> None:
+        self._store.prefetch(grad_key(unit), Tier.GPU, wait=True)
+
+    # ------------------------------------------------------------------ lane update_nvme
+
+    def _update_on_nvme(self, update: Update, old: Generation, new: Generation) -> None:
+        """Chunk by chunk: read ahead, update, feed the load, write back."""
+        unit = update.unit
+        try:
+            self._check(unit)
+            feeds = update.load is not None and self._may_feed(update.load)
+            for elements in self._blocks.chunks(unit):
+                self._busy["update_nvme"] = "nvme_to_ram"
+                self._read_ahead()
+                self._ahead.popleft()
+                self._update_chunk(unit, elements, old, new, feeds=feeds)
+            if feeds:
+                self._blocks.feed_frozen(unit)
+        finally:
+            while self._ahead and self._ahead[0][0] == unit:
+                self._ahead.popleft()
+            self._free_gradient(unit)
+
+    def _update_chunk(self, unit: str, elements: Elements, old: Generation, new: Generation, *, feeds: bool) -> None:
+        with (
+            self._blocks.open_grad(unit, elements) as grad,
+            self._blocks.open_update(unit, elements, old, new) as state,
+        ):
+            self._busy["update_nvme"] = "update"
+            start = time.perf_counter_ns()
+            if (work := self._optimizer.apply(unit, elements, state.planes, grad, state.before)) is not None:
+                work.wait()
+            self._recorder.work("update_nvme", unit, start, time.perf_counter_ns())
+            state.write_back()
+            if feeds:
+                span = self._blocks.span(unit, Kind.WEIGHT, elements)
+                self._store.prefetch(self._blocks.key(unit, Kind.WEIGHT, new), Tier.GPU, span, wait=True)
+
+    def _may_feed(self, load: Load) -> bool:
+        """True once there is room for the weights on the GPU; False when the step that wanted them was given up."""
+        self._busy["update_nvme"] = "slot"
+        try:
+            self._blocks.make_room(load, self._gate)
+        except StepAbandonedError:
+            return False
+        return True
+
+    def _read_ahead(self) -> None:
+        for chunk in list(self._ahead)[:CHUNK_DEPTH]:
+            self._blocks.read_ahead(*chunk)
+
+    def _free_gradient(self, unit: str) -> None:
+        """Where the gradient lies in a slot alone."""
+        if self._policy.groups == 1 and self._placement.grad_homes[unit] is None:
+            self._store.evict(grad_key(unit), Tier.RAM)
+
+    def _check(self, unit: str) -> None:
+        if self._is_closed:
+            raise StepAbandonedError(f"the run was closed before {unit} was updated")
+        if not self._policy.deferred:
+            self._optimizer.check(unit)

@@ -1,0 +1,1 @@
+"""What a run tells: metrics, the live panel, pages and charts."""

@@ -1,0 +1,184 @@
+"""Charts of a page: figures over steps, as lines that stay small however long the run is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from statistics import fmean
+
+from megatier.report.html import NUM_TONES, legend
+from megatier.report.svg import plain, ticks
+
+WIDTH, HEIGHT = 580, 230
+"""Pixels of a chart."""
+LEFT, RIGHT, TOP, BOTTOM = 64, 552, 10, 200
+"""Pixels: the edges of what is drawn inside; numbers stand left of it and below it."""
+POINTS_MAX = 400
+"""Of a line. More are drawn as means of equally many steps each, with a band from the least to the most."""
+DOTS_MAX = 30
+"""Points of a line that each have a dot."""
+TICKS_MAX = 6
+HEADROOM = 0.04
+"""Share of the height that stays free above the largest figure."""
+VALUE_MAX = 1e100
+"""Larger figures leave a gap, like those that are not finite: their differences must have a logarithm."""
+BYTE_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Line:
+    """A figure over steps. What is not finite leaves a gap."""
+
+    name: str
+    points: Sequence[Point]
+    is_dashed: bool = False
+    """What should be, beside what is; it has the colour of the line before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something that happened at steps: a dashed upright line at each."""
+
+    name: str
+    steps: Sequence[float]
+    tone: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Neighbouring points, drawn as one."""
+
+    x: float
+    low: float
+    mean: float
+    high: float
+
+
+def byte_unit(most: float) -> tuple[str, int]:
+    """The unit in which so many bytes are a small number, and its bytes."""
+    return next((unit for unit in BYTE_UNITS if most >= unit[1]), BYTE_UNITS[-1])
+
+
+def draw(title: str, lines: Sequence[Line], marks: Sequence[Mark] = (), *, from_zero: bool = True) -> str:
+    """A chart with its legend; empty where no line has a finite point.
+
+    Args:
+        title: what is shown, with its unit.
+        lines: those without a finite point are left out.
+        marks: what happened at steps.
+        from_zero: the axis begins at 0; False: at the least value.
+    """
+    drawn = {line: runs for line in _distinct(lines) if (runs := _buckets(line.points))}
+    buckets = [bucket for runs in drawn.values() for run in runs for bucket in run]
+    if not buckets:
+        return ""
+    axes = _Axes.of(buckets, from_zero=from_zero)
+    parts, entries, tone = [*axes.draw()], [], -1
+    for line, runs in drawn.items():
+        tone += not line.is_dashed
+        name = f"tone{tone % NUM_TONES}"
+        entries.append((name + " dashed" * line.is_dashed, line.name))
+        for run in runs:
+            parts += _run(run, axes, name, is_dashed=line.is_dashed)
+    for mark in marks:
+        entries.append((f"tone{mark.tone} dashed", mark.name))
+        places = sorted({round(axes.x(step)) for step in mark.steps if axes.first <= step <= axes.last})
+        path = "".join(f"M{x} {TOP}V{BOTTOM}" for x in places)
+        parts.append(f'<path class="tone{mark.tone} dashed" d="{path}"/>')
+    svg = f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{plain(title)}">'
+    return "\n".join([f"<div><p><b>{plain(title)}</b></p>", legend(entries), svg, *parts, "</svg></div>"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Axes:
+    """Where steps and values lie."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, buckets: Sequence[_Bucket], *, from_zero: bool) -> _Axes:
+        low, high = min(bucket.low for bucket in buckets), max(bucket.high for bucket in buckets)
+        low = min(low, 0.0) if from_zero else low
+        if high <= low:
+            low, high = (low, low + 1) if from_zero else (low - 0.5, low + 0.5)
+        high += HEADROOM * (high - low)
+        return cls(min(bucket.x for bucket in buckets), max(bucket.x for bucket in buckets), low, high)
+
+    def x(self, step: float) -> float:
+        """Pixels; the middle where there is but one step."""
+        if self.last == self.first:
+            return (LEFT + RIGHT) / 2
+        return LEFT + (step - self.first) / (self.last - self.first) * (RIGHT - LEFT)
+
+    def y(self, value: float) -> float:
+        """Pixels."""
+        return BOTTOM - (value - self.low) / (self.high - self.low) * (BOTTOM - TOP)
+
+    def draw(self) -> Iterator[str]:
+        """Level lines with their values, and numbers of steps."""
+        for tick in _ticks(self.low, self.high):
+            y = self.y(tick)
+            yield f'<path class="grid" d="M{LEFT} {y:.1f}H{RIGHT}"/>'
+            yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:,.10g}</text>'
+        for step in _ticks(self.first, self.last, least=1.0):
+            yield f'<text x="{self.x(step):.1f}" y="{BOTTOM + 18}" text-anchor="middle">{step:,.0f}</text>'
+        yield f'<text x="{LEFT - 8}" y="{BOTTOM + 18}" text-anchor="end">step</text>'
+
+
+def _distinct(lines: Sequence[Line]) -> list[Line]:
+    """Lines that would hide one another become one, with all their names; what should be stays beside what is."""
+    found: list[Line] = []
+    for line in lines:
+        twin = None if line.is_dashed else next((other for other in found if other.points == line.points), None)
+        if twin is None:
+            found.append(line)
+        else:
+            found[found.index(twin)] = replace(twin, name=f"{twin.name}, {line.name}")
+    return found
+
+
+def _ticks(low: float, high: float, least: float = 0.0) -> Iterator[float]:
+    """Round numbers from low to high, at most TICKS_MAX or one more, so far apart; low alone where both are equal."""
+    if high <= low:
+        yield low
+        return
+    step = max(ticks(high - low)[1], least)
+    while (high - low) / step > TICKS_MAX:
+        step *= 2
+    for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1):
+        yield index * step
+
+
+def _buckets(points: Sequence[Point]) -> list[list[_Bucket]]:
+    """Runs between gaps, in all at most POINTS_MAX buckets; what is not finite is left out of its bucket."""
+    size = max(1, math.ceil(len(points) / POINTS_MAX))
+    groups = (points[start : start + size] for start in range(0, len(points), size))
+    finite = ([point for point in group if abs(point[1]) < VALUE_MAX] for group in groups)
+    return [[_bucket(group) for group in run] for is_shown, run in groupby(finite, bool) if is_shown]
+
+
+def _bucket(points: Sequence[Point]) -> _Bucket:
+    values = [value for _, value in points]
+    return _Bucket(fmean(step for step, _ in points), min(values), fmean(values), max(values))
+
+
+def _run(run: Sequence[_Bucket], axes: _Axes, tone: str, *, is_dashed: bool) -> Iterator[str]:
+    """A line without a gap, its band where there is one, and dots where there are few points."""
+    if any(bucket.low < bucket.high for bucket in run):
+        edge = [(bucket.x, bucket.high) for bucket in run] + [(bucket.x, bucket.low) for bucket in reversed(run)]
+        yield f'<path class="band fill-{tone}" d="{_path(edge, axes)}Z"/>'
+    line = _path([(bucket.x, bucket.mean) for bucket in run], axes)
+    yield f'<path class="{tone}{" dashed" * is_dashed}" d="{line}"/>'
+    for bucket in run if len(run) <= DOTS_MAX and not is_dashed else ():
+        yield f'<circle class="fill-{tone}" cx="{axes.x(bucket.x):.1f}" cy="{axes.y(bucket.mean):.1f}" r="2.5"/>'
+
+
+def _path(points: Sequence[Point], axes: _Axes) -> str:
+    return "M" + "L".join(f"{axes.x(x):.1f} {axes.y(y):.1f}" for x, y in points)

@@ -1,0 +1,312 @@
+"""What a run directory tells of its run: `metrics.jsonl` as typed records, process by process.
+
+A run that was stopped or killed and went on has been worked on by several processes. Each begins with an opening record
+(what lies where, what the planner expects) and counts moved bytes from 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatier.errors import ConfigError
+from megatier.files import open_regular
+from megatier.planner.prediction import Prediction
+from megatier.report.report import TierState
+from megatier.session.session import Session
+from megatier.tier import STATE_KINDS, Kind
+
+FIGURE_MAX = 1e18
+"""Of bytes, seconds, tokens and steps; what is not below it is damage, and sums of what is stay finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A step as the planner forecast it."""
+
+    seconds: float
+    bound_by: str
+    busy_seconds: Mapping[str, float]
+    moved_bytes: Mapping[str, float]
+    seconds_range: tuple[float, float]
+    """Shortest and longest, as the drives waver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A process begins to train."""
+
+    step: int
+    """The last step before it; 0: the run begins."""
+    time: str
+    """UTC, ISO 8601."""
+    device: str
+    num_parameters: int
+    homes: Mapping[str, Mapping[str, str]]
+    """Tier by unit and kind, in forward order; of a gradient `slot` where it waits nowhere."""
+    streamed: tuple[str, ...]
+    speculative: tuple[str, ...]
+    tiers: tuple[TierState, ...]
+    expected: Expected | None
+    """None where the machine was not measured."""
+    changes: tuple[str, ...] = ()
+    """Of numbers since the step, which the user accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that ended. What older records lack is None, or empty."""
+
+    step: int
+    loss: float
+    tokens: float
+    seconds: float
+    attainment: float | None
+    skipped: str | None
+    """Why the step was left out."""
+    stall_seconds: Mapping[str, float]
+    busy_seconds: Mapping[str, float]
+    moved_bytes: Mapping[str, float]
+    """Per queue, since the step before."""
+    demanded_bytes: Mapping[str, float]
+    resident_bytes: float | None
+    gpu_bytes: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Corrected:
+    """What a step was predicted to take once the run had measured its drives."""
+
+    step: int
+    """After which."""
+    seconds: float
+    planned_bytes_per_s: float
+    """Of the drives while they are busy."""
+    measured_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint or savepoint that was written."""
+
+    step: int
+    num_bytes: float
+    """That were written; what a savepoint keeps in place is not."""
+    seconds: float
+    paused_seconds: float
+    """That training waited."""
+
+
+@dataclass(slots=True)
+class History:
+    """A run, in the order of its file."""
+
+    openings: list[Opening] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    heldout: list[tuple[int, float]] = field(default_factory=list)
+    """Steps and losses of evaluations."""
+    corrections: list[Corrected] = field(default_factory=list)
+    checkpoints: list[Saved] = field(default_factory=list)
+    savepoints: list[Saved] = field(default_factory=list)
+    outcome: str = ""
+    """`whole` or `stopped`; empty where the last process goes on, or was killed or ended by an error."""
+    moved_bytes: Mapping[str, float] = field(default_factory=dict)
+    """Per queue, of the last process, as far as it is on file."""
+    demanded_bytes: Mapping[str, float] = field(default_factory=dict)
+    is_cut: bool = False
+    """Whether the file ends in half a line, which is left out."""
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take the next record.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError, OverflowError: it is none of ours.
+        """
+        step = record["step"]
+        if type(step) is not int or not 0 <= step < FIGURE_MAX:
+            raise ValueError(step)
+        if record.get("run") == "begins":
+            self.openings.append(_opening(step, record))
+            self.outcome, self.moved_bytes, self.demanded_bytes = "", {}, {}
+        elif "run" in record:
+            self.outcome = _text(record["run"])
+            self.moved_bytes, self.demanded_bytes = _amounts(record, "moved_bytes"), _amounts(record, "demanded_bytes")
+        elif "loss" in record:
+            moved, demanded = _amounts(record, "moved_bytes"), _amounts(record, "demanded_bytes")
+            made = _grown(self.moved_bytes, moved), _grown(self.demanded_bytes, demanded)
+            self.steps.append(_step(step, record, *made))
+            self.moved_bytes, self.demanded_bytes = moved, demanded
+        elif "heldout_loss" in record:
+            self.heldout.append((step, float(record["heldout_loss"])))
+        elif "correction" in record:
+            names = ("seconds", "planned_bytes_per_s", "measured_bytes_per_s")
+            self.corrections.append(Corrected(step, *(_figure(record["correction"][name]) for name in names)))
+        elif "checkpoint_bytes" in record:
+            self.checkpoints.append(_saved(step, record, "checkpoint"))
+        elif "savepoint_bytes" in record:
+            self.savepoints.append(_saved(step, record, "savepoint"))
+
+
+def read_history(path: Path) -> History:
+    """The run that a `metrics.jsonl` records. Half a line at its end, which a killed process leaves, is left out.
+
+    Raises:
+        ConfigError: it cannot be read, or a line is no record of a run.
+    """
+    history = History()
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    history.add(json.loads(line))
+                except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+                    if not line.endswith(b"\n"):
+                        history.is_cut = True
+                        break
+                    raise ConfigError(f"{path}, line {number}: no record of a run. Take that line out.") from error
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}. Give the directory of a run that has begun."
+        ) from error
+    return history
+
+
+def read_what_there_is(path: Path) -> History:
+    """The same for those who can do without: empty where there is no file, or one that is damaged."""
+    try:
+        return read_history(path)
+    except ConfigError:
+        return History()
+
+
+def opening(
+    session: Session, tiers: Sequence[TierState], expected: Prediction | None, changes: Sequence[str] = ()
+) -> dict[str, object]:
+    """The opening record of a process, without its step.
+
+    Args:
+        session: open, with its placement.
+        tiers: what the placement puts in each.
+        expected: a step as planned, if it was.
+        changes: of numbers, since the step that the run goes on from.
+    """
+    placement, device = session.placement, session.engine.options.device
+    homes = {unit.name: {str(kind): str(tier) for kind, tier in _homes(session, unit.name)} for unit in session.units}
+    forecast = None
+    if expected is not None:
+        names = ("seconds", "bound_by", "busy_seconds", "moved_bytes")
+        forecast = {name: getattr(expected.forecast, name) for name in names}
+        forecast["seconds_range"] = expected.seconds_range
+    return {
+        "run": "begins",
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "num_parameters": sum(tensor.num_elements for unit in session.units for tensor in unit.layout.tensors),
+        "homes": homes,
+        "streamed": placement.streamed,
+        "speculative": placement.speculative,
+        "tiers": [dataclasses.asdict(tier) for tier in tiers],
+        "expected": forecast,
+        "changes": changes,
+    }
+
+
+def _homes(session: Session, unit: str) -> Iterator[tuple[Kind, str]]:
+    placement = session.placement
+    for kind in STATE_KINDS:
+        if (unit, kind) in placement.homes:
+            yield kind, placement.homes[unit, kind]
+    if unit in placement.grad_homes:
+        yield Kind.GRAD, placement.grad_homes[unit] or "slot"
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def _opening(step: int, record: Mapping[str, Any]) -> Opening:
+    expected = record["expected"]
+    return Opening(
+        step,
+        _text(record["time"]),
+        _text(record["device"]),
+        round(_figure(record["num_parameters"])),
+        {unit: {kind: _text(tier) for kind, tier in kinds.items()} for unit, kinds in record["homes"].items()},
+        tuple(map(_text, record["streamed"])),
+        tuple(map(_text, record["speculative"])),
+        tuple(_tier(tier) for tier in record["tiers"]),
+        None if expected is None else _expected(expected),
+        tuple(map(_text, record.get("changes", ()))),
+    )
+
+
+def _tier(found: Mapping[str, Any]) -> TierState:
+    sizes = (round(_figure(found[name])) for name in ("state_bytes", "other_bytes", "budget_bytes"))
+    return TierState(_text(found["tier"]), *sizes)
+
+
+def _expected(found: Mapping[str, Any]) -> Expected:
+    lanes, queues = _amounts(found, "busy_seconds"), _amounts(found, "moved_bytes")
+    if not (seconds := _figure(found["seconds"])):
+        raise ValueError(found)
+    low, high = map(_figure, found.get("seconds_range", (seconds, seconds)))  # older versions wrote none
+    return Expected(seconds, _text(found["bound_by"]), lanes, queues, (low, high))
+
+
+def _step(step: int, record: Mapping[str, Any], moved: Mapping[str, float], demanded: Mapping[str, float]) -> Step:
+    skipped = record.get("skipped")
+    return Step(
+        step,
+        float(record["loss"]),
+        _figure(record["tokens"]),
+        _figure(record["seconds"]),
+        _optional(record.get("attainment")),
+        None if skipped is None else _text(skipped),
+        _amounts(record, "stall_seconds"),
+        _amounts(record, "busy_seconds"),
+        moved,
+        demanded,
+        _optional(record.get("resident_bytes")),
+        _optional(record.get("gpu_bytes")),
+    )
+
+
+def _saved(step: int, record: Mapping[str, Any], what: str) -> Saved:
+    seconds = _figure(record[f"{what}_seconds"])
+    paused = record.get(f"{what}_pause_seconds", seconds)  # for a savepoint training waits all the time
+    return Saved(step, _figure(record[f"{what}_bytes"]), seconds, _figure(paused))
+
+
+def _amounts(record: Mapping[str, Any], name: str) -> dict[str, float]:
+    """Figures by name; empty where an older version did not write them."""
+    return {key: _figure(value) for key, value in record.get(name, {}).items()}
+
+
+def _optional(value: object) -> float | None:
+    return None if value is None else _figure(value)
+
+
+def _figure(value: object) -> float:
+    """Of anything but a loss, which may be any number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < FIGURE_MAX:
+        raise ValueError(value)
+    return float(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
+
+
+def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """What came to each queue. Less than before: a process began without an opening record, and counted from 0."""
+    began = any(after.get(queue, 0.0) < size for queue, size in before.items())
+    return {queue: size - (0.0 if began else before.get(queue, 0.0)) for queue, size in after.items()}

@@ -1,0 +1,125 @@
+"""What our pages are made of: one HTML file that needs nothing else, no script, no font, no network; light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from megatier.report.picture import COLOURS, STALL_COLOURS
+from megatier.report.svg import INK, PAPER, TRACK, plain
+
+NUM_TONES = 8
+"""Colours of lines, by class: `tone0` to `tone7`."""
+TIER_TONES = ("gpu", "ram", "nvme", "slot")
+"""Colours of places, by class."""
+CELL_MAX = 400
+"""Characters of a cell."""
+
+IN_THE_DARK = {
+    INK: "var(--ink)",
+    PAPER: "var(--paper)",
+    TRACK: "var(--track)",
+    COLOURS["compute"]: "#8c97a3",
+    STALL_COLOURS["update"]: "#e0607f",
+    STALL_COLOURS["update_gpu"]: "#b061a0",
+}
+"""What those colours of a picture become that would not be seen on a dark ground."""
+
+STYLE = """
+:root { color-scheme: light dark; --paper: #ffffff; --ink: #1f2933; --dim: #5b6470; --track: #eef1f5; --rule: #d5dae1;
+  --tone0: #2f6fb5; --tone1: #c8640a; --tone2: #2f8f4e; --tone3: #c02942; --tone4: #7b4fb3; --tone5: #11838c;
+  --tone6: #b83f86; --tone7: #6b7580; --gpu: #2f8f4e; --ram: #2f6fb5; --nvme: #c8640a; --slot: #8a929c; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #14181d; --ink: #e4e8ed; --dim: #a3adb8; --track: #222931; --rule: #39424d;
+    --tone0: #6fa9e8; --tone1: #f2a04c; --tone2: #63c384; --tone3: #f27b86; --tone4: #b99bea; --tone5: #56c4cc;
+    --tone6: #ec8fc5; --tone7: #a3adb8; --gpu: #3f9e60; --ram: #4a86c8; --nvme: #cf7a26; --slot: #6b7580; }
+}
+body { margin: 0 auto; max-width: 1240px; padding: 16px 20px 48px; background: var(--paper); color: var(--ink);
+  font: 14px/1.45 system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; }
+h1 { font-size: 22px; margin: 8px 0 2px; overflow-wrap: anywhere; } h2 { font-size: 16px; margin: 32px 0 8px; }
+p { margin: 4px 0 8px; max-width: 75em; overflow-wrap: anywhere; } .dim { color: var(--dim); }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(190px, 1fr)); gap: 10px; margin: 16px 0; }
+.cards div { background: var(--track); border-radius: 6px; padding: 8px 12px; }
+.cards b { display: block; font-size: 19px; font-weight: 600; overflow-wrap: anywhere; }
+.cards span { color: var(--dim); }
+.row { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 0 32px; }
+.wide { overflow-x: auto; } .wide svg { min-width: 900px; } svg { display: block; width: 100%; height: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 4px 0 8px; }
+th, td { padding: 3px 14px 3px 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule); }
+th { font-weight: 600; color: var(--dim); }
+th:first-child, td:first-child { text-align: left; }
+ul.legend { display: flex; flex-wrap: wrap; gap: 2px 16px; list-style: none; margin: 0 0 4px; padding: 0; }
+ul.legend i { display: inline-block; width: 14px; height: 4px; margin-right: 6px; vertical-align: middle; }
+ul.legend i.square { height: 12px; } ul.legend i.dashed { height: 0; background: none; border-top: 2px dashed; }
+.chart text, .map text { fill: var(--dim); font-size: 12px; } .chart .grid { stroke: var(--rule); }
+.chart path { fill: none; stroke-width: 1.6; stroke-linejoin: round; } .chart .band { stroke: none; opacity: 0.22; }
+.chart .dashed { stroke-dasharray: 6 4; } .map .label { fill: #ffffff; }
+pre { overflow-x: auto; background: var(--track); padding: 10px 14px; border-radius: 6px; font-size: 12px; }
+summary { cursor: pointer; }
+"""
+
+
+def _rules() -> Iterator[str]:
+    """Rules of the style, one for each colour."""
+    for tone in (f"tone{number}" for number in range(NUM_TONES)):
+        yield f".chart .{tone} {{ stroke: var(--{tone}); }} .chart .fill-{tone} {{ fill: var(--{tone}); }}"
+        yield f"i.{tone} {{ background: var(--{tone}); color: var(--{tone}); }}"
+    for tone in TIER_TONES:
+        yield f".map .{tone} {{ fill: var(--{tone}); }} i.{tone} {{ background: var(--{tone}); }}"
+    yield "@media (prefers-color-scheme: dark) {"
+    for colour, dark in IN_THE_DARK.items():
+        yield f'.timeline [fill="{colour}"] {{ fill: {dark}; }} .timeline [stroke="{colour}"] {{ stroke: {dark}; }}'
+    yield "}"
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """A whole page; the parts stand below its heading."""
+    return "\n".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{plain(title)}</title>",
+            f"<style>{STYLE}",
+            *_rules(),
+            "</style></head><body>",
+            f"<h1>{plain(title)}</h1>",
+            *parts,
+            "</body></html>\n",
+        ]
+    )
+
+
+def section(heading: str, *parts: str) -> str:
+    """A heading and what stands below it."""
+    return "\n".join([f"<section><h2>{plain(heading)}</h2>", *parts, "</section>"])
+
+
+def note(words: str) -> str:
+    """A paragraph, dim: what a figure means, or why a section is empty."""
+    return f'<p class="dim">{plain(words, CELL_MAX)}</p>'
+
+
+def cards(figures: Iterable[tuple[str, str, str]]) -> str:
+    """Large figures: what, how much, and in small what is to be said beside it."""
+    made = (
+        f"<div><span>{plain(name)}</span><b>{plain(figure)}</b><span>{plain(words, CELL_MAX)}</span></div>"
+        for name, figure, words in figures
+    )
+    return f'<div class="cards">{"".join(made)}</div>'
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column holds names and whose others hold figures."""
+    head = "".join(f"<th>{plain(name)}</th>" for name in columns)
+    body = "\n".join("<tr>" + "".join(f"<td>{plain(cell, CELL_MAX)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table><tr>{head}</tr>\n{body}</table></div>'
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Names beside their colours, (class, name)."""
+    items = (f'<li><i class="{tone}"></i>{plain(name)}</li>' for tone, name in entries)
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def details(summary: str, text: str) -> str:
+    """Text as it is, behind a line that opens it."""
+    return f"<details><summary>{plain(summary)}</summary><pre>{plain(text, len(text))}</pre></details>"

@@ -1,0 +1,101 @@
+"""The live panel of a run: the course of its loss, what bounds a step, how full tiers and how busy lanes are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
+from rich.text import Text
+
+from megatier.errors import mib
+from megatier.report.metrics import format_seconds, format_share
+from megatier.report.picture import in_row_order
+
+if TYPE_CHECKING:
+    from megatier.report.report import StepReport
+
+WIDTH = 32
+"""Characters of a bar and of the course of the loss; even."""
+LEVELS = "▁▂▃▄▅▆▇█"
+STALLED_MIN = 0.05
+"""Share of a step; when compute waits for less, the step is bound by compute."""
+
+
+class Course:
+    """The course of a figure over a whole run, in fewer than WIDTH points: means of equally many values each."""
+
+    def __init__(self) -> None:
+        """Empty."""
+        self.points: list[float] = []
+        self._waiting: list[float] = []
+        self._values_per_point = 1
+
+    def add(self, value: float) -> None:
+        """Take the next value; one that is not finite leaves no mark."""
+        if not math.isfinite(value):
+            return
+        self._waiting.append(value)
+        if len(self._waiting) < self._values_per_point:
+            return
+        self.points.append(math.fsum(self._waiting) / len(self._waiting))
+        self._waiting.clear()
+        if len(self.points) == WIDTH:
+            pairs = zip(self.points[::2], self.points[1::2], strict=True)
+            self.points = [(first + second) / 2 for first, second in pairs]
+            self._values_per_point *= 2
+
+
+def sparkline(points: Sequence[float]) -> str:
+    """Points as characters whose heights go from the least to the most."""
+    low, high = min(points, default=0.0), max(points, default=0.0)
+    scale = (len(LEVELS) - 1) / (high - low) if high > low else 0.0
+    return "".join(LEVELS[round((point - low) * scale)] for point in points)
+
+
+def bound_of(report: StepReport) -> str:
+    """What bounds a step: as planned, else what compute waited longest for, unless it waited for little."""
+    if report.attainment is not None:
+        return f"{report.bound_by}, attainment {report.attainment:.0%}"
+    stalls = report.stall_seconds
+    if sum(stalls.values()) < STALLED_MIN * report.seconds:
+        return "compute"
+    return max(stalls, key=lambda cause: stalls[cause])
+
+
+def panel(report: StepReport, num_steps: int, seconds_left: float, losses: Course) -> RenderableType:
+    """A finished step.
+
+    Args:
+        report: the step.
+        num_steps: the last step's number.
+        seconds_left: until then.
+        losses: of the steps so far.
+    """
+    grid = Table.grid(*(Column(no_wrap=True) for _ in range(3)), padding=(0, 2))
+    norm = "" if report.gradient_norm is None else f"  norm {report.gradient_norm:.3f}"
+    speed = f"{report.num_tokens / report.seconds:,.0f}" if report.seconds > 0 else "-"
+    _row(grid, "step", _bar(report.step, num_steps), f"{report.step}/{num_steps}  ETA {format_seconds(seconds_left)}")
+    _row(grid, "loss", Text(sparkline(losses.points)), f"{report.loss:.4f}  lr {report.learning_rate:.2e}{norm}")
+    _row(grid, "tokens/s", Text(speed), f"{report.seconds:.3f} s/step")
+    stalled = sum(report.stall_seconds.values())
+    shares = f"{format_seconds(stalled)}, {format_share(stalled, report.seconds)}"
+    _row(grid, "bound by", Text(bound_of(report)), f"stalled {shares}")
+    for use in report.tiers:
+        share = format_share(use.used_bytes, use.budget_bytes)
+        _row(grid, use.tier, _bar(use.used_bytes, use.budget_bytes), f"{share} of {mib(use.budget_bytes)}")
+    for lane in in_row_order(report.busy_seconds):
+        busy = min(report.busy_seconds[lane], report.seconds)  # what began under the step before counts here
+        _row(grid, lane, _bar(busy, report.seconds), f"busy {format_share(busy, report.seconds)}")
+    return grid
+
+
+def _bar(part: float, whole: float) -> ProgressBar:
+    return ProgressBar(total=whole or 1, completed=min(part, whole), width=WIDTH)
+
+
+def _row(grid: Table, name: str, shown: RenderableType, figures: str) -> None:
+    grid.add_row(Text(name, style="dim"), shown, Text(figures))

@@ -1,0 +1,175 @@
+"""The picture of what `megatier bench` measured: rates as bars, a long write as a curve.
+
+A section per drive, all over one scale; one for the links, one for AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatier.errors import mib
+from megatier.measure.drive_probe import DriveFigures
+from megatier.measure.drive_traffic import SUSTAINED_STEP_BYTES
+from megatier.measure.link_probe import LinkFigures
+from megatier.report.svg import bar, grid_line, page, text, ticks
+
+LEFT, PLOT = 230, 640
+"""Pixels: where bars begin, and how long the longest is."""
+COLUMNS_RIGHT = (964, 1064, 1184)
+"""Where the columns of figures end."""
+ROW, BAR, INNER = 26, 18, 8
+"""Pixels: from row to row, a bar's height, and that of the bar inside it."""
+CURVE = 150
+"""Height of the long write."""
+NAME_MAX = 32
+"""Characters of a row's name."""
+STEP_MIN = 2
+"""Steps of a long write that make a curve."""
+
+READ, WRITE, MIXED, INSIDE, FLAG = "#2f6fb5", "#ee8a22", "#5b6470", "#1f2933", "#d00000"
+TO_GPU, TO_RAM, UPDATE = "#2f6fb5", "#ee8a22", "#2f9e55"
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A row of a section."""
+
+    name: str
+    value: float
+    inner: float
+    """Drawn inside the bar, dark; 0: nothing."""
+    colour: str
+    figures: tuple[str, ...]
+
+
+def draw(drives: Sequence[DriveFigures], links: LinkFigures, title: str) -> str:
+    """All that was measured, as an SVG.
+
+    Args:
+        drives: as they were measured.
+        links: links and processors.
+        title: stands above the picture; a long one is cut.
+    """
+    parts: list[str] = []
+    y, columns = 64.0, ("GB/s", "p50 a block", "p99 a block")
+    fastest = max((row.value for drive in drives for row in _drive_bars(drive)), default=0.0)
+    for drive in drives:
+        parts += _section(_heading(drive), columns, _drive_bars(drive), drive.flags, y, fastest)
+        y += _section_height(3, drive.flags)
+        if len(drive.sustained_bytes_per_s) >= STEP_MIN:
+            parts += _curve(drive, y)
+            y += CURVE + 76
+    for heading, rows, flags in (
+        ("copies, GB/s (inner bar: both ways at once)", _copy_bars(links), links.flags),
+        ("AdamW on the CPU, Gparam/s (inner bar: beside copies both ways)", _update_bars(links), ()),
+    ):
+        most = max(max(row.value, row.inner) for row in rows)
+        parts += _section(heading, ("alone", "beside others"), rows, flags, y, most)
+        y += _section_height(len(rows), flags)
+    return page(y - 20, title, parts)
+
+
+def _heading(drive: DriveFigures) -> str:
+    access = "O_DIRECT" if drive.is_direct else "page cache"
+    return f"{drive.directory}: {drive.device}, {drive.file_system}, {access}, blocks of {mib(drive.block_bytes)}"
+
+
+def _drive_bars(drive: DriveFigures) -> list[Bar]:
+    flows = ("read", drive.read, READ), ("write", drive.write, WRITE), ("mixed 14:12", drive.mixed, MIXED)
+    return [
+        Bar(
+            name,
+            flow.bytes_per_s / 1e9,
+            0.0,
+            colour,
+            (f"{flow.bytes_per_s / 1e9:.2f}", f"{flow.p50_ms:.1f} ms", f"{flow.p99_ms:.1f} ms"),
+        )
+        for name, flow, colour in flows
+    ]
+
+
+def _copy_bars(links: LinkFigures) -> list[Bar]:
+    rows = []
+    for copies in links.copies:
+        name = copies.device if links.device == "cuda" else "native copy"
+        for way, colour, alone, both in (
+            ("RAM to GPU", TO_GPU, copies.to_gpu_bytes_per_s, copies.to_gpu_both_bytes_per_s),
+            ("GPU to RAM", TO_RAM, copies.to_ram_bytes_per_s, copies.to_ram_both_bytes_per_s),
+        ):
+            rows.append(_compared(f"{name}: {way}", alone, both, colour))
+    return rows
+
+
+def _update_bars(links: LinkFigures) -> list[Bar]:
+    return [
+        _compared(
+            f"{update.threads} thread{'s' if update.threads > 1 else ''}",
+            update.parameters_per_s,
+            update.shared_parameters_per_s,
+            UPDATE,
+        )
+        for update in links.updates
+    ]
+
+
+def _compared(name: str, alone: float, shared: float, colour: str) -> Bar:
+    return Bar(name, alone / 1e9, shared / 1e9, colour, (f"{alone / 1e9:.2f}", f"{shared / 1e9:.2f}"))
+
+
+def _section_height(num_bars: int, flags: Sequence[str]) -> float:
+    return 74 + ROW * num_bars + 18 * len(flags)
+
+
+def _section(
+    heading: str, columns: Sequence[str], bars: Sequence[Bar], flags: Sequence[str], y: float, most: float
+) -> Iterator[str]:
+    """Heading, what is not to be believed, and bars with their figures; the longest bar there could be is `most`."""
+    yield text(16, y, heading)
+    for flag in flags:
+        y += 18
+        yield text(16, y, f"not to be believed: {flag}", colour=FLAG)
+    top = y + 14
+    bottom = top + ROW * len(bars)
+    for tick in ticks(most):
+        x = LEFT + PLOT * tick / most
+        yield grid_line(x, top, bottom + 4)
+        yield text(x, bottom + 20, f"{tick:g}", "middle")
+    for right, name in zip(COLUMNS_RIGHT, columns, strict=False):
+        yield text(right, y, name, "end")
+    for index, row in enumerate(bars):
+        middle = top + ROW * (index + 0.5)
+        yield text(LEFT - 10, middle + 4, row.name, "end", NAME_MAX)
+        yield bar(LEFT, middle - BAR / 2, PLOT * row.value / most, BAR, row.colour)
+        if row.inner:
+            yield bar(LEFT, middle - INNER / 2, PLOT * row.inner / most, INNER, INSIDE)
+        for right, figure in zip(COLUMNS_RIGHT, row.figures, strict=False):
+            yield text(right, middle + 4, figure, "end")
+
+
+def _curve(drive: DriveFigures, y: float) -> Iterator[str]:
+    """The rate of each GiB of the long write over what was written; where the write cache ends, a line."""
+    rates = [rate / 1e9 for rate in drive.sustained_bytes_per_s]
+    step = max(SUSTAINED_STEP_BYTES, drive.block_bytes) / (1 << 30)
+    most, total = max(rates), len(rates) * step
+    top, bottom = y + 14.0, y + 14.0 + CURVE
+    across = [LEFT + PLOT * index / len(rates) for index in range(len(rates) + 1)]
+    heights = [bottom - CURVE * rate / most for rate in rates]
+    yield text(16, y, "sustained write: GB/s of each GiB, over GiB written")
+    for tick in ticks(most)[::2]:
+        level = bottom - CURVE * tick / most
+        yield text(LEFT - 10, level + 4, f"{tick:g}", "end")
+        yield f'<path d="M{LEFT} {level:.1f}H{LEFT + PLOT}" stroke="#1f2933" stroke-opacity="0.2"/>'
+    for tick in ticks(total):
+        x = LEFT + PLOT * tick / total
+        yield grid_line(x, bottom, bottom + 4)
+        yield text(x, bottom + 20, f"{tick:g}", "middle")
+    levels = "".join(f"V{level:.1f}H{right:.1f}" for level, right in zip(heights, across[1:], strict=True))
+    yield f'<path d="M{LEFT} {heights[0]:.1f}{levels}" fill="none" stroke="{WRITE}" stroke-width="2"/>'
+    found = "no knee"
+    if drive.knee_bytes is not None:
+        found = f"write cache ends after {mib(drive.knee_bytes)}"
+        x = LEFT + PLOT * drive.knee_bytes / (1 << 30) / total
+        yield f'<path d="M{x:.1f} {top:g}V{bottom:g}" stroke="{FLAG}" stroke-dasharray="4 3"/>'
+    yield text(COLUMNS_RIGHT[-1], top + 10, f"{min(rates):.2f} to {most:.2f} GB/s", "end")
+    yield text(COLUMNS_RIGHT[-1], top + 28, found, "end")

@@ -1,0 +1,200 @@
+"""What a person sees of a run: live progress, where the state lies, and what moved.
+
+Plain figures come in; everything goes out through the console that the caller gives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from megatier.errors import mib
+from megatier.report.metrics import format_seconds, format_share
+from megatier.report.panel import Course, panel
+
+SMOOTHING = 0.9
+"""Weight of the past in seconds per step, from which the time left follows."""
+
+REDRAW_SECONDS = 0.1
+LINE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """How full a tier is."""
+
+    tier: str
+    used_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One finished step."""
+
+    step: int
+    """Counted from 1."""
+    loss: float
+    learning_rate: float
+    gradient_norm: float | None
+    """Before clipping; None where it was not computed."""
+    num_tokens: int
+    """Tokens of this step."""
+    seconds: float
+    stall_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that compute waited, by cause."""
+    tiers: tuple[TierUse, ...] = ()
+    attainment: float | None = None
+    """Seconds that the step should take over those that it took; None where the machine was not measured."""
+    bound_by: str = ""
+    """What should bound it."""
+    busy_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that each lane was busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """What the placement puts in a tier."""
+
+    tier: str
+    state_bytes: int
+    """Weights, remainders and moments that live here."""
+    other_bytes: int
+    """Gradients, activations and slots."""
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueueBytes:
+    """What went through a queue."""
+
+    queue: str
+    moved_bytes: int
+    demanded_bytes: int
+    """What the placement says must move."""
+
+
+class Progress:
+    """Shows steps as they end: a live panel on a terminal, else a line at most every few seconds.
+
+    The first and the last step always get their line. Use as a context; the panel stays when it closes.
+    """
+
+    def __init__(self, console: Console, num_steps: int, line_seconds: float = LINE_SECONDS) -> None:
+        """Nothing is drawn before the first step.
+
+        Args:
+            console: where to draw.
+            num_steps: the last step's number.
+            line_seconds: least time between two plain lines.
+        """
+        self._console, self._num_steps, self._line_seconds = console, num_steps, line_seconds
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._num_reports, self._seconds_per_step = 0, 0.0
+        self._losses = Course()
+        self._shown_at: float | None = None
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, report: StepReport) -> None:
+        """Show a finished step, unless the last one was shown just now."""
+        self._num_reports += 1
+        self._losses.add(report.loss)
+        # The first step of a process learns the order of units: its time says little about the next.
+        past = SMOOTHING if self._num_reports > 2 else 0.0
+        self._seconds_per_step = past * self._seconds_per_step + (1 - past) * report.seconds
+        left = self._seconds_per_step * (self._num_steps - report.step)
+        now = time.monotonic()
+        pause = self._line_seconds if self._live is None else REDRAW_SECONDS
+        if self._shown_at is not None and report.step < self._num_steps and now - self._shown_at < pause:
+            return
+        self._shown_at = now
+        if self._live is None:
+            self.note(step_line(report, self._num_steps, left))
+        else:
+            self._live.update(panel(report, self._num_steps, left, self._losses), refresh=True)
+
+    def note(self, text: str) -> None:
+        """A line of its own, above the panel where there is one."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def step_line(report: StepReport, num_steps: int, seconds_left: float) -> str:
+    """A step as one line."""
+    return "  ".join(f"{name} {value}" for name, value in _figures(report, num_steps, seconds_left))
+
+
+def print_placement(console: Console, tiers: Sequence[TierState]) -> None:
+    """Table of what lies where: bytes of state per tier, their share, what else is there, and the budget."""
+    total = sum(tier.state_bytes for tier in tiers)
+    table = _table("what lies where", "tier", "state", "share", "slots, gradients", "budget")
+    for tier in tiers:
+        share = format_share(tier.state_bytes, total)
+        table.add_row(tier.tier, mib(tier.state_bytes), share, mib(tier.other_bytes), mib(tier.budget_bytes))
+    others, budgets = sum(tier.other_bytes for tier in tiers), sum(tier.budget_bytes for tier in tiers)
+    table.add_section()
+    table.add_row("all", mib(total), format_share(total, total), mib(others), mib(budgets))
+    console.print(table)
+
+
+def print_moves(console: Console, queues: Sequence[QueueBytes]) -> None:
+    """Table of what moved, in bytes, against what the placement demands."""
+    table = _table("what moved, in bytes", "queue", "moved", "demanded", "difference")
+    for queue in queues:
+        difference = queue.moved_bytes - queue.demanded_bytes
+        written = f"{difference:+,}" if difference else "none"
+        table.add_row(queue.queue, f"{queue.moved_bytes:,}", f"{queue.demanded_bytes:,}", written)
+    console.print(table)
+
+
+def _figures(report: StepReport, num_steps: int, seconds_left: float) -> list[tuple[str, str]]:
+    """Name and value of everything worth showing of a step."""
+    figures = [
+        ("step", f"{report.step}/{num_steps}"),
+        ("loss", f"{report.loss:.4f}"),
+        ("lr", f"{report.learning_rate:.2e}"),
+    ]
+    if report.gradient_norm is not None:
+        figures.append(("norm", f"{report.gradient_norm:.3f}"))
+    figures += [
+        ("tokens/s", f"{report.num_tokens / report.seconds:,.0f}" if report.seconds > 0 else "-"),
+        ("s/step", f"{report.seconds:.3f}"),
+        *([("attainment", f"{report.attainment:.0%} ({report.bound_by})")] if report.attainment is not None else []),
+        ("ETA", format_seconds(seconds_left)),
+        ("stalled", _stalls(report.stall_seconds)),
+    ]
+    return figures + [(use.tier, format_share(use.used_bytes, use.budget_bytes)) for use in report.tiers]
+
+
+def _stalls(seconds: Mapping[str, float]) -> str:
+    """Time waited, and for what, the longest first."""
+    causes = sorted(((value, cause) for cause, value in seconds.items() if value >= 0.0005), reverse=True)
+    if not causes:
+        return "0 ms"
+    named = ", ".join(f"{cause} {format_seconds(value)}" for value, cause in causes)
+    return f"{format_seconds(sum(seconds.values()))} ({named})"
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    """A table whose first column holds names and whose others hold figures."""
+    table = Table(title=title, title_justify="left")
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table

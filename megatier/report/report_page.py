@@ -1,0 +1,350 @@
+"""The page of a run: one HTML file of what its directory holds. A section whose figures are missing says why."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from megatier.checkpoint.checkpoint import checkpoints, step_of
+from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, CONFIG_FILE, METRICS_FILE, SAVEPOINT_FOLDER, TRACE_FILE
+from megatier.config.file import load, to_dict
+from megatier.config.schema import RunConfig
+from megatier.config.text import dump
+from megatier.errors import ConfigError, mib
+from megatier.play.trace import TraceEvent
+from megatier.report import chart, picture, placement_map
+from megatier.report.chart import Line, Mark
+from megatier.report.history import Corrected, History, Opening, Saved, Step, read_history
+from megatier.report.html import cards, details, note, page, section, table
+from megatier.report.metrics import format_count, format_seconds, format_share, wavering
+from megatier.store.transfer import QUEUES
+from megatier.tier import Tier
+
+SAVED_SHOWN = 10
+NO_STEP = "No step is on file yet."
+OLDER = "The run was recorded by an older version of megatier, which did not write this."
+
+Amounts = Callable[[Step], Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What a run directory holds."""
+
+    directory: Path
+    config: RunConfig
+    history: History
+    trace: Mapping[int, Sequence[TraceEvent]]
+
+    @property
+    def opening(self) -> Opening | None:
+        """Of the last process."""
+        return self.history.openings[-1] if self.history.openings else None
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        """All that are on file."""
+        return self.history.steps
+
+    @property
+    def steady(self) -> Sequence[Step]:
+        """Steps but for the first of each process, which learns the order of units; all where there are no others."""
+        first = {opening.step + 1 for opening in self.history.openings} or {1}
+        return [step for step in self.steps if step.step not in first] or self.steps
+
+
+def build(directory: Path) -> str:
+    """The page of the run in a directory, which may be going on, killed, or resumed.
+
+    Raises:
+        ConfigError: there is no run, or a file of it is damaged.
+    """
+    if not (directory / CONFIG_FILE).is_file():
+        raise ConfigError(f"{directory} holds no run: {CONFIG_FILE} is missing. Give a run's output.directory.")
+    config, metrics, trace = load(directory / CONFIG_FILE), directory / METRICS_FILE, directory / TRACE_FILE
+    history = read_history(metrics) if metrics.exists() else History()
+    run = _Run(directory, config, history, picture.read_trace(trace) if trace.exists() else {})
+    return page(f"run {directory.resolve().name}", [_status(run), cards(_figures(run)), *_sections(run)])
+
+
+def _sections(run: _Run) -> Iterator[str]:
+    yield section("Loss and throughput", _course(run))
+    yield section("The plan against what happened", _plan(run))
+    yield section("Memory", _memory(run))
+    yield section("What moved", _moves(run))
+    yield section("What compute waited for", _stalls(run))
+    yield section("A step", _timeline(run))
+    yield section("What lies where", _placement(run))
+    yield section("Checkpoints and savepoints", _saved(run))
+    yield section("Settings", details(f"all settings, as in {CONFIG_FILE}", dump(to_dict(run.config))))
+
+
+# ---------------------------------------------------------------------- at the top
+
+
+def _status(run: _Run) -> str:
+    steps, openings, planned = run.steps, run.history.openings, run.config.train.steps
+    last = steps[-1].step if steps else 0
+    outcomes = {"whole": "The run is whole", "stopped": "The run was stopped"}
+    said = outcomes.get(run.history.outcome, "The run goes on, or was killed or ended by an error")
+    words = [f"{said}: step {last:,} of {planned:,}."]
+    if openings:
+        began = openings[0].time.replace("T", " ").replace("+00:00", " UTC")
+        words.append(f"On {openings[-1].device}, begun {began}.")
+    if len(openings) > 1:
+        words.append(f"It went on after step {', '.join(f'{opening.step:,}' for opening in openings[1:][-5:])}.")
+    for opening in openings:
+        if opening.changes:
+            words.append(f"After step {opening.step:,} its numbers changed, as accepted: {'; '.join(opening.changes)}.")
+    if run.history.is_cut:
+        words.append(f"The last line of {METRICS_FILE} is cut, as where a process is killed, and left out.")
+    if skipped := sum(step.skipped is not None for step in steps):
+        words.append(f"Steps left out because they were not finite: {skipped}.")
+    return note(" ".join(words))
+
+
+def _figures(run: _Run) -> Iterator[tuple[str, str, str]]:
+    """Large figures; those that are missing are left out."""
+    model, opening = run.config.model, run.opening
+    size = f"{format_count(opening.num_parameters)} parameters, " if opening is not None else ""
+    name = Path(model.path).name if model.path is not None else str((model.config or {}).get("model_type", "model"))
+    yield "model", name, f"{size}{model.compute_dtype}"
+    if not run.steps:
+        return
+    seconds, last = median(step.seconds for step in run.steady), run.steps[-1]
+    yield "tokens/s", f"{median(map(_speed, run.steady)):,.0f}", "median"
+    yield "a step", format_seconds(seconds), f"median; {format_seconds(sum(s.seconds for s in run.steps))} in all"
+    attainments = [step.attainment for step in run.steady if step.attainment is not None]
+    if attainments and opening is not None and opening.expected is not None:
+        yield "attainment", f"{median(attainments):.0%}", f"bound by {opening.expected.bound_by}, as planned"
+    stalls = _totals(run.steady, lambda step: step.stall_seconds)
+    share = format_share(sum(stalls.values()), sum(step.seconds for step in run.steady))
+    yield "compute waits", share, f"of the time, most for {max(stalls, key=stalls.__getitem__)}" if stalls else ""
+    yield "loss", f"{last.loss:.4f}", f"step {last.step:,}"
+    if run.history.heldout:
+        step, loss = run.history.heldout[-1]
+        yield "held-out loss", f"{loss:.4f}", f"step {step:,}"
+
+
+# ---------------------------------------------------------------------- over steps
+
+
+def _course(run: _Run) -> str:
+    """Loss and tokens a second, with what happened in between."""
+    expected = run.opening.expected if run.opening is not None else None
+    loss = [Line("training", _points(run, lambda step: step.loss)), Line("held-out", run.history.heldout)]
+    speed = [Line("measured", _points(run, _speed))]
+    if expected is not None:
+        speed.append(Line("as planned", _points(run, lambda step: step.tokens / expected.seconds), is_dashed=True))
+    marks = [
+        Mark("went on", [opening.step for opening in run.history.openings[1:]], tone=7),
+        Mark("left out", [step.step for step in run.steps if step.skipped is not None], tone=3),
+    ]
+    shown = [mark for mark in marks if mark.steps]
+    return _row(chart.draw("loss", loss, shown, from_zero=False), chart.draw("tokens/s", speed, shown)) or note(NO_STEP)
+
+
+def _memory(run: _Run) -> str:
+    """What tiers hold, and what the process took over time."""
+    if run.opening is None:
+        return note(OLDER if run.steps else NO_STEP)
+    words = "What a tier holds is reserved before the first step and stays: blocks pass through slots that are counted."
+    held = {tier.tier: tier.state_bytes + tier.other_bytes for tier in run.opening.tiers}
+    on_gpu, in_ram = held.get(Tier.GPU, 0), held.get(Tier.RAM, 0)
+    has_gpu = any(step.gpu_bytes for step in run.steps)
+    lines = [
+        Line("resident in RAM", _points(run, lambda step: step.resident_bytes)),
+        Line("of it tiers", _points(run, lambda step: in_ram if has_gpu else in_ram + on_gpu), is_dashed=True),
+    ]
+    if has_gpu:
+        lines += [
+            Line("on the GPU, held by torch", _points(run, lambda step: step.gpu_bytes)),
+            Line("of it the tier", _points(run, lambda step: on_gpu), is_dashed=True),
+        ]
+    return _row(_tiers(run.opening) + note(words), _byte_chart("memory of the process", lines))
+
+
+def _tiers(opening: Opening) -> str:
+    rows = []
+    for tier in opening.tiers:
+        sizes = map(mib, (tier.state_bytes, tier.other_bytes, tier.budget_bytes))
+        rows.append((tier.tier, *sizes, format_share(tier.state_bytes + tier.other_bytes, tier.budget_bytes)))
+    return table(("tier", "state", "slots, gradients", "budget", "used"), rows)
+
+
+def _moves(run: _Run) -> str:
+    """Bytes per queue, moved and demanded."""
+    moved, demanded = run.history.moved_bytes, run.history.demanded_bytes
+    if not run.steps or (run.opening is not None and run.steps[-1].step <= run.opening.step):
+        return note(NO_STEP if not run.steps else "No step of the last process is on file yet.")
+    if not moved:
+        return note("Nothing moved: all state is at home on the GPU.")
+    queues = [queue for queue in QUEUES if moved.get(queue) or demanded.get(queue)]
+    columns = ("queue", "a step", "moved in all", "demanded", "difference")
+    rows = []
+    for queue in queues:
+        a_step = median(step.moved_bytes.get(queue, 0.0) for step in run.steady)
+        difference = moved.get(queue, 0.0) - demanded.get(queue, 0.0)
+        whole = mib(round(moved.get(queue, 0.0))), mib(round(demanded.get(queue, 0.0)))
+        rows.append((queue, mib(round(a_step)), *whole, f"{difference:+,.0f} B" if difference else "none"))
+    words = (
+        "Bytes since the last process began; a step's are the median. What the placement says must move is demanded; "
+        "a run that goes on or was cut off has some of it under way. Moves of an evaluation count to the next step."
+    )
+    lines = [Line(queue, _points(run, _amount(lambda step: step.moved_bytes, queue))) for queue in queues]
+    return _row(table(columns, rows) + note(words), _byte_chart("bytes moved, a step", lines))
+
+
+def _stalls(run: _Run) -> str:
+    """Time that compute waited, by cause."""
+    if not run.steps:
+        return note(NO_STEP)
+    totals, seconds = _totals(run.steps, lambda step: step.stall_seconds), sum(step.seconds for step in run.steps)
+    if not totals:
+        return note("Compute waited for nothing.")
+    causes = sorted(totals, key=totals.__getitem__, reverse=True)
+    worst = {cause: max(step.stall_seconds.get(cause, 0.0) for step in run.steps) for cause in causes}
+    rows = [
+        (cause, format_seconds(totals[cause]), format_share(totals[cause], seconds), format_seconds(worst[cause]))
+        for cause in causes
+    ]
+    unit, scale = ("s", 1.0) if max(worst.values()) >= 1 else ("ms", 1e-3)
+    lines = [Line(cause, _points(run, _amount(lambda step: step.stall_seconds, cause), scale)) for cause in causes]
+    columns = "waited for", "in all", "share of the time", "longest in a step"
+    return _row(table(columns, rows), chart.draw(f"stalled, {unit} a step", lines))
+
+
+# ---------------------------------------------------------------------- plan, step, placement
+
+
+def _plan(run: _Run) -> str:
+    """A step as the planner forecast it, and as it was."""
+    if run.opening is None:
+        return note(OLDER if run.steps else NO_STEP)
+    expected = run.opening.expected
+    if expected is None:
+        return note("Nothing was planned: `megatier bench` measures the machine, and from then on `train` plans.")
+    if not run.steps:
+        planned = f"{format_seconds(expected.seconds)} a step{wavering(expected.seconds_range)}"
+        return note(f"Planned: {planned}, bound by {expected.bound_by}. {NO_STEP}")
+    rows = [_compared("a step", expected.seconds, median(step.seconds for step in run.steady), format_seconds)]
+    lanes = [lane for lane, seconds in expected.busy_seconds.items() if seconds and lane != "host"]  # not traced
+    for lane in picture.in_row_order(lanes):
+        busy = median(step.busy_seconds.get(lane, 0.0) for step in run.steady)
+        rows.append(_compared(f"{lane} busy", expected.busy_seconds[lane], busy, format_seconds))
+    for queue in (queue for queue in QUEUES if expected.moved_bytes.get(queue)):
+        moved = median(step.moved_bytes.get(queue, 0.0) for step in run.steady)
+        rows.append(_compared(f"{queue} moves", expected.moved_bytes[queue], moved, lambda size: mib(round(size))))
+    words = f"Bound by {expected.bound_by}, as planned. Measured: medians of all steps but each process's first."
+    if waver := wavering(expected.seconds_range):
+        words += f" Planned{waver}."
+    if run.history.corrections:
+        words += f" {_correction(run.history.corrections[-1])}"
+    return table(("", "planned", "measured", "measured to planned"), rows) + note(words)
+
+
+def _correction(made: Corrected) -> str:
+    planned, measured = made.planned_bytes_per_s / 1e9, made.measured_bytes_per_s / 1e9
+    return (
+        f"Step {made.step:,} corrected the plan: drives that do {measured:.3g} GB/s in this run, not {planned:.3g}, "
+        f"make it {format_seconds(made.seconds)} a step; attainments after it are of that."
+    )
+
+
+def _compared(name: str, planned: float, measured: float, form: Callable[[float], str]) -> tuple[str, str, str, str]:
+    return name, form(planned), form(measured), f"{measured / planned - 1:+.1%}" if planned else "-"
+
+
+def _timeline(run: _Run) -> str:
+    """The last step of the trace."""
+    if not run.trace:
+        return note("No trace: a run writes that of its last steps when it ends, with output.trace: true.")
+    step = max(run.trace)
+    return f'<div class="timeline wide">{picture.draw(run.trace[step], f"step {step:,}")}</div>'
+
+
+def _placement(run: _Run) -> str:
+    """The map, and what it does not show."""
+    if run.opening is None:
+        return note(OLDER if run.steps else NO_STEP)
+    words = [f"Units in forward order: {len(run.opening.homes)}; a pointer over a block shows its name."]
+    if count := len(run.opening.streamed):
+        words.append(f"Units that stream their state through the GPU to be updated there: {count}.")
+    if count := len(run.opening.speculative):
+        words.append(f"Units with two generations, updated in the backward: {count}.")
+    return placement_map.draw(run.opening) + note(" ".join(words))
+
+
+def _saved(run: _Run) -> str:
+    output, history = run.config.output, run.history
+    checkpoint = _saved_table(history.checkpoints, "checkpoint", run.directory / CHECKPOINT_FOLDER)
+    savepoint = _saved_table(history.savepoints, "savepoint", run.directory / SAVEPOINT_FOLDER)
+    if checkpoint or savepoint:
+        return _row(*filter(None, (checkpoint, savepoint)))
+    every = f"output.checkpoint_every is {output.checkpoint_every}, output.savepoint_every {output.savepoint_every}"
+    return note(f"None was written: {every}.")
+
+
+def _saved_table(saved: Sequence[Saved], what: str, folder: Path) -> str:
+    """The last ones, and what all of them took; empty where there are none."""
+    if not saved:
+        return ""
+    there = {step_of(path) for path in checkpoints(folder)}
+    rows = [
+        (
+            f"{made.step:,}",
+            mib(round(made.num_bytes)),
+            format_seconds(made.seconds),
+            format_seconds(made.paused_seconds),
+            "yes" if made.step in there else "no",
+        )
+        for made in saved[-SAVED_SHOWN:]
+    ]
+    paused = format_seconds(sum(made.paused_seconds for made in saved))
+    shown = f" The last {SAVED_SHOWN} are shown." if len(saved) > len(rows) else ""
+    words = f"{what}s written: {len(saved)}, for which training waited {paused} in all.{shown}"
+    return table((f"{what} of step", "written", "in", "training waited", "still there"), rows) + note(words)
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def _speed(step: Step) -> float:
+    """Tokens a second."""
+    return step.tokens / step.seconds if step.seconds > 0 else 0.0
+
+
+def _points(run: _Run, figure: Callable[[Step], float | None], scale: float = 1.0) -> list[tuple[float, float]]:
+    """A figure over steps, in units of `scale`; nan where a step lacks it."""
+    found = ((step.step, figure(step)) for step in run.steps)
+    return [(step, math.nan if value is None else value / scale) for step, value in found]
+
+
+def _amount(amounts: Amounts, name: str) -> Callable[[Step], float]:
+    return lambda step: amounts(step).get(name, 0.0)
+
+
+def _totals(steps: Iterable[Step], amounts: Amounts) -> Counter[str]:
+    """Of all steps, by name."""
+    total: Counter[str] = Counter()
+    for step in steps:
+        for name, amount in amounts(step).items():
+            total[name] += amount  # type: ignore[assignment]  # Counter of floats
+    return total
+
+
+def _byte_chart(title: str, lines: Sequence[Line]) -> str:
+    """A chart of bytes, in the unit that fits."""
+    most = max((size for line in lines for _, size in line.points if size < math.inf), default=0.0)
+    unit, scale = chart.byte_unit(most)
+    scaled = [replace(line, points=[(step, size / scale) for step, size in line.points]) for line in lines]
+    return chart.draw(f"{title}, {unit}", scaled)
+
+
+def _row(*parts: str) -> str:
+    """Side by side where there is room; empty where all parts are."""
+    return f'<div class="row">{"".join(f"<div>{part}</div>" for part in parts)}</div>' if any(parts) else ""

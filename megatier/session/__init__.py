@@ -1,0 +1,1 @@
+"""A run's parts, opened and closed together."""

@@ -1,0 +1,247 @@
+"""What a run has to carry: its units, their activations, and the policy that sizes everything. Nothing is reserved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+
+from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.engine.activation import Activations
+from megatier.errors import PlanError, UnsupportedModelError
+from megatier.foreign import SETTINGS_BYTES_MAX, read_object, reading, reason_of, shown
+from megatier.models.decoder import Unit, decoder_layers
+from megatier.models.experts import most_parts
+from megatier.models.limits import check_counts
+from megatier.schedule.sizes import Policy, UnitSpec
+from megatier.schedule.slots import GPU_SLOTS
+from megatier.store.blockfile import IoOptions
+from megatier.tier import Tier
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+STATE_BYTES_PER_ELEMENT = 12
+CONFIG_FILE = "config.json"
+NAME_CHARACTERS_MAX = 100
+"""What is longer resembles nothing, and comparing takes its time."""
+STREAMS = ("altup_num_inputs", "hc_mult", "hc_count")
+"""Settings that say how many hidden states a token has: Gemma 3n (AltUp); DeepSeek-V4, Hy-V4; Qwen4-Exp."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model and how it is to be trained.
+
+    Attributes:
+        units: in module order.
+        specs: what placement needs to know of them, in the same order.
+        activations: policy per unit.
+        policy: what decides how many bytes there are.
+        options: of the reads and writes of NVMe.
+        rows: sequences of one group.
+    """
+
+    units: tuple[Unit, ...]
+    specs: tuple[UnitSpec, ...]
+    activations: Mapping[str, Activations]
+    policy: Policy
+    options: IoOptions
+    rows: int
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        units: tuple[Unit, ...],
+        model_config: ModelConfig,
+        tiers: TiersConfig,
+        train: TrainConfig,
+        numerics: NumericsConfig,
+        tokens: int,
+        *,
+        savepoints: bool = False,
+    ) -> Self:
+        """Read it off a skeleton.
+
+        Args:
+            model: a skeleton (`models.decoder.build_skeleton`).
+            units: all of the model's (`models.experts.cut_units`).
+            model_config: compute dtype.
+            tiers: chunk, streaming, I/O.
+            train: groups, slices, activations, clipping.
+            numerics: the guard, for which updates wait as for clipping.
+            tokens: tokens per sequence.
+            savepoints: one generation of what spills may be kept.
+        """
+        dtype = COMPUTE_DTYPES[model_config.compute_dtype]
+        options = IoOptions(
+            num_threads=tiers.io_threads or IoOptions().num_threads,
+            direct=tiers.direct_io == "auto",
+            checksums=tiers.checksums,
+            gpu_direct=tiers.gpu_direct,
+        )
+        activations = _activations(units, train)
+        rows = train.batch // train.groups
+        hidden_bytes = rows * tokens * boundary_width(model) * dtype.itemsize
+        offloaded = {name for name, policy in activations.items() if policy is Activations.OFFLOAD}
+        specs = tuple(
+            UnitSpec(
+                u.name,
+                u.layout.num_elements,
+                hidden_bytes if u.name in offloaded else 0,
+                u.layout.num_elements - u.layout.num_trained,
+            )
+            for u in units
+        )
+        policy = _policy(dtype, tiers, train, options, guard=numerics.guard, savepoints=savepoints)
+        return cls(units, specs, activations, policy, options, rows)
+
+
+def hidden_width(model: PreTrainedModel) -> int:
+    """Numbers in a hidden state of the decoder layers.
+
+    Raises:
+        UnsupportedModelError: no config says so.
+    """
+    layers = decoder_layers(model)
+    owners = [part for part in model.modules() if isinstance(part, PreTrainedModel) and layers in part.modules()]
+    for config in (model.config.get_text_config(), *(owner.config for owner in reversed(owners))):
+        if width := getattr(config, "hidden_size", None):
+            return int(width)
+    raise UnsupportedModelError(
+        f"{type(model).__name__}: its config has no hidden_size, so what its layers take cannot be planned."
+    )
+
+
+def boundary_width(model: PreTrainedModel) -> int:
+    """Numbers a token between two layers: its hidden state; some models have several (STREAMS)."""
+    text = model.config.get_text_config()
+    return hidden_width(model) * next((count for name in STREAMS if (count := getattr(text, name, None))), 1)
+
+
+def advised(short: PlanError, model: PreTrainedModel, parts: int, place_with: Callable[[int], object]) -> PlanError:
+    """A refusal; where a unit is too large for its slots, with the `model.expert_parts` that would do.
+
+    Args:
+        short: what was refused.
+        model: its skeleton.
+        parts: that were refused.
+        place_with: tries another number of parts; raises PlanError if something is short.
+    """
+    most = most_parts(model) if short.what.startswith(GPU_SLOTS) else 1
+    for tried in sorted({most, *(2**power for power in range(most.bit_length()))}):
+        if tried > parts and _fits_slots(tried, place_with):
+            remedy = f"{short.remedy} Or set model.expert_parts to {tried}: then slots take part of a layer's experts."
+            return PlanError(short.what, short.needed_bytes, short.had_bytes, remedy)
+    return short
+
+
+def _fits_slots(parts: int, place_with: Callable[[int], object]) -> bool:
+    try:
+        place_with(parts)
+    except UnsupportedModelError:
+        return False
+    except PlanError as short:
+        return not short.what.startswith(GPU_SLOTS)
+    return True
+
+
+def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedConfig:
+    """Hugging Face's config of a folder, or of the settings given.
+
+    Raises:
+        UnsupportedModelError: transformers does not take it, or it asks for more than any model has.
+    """
+    settings: Mapping[str, Any] = config.config or {}
+    where = "model.config"
+    if folder is not None:
+        where = str(folder / CONFIG_FILE)
+        settings = _settings_of(folder)
+    check_counts(settings, where)
+    what = f"{where}: transformers does not take this model config"
+    with reading(what, UnsupportedModelError, _complaint, _hint(settings)):
+        found: PretrainedConfig = (
+            AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            if folder is not None
+            else AutoConfig.for_model(**settings)
+        )
+    if folder is None:
+        _check_keys(settings)
+    return found
+
+
+def _settings_of(folder: Path) -> dict[str, Any]:
+    try:
+        return read_object(folder / CONFIG_FILE, SETTINGS_BYTES_MAX, UnsupportedModelError)
+    except FileNotFoundError as error:
+        raise UnsupportedModelError(f"{folder} has no {CONFIG_FILE}, so it is no model of Hugging Face's.") from error
+
+
+def _complaint(error: BaseException) -> str:
+    """What transformers says about one field, which stands below its headline; of anything else the first sentence."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, StrictDataclassError) and lines:
+        return shown(lines[-1].strip()).rstrip(".")
+    return reason_of(error).partition(". ")[0].rstrip(".")
+
+
+def _hint(settings: Mapping[str, Any]) -> str:
+    """The nearest model type, where there is none of this name."""
+    given = settings.get("model_type")
+    near = get_close_matches(str(given)[:NAME_CHARACTERS_MAX], CONFIG_MAPPING, n=1)
+    return f"Did you mean {near[0]}?" if near and near[0] != given else ""
+
+
+def _check_keys(settings: Mapping[str, Any]) -> None:
+    """Refuse what looks like a misspelt key: transformers keeps any, and takes its own default instead."""
+    known = AutoConfig.for_model(settings["model_type"])
+    for key in settings:
+        near = get_close_matches(key[:NAME_CHARACTERS_MAX], known.to_dict(), n=1, cutoff=0.85)
+        if not hasattr(known, key) and near:
+            raise UnsupportedModelError(
+                f"model.config: {settings['model_type']} has no setting {key}. Did you mean {near[0]}?"
+            )
+
+
+def _policy(
+    dtype: torch.dtype, tiers: TiersConfig, train: TrainConfig, options: IoOptions, *, guard: bool, savepoints: bool
+) -> Policy:
+    return Policy(
+        state=tuple(Tier(name) for name in tiers.state),
+        split=dtype is torch.bfloat16,
+        deferred=guard or train.clip is not None,
+        groups=train.groups,
+        slices=train.slices,
+        chunk_elements=tiers.chunk // STATE_BYTES_PER_ELEMENT if tiers.chunk is not None else None,
+        streamed_share=tiers.streamed_share,
+        generations=tiers.generations,
+        savepoints=savepoints,
+        gpu_direct=tiers.gpu_direct,
+        align_elements=options.chunk_bytes // 2,
+    )
+
+
+def _activations(units: Sequence[Unit], train: TrainConfig) -> dict[str, Activations]:
+    """Policy per unit: the setting, but for the last layers that keep; only layers have something worth offloading.
+
+    Experts that are units follow their layer. One input of a unit is offloaded, and such layers have several: they
+    recompute instead.
+    """
+    layers = [unit.name for unit in units if unit.is_layer]
+    kept = set(layers[max(0, len(layers) - train.kept_layers) :])
+    wanted = Activations(train.activations)
+    others = Activations.KEEP if wanted is Activations.KEEP else Activations.RECOMPUTE
+    policies: dict[str, Activations] = {}
+    of_layer = others
+    for unit in units:
+        if unit.is_layer:
+            policy = wanted if len(unit.module_names) == 1 else others
+            of_layer = policies[unit.name] = Activations.KEEP if unit.name in kept else policy
+        else:
+            policies[unit.name] = others if unit.experts is None else of_layer
+    return policies

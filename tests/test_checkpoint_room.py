@@ -1,0 +1,84 @@
+"""Room for checkpoints and the export, asked for before the first step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatier.checkpoint.room import Room
+from megatier.errors import CapacityError, TransferError
+
+SIZE, EXPORT = 1200, 200
+
+
+def room(folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, present: int = 0, export: int = EXPORT) -> Room:
+    for step in range(1, present + 1):
+        (folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    usage = shutil.disk_usage(folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+    return Room(folder, SIZE, export)
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "present", "export", "needed"),
+    [
+        (0, 0, EXPORT, EXPORT),
+        (0, 0, 0, 0),
+        (2, 0, EXPORT, 3 * SIZE),
+        (2, 1, EXPORT, 2 * SIZE),
+        (2, 2, EXPORT, SIZE),
+        (2, 3, EXPORT, SIZE),
+        (1, 0, 2 * SIZE, 3 * SIZE),
+        (1, 1, 2 * SIZE, 2 * SIZE),
+    ],
+)
+def test_needed_bytes_are_those_of_the_fullest_moment(
+    num_kept: int, present: int, export: int, needed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = room(tmp_path, monkeypatch, needed, present, export)
+    assert found.needed_bytes(num_kept) == needed
+    found.check(num_kept)
+    if needed:
+        with pytest.raises(CapacityError, match="Free space there"):
+            room(tmp_path, monkeypatch, needed - 1, 0, export).check(num_kept)
+
+
+@pytest.mark.parametrize(
+    ("free", "num_kept", "words"),
+    [
+        (EXPORT - 1, 2, r"the export in \S+ is full: needs 200 B, 199 B free"),
+        (3 * SIZE - 1, 2, r"3 checkpoints in \S+/checkpoints is full: .* set a smaller output.keep_checkpoints"),
+    ],
+)
+def test_check_says_what_does_not_fit(
+    free: int, num_kept: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CapacityError, match=words):
+        room(tmp_path, monkeypatch, free).check(num_kept)
+
+
+@pytest.mark.parametrize(("free", "count"), [(3 * SIZE, 2), (3 * SIZE - 1, 1), (2 * SIZE, 1), (2 * SIZE - 1, 0)])
+def test_as_many_are_kept_as_fit(free: int, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert room(tmp_path, monkeypatch, free).num_that_fit(2) == count
+
+
+@pytest.mark.parametrize(
+    ("free", "present", "takes"),
+    [
+        (SIZE + EXPORT, 0, True),
+        (SIZE + EXPORT - 1, 0, False),  # the export would have none
+        (SIZE, 2, True),  # the oldest goes
+        (SIZE - 1, 2, False),
+    ],
+)
+def test_another_is_taken_if_the_export_still_fits(
+    free: int, present: int, takes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert room(tmp_path, monkeypatch, free, present).takes_another(2) == takes
+
+
+def test_drive_that_is_gone_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(TransferError, match="asking for room failed"):
+        Room(tmp_path / "gone", SIZE, EXPORT).check(2)

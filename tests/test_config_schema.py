@@ -1,0 +1,402 @@
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from jsonargparse import get_loader
+
+from megatier.config.file import field_docs, from_dict, load, to_dict
+from megatier.config.schema import SECTIONS, DataConfig, ModelConfig, RunConfig, TiersConfig
+from megatier.config.text import dump
+from megatier.config.values import MountBudget, parse_bytes, parse_mount, parse_yaml
+from megatier.errors import ConfigError
+
+LEAST = ["--data.files=python-stdlib", "--data.tokenizer", "bytes", "--model.config.model_type", "llama"]
+HUB = ["--data.files=", "--data.dataset=a"]
+SAVES = ["--output.savepoint_every=9", "--tiers.nvme=/a", "--tiers.generations", "2"]
+
+YAML = """
+model:
+  config: {model_type: llama, rms_norm_eps: 1e-6, rope: {theta: 10000}}
+data:
+  files: [a.txt, b.txt]
+  tokenizer: bytes
+tiers:
+  ram: 24 MiB
+  nvme: /a:3GiB, /b
+train:
+  learning_rate: 1e-3
+  clip: null
+output:
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(YAML)
+    return path
+
+
+def least(*overrides: str) -> RunConfig:
+    return load(None, [*LEAST, *overrides])
+
+
+def test_load_yaml_reads_each_kind_of_value(file: Path) -> None:
+    config = load(file)
+    assert config.model.config == {"model_type": "llama", "rms_norm_eps": 1e-6, "rope": {"theta": 10000}}
+    assert config.data.files == ("a.txt", "b.txt")
+    assert (config.tiers.ram, config.train.learning_rate, config.train.clip) == (24 << 20, 1e-3, None)
+    assert config.tiers.mounts == (MountBudget(Path("/a"), 3 << 30), MountBudget(Path("/b"), None))
+
+
+def test_load_override_wins_over_file(file: Path) -> None:
+    config = load(
+        file, ["--tiers.ram", "96GiB", "--train.clip=0.5", "--model.config.rope.theta", "5", "--data.files=c"]
+    )
+    assert (config.tiers.ram, config.train.clip, config.data.files) == (96 << 30, 0.5, ("c",))
+    assert config.model.config == {"model_type": "llama", "rms_norm_eps": 1e-6, "rope": {"theta": 5}}
+
+
+def test_load_quoted_text_in_model_config_stays_text(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "a": "1", "b": "null", "c": "true", "d": "2e-5", "e": {"f": "1"}, "g": 1}
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({"model": {"config": config}, "data": {"files": ["x"], "tokenizer": "bytes"}}))
+    loaded = load(file)
+    assert loaded.model.config == config
+    assert from_dict(to_dict(loaded)) == loaded
+    assert least("--model.config", json.dumps(config)).model.config == config
+    assert least("--model.config.a='1'", "--model.config.b", "1").model.config == {
+        "model_type": "llama",
+        "a": "1",
+        "b": 1,
+    }
+
+
+@pytest.mark.parametrize("text", ["3", "[llama]", "llama"])
+def test_load_model_config_that_is_no_mapping_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"model: {{config: {text}}}\ndata: {{files: x, tokenizer: bytes}}\n")
+    message = r"model\.config is .*; expected keys with values, or null\. Hugging Face config"
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path / "run.yaml")
+    with pytest.raises(ConfigError, match=message):
+        load(None, ["--data.files=x", "--data.tokenizer=bytes", "--model.config", text])
+
+
+def test_load_path_over_config_needs_null(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"exactly one of model\.path .* and model\.config"):
+        load(file, ["--model.path", "somewhere"])
+    assert load(file, ["--model.path", "somewhere", "--model.config", "null"]).model.path == "somewhere"
+
+
+def test_to_dict_written_and_loaded_is_equal(file: Path, tmp_path: Path) -> None:
+    config = load(file)
+    again = tmp_path / "again.yaml"
+    again.write_text(dump(to_dict(config)))
+    assert load(again) == config
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+
+
+@pytest.mark.parametrize("name", ["2e-5", "1e3", "1_0.5", "_1", ".5e+3", "1:30.5", "no", "a: b", "ünïcode"])
+def test_dump_of_names_that_look_like_something_else_is_loaded_again(name: str, tmp_path: Path) -> None:
+    config = load(None, ["--model.path=m", "--data.files=x"])
+    output = dataclasses.replace(config.output, directory=name)
+    data = dataclasses.replace(config.data, files=(name, "b"), tokenizer=name)
+    config = dataclasses.replace(config, output=output, data=data)
+    again = tmp_path / "again.yaml"
+    again.write_text(dump(to_dict(config)), encoding="utf-8")
+    assert load(again) == config
+
+
+def test_dump_of_any_text_is_read_again() -> None:
+    draw = random.Random(7)
+    letters = "0123456789eE+-._:,", "nulltrueyesNO~", "{}[]&*!|>%@#'\"\\:,- \n\t", "\x00\x7f\x85\xa0é\u2028\ufeff😀 "
+    for _ in range(1000):
+        text = "".join(draw.choices(draw.choice(letters), k=draw.randrange(8)))
+        tree = {"a": text, "b": [text, "c"], "d": {text: {"e": text}}}
+        assert parse_yaml(dump(tree), get_loader("yaml")) == tree
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--model.config.a=["], r"model\.config\.a is no valid YAML"),
+        (["--train.steps=!!timestamp x"], r"NoneType.*settings are written --section\.key VALUE"),
+        (["--train.stesp", "3"], r"unknown setting train\.stesp; did you mean train\.steps\?"),
+        (["--learning_rate", "3"], r"unknown setting learning_rate; did you mean train\.learning_rate\?"),
+        (["--model.batch=3"], r"unknown setting model\.batch; did you mean train\.batch\?"),
+        (["--train.zqzqzqzqzqzqzq", "3"], r"unknown setting train\.zqzq\w+; known are train\.steps, "),
+        (["--zzzzzz", "3"], r"unknown setting zzzzzz; known are model, data"),
+        (["--train.st", "3"], r"unknown setting train\.st; did you mean"),
+        (["--train", "3"], r"train is a section; set one of its keys, such as --train\.steps"),
+        (["steps"], r"unrecognized arguments: steps"),
+        (["--train.steps"], r"train\.steps has no value; expected int\. Optimizer steps"),
+        (["--model.config.hidden_size"], r"model\.config\.hidden_size has no value"),
+        (["--train.steps", "many"], r"train\.steps is 'many'; expected int\. Optimizer steps, at least 1"),
+        (["--train.steps", "1.5"], r"train\.steps is '1\.5'; expected int"),
+        (["--train.clip", "x"], r"train\.clip is 'x'; expected float, or null\."),
+        (["--model.fused_loss", "x"], r"model\.fused_loss is 'x'; expected bool"),
+        (["--model.compute_dtype", "fp16"], r"model\.compute_dtype is 'fp16'; expected bf16 or fp32\."),
+        (["--tiers.gpu", "5bananas"], r"tiers\.gpu is '5bananas'; expected size such as 96GiB"),
+        (["--tiers.nvme", "/a:x"], r"tiers\.nvme is '/a:x': 'x' is no byte size"),
+        (["--tiers.nvme", "/a,/a:1G"], r"tiers\.nvme is .* without repeats"),
+        (["--tiers.state", "gpu,disk"], r"tiers\.state is \['gpu', 'disk'\]; it must be one or more of gpu, ram, nvme"),
+        (["--tiers.state", "gpu,gpu"], r"tiers\.state is"),
+        (["--tiers.gpu_limit", "0"], r"tiers\.gpu_limit is 0; it must be at least 1 byte"),
+        (["--tiers.gpu_limit", "much"], r"tiers\.gpu_limit is 'much'; expected size such as"),
+        (["--tiers.streamed_share", "1.1"], r"tiers\.streamed_share is 1\.1; it must be from 0 to 1"),
+        (["--tiers.streamed_share", "-0.1"], r"tiers\.streamed_share is -0\.1; it must be from 0 to 1"),
+        (["--tiers.generations", "4"], r"tiers\.generations is 4; it must be 1, 2 or 3"),
+        (["--tiers.generations", "3"], r"tiers\.generations is 3; it must be 1 or 2 without output\.savepoint_every"),
+        (["--output.savepoint_every", "-1"], r"output\.savepoint_every is -1; it must be at least 0"),
+        (
+            [*SAVES, "--tiers.generations", "1"],
+            r"tiers\.generations is 1; it must be 2 or 3 with output\.savepoint_every",
+        ),
+        (
+            [*SAVES, "--tiers.checksums", "false"],
+            r"tiers\.checksums is False; it must be true with output\.savepoint_e",
+        ),
+        (
+            [*SAVES, "--train.clip", "null", "--numerics.guard", "false"],
+            r"numerics\.guard is False; it must be true, or",
+        ),
+        (["--model.saved_share", "2"], r"model\.saved_share is 2\.0; it must be from 0 to 1"),
+        (["--model.saved_share", ".nan"], r"model\.saved_share is nan; it must be from 0 to 1"),
+        (["--model.compile", "maybe"], r"model\.compile is 'maybe'; expected bool, or null\."),
+        (["--tiers.io_threads", "0"], r"tiers\.io_threads is 0; it must be 1 to 256"),
+        (["--train.steps", "0"], r"train\.steps is 0; it must be at least 1"),
+        (["--train.seed", "-1"], r"train\.seed is -1; it must be at least 0"),
+        (["--train.learning_rate", ".nan"], r"train\.learning_rate is nan"),
+        (["--train.clip", "0"], r"train\.clip is 0\.0; it must be above 0, or null"),
+        (["--train.stall_timeout", "-1"], r"train\.stall_timeout is -1\.0; it must be at least 0"),
+        (["--numerics.max_skips", "-1"], r"numerics\.max_skips is -1; it must be at least 0"),
+        (["--train.beta2", "1"], r"train\.beta2 is 1\.0; it must be from 0 to below 1"),
+        (["--train.warmup_steps", "1000"], r"train\.warmup_steps is 1000; it must be below train\.steps 1000"),
+        (["--train.groups", "3"], r"train\.batch is 8; it must be a multiple of groups \* slices \(3\)"),
+        (["--data.holdout_fraction", "1"], r"data\.holdout_fraction is 1\.0"),
+        (["--data.files", ""], r"data\.files is \[\]; it must be at least one"),
+        (["--data.dataset=org/name"], r"data\.files is \['python-stdlib'\]; it must be empty beside data\.dataset"),
+        (["--data.files=", "--data.dataset="], r"data\.dataset is ''; it must be a name on the hub"),
+        (["--data.streaming=true"], r"data\.streaming is True; it must be left out without data\.dataset"),
+        (["--data.holdout_split=test"], r"data\.holdout_split is 'test'; it must be left out without data\.dataset"),
+        ([*HUB, "--data.holdout_split=train"], r"data\.holdout_split is 'train'; it must be without what data\.split"),
+        ([*HUB, "--data.split=train + test", "--data.holdout_split=test"], r"data\.holdout_split is 'test'; it must"),
+        ([*HUB, "--data.holdout_split=train[:1%]"], r"data\.holdout_split is 'train\[:1%\]'; it must be without"),
+        ([*HUB, "--data.split=train[:9]", "--data.holdout_split=train"], r"data\.holdout_split is 'train'; it must be"),
+        ([*HUB, "--data.holdout_split= "], r"data\.holdout_split is ' '; it must be the name of a split, or null"),
+        (
+            ["--data.files=", "--data.dataset=a", "--data.streaming=true", "--data.max_bytes=1GiB"],
+            r"data\.max_bytes is 1073741824; it must be null with data\.streaming",
+        ),
+        (["--data.window_rows", "0"], r"data\.window_rows is 0; it must be at least 1"),
+        (["--data.holdout_rows", "-1"], r"data\.holdout_rows is -1; it must be at least 0"),
+        (["--data.suffixes", "txt"], r"data\.suffixes is"),
+        (["--data.tokenizer", "null"], r"data\.tokenizer is None; it must be a tokenizer such as \"bytes\""),
+        (["--data.chat", "openai"], r"data\.chat is 'openai'; expected messages, sharegpt or alpaca, or null\."),
+        (["--data.chat=alpaca", "--model.attention=flash_attention_2"], r"model\.attention is .* sdpa, eager or flex"),
+        (
+            ["--data.chat=alpaca", "--model.attention=flex_attention", "--train.slices=2"],
+            r"train\.slices is 2; it must be 1 with flex_attention",
+        ),
+        (["--output.checkpoint_every", "often"], r"output\.checkpoint_every is 'often'; expected int or auto\. Steps"),
+        (["--output.checkpoint_every", "-1"], r"output\.checkpoint_every is -1; it must be auto or at least 0\."),
+        (["--model.config", "{hidden_size: 3}"], r"model\.config is .* with a model_type"),
+    ],
+)
+def test_load_bad_override_says_key_value_and_bound(overrides: list[str], message: str) -> None:
+    without_type = [*LEAST[:3]] if overrides[0] == "--model.config" else LEAST
+    with pytest.raises(ConfigError, match=message) as raised:
+        load(None, [*without_type, *overrides])
+    assert "\n" not in str(raised.value)
+
+
+UNFOLDING = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 30))
+"""Thirty lines that stand for 10^29 values."""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {stesp: 3}", r"bad\.yaml: unknown setting train\.stesp; did you mean train\.steps\?"),
+        ("trainn: {steps: 3}", r"bad\.yaml: unknown setting trainn; did you mean train\?"),
+        ("train: 3", r"train is a section, so `key: value` lines belong below it; found 3"),
+        ("[1, 2]", r"must hold sections"),
+        ("", r"bad\.yaml is empty; it must hold sections"),
+        ("train: {steps: [", r"is no valid YAML: .*line 1, column 17"),
+        ("train: {steps: true}", r"train\.steps is 'True'; expected int"),
+        ("tiers: {ram: 1.5}", r"tiers\.ram is '1\.5'; expected size"),
+        ("data: {files: [1]}", r"data\.files is '\[1\]'"),
+        ("train: {steps: null}", r"train\.steps is null; expected int"),
+        ("tiers: {nvme: null}", r"tiers\.nvme is null"),
+        ("train: {steps: !!timestamp x}", r"is no valid YAML"),
+        (f"train: {{learning_rate: {'9' * 400}}}", r"int too large to convert to float"),
+        (f"train: {{steps: {'9' * 5000}}}", r"is no valid YAML: Exceeds the limit"),
+        ("[" * 5000, r"is no valid YAML: more than .* 50 values in one another"),
+        ("train: &a [*a]", r"is no valid YAML: more than 100000 values, .* or 50 values in one another"),
+        (UNFOLDING, r"is no valid YAML: more than 100000 values"),
+        (UNFOLDING.replace("[*", "{<<: [*").replace("]\n", "]}\n"), r"is no valid YAML: more than 100000 values"),
+    ],
+)
+def test_load_bad_file_says_why(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as raised:
+        load(path, LEAST)
+    assert "\n" not in str(raised.value)
+
+
+def test_load_missing_file_says_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.yaml: No such file"):
+        load(tmp_path / "none.yaml")
+
+
+def test_load_binary_file_says_no_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="no valid YAML"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("96GiB", 96 << 30), ("500 MB", 500_000_000), ("4096", 4096), ("1.5g", 3 << 29), (" 2TiB ", 2 << 40), ("7B", 7)],
+)
+def test_parse_bytes_units_are_read(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "5 bananas", "1,000", "9" * 5000, "9" * 400 + ".5"])
+def test_parse_bytes_other_text_raises(text: str) -> None:
+    with pytest.raises(ConfigError, match="no byte size"):
+        parse_bytes(text)
+
+
+def test_parse_mount_without_directory_raises() -> None:
+    with pytest.raises(ConfigError, match="DIR or DIR:SIZE"):
+        parse_mount(":3GiB")
+
+
+def test_field_docs_every_setting_has_one() -> None:
+    for section in SECTIONS.values():
+        assert set(field_docs(section)) == set(section.__dataclass_fields__)
+
+
+def test_load_defaults_are_valid() -> None:
+    assert least().train.steps == 1000
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False), ("null", None)])
+def test_load_compile_is_yes_no_or_left_to_the_device(text: str, value: bool | None) -> None:
+    assert least("--model.compile", text).model.compile is value
+    assert least().model.compile is None
+
+
+def test_load_documents_are_apart_for_conversations_unless_told() -> None:
+    assert not least().data.is_apart
+    assert least("--data.cross_documents=false").data.is_apart
+    assert least("--data.chat=alpaca").data.is_apart
+    assert least("--data.files=a/dataset_info.json#mine").data.is_apart
+    assert not least("--data.chat=alpaca", "--data.cross_documents=true").data.is_apart
+
+
+@pytest.mark.parametrize(("split", "held_out"), [("train", "training"), ("train[9:]", "train[:9]"), ("a+b", "ab")])
+def test_load_splits_that_are_apart_are_taken(split: str, held_out: str) -> None:
+    assert least(*HUB, f"--data.split={split}", f"--data.holdout_split={held_out}").data.holdout_split == held_out
+
+
+@pytest.mark.parametrize(("text", "every"), [(None, "auto"), ("auto", "auto"), ("0", 0), ("100", 100)])
+def test_load_checkpoints_come_by_time_unless_told(text: str | None, every: object) -> None:
+    words = [] if text is None else ["--output.checkpoint_every", text]
+    output = least(*words).output
+    assert (output.checkpoint_every, output.saves_by_time) == (every, every == "auto")
+    assert not least(*words, "--output.savepoint_every", "5").output.saves_by_time
+
+
+def test_load_past_ram_is_off_unless_asked_for() -> None:
+    assert not least().tiers.gpu_direct
+    assert least("--tiers.gpu_direct", "true").tiers.gpu_direct
+
+
+@pytest.mark.parametrize("share", ["0", "1", "0.8"])
+def test_load_shares_include_their_bounds(share: str) -> None:
+    config = least("--model.saved_share", share, "--tiers.streamed_share", share, "--tiers.gpu_limit", "40GiB")
+    assert config.model.saved_share == config.tiers.streamed_share == float(share)
+    assert config.tiers.gpu_limit == 40 << 30
+
+
+def test_sections_made_in_python_take_text_as_files_do() -> None:
+    tiers = TiersConfig(gpu="8MiB", gpu_limit="1GiB", ram="500MB", chunk="24KiB", nvme="/mnt/a:1GiB", state="ram")  # type: ignore[arg-type]
+    assert (tiers.gpu, tiers.gpu_limit, tiers.ram, tiers.chunk) == (8 << 20, 1 << 30, 500_000_000, 24576)
+    assert (tiers.mounts, tiers.state) == ((MountBudget(Path("/mnt/a"), 1 << 30),), ("ram",))
+    assert ModelConfig(path="here", frozen="lm_head").frozen == ("lm_head",)  # type: ignore[arg-type]
+    assert DataConfig(files="texts").files == ("texts",)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"tiers\.ram: 'much' is no byte size"):
+        TiersConfig(ram="much")  # type: ignore[arg-type]
+
+
+def test_load_quickstart_is_valid() -> None:
+    example = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
+    assert load(example).data.files == ("python-stdlib",)
+
+
+def test_load_of_a_file_with_a_bit_flipped_is_read_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    for bit in range(0, 8 * len(YAML), 11):
+        harmed = bytearray(YAML.encode())
+        harmed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(harmed)
+        with contextlib.suppress(ConfigError):
+            load(path, [])
+
+
+def test_import_config_loads_no_torch() -> None:
+    code = "import sys, megatier.config.schema, megatier.hardware; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_load_aliases_of_a_long_text_are_counted_by_their_characters(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(f"a: &a {'x' * 50_000}\nb: [{'*a, ' * 100}]\n")
+    with pytest.raises(ConfigError, match=r"bad\.yaml is no valid YAML: more than .* 4194304 characters"):
+        load(path)
+
+
+def test_load_file_of_any_size_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.touch()
+    os.truncate(path, 1 << 40)
+    with pytest.raises(ConfigError, match=r"bad\.yaml has more than 1\.0 MiB"):
+        load(path)
+
+
+def test_load_of_a_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no regular file"):
+        load(tmp_path)
+
+
+def test_load_takes_a_pipe_that_the_user_named(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(
+        target=path.write_text, args=["train: {steps: 7}\nmodel: {path: m}\ndata: {files: [a]}\n"]
+    )
+    writer.start()
+    assert load(path).train.steps == 7
+    writer.join()
+
+
+def test_load_wrong_value_as_long_as_a_file_makes_a_short_message(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(f"train: {'x' * 500_000}\n")
+    with pytest.raises(ConfigError, match="train is a section") as caught:
+        load(path)
+    assert len(str(caught.value)) < 1000

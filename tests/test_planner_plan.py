@@ -1,0 +1,210 @@
+"""The plan of a run: its order of units and its bytes are those of the run itself."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import BATCH, PLACES, TOKENS, exactness_config, one_thread, opened, random_groups
+
+from megatier.config.schema import DataConfig, ModelConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.errors import PlanError
+from megatier.models.decoder import build_skeleton
+from megatier.planner.plan import Plan, checkpoint_seconds, make_plan, pause_seconds
+from megatier.planner.trial import skeleton_of
+from megatier.schedule.forecast import Forecast
+from megatier.schedule.placement import Budgets
+from megatier.schedule.rates import DriveRates, Rates
+from megatier.tier import Kind, Tier
+
+RATES = Rates((DriveRates("a", 3e9, 2e9, 2.5e9),), 50e9, 50e9, 5e9, 150e9, 150e9, 1e12)
+SLOW = replace(RATES, drives=(DriveRates("a", 3e6, 2e6, 2.5e6),), flops_per_s=1e11)
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def run_config(train: TrainConfig | None = None, tiers: TiersConfig | None = None, **model: object) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(**({"config": LLAMA} | model)),  # type: ignore[arg-type]
+        data=DataConfig(files=("python-stdlib",), tokenizer="bytes", sequence_length=TOKENS),
+        tiers=tiers or TiersConfig(),
+        train=train or TrainConfig(batch=BATCH),
+    )
+
+
+def llama(rates: Rates = RATES, **changes: object) -> Plan:
+    config = run_config()
+    return make_plan(skeleton_of(config.model), config, rates, budgets(**changes), compiles=True)
+
+
+def budgets(**changes: object) -> Budgets:
+    return replace(Budgets(2 * MIB, 16 * MIB, 64 * MIB), **changes)  # type: ignore[arg-type]
+
+
+def test_plan_of_documents_apart_computes_all_pairs_but_for_flex_attention() -> None:
+    """2 FLOPs more a pair of tokens and column, forward, and so on backward."""
+    seconds = {}
+    for attention, crosses in (("sdpa", True), ("sdpa", False), ("flex_attention", False)):
+        config = run_config(attention=attention)
+        config = replace(config, data=replace(config.data, cross_documents=crosses))
+        made = make_plan(skeleton_of(config.model), config, RATES, budgets(), compiles=True)
+        seconds[attention, crosses] = made.compute_seconds
+    more = seconds["sdpa", False] - seconds["sdpa", True]
+    forward = 2 * BATCH * TOKENS**2 * LLAMA["hidden_size"] * LLAMA["num_hidden_layers"] / RATES.flops_per_s
+    assert 3 * forward <= more <= 4 * forward
+    assert seconds["flex_attention", False] == seconds["sdpa", True]
+
+
+@pytest.mark.parametrize(
+    ("place", "groups", "activations"),
+    [
+        ("gpu", 1, "keep"),
+        ("gpu", 1, "offload"),
+        ("ram", 3, "recompute"),
+        ("ram_streamed", 1, "keep"),
+        ("ram_streamed", 3, "offload"),
+        ("nvme", 1, "recompute"),
+        ("gpu_ram_nvme", 3, "keep"),
+        ("nvme_grads", 3, "offload"),
+    ],
+)
+@pytest.mark.parametrize(("model", "fused"), [("untied", False), ("untied", True), ("tied", True), ("moe", False)])
+def test_plan_foretells_the_order_and_the_bytes_of_a_real_run(
+    model: str, fused: bool, place: str, groups: int, activations: str, tmp_path: Path
+) -> None:
+    train = TrainConfig(batch=BATCH, groups=groups, learning_rate=1e-2, activations=activations)  # type: ignore[arg-type]
+    config = exactness_config(model)
+    with opened(config, tmp_path, PLACES[place], train, fused_loss=fused) as session:
+        vocab = config.get_text_config().vocab_size
+        for step in (1, 2):
+            session.engine.train_step(step, 1e-2, random_groups(train, vocab, step))
+        before = session.player.demanded
+        session.engine.train_step(3, 1e-2, random_groups(train, vocab, 3))
+        demanded = session.player.demanded - before
+        order = session.player.planned("train", updates=True).accesses
+        sizes = Budgets(*(session.store.usage(tier)["budget"] for tier in (Tier.GPU, Tier.RAM, Tier.NVME)))
+        share = PLACES[place].streamed
+        settings = run_config(train, TiersConfig(state=PLACES[place].tiers, streamed_share=share), fused_loss=fused)
+        plan = make_plan(build_skeleton(config, "sdpa"), settings, RATES, sizes, compiles=False)
+    assert plan.accesses == order
+    assert plan.placement.homes == session.placement.homes
+    assert Counter({queue: round(size) for queue, size in plan.forecast.moved_bytes.items()}) == demanded
+
+
+def test_plan_bytes_add_up_to_twelve_a_parameter() -> None:
+    plan = llama()
+    assert sum(plan.state_bytes.values()) >= 12 * plan.num_parameters
+    assert {tier for tier, _ in plan.state_bytes} <= set(Tier)
+    assert plan.placement.state_bytes[Tier.RAM] + plan.placement.other_bytes[Tier.RAM] <= plan.budgets.ram
+
+
+def test_plan_that_spills_names_the_disk_and_what_would_help() -> None:
+    plan = llama(SLOW, gpu=MIB, ram=5 * MIB // 2)
+    assert plan.forecast.bound_by == "nvme"
+    assert plan.written_bytes_per_step > 0
+    assert plan.hidden_at is not None
+    assert plan.hidden_at > plan.tokens
+    assert plan.checkpoint_bytes == 12 * plan.num_parameters
+    assert plan.changes[0].gain >= plan.changes[-1].gain
+    wanted = {"one more drive", "a quarter more RAM", "updates in the backward (tiers.generations 2)"}
+    assert wanted <= {change.what for change in plan.changes}
+
+
+def test_plan_that_spills_says_what_each_number_of_generations_takes() -> None:
+    plan = llama(SLOW, gpu=MIB, ram=5 * MIB // 2)
+    one, speculative, saved, both = plan.generation_bytes.values()
+    assert one == plan.placement.state_bytes[Tier.NVME]
+    assert saved == 2 * one
+    assert 2 * both == 3 * speculative
+    assert speculative >= saved  # RAM takes fewer other kinds beside two weight planes
+    resident = plan.placement.state_bytes[Tier.GPU] + plan.placement.state_bytes[Tier.RAM]
+    assert plan.savepoint_bytes == resident < plan.checkpoint_bytes
+    assert plan.savepoint_seconds == checkpoint_seconds(resident, 0, SLOW.drives)
+
+
+def test_plan_that_does_not_spill_has_no_generations() -> None:
+    assert llama().generation_bytes == {}
+
+
+def test_plan_that_does_not_fit_says_what_is_short() -> None:
+    with pytest.raises(PlanError, match=r"tiers\.nvme"):
+        llama(gpu=MIB, ram=2 * MIB, nvme=MIB)
+
+
+def test_plan_recompute_takes_longer_than_keeping() -> None:
+    def seconds(activations: str) -> float:
+        config = run_config(TrainConfig(batch=BATCH, activations=activations))  # type: ignore[arg-type]
+        return make_plan(skeleton_of(config.model), config, RATES, budgets(), compiles=False).compute_seconds
+
+    assert seconds("keep") < seconds("recompute") == seconds("offload")
+
+
+def test_plan_of_offload_waits_for_links_that_are_slower_than_compute() -> None:
+    slow = replace(RATES, to_gpu_bytes_per_s=1e5, to_ram_bytes_per_s=1e5)
+    made = {}
+    for activations in ("recompute", "offload"):
+        config = run_config(TrainConfig(batch=BATCH, activations=activations))
+        model = skeleton_of(config.model)
+        made[activations] = make_plan(model, config, slow, budgets(gpu=64 * MIB), compiles=False).forecast
+    num_bytes = made["offload"].moved_bytes["gpu_to_ram"]
+    assert num_bytes == LLAMA["num_hidden_layers"] * BATCH * TOKENS * LLAMA["hidden_size"] * 2
+    assert made["offload"].moved_bytes == {"gpu_to_ram": num_bytes, "ram_to_gpu": num_bytes}
+    # Out in the forward, then back in the backward.
+    assert made["offload"].seconds - made["recompute"].seconds == pytest.approx(2 * num_bytes / 1e5, rel=0.05)
+
+
+def test_checkpoint_seconds_are_those_of_the_bytes_that_the_first_drive_moves() -> None:
+    drives = [DriveRates("/mnt/a", 3e9, 2e9, 2.5e9), DriveRates("/mnt/b", 9e9, 9e9, 9e9)]
+    assert checkpoint_seconds(12_000_000_000, 0, drives) == 6
+    assert checkpoint_seconds(12_000_000_000, 8_000_000_000, drives) == 8
+    assert checkpoint_seconds(12_000_000_000, 0, []) is None
+
+
+def test_checkpoint_seconds_are_of_files_that_were_never_written_before() -> None:
+    drives = [DriveRates("/mnt/a", 3e9, 2e9, 2.5e9, first_write_bytes_per_s=1e9)]
+    assert checkpoint_seconds(12_000_000_000, 0, drives) == 12
+    assert checkpoint_seconds(12_000_000_000, 8_000_000_000, drives) == 12
+    assert checkpoint_seconds(12_000_000_000, 28_000_000_000, drives) == 16
+
+
+def test_pause_seconds_are_those_that_a_step_leaves_of_the_writing() -> None:
+    step = Forecast(10.0, {}, {"compute": 9.0, "nvme_to_ram": 3.0, "ram_to_nvme": 4.0}, {}, ())
+    assert pause_seconds(2.0, step) == 0
+    assert pause_seconds(8.0, step) == 5
+    busy = Forecast(10.0, {}, {"nvme_to_ram": 6.0, "ram_to_nvme": 6.0}, {}, ())
+    assert pause_seconds(8.0, busy) == 8
+
+
+def test_plan_as_dict_is_json_and_its_events_cover_compute() -> None:
+    plan = llama()
+    read = json.loads(json.dumps(plan.as_dict()))
+    assert read["tokens_per_step"] == BATCH * TOKENS
+    assert set(read["homes"].values()) <= {"gpu", "ram", "nvme"}
+    assert {event.lane for event in plan.events()} >= {"compute"}
+    assert Kind.WEIGHT in {kind for _, kind in plan.state_bytes}
+
+
+def test_plan_counts_a_tied_head_once() -> None:
+    def seconds(tied: bool) -> float:
+        config = run_config(config=LLAMA | {"tie_word_embeddings": tied})
+        return make_plan(skeleton_of(config.model), config, RATES, budgets(), compiles=False).compute_seconds
+
+    assert seconds(True) == pytest.approx(seconds(False))

@@ -1,0 +1,186 @@
+"""The search for settings: as good as trying everything, and inside the memory there is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatier.config.schema import DataConfig, ModelConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.errors import PlanError
+from megatier.models.decoder import find_units
+from megatier.planner import search as searching
+from megatier.planner import trial as trials
+from megatier.planner.search import MARGIN, WORTH, changed, search
+from megatier.planner.trial import Trial, skeleton_of
+from megatier.schedule.placement import Budgets
+from megatier.schedule.rates import DriveRates, Rates
+
+MIB = 1 << 20
+LLAMA = {"model_type": "llama", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024}
+LLAMA |= {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+"""7.7M parameters: 92 MB of state."""
+RATES = Rates((DriveRates("a", 3e9, 2e9, 2.5e9),), 5e9, 5e9, 1e9, 20e9, 15e9, 2e12, gpu_bytes=1.6e9)
+CASES = {
+    "free": (RATES, ("gpu", "ram"), 256 * MIB),
+    "a small GPU": (replace(RATES, gpu_bytes=1.13e9), ("gpu", "ram"), 256 * MIB),
+    "no state on the GPU": (RATES, ("ram",), 256 * MIB),
+    "slow updates": (replace(RATES, update_parameters_per_s=5e7), ("ram",), 256 * MIB),
+    "slow links": (replace(RATES, to_gpu_bytes_per_s=3e8, to_ram_bytes_per_s=3e8), ("ram",), 256 * MIB),
+    "short of RAM": (RATES, ("ram", "nvme"), 96 * MIB),
+    "a slow drive": (replace(RATES, drives=(DriveRates("a", 3e8, 2e8, 2.5e8),)), ("ram", "nvme"), 96 * MIB),
+    "all on a drive": (RATES, ("nvme",), 96 * MIB),
+}
+LARGE = LLAMA | {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126}
+LARGE |= {"num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256}
+"""405B parameters."""
+
+
+def config_of(state: tuple[str, ...]) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(config=LLAMA),
+        data=DataConfig(files=("random",), tokenizer="bytes", sequence_length=256),
+        tiers=TiersConfig(state=state),
+        train=TrainConfig(batch=8),
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_search_finds_what_trying_everything_finds(case: str) -> None:
+    rates, state, ram = CASES[case]
+    config, budgets = config_of(state), Budgets(64 * MIB, ram, 512 * MIB)
+    model = skeleton_of(config.model)
+    seconds = []
+    for _, wanted in searching._trials(model, config, rates, budgets, compiles=True, fixed=frozenset()):
+        try:
+            trial = searching._fitted(wanted)
+            placement = trial.placed()
+        except PlanError:
+            continue
+        seconds.append(trial.forecast(placement).seconds)
+        assert trial.compute_seconds <= trial.floor(placement) <= seconds[-1] + 1e-9
+    choice = search(model, config, rates, budgets, compiles=True)
+    assert min(seconds) <= choice.seconds <= min(seconds) / (1 - WORTH)
+
+
+def test_search_cuts_no_mask_that_cannot_be_cut() -> None:
+    rates, state, ram = CASES["short of RAM"]
+    config = config_of(state)
+    model = replace(config.model, attention="flex_attention")
+    config = replace(config, model=model, data=replace(config.data, cross_documents=False))
+    trials = searching._trials(
+        skeleton_of(config.model), config, rates, Budgets(64 * MIB, ram, 512 * MIB), compiles=True, fixed=frozenset()
+    )
+    assert {settings["train.slices"] for settings, _ in trials} == {1}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"train.groups": 4},
+        {"train.slices": 2, "train.activations": "keep"},
+        {"model.saved_share": 0.5},
+        {"tiers.generations": 2},
+        {"tiers.gpu": 20 * MIB, "tiers.streamed_share": 0.1},
+    ],
+)
+def test_search_leaves_settings_that_were_given(given: dict[str, Any]) -> None:
+    rates, state, ram = CASES["short of RAM"]
+    config = changed(config_of(state), given)
+    model, fixed = skeleton_of(config.model), frozenset(given)
+    budgets = Budgets(given.get("tiers.gpu", 64 * MIB), ram, 512 * MIB)
+    for settings, trial in searching._trials(model, config, rates, budgets, compiles=True, fixed=fixed):
+        assert {name: settings[name] for name in given if name != "tiers.gpu"}.items() <= given.items()
+        assert trial.work.policy.generations == settings["tiers.generations"]
+    choice = search(model, config, rates, budgets, compiles=True, fixed=fixed)
+    assert fixed.isdisjoint(choice.settings)
+    free = search(model, config, rates, budgets, compiles=True)
+    assert free.seconds <= choice.seconds / (1 - WORTH)
+
+
+@pytest.mark.parametrize("setting", [{"train.clip": None, "numerics.guard": False}, {"tiers.generations": 2}])
+def test_search_with_updates_in_the_backward_finds_what_trying_everything_finds(setting: dict[str, Any]) -> None:
+    rates, state, ram = CASES["a slow drive"]
+    config, budgets = changed(config_of(state), setting), Budgets(64 * MIB, ram, 512 * MIB)
+    model = skeleton_of(config.model)
+    fitted = [
+        searching._fitted(trial)
+        for _, trial in searching._trials(model, config, rates, budgets, compiles=True, fixed=frozenset())
+    ]
+    least = min(trial.forecast(trial.placed()).seconds for trial in fitted)
+    assert least <= search(model, config, rates, budgets, compiles=True).seconds <= least / (1 - WORTH)
+
+
+@pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_search_tries_what_needs_the_norm_where_updates_wait_for_it(clip: float | None, guard: bool) -> None:
+    rates, state, ram = CASES["a slow drive"]
+    config = changed(config_of(state), {"train.clip": clip, "numerics.guard": guard})
+    trials = searching._trials(
+        skeleton_of(config.model), config, rates, Budgets(64 * MIB, ram, 512 * MIB), compiles=True, fixed=frozenset()
+    )
+    policies = [trial.work.policy for _, trial in trials]
+    waits = guard or clip is not None
+    assert {policy.deferred for policy in policies} == {waits}
+    assert {policy.generations for policy in policies} == ({1, 2} if waits else {1})
+
+
+def test_search_of_as_many_tokens_in_more_groups_takes_the_fewest() -> None:
+    config = config_of(("gpu", "ram"))
+    choice = search(skeleton_of(config.model), config, RATES, Budgets(64 * MIB, 256 * MIB, 0), compiles=True)
+    assert (choice.settings["train.groups"], choice.settings["train.slices"]) == (1, 1)
+
+
+def test_search_of_126_layers_finds_units_once_and_simulates_few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: Counter[str] = Counter()
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **names: Any) -> Any:
+            done[function.__name__] += 1
+            return function(*args, **names)
+
+        return call
+
+    for module, name in ((searching, "cut_units"), (trials, "place"), (trials, "floor"), (trials, "forecast")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+    drives = (DriveRates("a", 14e9, 12e9, 20e9),)
+    rates = Rates(drives, 53e9, 53e9, 6.3e9, 181e9, 160e9, 590e12, gpu_bytes=150.7e9)
+    config = config_of(("ram", "nvme"))
+    config = replace(
+        config,
+        model=replace(config.model, config=LARGE),
+        data=replace(config.data, sequence_length=4096),
+        train=replace(config.train, batch=64),
+    )
+    budgets = Budgets(60 << 30, 1843 << 30, 16 << 40)
+    choice = search(skeleton_of(config.model), config, rates, budgets, compiles=True)
+    assert choice.settings["train.activations"] == "offload"
+    assert done["cut_units"] == 1
+    assert done["forecast"] <= 4  # of 320 trials
+    assert done["floor"] <= 24
+    assert done["place"] <= 160
+
+
+def test_search_choice_is_what_its_settings_make() -> None:
+    rates, state, ram = CASES["a small GPU"]
+    config = config_of(state)
+    model = skeleton_of(config.model)
+    choice = search(model, config, rates, Budgets(64 * MIB, ram, 0), compiles=True)
+    budgets = Budgets(choice.settings["tiers.gpu"], ram, 0)
+    trial = Trial.of(model, find_units(model), changed(config, choice.settings), rates, budgets, compiles=True)
+    assert trial.forecast(trial.placed()).seconds == choice.seconds
+    assert rates.gpu_bytes is not None
+    assert budgets.gpu + trial.activations.peak <= rates.gpu_bytes * (1 - MARGIN) + 1
+    assert choice.tokens_per_s == 8 * 256 / choice.seconds
+
+
+def test_search_with_nothing_that_fits_says_what_is_short() -> None:
+    config = config_of(("ram",))
+    with pytest.raises(PlanError, match="RAM"):
+        search(skeleton_of(config.model), config, RATES, Budgets(64 * MIB, 8 * MIB, 0), compiles=True)
+    with pytest.raises(PlanError, match="GPU memory for activations"):
+        rates = replace(RATES, gpu_bytes=1e8)
+        search(skeleton_of(config.model), config, rates, Budgets(64 * MIB, 256 * MIB, 0), compiles=True)

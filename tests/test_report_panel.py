@@ -1,0 +1,83 @@
+"""The live panel: the course of the loss, what bounds a step, bars of tiers and lanes."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from megatier.report.panel import WIDTH, Course, bound_of, panel, sparkline
+from megatier.report.report import StepReport, TierUse
+
+STALLS = {"ram_to_gpu": 0.05, "nvme_to_ram": 0.2}
+
+
+def report(stalls: dict[str, float], attainment: float | None = None) -> StepReport:
+    tiers = (TierUse("gpu", 5 << 20, 10 << 20), TierUse("nvme", 0, 0))
+    busy = {"zeta": 0.1, "ram_to_gpu": 2.0, "nvme_to_ram": 0.25}
+    return StepReport(7, 3.21, 1e-3, 1.5, 4096, 1.0, stalls, tiers, attainment, "nvme", busy)
+
+
+def drawn(report: StepReport, width: int) -> list[list[str]]:
+    """Words of each row, bars left out."""
+    target = io.StringIO()
+    losses = Course()
+    for value in (3.0, 2.0, 1.0):
+        losses.add(value)
+    Console(file=target, width=width).print(panel(report, 20, 90, losses))
+    return [[word for word in line.split() if set(word) != {"━"}] for line in target.getvalue().splitlines()]
+
+
+def test_panel_has_a_row_for_every_figure_tier_and_lane_in_a_fixed_order() -> None:
+    rows = drawn(report(STALLS), 100)
+    names = ["step", "loss", "tokens/s", "bound", "gpu", "nvme", "nvme_to_ram", "ram_to_gpu", "zeta"]
+    assert [row[0] for row in rows] == names
+    assert rows[0][1:] == ["7/20", "ETA", "1", "min", "30", "s"]
+    assert rows[1][1:3] == ["█▅▁", "3.2100"]
+    assert rows[2][1:] == ["4,096", "1.000", "s/step"]
+    assert rows[3] == ["bound", "by", "nvme_to_ram", "stalled", "250", "ms,", "25.0", "%"]
+    assert rows[4][1:] == ["50.0", "%", "of", "10.0", "MiB"]
+    assert rows[6][-3:] == ["busy", "25.0", "%"]
+
+
+def test_panel_lane_that_began_under_the_step_before_is_busy_all_the_time() -> None:
+    assert drawn(report(STALLS), 100)[7][-3:] == ["busy", "100.0", "%"]
+
+
+def test_panel_on_a_narrow_terminal_keeps_one_line_a_row() -> None:
+    assert len(drawn(report(STALLS), 50)) == 9
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (report(STALLS), "nvme_to_ram"),
+        (report({"ram_to_gpu": 0.04}), "compute"),
+        (report({}), "compute"),
+        (report(STALLS, 0.957), "nvme, attainment 96%"),
+    ],
+)
+def test_bound_of_step_is_the_plan_or_the_longest_wait_or_compute(made: StepReport, said: str) -> None:
+    assert bound_of(made) == said
+
+
+def test_course_of_many_values_stays_short_and_true() -> None:
+    course = Course()
+    for number in range(1000):
+        course.add(float(number))
+    assert WIDTH // 2 <= len(course.points) < WIDTH
+    assert course.points == sorted(course.points)
+    assert course.points[0] == pytest.approx(15.5)
+
+
+def test_course_without_finite_values_is_empty() -> None:
+    course = Course()
+    for value in (math.nan, math.inf, -math.inf):
+        course.add(value)
+    assert sparkline(course.points) == ""
+
+
+def test_sparkline_of_equal_values_is_flat() -> None:
+    assert sparkline([2.0, 2.0]) == "▁▁"

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+from rich.console import Console
+
+from megatier.report.report import (
+    Progress,
+    QueueBytes,
+    StepReport,
+    TierState,
+    TierUse,
+    print_moves,
+    print_placement,
+    step_line,
+)
+
+
+def console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
+    target = io.StringIO()
+    return Console(file=target, force_terminal=terminal, width=100), target
+
+
+def report(step: int, seconds: float = 0.5) -> StepReport:
+    stalls = {"update": 0.002, "nvme_to_ram": 0.1, "ram_to_gpu": 0.0}
+    tiers = (TierUse("gpu", 5, 10), TierUse("nvme", 0, 0))
+    return StepReport(step, 3.21, 1e-3, 1.5, 4096, seconds, stalls, tiers)
+
+
+def test_step_line_shows_every_figure() -> None:
+    assert step_line(report(7), 20, 90) == (
+        "step 7/20  loss 3.2100  lr 1.00e-03  norm 1.500  tokens/s 8,192  s/step 0.500  ETA 1 min 30 s  "
+        "stalled 102 ms (nvme_to_ram 100 ms, update 2 ms)  gpu 50.0 %  nvme -"
+    )
+
+
+def test_step_line_of_a_planned_run_shows_attainment_and_what_bounds_it() -> None:
+    line = step_line(replace(report(7), attainment=0.957, bound_by="nvme"), 20, 90)
+    assert "s/step 0.500  attainment 96% (nvme)  ETA" in line
+
+
+def test_step_line_without_norm_and_stalls_leaves_them_out() -> None:
+    line = step_line(StepReport(1, 2.0, 0.0, None, 10, 0.0), 1, 0)
+    assert "norm" not in line
+    assert "tokens/s -" in line
+    assert line.endswith("stalled 0 ms")
+
+
+def test_progress_plain_shows_first_and_last_step_alone_when_fast() -> None:
+    out, target = console()
+    with Progress(out, 4) as progress:
+        for step in range(1, 5):
+            progress.update(report(step))
+    assert [line.split("  ")[0] for line in target.getvalue().splitlines()] == ["step 1/4", "step 4/4"]
+
+
+def test_progress_plain_without_pause_shows_each_step_on_one_line() -> None:
+    out, target = console()
+    with Progress(out, 3, line_seconds=0) as progress:
+        for step in range(1, 4):
+            progress.update(report(step))
+    assert len(target.getvalue().splitlines()) == 3
+
+
+def test_progress_time_left_forgets_the_first_step() -> None:
+    out, target = console()
+    with Progress(out, 12, line_seconds=0) as progress:
+        progress.update(report(1, seconds=100))
+        progress.update(report(2, seconds=1))
+    assert "ETA 10.00 s" in target.getvalue().splitlines()[1]
+
+
+def test_progress_on_terminal_redraws_and_keeps_notes() -> None:
+    out, target = console(terminal=True)
+    with Progress(out, 2) as progress:
+        progress.update(report(1))
+        progress.note("held-out loss [2.2]")
+        progress.update(report(2))
+    assert "held-out loss [2.2]" in target.getvalue()
+    assert "2/2" in target.getvalue()
+
+
+def test_print_placement_shares_add_up() -> None:
+    out, target = console()
+    rows = [TierState("gpu", 1 << 20, 512, 1 << 22), TierState("ram", 1 << 20, 0, 0), TierState("nvme", 2 << 20, 0, 0)]
+    print_placement(out, rows)
+    text = target.getvalue()
+    assert text.count("25.0 %") == 2
+    assert "50.0 %" in text
+    assert "4.0 MiB" in text
+    assert "100.0 %" in text
+
+
+def test_print_moves_names_the_difference() -> None:
+    out, target = console()
+    print_moves(out, [QueueBytes("nvme_to_ram", 1_234_567, 1_234_567), QueueBytes("ram_to_gpu", 5, 8)])
+    lines = [line for line in target.getvalue().splitlines() if "_to_" in line]
+    assert "1,234,567" in lines[0]
+    assert "none" in lines[0]
+    assert "-3" in lines[1]
