@@ -20,11 +20,13 @@ from megatier.tier import BlockSpec, Tier
 NAMES = re.findall(r"@scenario\ndef (\w+)", (FAULTS / "store.py").read_text())
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, faulty: dict[str, str]) -> dict[str, str]:
-    """How each scenario of faults/store.py went, in one process."""
+@pytest.fixture(scope="module", params=range(5), ids=lambda look: f"look-{look}" if look else "as-it-comes")
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, faulty: dict[str, str]
+) -> dict[str, str]:
+    """How each scenario of faults/store.py went, in one process, where moves end at that look for it."""
     place = tmp_path_factory.mktemp("drives")
-    command = [sys.executable, "-X", "faulthandler", str(FAULTS / "store.py"), str(place)]
+    command = [sys.executable, "-X", "faulthandler", str(FAULTS / "store.py"), str(place), str(request.param)]
     done = subprocess.run(command, env=faulty, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     report: dict[str, str] = json.loads(done.stdout)

@@ -333,12 +333,13 @@ class Copies:
         if copy.num_leases:
             raise LeaseHeldError(f"block {key} on {copy.tier} is leased; release it first.")
         copy.settle()
+        writes = copy.writes()  # looked for first: one that fails meanwhile is found by the loop, or waited for later
         for transfer in copy.unwritten.values() if home is not None else ():
             if transfer is None:
                 raise DirtyBlockError(f"block {key} on {copy.tier} has bytes that are not home yet; write them back.")
             if transfer.done():
                 transfer.wait()
-        if copy.writes():  # the slot and the extent are theirs until they end
+        if writes:  # the slot and the extent are theirs until they end
             copy.is_leaving = True
         else:
             self._give(copy)

@@ -1,6 +1,7 @@
 """Stores on a drive that misbehaves, in one process with the shim preloaded: every scenario turns its own fault on.
 
-Usage: store.py DIRECTORY. Writes JSON: per scenario an empty string, or how it failed.
+Usage: store.py DIRECTORY LOOK. Writes JSON: per scenario an empty string, or how it failed. A LOOK above 0 lets each
+move end when it is asked for that time whether it has; else it ends as it comes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import resource
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from conftest import CHUNK_BYTES, check_invariants, pattern, probe
 from megatier.errors import CapacityError, IntegrityError, TransferError
 from megatier.store.blockfile import IoOptions
 from megatier.store.store import TieredStore
+from megatier.store.transfer import Transfer
 from megatier.tier import BlockSpec, Tier
 
 NUM_BYTES = 8 * CHUNK_BYTES
@@ -364,18 +367,46 @@ def file_size_limit_met_by_a_write_leaves_the_block_in_ram(directory: Path) -> N
         assert torch.equal(probe(store, "d"), pattern(9, NUM_BYTES))
 
 
-def main(directory: Path) -> None:
+@contextlib.contextmanager
+def end_seen_at_look(number: int) -> Iterator[None]:
+    """Every transfer ends just before somebody asks for the number-th time whether it has, unless one waits for it."""
+    looks: Counter[int] = Counter()
+    over: dict[int, Transfer] = {}  # keeps them, so that no other one gets their id
+    wait, done = Transfer.wait, Transfer.done
+
+    def noted_wait(transfer: Transfer) -> float:
+        try:
+            return wait(transfer)
+        finally:
+            over[id(transfer)] = transfer
+
+    def late_done(transfer: Transfer) -> bool:
+        looks[id(transfer)] += 1
+        if id(transfer) not in over and looks[id(transfer)] < number:
+            return False
+        with contextlib.suppress(TransferError, IntegrityError):
+            noted_wait(transfer)
+        return done(transfer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transfer, "wait", noted_wait)
+        patch.setattr(Transfer, "done", late_done)
+        yield
+
+
+def main(directory: Path, look: int) -> None:
     found = {}
     for name, run in SCENARIOS.items():
         place = directory / name
         place.mkdir()
         try:
-            run(place)
+            with end_seen_at_look(look) if look else contextlib.nullcontext():
+                run(place)
             found[name] = ""
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             found[name] = traceback.format_exc()
     json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))
