@@ -23,6 +23,21 @@ class Batch:
         """
 
 @final
+class Latch:
+    """An event that is set once.
+
+    Unlike `threading.Event`, whose lock is taken and given back by Python code, an exception that a signal handler
+    raises in the waiting thread leaves it whole.
+    """
+
+    def __new__(cls) -> Self: ...
+    def set(self) -> None:
+        """Let everyone pass who waits, from now on. Setting it again has no effect."""
+    def wait(self, timeout_s: float = -1.0) -> bool:
+        """Block, GIL free, until it is set (True) or the time is over (False). Negative: for ever."""
+    def is_set(self) -> bool: ...
+
+@final
 class ThreadPool:
     """num_threads native threads over one queue of requests, first in, first out, at most queue_depth_max long.
 

@@ -18,7 +18,7 @@ _Atomic int isa_level;
 #define SIGNAL_CHECK_NS 100000000 /* a wait without end still notices Ctrl-C */
 
 struct module_state {
-    PyTypeObject *batch_type, *pool_type;
+    PyTypeObject *batch_type, *latch_type, *pool_type;
 };
 
 typedef struct {
@@ -193,6 +193,52 @@ static PyType_Spec batch_spec = {
     .basicsize = sizeof(BatchObject),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = batch_slots,
+};
+
+/* ---- Latch: a batch of one request, which ends by hand ---- */
+
+static PyObject *latch_object_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":Latch", names))
+        return NULL;
+    struct batch *batch = batch_new(1, 0, NULL);
+    if (!batch)
+        return PyErr_NoMemory();
+    BatchObject *self = PyObject_New(BatchObject, type);
+    if (self)
+        self->batch = batch;
+    else
+        batch_release(batch);
+    return (PyObject *)self;
+}
+
+static PyObject *latch_object_set(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    batch_end(((BatchObject *)self)->batch);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef latch_methods[] = {
+    {"set", latch_object_set, METH_NOARGS, "set($self)\n--\n\nLet everyone pass who waits, from now on. Again: no effect."},
+    {"wait", (PyCFunction)(void (*)(void))batch_object_wait, METH_VARARGS | METH_KEYWORDS,
+     "wait($self, timeout_s=-1.0)\n--\n\nBlock, GIL free, until it is set (True) or the time is over (False)."},
+    {"is_set", batch_object_done, METH_NOARGS, "is_set($self)\n--\n\nTrue once it is set."},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot latch_slots[] = {
+    {Py_tp_doc, "An event that is set once. An interrupt in any thread leaves it whole."},
+    {Py_tp_new, latch_object_new},
+    {Py_tp_methods, latch_methods},
+    {Py_tp_dealloc, batch_object_dealloc},
+    {0, NULL},
+};
+static PyType_Spec latch_spec = {
+    .name = "megatier._native.Latch",
+    .basicsize = sizeof(BatchObject),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = latch_slots,
 };
 
 /* ---- ThreadPool ---- */
@@ -587,6 +633,9 @@ static int module_exec(PyObject *module)
     state->batch_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &batch_spec, NULL);
     if (!state->batch_type || PyModule_AddType(module, state->batch_type))
         return -1;
+    state->latch_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &latch_spec, NULL);
+    if (!state->latch_type || PyModule_AddType(module, state->latch_type))
+        return -1;
     state->pool_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &pool_spec, NULL);
     if (!state->pool_type || PyModule_AddType(module, state->pool_type))
         return -1;
@@ -597,6 +646,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
     struct module_state *state = PyModule_GetState(module);
     Py_VISIT(state->batch_type);
+    Py_VISIT(state->latch_type);
     Py_VISIT(state->pool_type);
     return 0;
 }
@@ -605,6 +655,7 @@ static int module_clear(PyObject *module)
 {
     struct module_state *state = PyModule_GetState(module);
     Py_CLEAR(state->batch_type);
+    Py_CLEAR(state->latch_type);
     Py_CLEAR(state->pool_type);
     return 0;
 }

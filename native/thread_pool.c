@@ -100,6 +100,14 @@ bool batch_wait(struct batch *batch, int64_t timeout_ns)
     return done;
 }
 
+void batch_end(struct batch *batch)
+{
+    pthread_mutex_lock(&batch->lock);
+    batch->num_remaining = 0;
+    pthread_cond_broadcast(&batch->ended);
+    pthread_mutex_unlock(&batch->lock);
+}
+
 void batch_span(struct batch *batch, int64_t *start_ns, int64_t *end_ns)
 {
     pthread_mutex_lock(&batch->lock);

@@ -29,6 +29,8 @@ void *batch_request(struct batch *batch, size_t index);
 void batch_release(struct batch *batch);
 /* True once every request ended; false when timeout_ns passed before. Negative: no limit. */
 bool batch_wait(struct batch *batch, int64_t timeout_ns);
+/* Count every request as ended, of a batch that no pool was given. May be called again. */
+void batch_end(struct batch *batch);
 void batch_span(struct batch *batch, int64_t *start_ns, int64_t *end_ns);
 /* True when a request failed. Requests of the batch that had not begun by then were skipped. */
 bool batch_failure(struct batch *batch, struct failure *failure);

@@ -48,6 +48,22 @@ class Interrupts:
 
 
 @contextmanager
+def python_locks() -> Iterator[list[str]]:
+    """Calls of this thread into Python code that takes and gives back a lock: an interrupt there leaves it locked."""
+    called = list[str]()
+
+    def trace(frame: FrameType, event: str, argument: object) -> None:
+        if frame.f_globals.get("__name__") in ("threading", "queue"):
+            called.append(frame.f_code.co_qualname)
+
+    sys.settrace(trace)
+    try:
+        yield called
+    finally:
+        sys.settrace(None)
+
+
+@contextmanager
 def interrupted(files: tuple[str, ...], at: int | None = None) -> Iterator[Interrupts]:
     """Raise before line `at` of those that run inside."""
     interrupts = Interrupts(files, at)

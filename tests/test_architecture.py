@@ -69,9 +69,17 @@ def num_lines(files: list[Path]) -> int:
 
 
 def test_streams_events_and_threads_are_named_in_transfer_and_the_watchdog_alone() -> None:
-    pattern = re.compile(r"threading\.(Thread|Event)\b|torch\.cuda\.(Event|Stream|stream)\b")
+    pattern = re.compile(r"threading\.Thread\b|torch\.cuda\.(Event|Stream|stream)\b")
     found = {str(path.relative_to(PACKAGE)) for path in FILES if pattern.search(path.read_text())}
     assert found == {"store/transfer.py", "train/watchdog.py"}
+
+
+def test_locks_are_those_that_an_interrupt_cannot_leave_locked() -> None:
+    pattern = re.compile(
+        r"threading\.(Event|Condition|Semaphore|BoundedSemaphore|Barrier)\b|^import queue|^from queue import .*\bQueue",
+        re.M,
+    )
+    assert [str(path) for path in FILES if pattern.search(re.sub(r"`[^`]*`", "", path.read_text()))] == []
 
 
 def test_kvikio_is_imported_in_gds_alone() -> None:

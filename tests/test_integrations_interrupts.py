@@ -20,10 +20,10 @@ from megatier.integrations.streamed import Streamed
 from megatier.store.transfer import Queue
 
 MODULES = (
-    "schedule/player",
-    "schedule/updates",
-    "schedule/speculation",
-    "schedule/blocks",
+    "play/player",
+    "play/updates",
+    "play/speculation",
+    "play/blocks",
     "store/store",
     "store/copies",
     "store/residency",

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -387,3 +388,36 @@ def test_submit_io_of_something_else_is_a_type_error(pool: _native.ThreadPool) -
         pool.submit_io(False, wrong, 0, 0, 4096)
     with pytest.raises(TypeError):
         _native.Batch()
+
+
+def test_latch_lets_pass_once_it_is_set_and_ever_after() -> None:
+    latch, passed = _native.Latch(), list[bool]()
+    threads = [threading.Thread(target=lambda: passed.append(latch.wait())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert not latch.wait(0.01)
+    assert (latch.is_set(), passed) == (False, [])
+    latch.set()
+    for thread in threads:
+        thread.join(10)
+    assert passed == [True] * 3
+    latch.set()
+    assert latch.wait(0.0)
+    assert latch.is_set()
+
+
+def test_latch_waited_for_is_left_by_an_interrupt_and_works_on() -> None:
+    latch, before = _native.Latch(), signal.getsignal(signal.SIGALRM)
+
+    def raise_interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, raise_interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            latch.wait()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    latch.set()
+    assert latch.wait()

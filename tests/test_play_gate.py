@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from interrupts import python_locks
 
 from megatier.errors import StepAbandonedError
 from megatier.play.gate import Gate
@@ -51,3 +52,13 @@ def test_gate_abandoned_wakes_everyone_with_an_error_until_reset() -> None:
         gate.wait_for(0)
     gate.reset()
     gate.wait_for(0)
+
+
+def test_gate_takes_no_lock_by_python_code() -> None:
+    gate = Gate()
+    with python_locks() as called:
+        gate.open_to(3)
+        gate.wait_for(2)
+        gate.abandon()
+        gate.reset()
+    assert called == []

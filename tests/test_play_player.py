@@ -12,13 +12,13 @@ import pytest
 import torch
 from conftest import check_invariants, slow_reads
 from integer_runs import BROKEN, HANG_S, PLACES, STREAMED, UNITS, Run, close, fail_moves, starter, within
+from interrupts import python_locks
 
 from megatier.errors import IntegrityError, TimelineError
 from megatier.play.blocks import block_key
 from megatier.play.trace import stall_seconds
 from megatier.schedule.sizes import UnitSpec
 from megatier.schedule.timeline import Access, Timeline
-from megatier.store import transfer
 from megatier.tier import Kind, Phase, Tier
 
 
@@ -66,19 +66,6 @@ def test_steps_that_are_left_out_leave_the_state_and_the_next_step_works(
         run.train_step(skipped=skipped)
         run.check_state()
         run.evaluate()
-
-
-@pytest.mark.parametrize(("deferred", "groups"), [(True, 1), (True, 6), (False, 6)])
-@pytest.mark.parametrize("name", list(PLACES))
-def test_steps_with_few_items_a_queue_never_wait_for_themselves(
-    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, name: str, deferred: bool, groups: int
-) -> None:
-    monkeypatch.setattr(transfer, "QUEUE_DEPTH_MAX", 8)
-    run = start(name, deferred=deferred, groups=groups)
-    for _ in range(3):
-        within(run.train_step)
-    within(run.evaluate)
-    within(run.check_state)
 
 
 def filled(run: Run) -> Counter[str]:
@@ -335,3 +322,13 @@ def test_planned_timeline_is_one_of_the_recorded_order(start: Callable[..., Run]
     timeline = run.player.planned("evaluate", updates=False)
     assert isinstance(timeline, Timeline)
     assert [access.unit for access in timeline.accesses] == [unit.name for unit in UNITS]
+
+
+@pytest.mark.parametrize("name", list(PLACES))
+def test_step_takes_no_lock_by_python_code_in_the_thread_that_trains(start: Callable[..., Run], name: str) -> None:
+    run = start(name)
+    run.train_step()
+    with python_locks() as called:
+        run.train_step()
+        run.player.drain()
+    assert called == []

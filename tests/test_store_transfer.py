@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from conftest import pattern
+from interrupts import python_locks
 
 from megatier.errors import StallError, StepAbandonedError, TransferError
 from megatier.store.transfer import Instant, Lanes, Queue, Transfer, mark
@@ -296,3 +297,17 @@ def test_copy_longer_than_a_piece_arrives_whole(monkeypatch: pytest.MonkeyPatch)
     lanes.to_ram("x", back, there, after=[up]).wait()
     assert torch.equal(back, source)
     lanes.close()
+
+
+def test_transfer_takes_no_lock_by_python_code_in_the_thread_that_submits_and_waits() -> None:
+    queue = Queue("nvme_to_ram")
+    with python_locks() as called:
+        transfer = queue.submit("block", 1, lambda: None)
+        transfer.wait()
+        transfer.order()
+        assert transfer.issued(1.0)
+        assert transfer.done()
+        queue.settle()
+        queue.state()
+    assert called == []
+    queue.close()

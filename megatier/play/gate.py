@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from megatier import _native
 from megatier.errors import StepAbandonedError
 
 
@@ -14,8 +15,8 @@ class Gate:
         """Starts at 0."""
         self._count = 0
         self._failed = False
-        self._wanted: list[int] = []
-        self._condition = threading.Condition()
+        self._waiting: list[tuple[int, _native.Latch]] = []
+        self._lock = threading.Lock()
 
     @property
     def count(self) -> int:
@@ -25,32 +26,44 @@ class Gate:
     @property
     def wanted(self) -> tuple[int, ...]:
         """The counts that somebody waits for, lowest first."""
-        return tuple(sorted(self._wanted))
+        with self._lock:
+            return tuple(sorted(count for count, latch in self._waiting if not latch.is_set()))
 
     def open_to(self, count: int) -> None:
         """Let everyone pass who waits for at most `count`."""
-        with self._condition:
+        with self._lock:
             self._count = count
-            self._condition.notify_all()
+            self._wake()
 
     def wait_for(self, count: int) -> None:
         """Block until the counter reaches `count`, or raise StepAbandonedError when the gate was broken."""
-        with self._condition:
-            self._wanted.append(count)
-            try:
-                self._condition.wait_for(lambda: self._failed or self._count >= count)
-            finally:
-                self._wanted.remove(count)
-            if self._failed:
-                raise StepAbandonedError("the step was abandoned")
+        entry = count, _native.Latch()
+        with self._lock:
+            self._waiting.append(entry)
+            self._wake()
+        try:
+            entry[1].wait()
+        finally:
+            with self._lock:
+                self._waiting.remove(entry)
+                is_broken = self._failed
+        if is_broken:
+            raise StepAbandonedError("the step was abandoned")
 
     def reset(self) -> None:
         """Back to 0. Nobody may be waiting."""
-        with self._condition:
+        with self._lock:
             self._count, self._failed = 0, False
 
     def abandon(self) -> None:
         """Wake everyone with an error: the step will not go on."""
-        with self._condition:
+        with self._lock:
             self._failed = True
-            self._condition.notify_all()
+            self._wake()
+
+    def _wake(self) -> None:
+        # Whoever waits leaves the list by itself. An interrupt between the count and a latch loses nothing: the next
+        # call sets all that are due, and after an interrupt the step is abandoned.
+        for count, latch in self._waiting:
+            if self._failed or count <= self._count:
+                latch.set()

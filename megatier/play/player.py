@@ -118,8 +118,8 @@ class Player:
         self.recorder = Recorder()
         self.blocks = UnitBlocks(store, self.units, placement, policy)
         self.updates = Updates(self.blocks, optimizer, self.gate, self.recorder, self.busy)
-        self._lane = Queue("load", decides=True)  # it only decides and waits: no stream
-        self._checkpoints = Queue("checkpoint", decides=True)
+        self._lane = Queue("load")  # it only decides and waits: no stream
+        self._checkpoints = Queue("checkpoint")
         self.is_closed = False
         """It is closing: what has not begun, or may stop half-way, shall not go on."""
 

@@ -109,9 +109,9 @@ class Updates:
         # The immediate mode looks at sums of squares on the GPU; in the deferred mode these lanes need no stream.
         clock = None if self._policy.deferred else self._store.clock
         # They wait for loads and slots, so for compute, which submits to them.
-        self._in_ram = Queue("update", clock, decides=True)
-        self._on_nvme = Queue("update_nvme", clock, decides=True)
-        self._on_gpu = Queue("update_gpu", self._store.clock, decides=True)
+        self._in_ram = Queue("update", clock)
+        self._on_nvme = Queue("update_nvme", clock)
+        self._on_gpu = Queue("update_gpu", self._store.clock)
         self.queues = (self._in_ram, self._on_nvme, self._on_gpu)
         self.speculation = Speculation(blocks, optimizer, recorder, busy, self._on_nvme)
 

@@ -10,7 +10,7 @@ Every method is called with `lock` held; those that say so let go of it while th
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -45,7 +45,7 @@ class Copies:
         self._slotted: dict[Copy, None] = {}
         """Copies in slots; the one unused for longest comes first."""
         self.lock, self.tear = threading.Lock(), Tear()
-        self._slot_freed = threading.Condition(self.lock)
+        self._waiting_for_slot: list[_native.Latch] = []
 
     # ------------------------------------------------------------------ places
 
@@ -86,7 +86,7 @@ class Copies:
     def _clear(self, copy: Copy) -> None:
         self.evict(copy)
         if copy.is_leaving and (moves := copy.in_use()):
-            self._wait_unlocked(moves[0])
+            self._unlocked(moves[0].over)
 
     def _take(self, pool: SlotPool, *, wait: bool) -> Slot | None:
         """A free slot, or that of the copy unused for longest. What was prefetched is spared if a wait helps."""
@@ -108,19 +108,20 @@ class Copies:
             if copy.slot is not None and copy.slot.pool is pool and not copy.num_leases:
                 for transfer in (*copy.unwritten.values(), *copy.writes()):
                     if transfer is not None:
-                        self._wait_unlocked(transfer)
+                        self._unlocked(transfer.over)
                         transfer.wait()
                         return
         if self.tear.is_torn:  # perhaps nobody knows any more who has the slots
             raise StepAbandonedError("something broke off while slots were taken or given back; see TornStateError")
-        with self.tear.waiting():
-            self._slot_freed.wait()
+        self._waiting_for_slot.append(latch := _native.Latch())
+        self._unlocked(latch.wait)
 
-    def _wait_unlocked(self, transfer: Transfer) -> None:
+    def _unlocked(self, wait: Callable[[], object]) -> None:
+        """Wait without the lock, so that others go on."""
         with self.tear.waiting():
-            self.lock.release()
             try:
-                transfer.over()
+                self.lock.release()  # in here: an interrupt that comes just after it finds the lock given back as well
+                wait()
             finally:
                 self.lock.acquire()
 
@@ -246,7 +247,7 @@ class Copies:
             transfer = self._copy_up(copy, span)
         copy.dirty(span)
         assign(copy.unwritten, span, transfer)
-        self._slot_freed.notify_all()  # in a while: whoever waits for a slot can wait for this
+        self.wake()  # in a while: whoever waits for a slot can wait for this
         return transfer
 
     def _write(self, copy: Copy, span: Span) -> Transfer:
@@ -357,8 +358,10 @@ class Copies:
         self.evict(copy)
 
     def wake(self) -> None:
-        """Whoever waits for a slot looks again."""
-        self._slot_freed.notify_all()
+        """Let everyone who waits for a slot look again."""
+        for latch in self._waiting_for_slot:
+            latch.set()
+        self._waiting_for_slot.clear()
 
     def forget(self, blocks: Iterable[Block]) -> None:
         """Leases, slots and moves of all blocks; nothing moves any more, and home copies stay where they are."""
@@ -393,7 +396,7 @@ class Copies:
         self._slotted[copy] = self._slotted.pop(copy)
         if not copy.num_leases and not copy.fills and not copy.unwritten:
             self._give(copy)
-        self._slot_freed.notify_all()
+        self.wake()
 
     def _give(self, copy: Copy) -> None:
         """Free the slot."""
@@ -408,7 +411,7 @@ class Copies:
         copy.block.copies.remove(copy)
         del self._slotted[copy]
         copy.slot.pool.give(copy.slot, pending)
-        self._slot_freed.notify_all()
+        self.wake()
 
 
 def _queue(direction: str, block: Block) -> str:

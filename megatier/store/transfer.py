@@ -2,6 +2,10 @@
 
 Where it stands: hop 2 (RAM slot -> GPU slot) and hop 4 (gradients -> RAM slot) of a byte's journey.
 
+A signal handler may raise (Ctrl-C, the watchdog) wherever the training thread runs Python code, the standard library's
+too. There `Event`, `Condition` and `Queue` take and give back their lock, which such an interrupt leaves locked for
+ever. So latches and queues are native ones here, and a `threading.Lock` is held by `with` alone.
+
 A queue runs its items strictly in order on one worker thread. An item first orders itself behind the transfers it
 depends on, then starts its move: a native batch (NVMe), a copy on a CUDA stream, or a memory copy in place where no
 GPU is. The worker does not wait for a batch or a stream, so several moves of a queue are in flight.
@@ -13,11 +17,11 @@ What the host or a native thread touches next needs `wait`.
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 
 import torch
 
@@ -26,12 +30,6 @@ from megatier.errors import MegatierError, StepAbandonedError
 from megatier.store.progress import Completion, QueueState
 from megatier.tier import Tier
 
-QUEUE_DEPTH_MAX = 4096
-"""Items that may wait in a queue that moves bytes; a full one blocks its submitter. A bound, not a tuning value.
-
-Blocking is safe there alone: the worker of such a queue waits for drives, copies and moves that were submitted before,
-never for the thread that submits. A lane that decides waits for compute, so whoever computes must never wait for it:
-its items, no more than the uses and updates of a pass, have no such bound."""
 LOG_TRANSFERS_MAX = 1 << 17
 """Transfers kept for a trace that nobody takes; the oldest go first."""
 FAILURES = (MegatierError, OSError, RuntimeError)
@@ -54,7 +52,7 @@ class Transfer:
         """Made by Queue.submit and by `mark`."""
         self.queue, self.key, self.num_bytes = queue_name, key, num_bytes
         self.after, self.behind = tuple(after), tuple(behind)
-        self._issued = threading.Event()
+        self._issued = _native.Latch()
         self._completion: Completion | None = None
         self._error: Exception | None = None
         """What kept the move from starting."""
@@ -187,18 +185,18 @@ class StreamClock:
 class Queue:
     """An ordered asynchronous lane with one worker thread."""
 
-    def __init__(self, name: str, clock: StreamClock | None = None, *, decides: bool = False) -> None:
+    def __init__(self, name: str, clock: StreamClock | None = None) -> None:
         """Start the worker.
 
         Args:
             name: of the lane.
             clock: where a CUDA device is there, the items run under a stream of the queue's own.
-            decides: its items may wait for compute, so that no submitter is ever blocked; see QUEUE_DEPTH_MAX.
         """
         self.name, self._clock = name, clock
         self._stream = torch.cuda.Stream() if clock is not None else None
-        depth = 0 if decides else QUEUE_DEPTH_MAX
-        self._items: queue.Queue[tuple[Transfer, Callable[[], Completion | None]] | None] = queue.Queue(depth)
+        # Items may wait for compute, so whoever computes must never wait for room: no bound but the moves of a pass.
+        self._items: SimpleQueue[tuple[Transfer, Callable[[], Completion | None]] | None] = SimpleQueue()
+        self._is_open = True
         self._num_begun = 0
         self._current: tuple[Transfer, int] | None = None
         self._in_flight: deque[Transfer] = deque()
@@ -223,7 +221,7 @@ class Queue:
             after: transfers that bring the bytes. If one failed, this one fails with the same error, unstarted.
             behind: transfers that still use the target; how they end does not matter.
         """
-        assert self._thread.is_alive(), f"queue {self.name} is closed"
+        assert self._is_open, f"queue {self.name} is closed"
         transfer = Transfer(self.name, key, num_bytes, after, behind)
         self._items.put((transfer, start))
         return transfer
@@ -243,6 +241,7 @@ class Queue:
 
     def close(self) -> None:
         """Let the worker finish what was submitted, and join it. Safe to call twice."""
+        self._is_open = False
         self._items.put(None)
         self._thread.join()
         if self._stream is not None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
+from megatier import _native
 from megatier.errors import StallError
 from megatier.play.player import Player
 from megatier.store.progress import QueueState
@@ -83,7 +84,7 @@ class Watchdog:
         self._error: StallError | None = None
         self._lock = threading.Lock()
         """Held while a pass begins or ends, and from the decision that one hangs until its thread was told."""
-        self._closed = threading.Event()
+        self._closed = _native.Latch()
         self._thread = threading.Thread(target=self._run, name="megatier-watchdog", daemon=True)
         is_main = threading.current_thread() is threading.main_thread()
         self._trainer = threading.get_ident() if is_main else None
