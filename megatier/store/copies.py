@@ -353,8 +353,7 @@ class Copies:
             TransferError: a write-back of it failed.
         """
         if not copy.num_leases:
-            for span in [span for span, transfer in copy.unwritten.items() if transfer is None]:
-                del copy.unwritten[span]
+            copy.unwritten = {span: transfer for span, transfer in copy.unwritten.items() if transfer is not None}
         self.evict(copy)
 
     def wake(self) -> None:
