@@ -11,8 +11,9 @@ import json
 import platform
 import random
 from collections.abc import Collection, Container, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -36,7 +37,7 @@ FREE = (
     "train.stall_timeout",
     "numerics.max_skips",
 )
-FIELDS = {"step": int, "config": dict, "environment": dict, "random": dict, "text": dict}
+FIELDS = {"step": int, "config": dict, "environment": dict, "random": dict, "text": dict, "origin": dict}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +53,20 @@ class RunState:
     """Random states of torch (CPU and GPU), Python and numpy."""
     text: dict[str, Any]
     """`PackedText.state`, or `TextStream.state`."""
+    origin: dict[str, Any] = field(default_factory=dict)
+    """`origin.origin_of`; empty in checkpoints of older versions, which did not note it."""
 
     @classmethod
-    def of(cls, step: int, config: RunConfig, device: torch.device, text: dict[str, Any]) -> Self:
+    def of(
+        cls,
+        step: int,
+        config: RunConfig,
+        device: torch.device,
+        text: dict[str, Any],
+        origin: Mapping[str, str] = MappingProxyType({}),
+    ) -> Self:
         """The present state of this process."""
-        return cls(step, _plain(config), environment(device), random_states(device), text)
+        return cls(step, _plain(config), environment(device), random_states(device), text, dict(origin))
 
     @classmethod
     def read(cls, stored: Mapping[str, Any]) -> Self:
@@ -65,6 +75,7 @@ class RunState:
         Raises:
             CheckpointError: something is missing, or no such thing.
         """
+        stored = {"origin": {}, **stored}
         for name, kind in FIELDS.items():
             if type(stored.get(name)) is not kind:
                 raise CheckpointError(f"the checkpoint is damaged: {name} is {str(stored.get(name))[:100]!r}.")
@@ -131,13 +142,15 @@ class RunState:
             raise CheckpointError(f"the checkpoint is damaged: its random states cannot be set ({error}).") from error
 
 
-def write_numbers(path: Path, config: RunConfig) -> None:
-    """Note the numeric choices that a run begins with: what is compared where it has no checkpoint yet.
+def write_numbers(path: Path, config: RunConfig, origin: Mapping[str, str]) -> None:
+    """Note the numeric choices that a run begins with, and its model and tokenizer (`origin.origin_of`).
+
+    They are compared if the run goes on and has no checkpoint yet.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    note = {"config": _numeric(_plain(config))}
+    note = {"config": _numeric(_plain(config)), "origin": dict(origin)}
     try:
         replace_file(path, json.dumps({**note, "digest": digest_of(note)}).encode())
     except OSError as error:
@@ -156,9 +169,9 @@ def check_numbers(path: Path, config: RunConfig, *, accepts_changes: bool) -> li
         return []
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}. Move it away.") from error
-    before = _noted_numbers(text)
+    note = _noted_numbers(text)
     now = _numeric(_plain(config))
-    changes = [f"{path.name} is damaged"] if before is None else list(_differences(before, now))
+    changes = [f"{path.name} is damaged"] if note is None else list(_differences(note["config"], now))
     if changes and not accepts_changes:
         raise ConfigError(
             f"these are not the numbers that {path.parent} began with: {'; '.join(changes)}. Set config.yaml there as "
@@ -167,14 +180,25 @@ def check_numbers(path: Path, config: RunConfig, *, accepts_changes: bool) -> li
     return changes
 
 
+def noted_origin(path: Path) -> dict[str, Any]:
+    """The model and tokenizer that a run began with, after `check_numbers`; empty where that is not known."""
+    try:
+        note = _noted_numbers(read_regular(path))
+    except FileNotFoundError:  # an older version began it
+        return {}
+    origin: dict[str, Any] = {} if note is None else note.get("origin", {})
+    return origin
+
+
 def _noted_numbers(text: bytes) -> dict[str, Any] | None:
-    """What `write_numbers` noted; None where it is damaged."""
+    """What `write_numbers` noted, without its digest; None where it is damaged."""
     try:
         note = json.loads(text)
-        before, digest = note["config"], note["digest"]
-    except (LookupError, TypeError, ValueError, RecursionError):
+        digest = note.pop("digest")
+        is_whole = isinstance(note["config"], dict) and digest == digest_of(note)
+    except (LookupError, AttributeError, TypeError, ValueError, RecursionError):
         return None
-    return before if isinstance(before, dict) and digest == digest_of({"config": before}) else None
+    return note if is_whole else None
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -32,9 +32,21 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--shard-size", default="4GiB", metavar="SIZE", help="of each file of weights, at most (default: %(default)s)"
     )
+    parser.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="export although config.json, a buffer or the tokenizer is not as in the run; the new ones are written",
+    )
     options = parser.parse_args(argv)
     shard_bytes = parse_bytes(options.shard_size)
     from megatier.train.export import export_checkpoint  # loads torch: only once the arguments are known to be right
 
-    export_checkpoint(Console(), options.checkpoint, options.folder, options.dtype, shard_bytes)
+    export_checkpoint(
+        Console(),
+        options.checkpoint,
+        options.folder,
+        options.dtype,
+        shard_bytes,
+        accepts_changes=options.accept_changes,
+    )
     return 0

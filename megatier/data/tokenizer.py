@@ -69,6 +69,23 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def tokenizer_files(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Path]:
+    """The files that the run's tokenizer may be made of, by the names that Hugging Face gives them.
+
+    Args:
+        config: the run.
+        tokenizer: as `load_tokenizer` gives it; its class may have names of its own.
+    """
+    name = config.data.tokenizer or config.model.path
+    folder = None if name is None or name == BYTE_TOKENIZER else _folder_of(name)
+    if folder is None:
+        return []
+    versions = (path.name for path in folder.glob("tokenizer*.json"))
+    return [
+        folder / name for name in sorted({*OBJECTS, *TABLES, *TEXTS, *tokenizer.vocab_files_names.values(), *versions})
+    ]
+
+
 def _load(name: str) -> PreTrainedTokenizerBase:
     names = ", ".join(_check_files(_folder_of(name)))
     what = f"no tokenizer at {shown(name)}{f', made of {names}' if names else ''}"

@@ -29,13 +29,20 @@ from megatier.models.export import export
 from megatier.report.history import read_what_there_is
 from megatier.session.session import Session, open_model
 from megatier.session.workload import COMPUTE_DTYPES
+from megatier.train.origin import UNKNOWN, check_origin, differences, exported, origin_of
 from megatier.train.saves import Saves
 
 SHARD_BYTES = 4 << 30
 
 
 def export_checkpoint(
-    console: Console, path: Path, folder: Path, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
+    console: Console,
+    path: Path,
+    folder: Path,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    accepts_changes: bool = False,
 ) -> None:
     """Write the model of a checkpoint. Needs no GPU and no tiers, and never has the model whole in RAM.
 
@@ -45,11 +52,13 @@ def export_checkpoint(
         folder: new or empty.
         dtype: `bf16`, or `fp32` for the masters; None: as the run's `output.export_dtype`.
         shard_bytes: as in `models.export.export`.
+        accepts_changes: take the config, buffers and tokenizer that the run's model.path and data.tokenizer give now,
+            also if they are not those of the checkpoint.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
         ConfigError, CapacityError, TransferError, UnsupportedModelError: as in `export`, or the model that the run
-            began with, whose buffers are written along, is not there any more.
+            began with, whose buffers are written along, is not there any more, or is another one.
     """
     checkpoint = find_checkpoint(path)
     console.print(f"from {checkpoint}", markup=False, highlight=False, soft_wrap=True)
@@ -60,6 +69,11 @@ def export_checkpoint(
     config = from_dict(state.config)
     model, _ = open_model(config)
     units, tokenizer = find_units(model), load_tokenizer(config)
+    if not state.origin:
+        console.print(UNKNOWN.format(checkpoint.name), markup=False, highlight=False, soft_wrap=True)
+    elif not accepts_changes:
+        changes = differences(exported(state.origin), exported(origin_of(config, model, tokenizer)))
+        check_origin(changes, config, remedy=", or add --accept-changes to export it with these")
     try:
         with open_masters(checkpoint, units) as read:
             write_model(

@@ -39,6 +39,7 @@ class Saves:
         config: RunConfig,
         session: Session,
         text: PackedText | TextStream,
+        origin: Mapping[str, str],
         room: Room,
         num_kept: int,
         pace: Pace | None,
@@ -51,6 +52,7 @@ class Saves:
             config: the run.
             session: filled.
             text: what it trains on; its position is saved.
+            origin: of its model and tokenizer (`origin_of`), which is saved along.
             room: of the run's directory.
             num_kept: checkpoints that are kept, at least 1.
             pace: says when one is due, where the config does not.
@@ -58,7 +60,7 @@ class Saves:
             record: keeps the figures of what was saved.
         """
         self._config, self._session, self._text, self._watchdog = config, session, text, watchdog
-        self._record = record
+        self._record, self._origin = record, origin
         self._room, self._num_kept, self._pace = room, num_kept, pace
         self._device = session.engine.options.device
         directory = Path(config.output.directory)
@@ -230,7 +232,7 @@ class Saves:
         return last_checkpoint(self._savepoints)
 
     def _state(self, step: int) -> dict[str, Any]:
-        return RunState.of(step, self._config, self._device, self._text.state).to_dict()
+        return RunState.of(step, self._config, self._device, self._text.state, self._origin).to_dict()
 
 
 def expected_cost(session: Session, expected: Forecast | None) -> float:

@@ -28,7 +28,7 @@ from megatier.checkpoint.run_directory import (
     TRACE_FILE,
     RunDirectory,
 )
-from megatier.checkpoint.run_state import RunState, check_numbers, write_numbers
+from megatier.checkpoint.run_state import RunState, check_numbers, noted_origin, write_numbers
 from megatier.checkpoint.savepoint import Savepoint, check_savepoint_room, drop_savepoint, remove_savepoints
 from megatier.config.schema import DataConfig, RunConfig
 from megatier.data.packing import PackedText
@@ -49,6 +49,7 @@ from megatier.tier import Tier
 from megatier.train.choices import fix_choices, plan_choices
 from megatier.train.export import export_end
 from megatier.train.loop import Loop, nvme_path
+from megatier.train.origin import UNKNOWN, Origin, check_origin, differences, origin_of
 from megatier.train.saves import Record, Saves, expected_cost, promise
 from megatier.train.watchdog import Watchdog
 
@@ -93,14 +94,17 @@ def train(
         state = _state_of(checkpoint, savepoint)
         if resumes:
             _check_resumes(directory, config, state, console)
-        else:
-            write_numbers(directory / NUMBERS_FILE, config)
         changes = _check_changes(state, config, directory, accepts_changes)
         model, reader = open_model(config)
+        tokenizer = load_tokenizer(config)
+        origin = origin_of(config, model, tokenizer)
+        if resumes:
+            changes += _check_origin(state, origin, config, directory, console, accepts_changes)
+        else:
+            write_numbers(directory / NUMBERS_FILE, config, origin)
         _check_borders(model, config)
         _check_evaluations(model, config.data)
         session = _open_session(stack, model, config, run_directory, savepoint)
-        tokenizer = load_tokenizer(config)
         _check_vocabulary(model, len(tokenizer))
         _check_positions(model, config.data.sequence_length, console)
         text = _open_text(stack, config.data, tokenizer, directory, state, accepts_changes)
@@ -115,19 +119,19 @@ def train(
             console.print(promise(config.output, room, num_kept, cost_s), markup=False, highlight=False, soft_wrap=True)
         _fill(console, session, reader, checkpoint, savepoint)
         if resumes:  # nothing refuses these settings any more
-            write_numbers(directory / NUMBERS_FILE, config)
+            write_numbers(directory / NUMBERS_FILE, config, origin)
             run_directory.write_config(config)
         log = stack.enter_context(MetricsLog(directory / METRICS_FILE))
         last_step = 0 if state is None else state.step
-        for number in log.cut_after(last_step):
-            console.print(f"{METRICS_FILE}, line {number}: no record, as where a kill cut it; dropped", highlight=False)
+        _cut_records(console, log, last_step)
         scalars = None
         if config.output.tensorboard:
             scalars = stack.enter_context(Scalars(directory / TENSORBOARD_FOLDER, last_step + 1))
         log.write({"step": last_step, **opening(session, _tier_states(session), expected, changes)})
         record = _recorder(log, scalars)
         pace = Pace(cost_s) if config.output.saves_by_time and num_kept else None
-        saves = Saves(config, session, text, room, num_kept or config.output.keep_checkpoints, pace, watchdog, record)
+        num_kept = num_kept or config.output.keep_checkpoints
+        saves = Saves(config, session, text, origin, room, num_kept, pace, watchdog, record)
         run = Loop(config, console, session, text, record, expected, watchdog, saves)
         is_whole = run.steps(state)
         run.report("whole" if is_whole else "stopped")
@@ -186,6 +190,12 @@ def _open_text(
     if state is not None and not accepts_changes:
         state.check_text(found)
     return text
+
+
+def _cut_records(console: Console, log: MetricsLog, last_step: int) -> None:
+    """Steps after the last one that was saved come again, so their records go."""
+    for number in log.cut_after(last_step):
+        console.print(f"{METRICS_FILE}, line {number}: no record, as where a kill cut it; dropped", highlight=False)
 
 
 def _recorder(log: MetricsLog, scalars: Scalars | None) -> Record:
@@ -324,13 +334,37 @@ def _check_state(state: RunState, config: RunConfig, directory: Path, accepts_ch
     """
     changes = state.changes(config, choose_device(config.tiers))
     if changes and not accepts_changes:
-        begun = read_what_there_is(directory / METRICS_FILE).openings
-        state.check(changes, {change for each in begun if each.step == state.step for change in each.changes})
+        state.check(changes, _accepted(directory, state.step))
     if state.step > config.train.steps or (state.step == config.train.steps and not config.output.export):
         raise ConfigError(
             f"{directory} goes on from step {state.step}, and train.steps is {config.train.steps}: nothing is left to "
             "do. Raise train.steps to train on, with --accept-changes, since the learning rate depends on it."
         )
+    return changes
+
+
+def _accepted(directory: Path, step: int) -> set[str]:
+    """Changes that were accepted before, after the same step."""
+    begun = read_what_there_is(directory / METRICS_FILE).openings
+    return {change for each in begun if each.step == step for change in each.changes}
+
+
+def _check_origin(
+    state: RunState | None,
+    now: Origin,
+    config: RunConfig,
+    directory: Path,
+    console: Console,
+    accepts_changes: bool,
+) -> list[str]:
+    """Refuse another model or tokenizer than the one that the run goes on from, or began with; what has changed."""
+    before = noted_origin(directory / NUMBERS_FILE) if state is None else state.origin
+    if not before:
+        what = directory if state is None else f"step {state.step} of {directory}"
+        console.print(UNKNOWN.format(what), markup=False, highlight=False, soft_wrap=True)
+    changes = differences(before, now)
+    accepted = changes if accepts_changes else _accepted(directory, 0 if state is None else state.step)
+    check_origin(changes, config, accepted, ", or add --accept-changes to go on with these")
     return changes
 
 
