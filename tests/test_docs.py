@@ -23,11 +23,10 @@ from megatier.measure import drive_probe, link_probe
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 STARTS = {
-    "docs/beyond_ram.md": "megatier train ",
-    "docs/bench.md": "megatier bench ",
+    "docs/guide.md": "megatier train examples/quickstart.yaml ",
+    "docs/measuring.md": "megatier bench ",
     "docs/data.md": "megatier train examples/quickstart.yaml --data.files ",
     "docs/embedding.md": "import torch",
-    "docs/frozen.md": "megatier train examples/quickstart.yaml --model.frozen ",
 }
 """What readers of these pages type first."""
 FENCE = re.compile(

@@ -260,7 +260,7 @@ def test_probe_links_on_the_gpu_measures_all() -> None:
 
 
 def test_layers_on_a_gpu_count_at_their_share_of_a_sustained_product() -> None:
-    product, layers = 662e12, 596e12  # an H200, both for seconds: docs/LOG.md
+    product, layers = 662e12, 596e12  # an H200, both for seconds: docs/log/2026-11.md
     assert product * link_probe.LAYER_EFFICIENCY["cuda"] == pytest.approx(layers, rel=0.01)
     assert link_probe.link_notes("cuda") == (
         "flops_per_s: 0.9 of a sustained bf16 product, as measured for layers of 8B shape on an H200",
