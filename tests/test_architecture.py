@@ -56,6 +56,16 @@ def test_planning_runs_without_torch(module: str) -> None:
     assert done.stderr.strip() == ""
 
 
+def test_table_of_rooms_names_every_room_and_file() -> None:
+    table = (ROOT / "docs" / "architecture.md").read_text().partition("## Rooms")[2].partition("\n## ")[0]
+    rows = [row.strip("|").split("|") for row in table.splitlines() if row.startswith("| ")][1:]
+    told = {room.strip(" `"): set(re.findall(r"`(\w+)`", files)) for room, _, files in rows}
+    told.pop("native/")
+    found = {room.name: {path.stem for path in room.glob("*.py")} - {"__init__"} for room in ROOMS}
+    found["ground"] = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
+    assert told == found
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_rooms_are_small_and_their_packages_import_nothing(room: Path) -> None:
     files = [path for path in room.glob("*.py") if path.name != "__init__.py"]
