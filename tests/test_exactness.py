@@ -34,7 +34,8 @@ from transformers import PreTrainedModel
 
 from megatier.config.schema import TrainConfig
 from megatier.models.decoder import decays
-from megatier.schedule.timeline import Timeline, demanded_bytes
+from megatier.schedule.moves import Moves, by_lane, stash, unstash
+from megatier.schedule.timeline import Timeline
 from megatier.session.session import Session
 from megatier.tier import Kind, Tier
 
@@ -314,9 +315,10 @@ def check_trace(session: Session, timeline: Timeline) -> None:
 
 def demanded(session: Session, timeline: Timeline) -> dict[str, int]:
     player, streamed = session.player, session.placement.streamed
-    moved = demanded_bytes(
-        timeline, session.placement, player.units, player.policy, gradients=player.units, updated=player.units
-    )
+    moves = Moves(player.units, session.placement, player.policy)
+    moved = by_lane(moves.of_pass(timeline, gradients=player.units, updated=player.units))
+    offloaded = player.policy.groups * sum(unit.activation_bytes for unit in player.units.values())
+    moved += by_lane([stash(offloaded), unstash(offloaded)])
     if streamed:  # 10 bytes of state go and come; the weights, which come anyway, go home
         num_elements = sum(player.units[name].num_elements for name in streamed)
         moved |= {"state_to_gpu": 10 * num_elements, "state_to_ram": 10 * num_elements}

@@ -27,8 +27,8 @@ from integer_runs import (
 from megatier.errors import NonFiniteError, TransferError
 from megatier.play.blocks import block_key
 from megatier.play.trace import stall_seconds
+from megatier.schedule.moves import Moves, by_lane
 from megatier.schedule.sizes import UnitSpec
-from megatier.schedule.timeline import demanded_bytes
 from megatier.store.transfer import Lanes
 from megatier.tier import Kind, Phase, Tier
 
@@ -52,9 +52,8 @@ def test_updates_run_in_forward_order_and_feed_the_loads(start: Callable[..., Ru
     timeline = run.player.timeline
     assert timeline is not None
     assert all(update.load is not None for update in timeline.updates)
-    demanded = demanded_bytes(
-        timeline, run.placement, run.player.units, run.policy, gradients=run.player.units, updated=run.player.units
-    )
+    moves = Moves(run.player.units, run.placement, run.policy)
+    demanded = by_lane(moves.of_pass(timeline, gradients=run.player.units, updated=run.player.units))
     assert moved == demanded
     state = sum(12 * unit.num_elements for unit in UNITS)
     again = sum(4 * run.player.units[load.unit].num_elements for load in timeline.loads)
@@ -286,8 +285,7 @@ def test_streamed_state_passes_through_the_gpu_on_lanes_of_its_own(
     start: Callable[..., Run], split: bool, groups: int
 ) -> None:
     run = start("streamed", split=split, groups=groups)
-    size = sum(run.player.blocks.passing_bytes(name) for name in STREAMED)
-    assert size == sum((10 if split else 8) * run.player.units[name].num_elements for name in STREAMED)
+    size = sum((10 if split else 8) * run.player.units[name].num_elements for name in STREAMED)
     run.train_step()
     assert run.player.demanded["state_to_gpu"] == run.store.moved_bytes["state_to_gpu"] == 0  # it only records
     run.train_step()

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from megatier.schedule.forecast import HOST_SECONDS, Forecast, floor, forecast
+from megatier.schedule.moves import Moves, by_lane
 from megatier.schedule.placement import Budgets, Placement, place
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.schedule.sizes import Policy, UnitSpec, bytes_per_element
-from megatier.schedule.timeline import Access, build, demanded_bytes
+from megatier.schedule.timeline import Access, build
 from megatier.tier import Kind, Phase, Tier
 
 MIB = 1 << 20
@@ -53,7 +54,7 @@ def test_forecast_moves_the_bytes_that_the_timeline_demands(name: str) -> None:
     ran = placement.speculative
     timeline = build(accesses(policy.groups), placement, updates=policy.deferred, updated=ran)
     units = {unit.name: unit for unit in UNITS}
-    demanded = Counter(demanded_bytes(timeline, placement, units, policy, gradients=units, updated=units))
+    demanded = by_lane(Moves(units, placement, policy).of_pass(timeline, gradients=units, updated=units))
     for unit in placement.streamed:
         demanded["gpu_to_ram"] += 2 * units[unit].num_elements
         demanded["state_to_gpu"] += 10 * units[unit].num_elements

@@ -1,39 +1,16 @@
-"""Timelines: the fewest loads, each as early as it may, and the bytes they demand."""
+"""Timelines: the fewest loads, each as early as it may."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 
 import pytest
+from small_timelines import accesses, placement
 
 from megatier.errors import PlanError
-from megatier.schedule.placement import Placement
-from megatier.schedule.sizes import Policy, UnitSpec
-from megatier.schedule.slots import SlotPlan
-from megatier.schedule.timeline import Access, Load, Timeline, Update, build, demanded_bytes, update_bytes
-from megatier.tier import STATE_KINDS, Kind, Phase, Tier
-
-SIZE = 2048
-
-
-def accesses(order: str) -> list[Access]:
-    return [Access(unit, Phase.FORWARD, 0) for unit in order]
-
-
-def placement(
-    units: str, num_slots: int, *, gpu: str = "", ram: str = "", grads: Tier | None = Tier.RAM, split: bool = True
-) -> Placement:
-    """Units on NVMe but those named; `ram` has their weight planes alone there."""
-    homes = {}
-    for unit in units:
-        for kind in STATE_KINDS:
-            on_ram = unit in ram and kind is Kind.WEIGHT
-            homes[unit, kind] = Tier.GPU if unit in gpu else Tier.RAM if on_ram else Tier.NVME
-    slots = (SlotPlan(Tier.GPU, Kind.WEIGHT, SIZE * (2 if split else 4), num_slots),)
-    return Placement(homes, slots, SIZE, {unit: Tier.GPU if unit in gpu else grads for unit in units})
+from megatier.schedule.timeline import Load, Timeline, Update, build
 
 
 def fewest_loads(order: str, num_slots: int) -> int:
@@ -136,100 +113,3 @@ def test_timeline_is_pure() -> None:
     order = accesses("abcabccba")
     where = placement("abc", 2)
     assert build(order, where, updates=True) == build(list(order), where, updates=True)
-
-
-# ---- bytes ----
-
-UNITS = {name: UnitSpec(name, SIZE * (number + 1), 100 * number) for number, name in enumerate("abc")}
-
-
-def demanded(timeline: Timeline, where: Placement, policy: Policy, *, gradients: bool, updates: bool) -> dict[str, int]:
-    trained, updated = UNITS if gradients else (), UNITS if updates else ()
-    return demanded_bytes(timeline, where, UNITS, policy, gradients=trained, updated=updated)
-
-
-def test_demanded_bytes_of_an_evaluation_are_its_loads() -> None:
-    where = placement("abc", 1, ram="b")
-    timeline = build(accesses("abc"), where, updates=False)
-    found = demanded(timeline, where, Policy(), gradients=False, updates=False)
-    assert found == {"ram_to_gpu": 2 * 6 * SIZE, "nvme_to_ram": 2 * 4 * SIZE}
-
-
-@pytest.mark.parametrize("groups", [1, 3])
-def test_demanded_bytes_of_a_deferred_step_read_state_once(groups: int) -> None:
-    where, policy = placement("abc", 3), Policy(groups=groups)
-    timeline = build(accesses("abccba"), where, updates=True)
-    found = demanded(timeline, where, policy, gradients=True, updates=True)
-    activations = groups * 300
-    assert found == {
-        "nvme_to_ram": 12 * 6 * SIZE,  # the update feeds the loads
-        "ram_to_nvme": 12 * 6 * SIZE,
-        "ram_to_gpu": 2 * 6 * SIZE + activations,
-        "gpu_to_ram": groups * (2 if groups == 1 else 4) * 6 * SIZE + activations,
-    }
-
-
-def test_demanded_bytes_of_a_backward_that_reloads() -> None:
-    where = placement("abc", 1)
-    timeline = build(accesses("abccba"), where, updates=True)
-    found = demanded(timeline, where, Policy(), gradients=True, updates=True)
-    assert found["nvme_to_ram"] == 12 * 6 * SIZE + 2 * (1 + 2) * SIZE  # a and b once more
-    assert found["ram_to_gpu"] == 2 * 6 * SIZE + 2 * 3 * SIZE + 300
-
-
-def test_demanded_bytes_of_a_backward_that_reloads_past_ram() -> None:
-    where, policy = placement("abc", 1), Policy(gpu_direct=True)
-    timeline = build(accesses("abccba"), where, updates=True)
-    found = demanded(timeline, where, policy, gradients=True, updates=True)
-    assert found["nvme_to_ram"] == 12 * 6 * SIZE
-    assert found["nvme_to_gpu"] == 2 * (1 + 2) * SIZE  # a and b once more
-    assert found["ram_to_gpu"] == 2 * 6 * SIZE + 300  # the update feeds the loads
-
-
-def test_demanded_bytes_past_ram_are_those_on_nvme_alone() -> None:
-    where = placement("abc", 1, ram="b")
-    timeline = build(accesses("abc"), where, updates=False)
-    found = demanded(timeline, where, Policy(gpu_direct=True), gradients=False, updates=False)
-    assert found == {"ram_to_gpu": 2 * 2 * SIZE, "nvme_to_gpu": 2 * 4 * SIZE}
-
-
-def test_demanded_bytes_without_streaming_are_none() -> None:
-    units = {name: UnitSpec(name, SIZE) for name in "abc"}
-    where = placement("abc", 0, gpu="abc")
-    timeline = build(accesses("abccba"), where, updates=True)
-    assert demanded_bytes(timeline, where, units, Policy(), gradients=units, updated=units) == {}
-
-
-def test_update_bytes_count_planes_on_nvme_alone() -> None:
-    for where, size in (
-        (placement("abc", 1), 12),
-        (placement("abc", 1, ram="a"), 10),
-        (placement("abc", 1, gpu="a"), 0),
-    ):
-        moved = update_bytes(UNITS["a"], where, Policy())
-        assert moved == {"nvme_to_ram": size * SIZE, "ram_to_nvme": size * SIZE}
-
-
-def test_update_bytes_count_a_gradient_on_nvme_once() -> None:
-    where = replace(placement("abc", 1), grad_homes=dict.fromkeys("abc", Tier.NVME))
-    assert update_bytes(UNITS["a"], where, Policy()) == {"nvme_to_ram": 14 * SIZE, "ram_to_nvme": 12 * SIZE}
-    timeline = build(accesses("abccba"), where, updates=False)
-    found = demanded(timeline, where, Policy(), gradients=True, updates=False)
-    assert found["ram_to_nvme"] == 2 * 6 * SIZE
-
-
-@pytest.mark.parametrize("gpu_direct", [False, True])
-def test_demanded_bytes_of_sums_that_come_to_the_gpu_again(gpu_direct: bool) -> None:
-    policy = Policy(groups=3, gpu_direct=gpu_direct, align_elements=SIZE)
-    homes = {"a": Tier.NVME, "b": Tier.RAM, "c": Tier.GPU}
-    where = replace(placement("abc", 1, gpu="abc"), grad_homes=homes, sums_on_gpu=True)
-    timeline = build(accesses("abccba"), where, updates=False)
-    found = demanded(timeline, where, policy, gradients=True, updates=False)
-    a, b = (UNITS[name].num_elements for name in "ab")
-    activations = 3 * sum(unit.activation_bytes for unit in UNITS.values())
-    assert found == {
-        "gpu_to_ram": 10 * (a + b) + activations,
-        "ram_to_nvme": 10 * a,
-        ("nvme_to_gpu" if gpu_direct else "nvme_to_ram"): 8 * a,
-        "ram_to_gpu": 8 * b + activations + (0 if gpu_direct else 8 * a),
-    }

@@ -23,10 +23,11 @@ from megatier.planner.memory import ActivationBytes, mask_bytes
 from megatier.planner.trial import Trial, with_parts
 from megatier.play.trace import TraceEvent
 from megatier.schedule.forecast import HOST_SECONDS, QUEUES_OF_DISK, Forecast
+from megatier.schedule.moves import Moves, by_lane
 from megatier.schedule.placement import Budgets, Placement, place
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.schedule.sizes import bytes_per_element
-from megatier.schedule.timeline import Access, gradient_bytes
+from megatier.schedule.timeline import Access
 from megatier.tier import Kind, Tier
 
 HIDDEN = 1.05
@@ -195,6 +196,8 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
     state: Counter[tuple[Tier, Kind]] = Counter()
     for (name, kind), home in placement.homes.items():
         state[home, kind] += units[name].elements_of(kind) * bytes_per_element(kind, split=work.policy.split)
+    moves = Moves(units, placement, work.policy)
+    gradients = by_lane(move for unit in units for move in moves.gradients(unit))
     tokens = config.train.batch * config.data.sequence_length
     num_bytes = checkpoint_bytes(work.units)
     written_s = checkpoint_seconds(num_bytes, placement.state_bytes.get(Tier.NVME, 0), rates.drives)
@@ -207,7 +210,7 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         trial.accesses,
         placement,
         dict(state),
-        sum(gradient_bytes(spec, placement, work.policy).get("ram_to_nvme", 0) for spec in work.specs),
+        gradients["ram_to_nvme"],
         trial.activations,
         mask_bytes(config, work),
         made,

@@ -22,14 +22,12 @@ from megatier.schedule.placement import Placement
 from megatier.schedule.sizes import (
     Policy,
     UnitSpec,
-    block_bytes,
     bytes_per_element,
     final_grad_bytes,
     grad_bytes,
     kinds_of,
     passing_kinds,
     state_kinds,
-    trained_bytes,
 )
 from megatier.schedule.timeline import Load
 from megatier.store.store import TieredStore
@@ -275,18 +273,6 @@ class UnitBlocks:
         for kind in self._passing:
             self.store.write_back(self.key(unit, kind), Tier.GPU)
             self.store.evict(self.key(unit, kind), Tier.GPU)
-
-    def weight_bytes(self, unit: str) -> int:
-        """Bytes of a unit's weights."""
-        return block_bytes(self.units[unit], Kind.WEIGHT, self.policy)
-
-    def trained_weight_bytes(self, unit: str) -> int:
-        """Bytes of a unit's weights that its update changes."""
-        return trained_bytes(self.units[unit], Kind.WEIGHT, self.policy)
-
-    def passing_bytes(self, unit: str) -> int:
-        """Bytes of a streamed unit's state that pass through slots of their own."""
-        return sum(block_bytes(self.units[unit], kind, self.policy) for kind in self._passing)
 
     @contextlib.contextmanager
     def open_grad(self, name: str, elements: Elements) -> Iterator[torch.Tensor]:

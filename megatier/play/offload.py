@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 import torch
 
 from megatier.errors import ConfigError
 from megatier.play.blocks import activation_key
+from megatier.schedule.demand import Demand
+from megatier.schedule.moves import stash, unstash
 from megatier.schedule.sizes import UnitSpec
 from megatier.store.store import TieredStore
 from megatier.store.transfer import Transfer
 
 
 class Offload:
-    """Takes activations to RAM and brings them back, the last one first. For the thread that computes.
+    """Takes activations to RAM and brings them back, the last one first. For the thread that computes."""
 
-    Attributes:
-        demanded: bytes per queue so far. A unit without a backward, where all below is frozen, has none.
-    """
-
-    def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec]) -> None:
-        """The store has a block for each unit with `activation_bytes`."""
-        self._store, self._units = store, units
+    def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec], demand: Demand) -> None:
+        """The store has a block for each unit with `activation_bytes`; the demand counts what is moved."""
+        self._store = store
+        self._units = units
+        self._demand = demand
         self._stashed: list[tuple[str, torch.Size, torch.dtype]] = []
         self._fetched: dict[str, tuple[torch.Tensor, Transfer]] = {}
-        self.demanded: Counter[str] = Counter()
 
     def clear(self) -> None:
         """Forget what an abandoned pass left behind."""
@@ -48,7 +46,7 @@ class Offload:
             )
         self._store.push(activation_key(unit), tensor)
         self._stashed.append((unit, tensor.shape, tensor.dtype))
-        self.demanded["gpu_to_ram"] += tensor.nbytes
+        self._demand.add([stash(tensor.nbytes)])
 
     def fetch(self, unit: str) -> torch.Tensor:
         """A stashed activation back on the GPU, ordered before what compute does next; and the one before it, ahead."""
@@ -66,4 +64,4 @@ class Offload:
         _, shape, dtype = self._stashed.pop(index)
         tensor = torch.empty(shape, dtype=dtype, device=self._store.device)
         self._fetched[unit] = tensor, self._store.pull(activation_key(unit), tensor)
-        self.demanded["ram_to_gpu"] += tensor.nbytes
+        self._demand.add([unstash(tensor.nbytes)])

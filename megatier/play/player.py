@@ -29,6 +29,7 @@ from megatier.play.optimizer import Optimizer
 from megatier.play.trace import Recorder, TraceEvent
 from megatier.play.updates import Updates
 from megatier.schedule.demand import Demand
+from megatier.schedule.moves import Moves
 from megatier.schedule.order import passed_over
 from megatier.schedule.placement import Placement
 from megatier.schedule.sizes import Policy, UnitSpec
@@ -102,7 +103,8 @@ class Player:
         self._grads: dict[str, Lease] = {}
         self.held: list[Lease] = []
         """Weights in compute's hands."""
-        self._offload = Offload(store, self.units)
+        self._demand = Demand(Moves(self.units, placement, policy), placement, policy)
+        self._offload = Offload(store, self.units, self._demand)
         self._summed: set[str] = set()
         """Units of which this step has handed over a group's gradient."""
         self._final: set[str] = set()
@@ -113,11 +115,10 @@ class Player:
         """The last step's updates wait for a pass, or for `drain`, to submit them."""
         self.busy = {"load": "ram_to_gpu"}
         """What each lane is at: the cause of a stall behind it."""
-        self._demand = Demand(units, placement, policy)
         self.gate = Gate()
         self.recorder = Recorder()
         self.blocks = UnitBlocks(store, self.units, placement, policy)
-        self.updates = Updates(self.blocks, optimizer, self.gate, self.recorder, self.busy)
+        self.updates = Updates(self.blocks, optimizer, self.gate, self.recorder, self.busy, self._demand)
         self._lane = Queue("load")  # it only decides and waits: no stream
         self._checkpoints = Queue("checkpoint")
         self.is_closed = False
@@ -158,7 +159,7 @@ class Player:
 
     def _submit(self, timeline: Timeline) -> None:
         """All loads and updates of a pass."""
-        self._demand.add(timeline, trains=self._pass == "train")
+        self._demand.begin_pass(timeline, trains=self._pass == "train")
         streamed = [update for update in timeline.updates if update.unit in self.placement.streamed]
         gradients = mark(self.store.clock, "gradients")
         for update in timeline.updates:
@@ -212,8 +213,8 @@ class Player:
                 if self.placement.homes[access.unit, Kind.WEIGHT] is not Tier.GPU
             ]
             played = Timeline(tuple(self.accesses), tuple(on_demand), ())
-            self._demand.add(played, trains=self._pass == "train")
-        self._demand.end(played, self._final, trains=self._pass == "train")
+            self._demand.begin_pass(played, trains=self._pass == "train")
+        self._demand.end_pass(played, self._final, trains=self._pass == "train")
         self._orders.setdefault(self._pass, tuple(self.accesses))
         self._evict_weights()
         self._is_open = False
@@ -447,7 +448,7 @@ class Player:
     @property
     def demanded(self) -> Counter[str]:
         """Bytes per queue that the placement demanded of the passes and updates so far."""
-        return self._demand.moved + self._offload.demanded + self.updates.demanded
+        return self._demand.moved
 
     def _evict_weights(self) -> None:
         for name in self.units:

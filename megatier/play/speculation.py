@@ -22,6 +22,8 @@ from typing import Literal
 from megatier.play.blocks import Generation, UnitBlocks
 from megatier.play.optimizer import Apply, Elements, Optimizer
 from megatier.play.trace import Recorder
+from megatier.schedule.demand import Demand
+from megatier.schedule.moves import Move, read, write
 from megatier.schedule.slots import UPDATE_DEPTH
 from megatier.store.transfer import Queue, Transfer
 from megatier.tier import round_up
@@ -62,11 +64,16 @@ class Speculation:
         outcome: of the last step that was decided: `kept`, `void`, or None where nothing was tried.
         outcomes: how many steps had each.
         void_bytes: read and written in vain so far.
-        demanded: bytes per queue that speculative updates had to move so far.
     """
 
     def __init__(
-        self, blocks: UnitBlocks, optimizer: Optimizer, recorder: Recorder, busy: dict[str, str], lane: Queue
+        self,
+        blocks: UnitBlocks,
+        optimizer: Optimizer,
+        recorder: Recorder,
+        busy: dict[str, str],
+        demand: Demand,
+        lane: Queue,
     ) -> None:
         """Nothing is tried before `begin`.
 
@@ -75,9 +82,11 @@ class Speculation:
             optimizer: does the arithmetic.
             recorder: notes updates.
             busy: per lane, what it is at; kept up to date here.
+            demand: counts what is moved.
             lane: where they run.
         """
         self._blocks, self._optimizer, self._recorder, self._busy = blocks, optimizer, recorder, busy
+        self._demand = demand
         self._lane = lane
         self._store, self._units = blocks.store, frozenset(blocks.placement.speculative)
         self.updated: frozenset[str] = frozenset()
@@ -86,7 +95,6 @@ class Speculation:
         self.void_bytes = 0
         self._lock = threading.Lock()
         """Guards what an attempt moved: the lane counts it, and `abandon` adds it up."""
-        self.demanded: Counter[str] = Counter()
         self._clipped: deque[bool] = deque(maxlen=HISTORY)
         self._is_closed = False
         self._attempt: Attempt | None = None
@@ -194,7 +202,7 @@ class Speculation:
             chunk = self._planned.popleft()
             self._asked.append(chunk)
             size = self._blocks.read_ahead(chunk.unit, chunk.elements, chunk.old)
-            self._demand(chunk.attempt, "nvme_to_ram", size)
+            self._count(chunk.attempt, read(size))
 
     def _update_chunk(self, chunk: Chunk) -> None:
         unit, elements = chunk.unit, chunk.elements
@@ -211,7 +219,7 @@ class Speculation:
             state.write_back()
         for kind in self._blocks.spilled(unit):
             start, stop = self._blocks.span(unit, kind, elements)
-            self._demand(chunk.attempt, "ram_to_nvme", round_up(stop) - start)
+            self._count(chunk.attempt, write(round_up(stop) - start))
 
     def _next(self) -> None:
         """The first chunk is over; one that was read in vain leaves its slots."""
@@ -221,8 +229,8 @@ class Speculation:
         chunk = self._asked.popleft()
         self._blocks.drop_read(chunk.unit, chunk.elements, chunk.old)
 
-    def _demand(self, attempt: Attempt, queue: str, size: int) -> None:
-        self.demanded[queue] += size
+    def _count(self, attempt: Attempt, move: Move) -> None:
+        self._demand.add([move])
         with self._lock:
-            attempt.moved_bytes += size
-            self.void_bytes += size if attempt.is_void else 0
+            attempt.moved_bytes += move.num_bytes
+            self.void_bytes += move.num_bytes if attempt.is_void else 0

@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Sequence
 from functools import partial
 
@@ -36,7 +36,8 @@ from megatier.play.gate import Gate
 from megatier.play.optimizer import Elements, Optimizer, Work
 from megatier.play.speculation import CHUNK_DEPTH, Speculation
 from megatier.play.trace import Recorder
-from megatier.schedule.timeline import Load, Update, update_bytes
+from megatier.schedule.demand import Demand
+from megatier.schedule.timeline import Load, Update
 from megatier.store.tear import Tear
 from megatier.store.transfer import FAILURES, Queue, Transfer, mark
 from megatier.tier import Kind, Tier
@@ -81,7 +82,13 @@ class Updates:
     """
 
     def __init__(
-        self, blocks: UnitBlocks, optimizer: Optimizer, gate: Gate, recorder: Recorder, busy: dict[str, str]
+        self,
+        blocks: UnitBlocks,
+        optimizer: Optimizer,
+        gate: Gate,
+        recorder: Recorder,
+        busy: dict[str, str],
+        demand: Demand,
     ) -> None:
         """Start the lanes.
 
@@ -91,11 +98,12 @@ class Updates:
             gate: accesses of the pass that are over; a fed load waits for its slot there.
             recorder: notes updates.
             busy: per lane, what it is at, for the causes of stalls; kept up to date here.
+            demand: counts what is moved besides what a pass demands as a whole.
         """
         self._blocks, self._optimizer, self._gate, self._recorder, self._busy = blocks, optimizer, gate, recorder, busy
         self._store, self._placement, self._policy = blocks.store, blocks.placement, blocks.policy
         self.exchange: Transfer | None = None
-        self._demanded: Counter[str] = Counter()
+        self._demand = demand
         self._last: dict[str, Transfer] = {}
         """Each unit's update or sum that was submitted last, but for speculative updates."""
         self._fetched: dict[str, Transfer] = {}
@@ -113,7 +121,7 @@ class Updates:
         self._on_nvme = Queue("update_nvme", clock)
         self._on_gpu = Queue("update_gpu", self._store.clock)
         self.queues = (self._in_ram, self._on_nvme, self._on_gpu)
-        self.speculation = Speculation(blocks, optimizer, recorder, busy, self._on_nvme)
+        self.speculation = Speculation(blocks, optimizer, recorder, busy, demand, self._on_nvme)
 
     # ------------------------------------------------------------------ the player's side
 
@@ -147,10 +155,11 @@ class Updates:
             transfer = self._in_ram.submit(unit, 0, partial(self._update_in_ram, unit), after, behind)
         self._last[unit] = transfer
         if unit in self._placement.streamed:
-            size = self._blocks.passing_bytes(unit)
-            self._demanded["state_to_gpu"] += 0 if self._is_ahead else size
-            self._demanded["state_to_ram"] += size
-            self._demanded["gpu_to_ram"] += self._blocks.trained_weight_bytes(unit)
+            moves = self._demand.moves
+            if not self._is_ahead:
+                self._demand.add(moves.fetch_state(unit))
+            self._demand.add(moves.return_state(unit))
+            self._demand.add(moves.return_weights(unit))
 
     def submit_sum(self, unit: str, group: int) -> None:
         """Add a group's gradient, which is in RAM or on its way there, to those before it."""
@@ -178,7 +187,8 @@ class Updates:
         if not streamed:
             return
         if comes_again and (goes_home or not self._is_ahead):
-            self._demanded["state_to_gpu"] += sum(map(self._blocks.passing_bytes, streamed))
+            for unit in streamed:
+                self._demand.add(self._demand.moves.fetch_state(unit))
         self._is_ahead = comes_again
         on_cpu = [transfer for unit, transfer in self._last.items() if self._placement.updater(unit) is Tier.RAM]
         work = partial(self._exchange_state, on_cpu if goes_home else [], goes_home, comes_again)
@@ -238,23 +248,19 @@ class Updates:
     def submit_all(self, due: Collection[str]) -> None:
         """Update these units outside of a pass, and take streamed state home."""
         gradients = mark(self._store.clock, "gradients")
-        for name, unit in self._blocks.units.items():
-            if name not in due or name in self.speculation.updated:
+        moves = self._demand.moves
+        for unit in self._blocks.units:
+            if unit not in due or unit in self.speculation.updated:
                 continue
-            self.submit(Update(name, None), gradients)
-            self._demanded.update(update_bytes(unit, self._placement, self._policy))
-            if name in self._placement.streamed:
-                self._demanded["ram_to_gpu"] += self._blocks.weight_bytes(name)
+            self.submit(Update(unit, None), gradients)
+            self._demand.add(moves.update(unit))
+            if unit in self._placement.streamed:
+                self._demand.add(moves.load(unit))
         self.submit_exchange(goes_home=True, comes_again=False)
 
     def _all(self) -> list[Transfer]:
         exchange = [self.exchange] if self.exchange is not None else []
         return [*self._last.values(), *self.speculation.all(), *exchange]
-
-    @property
-    def demanded(self) -> Counter[str]:
-        """Bytes per queue that streamed state, speculation and updates outside a pass had to move so far."""
-        return self._demanded + self.speculation.demanded
 
     # ------------------------------------------------------------------ lane update_gpu
 

@@ -1,39 +1,54 @@
-"""Demand: the bytes that the placement says the passes so far had to move, per queue."""
+"""Demand: the bytes that the placement says a run had to move so far, per queue."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Sequence, Set
-from dataclasses import replace
+from collections.abc import Iterable, Set
 
+from megatier.schedule.moves import Move, Moves, by_lane
 from megatier.schedule.placement import Placement
-from megatier.schedule.sizes import Policy, UnitSpec
-from megatier.schedule.timeline import Timeline, demanded_bytes, gradient_bytes, update_bytes
+from megatier.schedule.sizes import Policy
+from megatier.schedule.timeline import Timeline
 
 
 class Demand:
-    """Counts passes, but for activations, streamed state, speculation and updates outside of a pass.
+    """Adds up moves as they are asked for. Any thread may add some.
+
+    A pass is added as a whole when it begins. Activations, streamed state, speculative updates and updates outside of
+    a pass are added one by one, since nobody knows ahead how many there will be.
 
     Attributes:
-        moved: bytes per queue.
+        moves: says what each part of a step moves.
     """
 
-    def __init__(self, units: Sequence[UnitSpec], placement: Placement, policy: Policy) -> None:
-        """Nothing yet."""
-        self._sizes = {unit.name: replace(unit, activation_bytes=0) for unit in units}
-        """Activations are counted one by one: not every use of a unit has a backward."""
-        self._placement, self._policy = placement, policy
-        self.moved: Counter[str] = Counter()
+    def __init__(self, moves: Moves, placement: Placement, policy: Policy) -> None:
+        """Nothing was asked for yet."""
+        self.moves = moves
+        self._trained = frozenset(placement.grad_homes)
+        self._deferred = policy.deferred
+        self._lock = threading.Lock()
+        self._moved: Counter[str] = Counter()
 
-    def add(self, timeline: Timeline, *, trains: bool) -> None:
+    @property
+    def moved(self) -> Counter[str]:
+        """Bytes per queue so far."""
+        with self._lock:
+            return self._moved.copy()
+
+    def add(self, moves: Iterable[Move]) -> None:
+        """These moves are asked for."""
+        moved = by_lane(moves)
+        with self._lock:
+            self._moved.update(moved)
+
+    def begin_pass(self, timeline: Timeline, *, trains: bool) -> None:
         """A pass begins, with a backward or without."""
         used = self._trained_in(timeline, trains)
-        updated = [update.unit for update in timeline.updates] if self._policy.deferred else used
-        self.moved.update(
-            demanded_bytes(timeline, self._placement, self._sizes, self._policy, gradients=used, updated=updated)
-        )
+        updated = [update.unit for update in timeline.updates] if self._deferred else used
+        self.add(self.moves.of_pass(timeline, gradients=used, updated=updated))
 
-    def end(self, timeline: Timeline, final: Set[str], *, trains: bool) -> None:
+    def end_pass(self, timeline: Timeline, final: Set[str], *, trains: bool) -> None:
         """A pass has ended. Units that it left out have no gradient, and in the immediate mode no update.
 
         Args:
@@ -41,11 +56,13 @@ class Demand:
             final: units that have a gradient.
             trains: whether it had a backward.
         """
-        for name in self._trained_in(timeline, trains) - final:
-            self.moved.subtract(gradient_bytes(self._sizes[name], self._placement, self._policy))
-            if not self._policy.deferred:
-                self.moved.subtract(update_bytes(self._sizes[name], self._placement, self._policy))
+        for unit in self._trained_in(timeline, trains) - final:
+            moved = by_lane(self.moves.gradients(unit))
+            if not self._deferred:
+                moved.update(by_lane(self.moves.update(unit)))
+            with self._lock:
+                self._moved.subtract(moved)
 
     def _trained_in(self, timeline: Timeline, trains: bool) -> frozenset[str]:
         used = {access.unit for access in timeline.accesses} if trains else set()
-        return frozenset(self._placement.grad_homes) & used
+        return self._trained & used

@@ -11,22 +11,14 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatier.schedule.moves import Move, Moves, by_lane, stash, unstash
 from megatier.schedule.placement import Placement
 from megatier.schedule.rates import Rates
 from megatier.schedule.simulate import Job, Lane, least_seconds, simulate
-from megatier.schedule.sizes import (
-    Policy,
-    UnitSpec,
-    block_bytes,
-    final_grad_bytes,
-    grad_bytes,
-    passing_kinds,
-    state_kinds,
-    trained_bytes,
-)
+from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import GRAD_DEPTH, SLOTS_MIN, UPDATE_DEPTH
-from megatier.schedule.timeline import Access, Load, Timeline, build, way_up
-from megatier.tier import Kind, Phase, Tier
+from megatier.schedule.timeline import Access, Load, Timeline, build
+from megatier.tier import Phase, Tier
 
 NUM_STEPS = 3
 HOST_SECONDS = 0.03
@@ -183,6 +175,8 @@ class _Jobs:
     units: Mapping[str, UnitSpec]
     placement: Placement
     policy: Policy
+    moves: Moves = field(init=False)
+    """Says what each part of the step moves; only its order in time is known here."""
     jobs: list[Job] = field(default_factory=list)
     begun: int | None = None
     """What lets the present step begin: the end of the last one."""
@@ -202,6 +196,9 @@ class _Jobs:
     sums: deque[int] = field(default_factory=lambda: deque(maxlen=GRAD_DEPTH))
     chunks: deque[int] = field(default_factory=lambda: deque(maxlen=UPDATE_DEPTH))
     """Writes of the pieces before."""
+
+    def __post_init__(self) -> None:
+        self.moves = Moves(self.units, self.placement, self.policy)
 
     def step(self, timeline: Timeline) -> int:
         """Add a step; returns the job that ends it."""
@@ -261,8 +258,8 @@ class _Jobs:
     def _offload(self, access: Access, before: int | None) -> int | None:
         """A unit's input leaves as its forward begins; its backward waits for it, and asks for the one before it."""
         if access.phase is Phase.FORWARD:
-            size = self.units[access.unit].activation_bytes
-            self.stashed[access.unit] = self._add("gpu_to_ram", access.unit, size, before)
+            out = stash(self.units[access.unit].activation_bytes)
+            self.stashed[access.unit] = self._chain([out], access.unit, before)
             return None
         if access.unit not in self.fetched:
             self._fetch(access.unit, before)
@@ -271,31 +268,17 @@ class _Jobs:
         return self.fetched.pop(access.unit)
 
     def _fetch(self, unit: str, before: int | None) -> None:
-        size = self.units[unit].activation_bytes
-        self.fetched[unit] = self._add("ram_to_gpu", unit, size, self.stashed.pop(unit), before)
+        back = unstash(self.units[unit].activation_bytes)
+        self.fetched[unit] = self._chain([back], unit, self.stashed.pop(unit), before)
 
     def _load(self, unit: UnitSpec, load: Load, uses: Sequence[int]) -> int:
-        """Weights to the GPU, where they come from NVMe by way of RAM or past it."""
-        free = self._slot_free(load, uses)
-        size = self._bytes(unit, Kind.WEIGHT)
-        if self.placement.homes[unit.name, Kind.WEIGHT] is not Tier.NVME:
-            updated = None if unit.name in self.placement.streamed else self.updates.get(unit.name)
-            return self._add("ram_to_gpu", unit.name, size, free, updated)
-        if self.policy.gpu_direct:
-            return self._add("nvme_to_gpu", unit.name, size, free, self.updates.get(unit.name))
-        pieces = self._num_pieces(unit.num_elements)
-        last = -1
-        for _ in range(pieces):
-            read = self._add("nvme_to_ram", unit.name, size / pieces, free, self.updates.get(unit.name))
-            last = self._add("ram_to_gpu", unit.name, size / pieces, read)
-        return last
-
-    def _load_frozen(self, unit: UnitSpec, updated: int) -> int:
-        """What the update of a unit does not feed of its weights."""
-        size = self._bytes(unit, Kind.WEIGHT) - trained_bytes(unit, Kind.WEIGHT, self.policy)
-        if self.policy.gpu_direct:
-            return self._add("nvme_to_gpu", unit.name, size, updated)
-        return self._add("ram_to_gpu", unit.name, size, self._add("nvme_to_ram", unit.name, size, updated))
+        """Weights come to the GPU as soon as their slot is free and they are updated."""
+        # AdamW on a streamed unit works in the slot that this load fills, so it comes after.
+        updated = None if unit.name in self.placement.streamed else self.updates.get(unit.name)
+        moves = self.moves.load(unit.name)
+        # In pieces: one comes to RAM while the one before goes on to the GPU.
+        pieces = self._num_pieces(unit.num_elements) if len(moves) > 1 else 1
+        return self._chain(moves, unit.name, self._slot_free(load, uses), updated, pieces=pieces)
 
     def _slot_free(self, load: Load, uses: Sequence[int]) -> int | None:
         return uses[load.after_access] if load.after_access >= 0 else self.begun
@@ -306,18 +289,15 @@ class _Jobs:
         if self.placement.updater(unit.name) is Tier.GPU:
             self.updates[unit.name] = self._add("update_gpu", unit.name, unit.num_trained, self.begun, gradient)
             return None
-        spilled = sum(trained_bytes(unit, kind, self.policy) for kind in self._kinds() if self._is_spilled(unit, kind))
-        if not spilled and self.placement.grad_homes[unit.name] is not Tier.NVME:
+        if not by_lane(self.moves.update(unit.name)):
             self.updates[unit.name] = self._add("update", unit.name, unit.num_trained, self.begun, gradient)
             return None
-        return self._update_spilled(unit, spilled, gradient, fed, uses)
+        return self._update_spilled(unit, gradient, fed, uses)
 
     def _update_spilled(
-        self, unit: UnitSpec, spilled: int, gradient: int | None, fed: Load | None, uses: Sequence[int]
+        self, unit: UnitSpec, gradient: int | None, fed: Load | None, uses: Sequence[int]
     ) -> int | None:
         pieces = self._num_pieces(unit.num_trained)
-        grad_spills = self.placement.grad_homes[unit.name] is Tier.NVME
-        read_bytes = spilled + (final_grad_bytes(unit, self.policy) if grad_spills else 0)
         is_speculative = unit.name in self.placement.speculative
         amount = unit.num_trained * (1 + ALLOCATE_BYTES / UPDATE_BYTES * is_speculative)
         copied: int | None = None
@@ -325,86 +305,79 @@ class _Jobs:
         for _ in range(pieces):
             free = self.chunks[0] if len(self.chunks) == UPDATE_DEPTH else None
             # Nothing is read ahead of an update that is not due yet.
-            read = self._add("nvme_to_ram", unit.name, read_bytes / pieces, self.begun, free, gradient)
+            read = self._part(self.moves.read_state(unit.name), unit.name, pieces, self.begun, free, gradient)
             updated = self._add("update_nvme", unit.name, amount / pieces, read)
             if fed is not None:
-                size = trained_bytes(unit, Kind.WEIGHT, self.policy) / pieces
-                copied = self._add("ram_to_gpu", unit.name, size, updated, self._slot_free(fed, uses))
-            write = self._add("ram_to_nvme", unit.name, spilled / pieces, updated)
-            self.chunks.append(write)
+                weights = self.moves.feed(unit.name)
+                copied = self._part(weights, unit.name, pieces, updated, self._slot_free(fed, uses))
+            self.chunks.append(self._part(self.moves.write_state(unit.name), unit.name, pieces, updated))
         if fed is not None and unit.frozen_elements:
-            copied = self._load_frozen(unit, updated)
+            copied = self._chain(self.moves.load_frozen(unit.name), unit.name, updated)
         (self.speculated if is_speculative else self.updates)[unit.name] = updated
         return copied
 
     def _update_streamed(self, unit: UnitSpec, arrival: int) -> None:
         needs = [arrival, self.grads.get(unit.name), self.states.get(unit.name)]
         self.updates[unit.name] = self._add("update_gpu", unit.name, unit.num_trained, *needs)
-        size = trained_bytes(unit, Kind.WEIGHT, self.policy)
-        self._add("gpu_to_ram", unit.name, size, self.updates[unit.name])
+        self._chain(self.moves.return_weights(unit.name), unit.name, self.updates[unit.name])
 
     def _exchange(self) -> None:
         """Streamed state home when the CPU is through, and to the GPU again."""
         on_cpu = [job for name, job in self.updates.items() if self.placement.updater(name) is Tier.RAM]
-        for unit in (self.units[name] for name in self.placement.streamed):
-            size = sum(self._bytes(unit, kind) for kind in passing_kinds(split=self.policy.split))
+        for unit in self.placement.streamed:
             home = None
-            if unit.name in self.updates:
-                home = self._add("state_to_ram", unit.name, size, *on_cpu, self.updates[unit.name])
-            self.states[unit.name] = self._add("state_to_gpu", unit.name, size, home, self.begun)
+            if unit in self.updates:
+                home = self._chain(self.moves.return_state(unit), unit, *on_cpu, self.updates[unit])
+            self.states[unit] = self._chain(self.moves.fetch_state(unit), unit, home, self.begun)
 
     def _ship(self, unit: UnitSpec, group: int, made: int, before: int | None) -> None:
         """The gradient of a group leaves; without clipping its update follows at once.
 
         `made` is the use that makes it, `before` the one before.
         """
-        is_last, home = group == self.policy.groups - 1, self.placement.grad_homes[unit.name]
-        sums_on_gpu, size = self.placement.sums_at(unit.name) is Tier.GPU, grad_bytes(unit, self.policy)
-        if sums_on_gpu and home is not Tier.GPU and group:
-            made = self._add_sum(unit, made, before)
+        is_last = group == self.policy.groups - 1
+        if group and (fetched := self.moves.fetch_sum(unit.name)):
+            arrived = self._chain(fetched, unit.name, self.grads[unit.name], before)
+            made = self._add("compute", f"{unit.name} sum", 0.0, made, arrived)
         self.grads[unit.name] = made
-        if home is not Tier.GPU:
-            if sums_on_gpu and is_last:
-                size = final_grad_bytes(unit, self.policy)
+
+        if shipped := self.moves.ship(unit.name, is_last=is_last):
             slot = self.sums[0] if len(self.sums) == GRAD_DEPTH else None
-            shipped = self._add("gpu_to_ram", unit.name, size, made, slot)
-            self.grad_slots.append(shipped)
-            self.grads[unit.name] = shipped
-            if home is Tier.NVME:
-                written = self._add("ram_to_nvme", unit.name, size, shipped)
-                self.grad_slots[-1] = self.grads[unit.name] = written  # RAM slots are few
-            if self.policy.groups > 1 and not sums_on_gpu:
+            # RAM slots are few: one is free when the gradient is where it waits, in RAM or on NVMe.
+            self.grads[unit.name] = self._chain(shipped, unit.name, made, slot)
+            self.grad_slots.append(self.grads[unit.name])
+            if self.policy.groups > 1 and self.placement.sums_at(unit.name) is not Tier.GPU:
                 amount = unit.num_trained * SUM_BYTES[is_last] / UPDATE_BYTES
-                self.grads[unit.name] = self._add("update", unit.name, amount, shipped)
+                self.grads[unit.name] = self._add("update", unit.name, amount, self.grads[unit.name])
                 self.sums.append(self.grads[unit.name])
+
         if is_last and (not self.policy.deferred or unit.name in self.placement.speculative):
             self._update(unit, None, ())
-
-    def _add_sum(self, unit: UnitSpec, made: int, before: int | None) -> int:
-        """The sum of the groups before comes to the GPU, where this one's gradient is added."""
-        arrived, size = self.grads[unit.name], grad_bytes(unit, self.policy)
-        for queue in way_up(self.placement.grad_homes[unit.name], self.policy):
-            arrived = self._add(queue, unit.name, size, arrived, before)
-        return self._add("compute", f"{unit.name} sum", 0.0, made, arrived)
 
     def _immediate(self) -> Iterable[int]:
         """Without clipping a step's updates belong to it."""
         return () if self.policy.deferred else self.updates.values()
 
+    # ------------------------------------------------------------------ adding jobs
+
+    def _chain(self, moves: Sequence[Move], name: str, *after: int | None, pieces: int = 1) -> int:
+        """Moves of which each begins when the one before is over, piece by piece; returns the last job."""
+        last = -1
+        for _ in range(pieces):
+            last = self._part(moves, name, pieces, *after)
+        return last
+
+    def _part(self, moves: Sequence[Move], name: str, pieces: int, *after: int | None) -> int:
+        """One of so many pieces of each move, one after the other; returns the last job."""
+        last = -1
+        for move in moves:
+            last = self._add(move.lane, name, move.num_bytes / pieces, *after)
+            after = (last,)
+        return last
+
     def _add(self, lane: str, name: str, amount: float, *after: int | None) -> int:
         self.jobs.append(Job(lane, name, amount, tuple({index for index in after if index is not None})))
         return len(self.jobs) - 1
-
-    # ------------------------------------------------------------------ sizes
-
-    def _kinds(self) -> tuple[Kind, ...]:
-        return state_kinds(split=self.policy.split)
-
-    def _bytes(self, unit: UnitSpec, kind: Kind) -> int:
-        return block_bytes(unit, kind, self.policy)
-
-    def _is_spilled(self, unit: UnitSpec, kind: Kind) -> bool:
-        return self.placement.homes[unit.name, kind] is Tier.NVME
 
     def _num_pieces(self, elements: int) -> int:
         return max(1, min(PIECES_MAX, -(-elements // self.placement.chunk_elements)))

@@ -8,21 +8,11 @@ slot, and after which access it may start. A load takes the slot whose occupant 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatier.errors import PlanError
 from megatier.schedule.placement import Placement
-from megatier.schedule.sizes import (
-    Policy,
-    UnitSpec,
-    block_bytes,
-    final_grad_bytes,
-    grad_bytes,
-    state_kinds,
-    trained_bytes,
-)
 from megatier.tier import Kind, Phase, Tier
 
 
@@ -139,69 +129,3 @@ def _next_use(uses: Mapping[str, list[int]], unit: str | None, now: int) -> floa
     # Of units that are not used again, the one whose last use is oldest lets its load start earliest.
     later = bisect_right(uses[unit], now)
     return uses[unit][later] if later < len(uses[unit]) else 1e9 - uses[unit][-1]
-
-
-def demanded_bytes(
-    timeline: Timeline,
-    placement: Placement,
-    units: Mapping[str, UnitSpec],
-    policy: Policy,
-    *,
-    gradients: Iterable[str],
-    updated: Iterable[str],
-) -> dict[str, int]:
-    """Bytes per queue that one pass of the timeline must move.
-
-    Args:
-        timeline: the pass.
-        placement: homes.
-        units: sizes by name.
-        policy: dtype, groups, clip.
-        gradients: units with a backward in it: gradients leave, and offloaded activations go and come.
-        updated: units whose AdamW runs in it, one that is updated twice named twice.
-    """
-    moved: Counter[str] = Counter()
-    for load in timeline.loads:
-        for queue in way_up(placement.homes[load.unit, Kind.WEIGHT], policy):
-            moved[queue] += block_bytes(units[load.unit], Kind.WEIGHT, policy)
-    for unit in (units[update.unit] for update in timeline.updates if update.load is not None):
-        fed = trained_bytes(unit, Kind.WEIGHT, policy)
-        moved["ram_to_gpu"] += fed
-        for queue in way_up(placement.homes[unit.name, Kind.WEIGHT], policy):
-            moved[queue] += block_bytes(unit, Kind.WEIGHT, policy) - fed
-    for name in gradients:
-        moved.update(gradient_bytes(units[name], placement, policy))
-    for name in updated:
-        moved.update(update_bytes(units[name], placement, policy))
-    return {queue: size for queue, size in moved.items() if size}
-
-
-def gradient_bytes(unit: UnitSpec, placement: Placement, policy: Policy) -> dict[str, int]:
-    """Bytes per queue that a unit's gradients move until the last is final, and its offloaded activations, a step."""
-    activations = policy.groups * unit.activation_bytes
-    moved = Counter({"gpu_to_ram": activations, "ram_to_gpu": activations})
-    home, size = placement.grad_homes.get(unit.name, Tier.GPU), grad_bytes(unit, policy)
-    if home is Tier.GPU:  # or none, where all is frozen
-        return moved
-    again = (policy.groups - 1) * size
-    out = again + (final_grad_bytes(unit, policy) if placement.sums_on_gpu else size)
-    moved["gpu_to_ram"] += out
-    moved["ram_to_nvme"] += out if home is Tier.NVME else 0
-    for queue in way_up(home, policy) if placement.sums_on_gpu else ():
-        moved[queue] += again
-    return moved
-
-
-def way_up(home: Tier | None, policy: Policy) -> tuple[str, ...]:
-    """The queues through which bytes that no update feeds come to the GPU."""
-    if home is not Tier.NVME:
-        return ("ram_to_gpu",)
-    return ("nvme_to_gpu",) if policy.gpu_direct else ("nvme_to_ram", "ram_to_gpu")
-
-
-def update_bytes(unit: UnitSpec, placement: Placement, policy: Policy) -> dict[str, int]:
-    """Bytes per queue that the update of a unit reads from NVMe and writes there."""
-    kinds = [kind for kind in state_kinds(split=policy.split) if placement.homes[unit.name, kind] is Tier.NVME]
-    state = sum(trained_bytes(unit, kind, policy) for kind in kinds)
-    grad = final_grad_bytes(unit, policy) if placement.grad_homes[unit.name] is Tier.NVME else 0
-    return {"nvme_to_ram": state + grad, "ram_to_nvme": state}

@@ -1,0 +1,202 @@
+"""Moves: the bytes that each part of a step takes from tier to tier, and the lanes they go on. Pure.
+
+This is written down once, for three readers. The forecast times these moves. `Demand` adds them up, as the player and
+its lanes ask the store for the parts of a step one by one. And the store counts what really moved, which has to be
+the same in every byte. A new lane between tiers begins here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from megatier.schedule.placement import Placement
+from megatier.schedule.sizes import (
+    Policy,
+    UnitSpec,
+    block_bytes,
+    final_grad_bytes,
+    grad_bytes,
+    passing_kinds,
+    state_kinds,
+    trained_bytes,
+)
+from megatier.schedule.timeline import Timeline
+from megatier.tier import Kind, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Bytes on one lane between two tiers.
+
+    Attributes:
+        lane: a queue of the store, such as `nvme_to_ram`.
+        num_bytes: as many as the store counts, in whole pages.
+    """
+
+    lane: str
+    num_bytes: int
+
+
+class Moves:
+    """What each part of a step moves, under one placement.
+
+    Parts that take several moves give them in order: each begins when the one before it is over.
+    """
+
+    def __init__(self, units: Mapping[str, UnitSpec], placement: Placement, policy: Policy) -> None:
+        """Nothing is counted yet.
+
+        Args:
+            units: their sizes, by name.
+            placement: where everything is at home.
+            policy: dtype, groups, and whether reads go past RAM.
+        """
+        self._units = units
+        self._placement = placement
+        self._policy = policy
+
+    # ------------------------------------------------------------------ weights
+
+    def load(self, unit: str) -> tuple[Move, ...]:
+        """A unit's weights come to a GPU slot, and no update feeds them."""
+        size = block_bytes(self._units[unit], Kind.WEIGHT, self._policy)
+        return self._up(self._placement.homes[unit, Kind.WEIGHT], size)
+
+    def feed(self, unit: str) -> tuple[Move, ...]:
+        """The weights that an update has just written to RAM slots come to a GPU slot."""
+        return (Move("ram_to_gpu", trained_bytes(self._units[unit], Kind.WEIGHT, self._policy)),)
+
+    def load_frozen(self, unit: str) -> tuple[Move, ...]:
+        """The weights that no update feeds, because they are frozen, come behind those that it feeds."""
+        size = block_bytes(self._units[unit], Kind.WEIGHT, self._policy)
+        trained = trained_bytes(self._units[unit], Kind.WEIGHT, self._policy)
+        return self._up(self._placement.homes[unit, Kind.WEIGHT], size - trained)
+
+    # ------------------------------------------------------------------ gradients
+
+    def ship(self, unit: str, *, is_last: bool) -> tuple[Move, ...]:
+        """The gradient of a group leaves the GPU; that of the last group is final, where groups are summed there."""
+        home = self._placement.grad_homes.get(unit, Tier.GPU)
+        if home is Tier.GPU:  # or none, because all of the unit is frozen
+            return ()
+
+        size = grad_bytes(self._units[unit], self._policy)
+        if is_last and self._placement.sums_on_gpu:
+            size = final_grad_bytes(self._units[unit], self._policy)
+        out = Move("gpu_to_ram", size)
+        return (out, Move("ram_to_nvme", size)) if home is Tier.NVME else (out,)
+
+    def fetch_sum(self, unit: str) -> tuple[Move, ...]:
+        """The sum of the groups before comes to the GPU, if this group's gradient is added there."""
+        home = self._placement.grad_homes.get(unit, Tier.GPU)
+        if home is Tier.GPU or not self._placement.sums_on_gpu:
+            return ()
+        return self._up(home, grad_bytes(self._units[unit], self._policy))
+
+    def gradients(self, unit: str) -> tuple[Move, ...]:
+        """All groups of a step, until the gradient is final."""
+        groups = self._policy.groups
+        shipped = [move for group in range(groups) for move in self.ship(unit, is_last=group == groups - 1)]
+        fetched = [move for _ in range(groups - 1) for move in self.fetch_sum(unit)]
+        return (*shipped, *fetched)
+
+    # ------------------------------------------------------------------ updates
+
+    def read_state(self, unit: str) -> tuple[Move, ...]:
+        """An update reads the state, and the gradient, that are at home on NVMe."""
+        size = self._spilled_bytes(unit)
+        if self._placement.grad_homes[unit] is Tier.NVME:
+            size += final_grad_bytes(self._units[unit], self._policy)
+        return (read(size),)
+
+    def write_state(self, unit: str) -> tuple[Move, ...]:
+        """An update writes the state that is at home on NVMe."""
+        return (write(self._spilled_bytes(unit)),)
+
+    def update(self, unit: str) -> tuple[Move, ...]:
+        """An update reads from NVMe and writes there, and feeds nothing."""
+        return (*self.read_state(unit), *self.write_state(unit))
+
+    # ------------------------------------------------------------------ streamed state
+
+    def fetch_state(self, unit: str) -> tuple[Move, ...]:
+        """The state of a streamed unit, but its weights, comes to the GPU."""
+        return (Move("state_to_gpu", self._passing_bytes(unit)),)
+
+    def return_state(self, unit: str) -> tuple[Move, ...]:
+        """The state of a streamed unit, but its weights, goes home."""
+        return (Move("state_to_ram", self._passing_bytes(unit)),)
+
+    def return_weights(self, unit: str) -> tuple[Move, ...]:
+        """The weights of a streamed unit go home after its update."""
+        return (Move("gpu_to_ram", trained_bytes(self._units[unit], Kind.WEIGHT, self._policy)),)
+
+    # ------------------------------------------------------------------ passes
+
+    def of_pass(self, timeline: Timeline, *, gradients: Iterable[str], updated: Iterable[str]) -> Iterator[Move]:
+        """Weights, gradients and updates of one pass; neither activations nor streamed state.
+
+        Args:
+            timeline: the pass.
+            gradients: units with a backward in it.
+            updated: units whose AdamW runs in it.
+        """
+        for load in timeline.loads:
+            yield from self.load(load.unit)
+        for update in timeline.updates:
+            if update.load is not None:
+                yield from self.feed(update.unit)
+                yield from self.load_frozen(update.unit)
+        for unit in gradients:
+            yield from self.gradients(unit)
+        for unit in updated:
+            yield from self.update(unit)
+
+    # ------------------------------------------------------------------ sizes
+
+    def _up(self, home: Tier | None, size: int) -> tuple[Move, ...]:
+        """To the GPU from a home, or from a slot in RAM (None)."""
+        if home is not Tier.NVME:
+            return (Move("ram_to_gpu", size),)
+        if self._policy.gpu_direct:
+            return (Move("nvme_to_gpu", size),)
+        return (read(size), Move("ram_to_gpu", size))
+
+    def _spilled_bytes(self, unit: str) -> int:
+        kinds: Collection[Kind] = state_kinds(split=self._policy.split)
+        spilled = [kind for kind in kinds if self._placement.homes[unit, kind] is Tier.NVME]
+        return sum(trained_bytes(self._units[unit], kind, self._policy) for kind in spilled)
+
+    def _passing_bytes(self, unit: str) -> int:
+        kinds = passing_kinds(split=self._policy.split)
+        return sum(block_bytes(self._units[unit], kind, self._policy) for kind in kinds)
+
+
+def by_lane(moves: Iterable[Move]) -> Counter[str]:
+    """Bytes per lane, of the lanes that move any."""
+    moved: Counter[str] = Counter()
+    for move in moves:
+        moved[move.lane] += move.num_bytes
+    return +moved
+
+
+def read(num_bytes: int) -> Move:
+    """State from NVMe to RAM."""
+    return Move("nvme_to_ram", num_bytes)
+
+
+def write(num_bytes: int) -> Move:
+    """State from RAM to NVMe."""
+    return Move("ram_to_nvme", num_bytes)
+
+
+def stash(num_bytes: int) -> Move:
+    """An offloaded activation to RAM."""
+    return Move("gpu_to_ram", num_bytes)
+
+
+def unstash(num_bytes: int) -> Move:
+    """An offloaded activation to the GPU again."""
+    return Move("ram_to_gpu", num_bytes)
