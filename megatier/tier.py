@@ -1,4 +1,4 @@
-"""The vocabulary of the memory hierarchy: tiers, kinds, blocks. Pure: no torch, no I/O."""
+"""The vocabulary of the memory hierarchy: tiers, kinds, blocks, policies. Pure: no torch, no I/O."""
 
 from __future__ import annotations
 
@@ -35,6 +35,32 @@ class Phase(StrEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+
+
+class Activations(StrEnum):
+    """What happens to a unit's activations between forward and backward: the policy, as everyone but the node sees it.
+
+    `engine.activation` carries it out. A policy never changes a number; it costs memory, or compute, or a link.
+    """
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+
+    @property
+    def keeps_graph(self) -> bool:
+        """What the forward saved stays until the backward, which repeats nothing that was saved."""
+        return self is Activations.KEEP
+
+    @property
+    def offloads_input(self) -> bool:
+        """The unit's input waits in RAM, so that nothing of the unit stays on the GPU."""
+        return self is Activations.OFFLOAD
+
+    @property
+    def without_offload(self) -> Activations:
+        """The policy of units that have no single input to offload."""
+        return Activations.RECOMPUTE if self.offloads_input else self
 
 
 STATE_KINDS = (Kind.WEIGHT, Kind.REMAINDER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)

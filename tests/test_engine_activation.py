@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from typing import get_args, get_type_hints
+
 import pytest
 import torch
 from torch import Tensor
 
+from megatier.config.schema import TrainConfig
 from megatier.engine.activation import Rebinding, Replay, dropping
 from megatier.errors import UnsupportedModelError
+from megatier.tier import Activations
 
 
 def slot(values: Tensor, before: int = 64) -> Tensor:
@@ -91,3 +95,13 @@ def test_replay_again_restores_the_device_generator() -> None:
     first = torch.rand(4, device=device)
     with replay.again():
         assert torch.equal(torch.rand(4, device=device), first)
+
+
+def test_policies_of_the_config_are_those_there_are() -> None:
+    assert get_args(get_type_hints(TrainConfig)["activations"]) == tuple(policy.value for policy in Activations)
+
+
+@pytest.mark.parametrize("policy", Activations)
+def test_policy_without_offload_offloads_nothing_and_keeps_as_much(policy: Activations) -> None:
+    assert not policy.without_offload.offloads_input
+    assert policy.without_offload.keeps_graph is policy.keeps_graph

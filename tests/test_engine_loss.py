@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from megatier.engine.activation import Activations
 from megatier.engine.gradient import Gradients
 from megatier.engine.head import IGNORED
 from megatier.engine.loss import FusedLoss
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage
 from megatier.layout import Layout
-from megatier.tier import Phase
+from megatier.tier import Activations, Phase
 
 VOCAB, HIDDEN, ROWS, TOKENS = 37, 8, 3, 11
 

@@ -25,13 +25,12 @@ from tiny_runs import (
 from torch import Tensor, nn
 
 from megatier.config.schema import TrainConfig
-from megatier.engine.activation import Activations
 from megatier.engine.gradient import Gradients
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage, learning
 from megatier.errors import ConfigError, UnsupportedModelError
 from megatier.layout import Layout
-from megatier.tier import Kind, Phase
+from megatier.tier import Activations, Kind, Phase
 
 SIZE = 4
 LAYOUT = Layout.of([("gain", (SIZE, SIZE)), ("idle", (3,)), ("shift", (SIZE,))])

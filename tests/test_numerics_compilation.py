@@ -21,12 +21,12 @@ from tiny_runs import PLACES, Run, exactness_config, one_thread, opened, run_in_
 from torch import Tensor, nn
 from torch.utils import flop_counter
 
-from megatier.engine.activation import Activations
 from megatier.engine.gradient import Gradients
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage, learning
 from megatier.layout import Layout
 from megatier.numerics.compilation import Compilation
+from megatier.tier import Activations
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of the compiler's own imports
 ACTIVATIONS = ("keep", "recompute", "offload")

@@ -30,13 +30,12 @@ from tiny_runs import (
 from torch import Tensor
 
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
-from megatier.engine.activation import Activations
 from megatier.errors import NonFiniteError, PlanError
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.session import session as session_module
 from megatier.session.session import Session
-from megatier.tier import Kind
+from megatier.tier import Activations, Kind
 
 STATE = (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 

@@ -10,6 +10,8 @@ offload: recompute, with the unit's input in RAM in between.
 
 A compiled forward that saves its inputs alone (`Compilation.saved_share` 0) computes again inside its own backward, so
 there recompute is keep, and offload is keep with the input re-bound as well.
+
+The policies themselves are `tier.Activations`.
 """
 
 from __future__ import annotations
@@ -17,20 +19,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from megatier.guards.crossing import refused
-
-
-class Activations(StrEnum):
-    """The policy of a unit."""
-
-    KEEP = "keep"
-    RECOMPUTE = "recompute"
-    OFFLOAD = "offload"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from megatier.engine.activation import Activations
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage
 from megatier.errors import UnsupportedModelError
 from megatier.guards.unbound import Guarded
 from megatier.models.decoder import Binding
+from megatier.tier import Activations
 
 
 class ExpertsNode(Node):

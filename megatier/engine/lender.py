@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from megatier.engine.activation import Activations
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage
 from megatier.models.decoder import Binding
+from megatier.tier import Activations
 
 
 class Lender(Node):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatier.engine.activation import Activations, Rebinding, Replay, dropping
+from megatier.engine.activation import Rebinding, Replay, dropping
 from megatier.engine.call import Call, collector, join
 from megatier.engine.carried import Arguments
 from megatier.engine.rows import Rows
@@ -33,7 +33,7 @@ from megatier.guards.unbound import make_unbound
 from megatier.guards.unchanged import REMEDY, Unchanged, refused
 from megatier.layout import TensorSlice
 from megatier.numerics.compilation import Compiled
-from megatier.tier import Phase
+from megatier.tier import Activations, Phase
 
 CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 
@@ -183,7 +183,7 @@ class Node:
     def keeps_graph(self) -> bool:
         """Whether the forward's graph stays for the backward, rather than being made again there."""
         lean = self._compiled is not None and self._compiled.saves_inputs_alone
-        return lean or self.activations is Activations.KEEP
+        return lean or self.activations.keeps_graph
 
     @property
     def names(self) -> list[str]:
@@ -332,7 +332,7 @@ def _stash(ctx: Any, inputs: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401
     ctx.stashed, result = None, list(inputs)
     # What lies in a container stays: other units read it as well.
     own = [i for i, position in enumerate(ctx.call.differentiable) if position not in ctx.call.arguments.carried]
-    if node.activations is Activations.OFFLOAD and own:
+    if node.activations.offloads_input and own:
         ctx.stashed = max(own, key=lambda i: inputs[i].numel())
         tensor = result[ctx.stashed] = inputs[ctx.stashed].detach().contiguous()
         node.stage.source.stash(node.unit, tensor)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
-from megatier.engine.activation import Activations
 from megatier.engine.experts import ExpertsNode, guard, join
 from megatier.engine.gradient import Gradients, GradSink
 from megatier.engine.head import IGNORED, can_fuse, check_calls_loss_function
@@ -36,6 +35,7 @@ from megatier.models.dtypes import kept_in_fp32, place_buffers
 from megatier.numerics.compilation import Compilation
 from megatier.numerics.matmul import Fp32Products
 from megatier.numerics.optimizer import AdamW
+from megatier.tier import Activations
 
 Batch = Mapping[str, Tensor]
 REMEDY = "Lower train.learning_rate, set train.clip, or look at the data of this step."

@@ -23,7 +23,6 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from megatier.config.schema import RunConfig
-from megatier.engine.activation import Activations
 from megatier.models.decoder import Unit
 from megatier.session.workload import COMPUTE_DTYPES, Workload, boundary_width, hidden_width
 
@@ -101,11 +100,11 @@ def _is_of_layer(unit: Unit) -> bool:
 def _saved(unit: Unit, width: int, config: RunConfig, work: Workload, compiles: bool) -> float:
     """Boundary activations' worth that a layer saves, or its part."""
     policy = work.activations[unit.name]
-    if policy is Activations.OFFLOAD:
+    if policy.offloads_input:
         return 0.0
     inputs = 0.0 if unit.experts is not None else 1.0 if len(unit.module_names) == 1 else INPUTS_CUT
     share = config.model.saved_share if compiles else 1.0
-    if policy is Activations.RECOMPUTE or not share:
+    if not policy.keeps_graph or not share:
         return inputs
     return max(inputs, interpolated(SAVED, share) * _products(unit, width))
 

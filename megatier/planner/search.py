@@ -22,11 +22,11 @@ from megatier.planner.trial import Trial, with_parts
 from megatier.schedule.forecast import Forecast
 from megatier.schedule.placement import Budgets, Placement
 from megatier.schedule.rates import Rates
-from megatier.tier import Phase
+from megatier.tier import Activations, Phase
 
 GROUPS = (1, 2, 4, 8)
 SLICES = (1, 2, 4, 8)
-POLICIES = ("keep", "recompute", "offload")
+POLICIES = tuple(policy.value for policy in Activations)
 SHARES = (0.8, 0.5, 0.15, 0.0)
 """Saved shares; 0 goes with the policies that save a layer's input alone, the others with `keep`."""
 STREAMED = (0.0, 0.3, 0.5, 0.6)
@@ -135,7 +135,9 @@ def _computed(config: RunConfig, compiles: bool, fixed: frozenset[str]) -> Itera
         groups, slices, policy, share = settings.values()
         if config.train.batch % (groups * slices) or (slices > 1 and not config.can_slice):
             continue
-        if is_free and ((policy == "keep") != (share > 0) or (share != SHARES[0] and share and not compiles)):
+        if is_free and (
+            Activations(policy).keeps_graph != (share > 0) or (share != SHARES[0] and share and not compiles)
+        ):
             continue
         yield settings
 

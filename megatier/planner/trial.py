@@ -10,7 +10,6 @@ from typing import Any, Self
 from transformers import PreTrainedModel
 
 from megatier.config.schema import ModelConfig, RunConfig
-from megatier.engine.activation import Activations
 from megatier.errors import PlanError, mib
 from megatier.layout import Layout
 from megatier.models.decoder import Unit, build_skeleton
@@ -218,7 +217,7 @@ def _compute_seconds(
 def _repeated(config: RunConfig, work: Workload, unit: Unit, compiles: bool) -> float:
     """Share of the forward that the backward does again."""
     kept = config.model.saved_share if compiles else 1.0
-    return interpolated(REPEATED, kept if work.activations[unit.name] is Activations.KEEP else 0.0)
+    return interpolated(REPEATED, kept if work.activations[unit.name].keeps_graph else 0.0)
 
 
 def _experts(text: Any) -> tuple[int, float]:  # noqa: ANN401 - a config of any family

@@ -13,7 +13,6 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
-from megatier.engine.activation import Activations
 from megatier.errors import PlanError, UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, read_object, reading, reason_of, shown
 from megatier.models.decoder import Unit, decoder_layers
@@ -22,7 +21,7 @@ from megatier.models.limits import check_counts
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import GPU_SLOTS
 from megatier.store.blockfile import IoOptions
-from megatier.tier import Tier
+from megatier.tier import Activations, Tier
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 STATE_BYTES_PER_ELEMENT = 12
@@ -88,7 +87,7 @@ class Workload:
         activations = _activations(units, train)
         rows = train.batch // train.groups
         hidden_bytes = rows * tokens * boundary_width(model) * dtype.itemsize
-        offloaded = {name for name, policy in activations.items() if policy is Activations.OFFLOAD}
+        offloaded = {name for name, policy in activations.items() if policy.offloads_input}
         specs = tuple(
             UnitSpec(
                 u.name,
@@ -235,7 +234,7 @@ def _activations(units: Sequence[Unit], train: TrainConfig) -> dict[str, Activat
     layers = [unit.name for unit in units if unit.is_layer]
     kept = set(layers[max(0, len(layers) - train.kept_layers) :])
     wanted = Activations(train.activations)
-    others = Activations.KEEP if wanted is Activations.KEEP else Activations.RECOMPUTE
+    others = wanted.without_offload
     policies: dict[str, Activations] = {}
     of_layer = others
     for unit in units:

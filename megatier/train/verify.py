@@ -15,7 +15,7 @@ from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, Tra
 from megatier.models.decoder import build_skeleton
 from megatier.models.weights import Initialiser
 from megatier.session.session import Session
-from megatier.tier import Kind, Tier
+from megatier.tier import Activations, Kind, Tier
 
 STEPS = 5
 SEQUENCES, SEQUENCE_LENGTH = 4, 32
@@ -57,7 +57,7 @@ def verify(device: str, directory: Path, console: Console) -> bool:
     for clip in (CLIP, None):
         expected = ""
         for name in PLACEMENTS:
-            for activations in ("keep", "recompute", "offload"):
+            for activations in Activations:
                 digest, moved = _run(device, directory, name, activations, clip)
                 expected = expected or digest
                 agree &= digest == expected
@@ -65,7 +65,7 @@ def verify(device: str, directory: Path, console: Console) -> bool:
                 mode = "global" if clip is not None else "off"
                 table.add_row(name, activations, mode, f"{moved / 1e6:.1f} MB", digest, verdict)
     console.print(table)
-    total = len(PLACEMENTS) * 3 * 2
+    total = len(PLACEMENTS) * len(Activations) * 2
     outcome = "bit-identical" if agree else "NOT identical; please report this with `megatier doctor`"
     console.print(f"{total} runs of {STEPS} steps, compared within each clipping mode: {outcome}", soft_wrap=True)
     return agree
