@@ -65,3 +65,12 @@ def test_link_to_missing_heading_is_dead() -> None:
     assert is_dead(page, "#no-such-heading")
     assert is_dead(page, "no_such_page.md")
     assert not is_dead(page, "#proven")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "/log/" not in page and page != "CHANGELOG.md"])
+def test_source_files_that_page_names_are_there(page: str) -> None:
+    text = FENCED.sub("", (ROOT / page).read_text(encoding="utf-8"))
+    folders = ("megatier", "native", "tests", "bench", "tools")
+    sources = ["/" + str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("*.[pch]*")]
+    named = re.findall(r"`([\w/]+\.(?:py|c|h))`", text)
+    assert [name for name in named if not any(source.endswith("/" + name) for source in sources)] == []

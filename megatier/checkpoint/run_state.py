@@ -46,7 +46,7 @@ class RunState:
 
     step: int
     config: dict[str, Any]
-    """As `config_file.to_dict` gives it."""
+    """As `config.file.to_dict` gives it."""
     environment: dict[str, Any]
     """Libraries and devices whose kernels decide bits."""
     random: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What a run is told: typed, frozen, checked sections; `config_file` reads them.
+"""What a run is told: typed, frozen, checked sections; `config.file` reads them.
 
 One dataclass per section, a string under each field with unit and range. Every value is checked once, when the section
 is built, so that a `RunConfig` that exists is a valid one. Pure: no torch, nothing allocated.

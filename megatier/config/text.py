@@ -1,4 +1,4 @@
-"""How settings are written for people: YAML with a remark behind a setting, which `config_file.load` reads again."""
+"""How settings are written for people: YAML with a remark behind a setting, which `config.file.load` reads again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INDENT = "  "
 
 
 class _Dumper(yaml.SafeDumper):
-    """Lists on one line, and text quoted where `config_file` would read something else."""
+    """Lists on one line, and text quoted where `config.file` would read something else."""
 
     def list_node(self, values: list[object]) -> yaml.Node:
         return self.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True)
@@ -33,7 +33,7 @@ _Dumper.add_representer(str, _Dumper.text_node)
 
 
 def dump(tree: Mapping[str, Any]) -> str:
-    """YAML that `config_file` reads as the same lists, dicts, numbers and text."""
+    """YAML that `config.file` reads as the same lists, dicts, numbers and text."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
 
 
@@ -41,7 +41,7 @@ def write(sections: Mapping[str, Mapping[str, Any]], names: Collection[str], rem
     """Some settings as YAML, in the order of the sections' fields.
 
     Args:
-        sections: values, as `config_file.to_dict` gives them.
+        sections: values, as `config.file.to_dict` gives them.
         names: dotted names of those to write.
         remarks: comments by dotted name.
     """

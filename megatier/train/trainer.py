@@ -67,7 +67,7 @@ def train(
     Args:
         config: the run.
         console: what a person sees.
-        given: dotted names of the settings that stay as they are (`config_file.given`).
+        given: dotted names of the settings that stay as they are (`config.file.given`).
         resumes: go on with the run in `output.directory`, from its last checkpoint or savepoint; from the start if it
             has none.
         accepts_changes: go on although numeric choices, text or libraries are not those of the checkpoint.
