@@ -190,3 +190,30 @@ def slow_reads(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         return Late(real(self, key, extent, start, stop, address))
 
     monkeypatch.setattr(BlockFiles, "read", read)
+
+
+def held_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """A drive whose reads end when the event is set."""
+    ended = threading.Event()
+
+    class Held:
+        def __init__(self, batch: FileBatch) -> None:
+            self.batch = batch
+
+        def wait(self) -> None:
+            ended.wait()
+            self.batch.wait()
+
+        def done(self) -> bool:
+            return ended.is_set() and self.batch.done()
+
+        def span_ns(self) -> tuple[int, int]:
+            return self.batch.span_ns()
+
+    real = BlockFiles.read
+
+    def read(self: BlockFiles, key: str, extent: Extent, start: int, stop: int, address: int) -> Held:
+        return Held(real(self, key, extent, start, stop, address))
+
+    monkeypatch.setattr(BlockFiles, "read", read)
+    return ended

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHUNK_BYTES, check_invariants, pattern, probe, slow_reads
+from conftest import CHUNK_BYTES, check_invariants, held_reads, pattern, probe
 from store_blocks import KEYS, NUM_BYTES, SPAN, ZERO, read, send_home, write
 from store_contract import StoreContract
 
@@ -196,14 +196,21 @@ def test_read_of_other_spans_comes_after_a_write_in_flight(open_nvme: Callable[.
 def test_lease_fresh_is_not_overwritten_by_a_late_prefetch(
     open_nvme: Callable[..., TieredStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_reads(monkeypatch, 0.05)
+    may_end = held_reads(monkeypatch)
     store = open_nvme()
     store.prefetch("a", Tier.RAM)
-    start = time.monotonic()
-    with store.lease("a", Tier.RAM, fresh=True) as block:
-        assert time.monotonic() - start > 0.04
-        block.bytes.copy_(pattern(6, NUM_BYTES))
-        store.mark_dirty("a", Tier.RAM)
+
+    def overwrite() -> None:
+        with store.lease("a", Tier.RAM, fresh=True) as block:
+            block.bytes.copy_(pattern(6, NUM_BYTES))
+            store.mark_dirty("a", Tier.RAM)
+
+    writing = threading.Thread(target=overwrite)
+    writing.start()
+    writing.join(0.05)
+    assert writing.is_alive()  # it waits for the read, however long that takes
+    may_end.set()
+    writing.join()
     send_home(store, "a")
     assert torch.equal(probe(store, "a"), pattern(6, NUM_BYTES))
 
@@ -211,14 +218,12 @@ def test_lease_fresh_is_not_overwritten_by_a_late_prefetch(
 def test_prefetch_returns_before_the_bytes_are_there(
     open_nvme: Callable[..., TieredStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_reads(monkeypatch, 0.05)
+    may_end = held_reads(monkeypatch)
     store = open_nvme()
-    store.seal()
-    start = time.monotonic()
     (transfer,) = store.prefetch("a", Tier.GPU)
-    assert time.monotonic() - start < 0.04
     assert Tier.GPU not in store.residency("a")
     assert transfer.queue == "ram_to_gpu"
+    may_end.set()
     transfer.wait()
     assert store.residency("a")[Tier.GPU] == ((0, NUM_BYTES),)
 
