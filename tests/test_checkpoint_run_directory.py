@@ -12,7 +12,7 @@ from megatier.checkpoint.run_directory import CONFIG_FILE, DATA_FOLDER, METRICS_
 from megatier.config.file import load
 from megatier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig
 from megatier.errors import ConfigError, RunLockedError
-from megatier.store.private import lock_directory
+from megatier.private import lock_directory
 
 
 def config_in(directory: Path) -> RunConfig:

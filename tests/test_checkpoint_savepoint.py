@@ -29,8 +29,8 @@ from megatier.checkpoint.manifest import digest_of
 from megatier.checkpoint.savepoint import Savepoint, drop_savepoint, resident_bytes, save_savepoint
 from megatier.cli import main
 from megatier.errors import ConfigError, SavepointError
+from megatier.private import PrivateDirectory
 from megatier.session.session import Session
-from megatier.store.private import PrivateDirectory
 from megatier.tier import Tier
 from megatier.train import saves
 

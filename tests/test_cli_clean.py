@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatier.cli import main
-from megatier.store.private import lock_directory
+from megatier.private import lock_directory
 
 NAME = "megatier-0123456789ab"
 

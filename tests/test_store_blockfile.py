@@ -18,9 +18,9 @@ import pytest
 
 from megatier.config.values import MountBudget
 from megatier.errors import CapacityError, ConfigError, IntegrityError, RunLockedError, TransferError
+from megatier.private import PrivateDirectory
 from megatier.store import blockfile
 from megatier.store.blockfile import BlockFiles, Extent, IoOptions, budget_bytes
-from megatier.store.private import PrivateDirectory
 
 CHUNK_BYTES = 4096
 NUM_BYTES = 10 * CHUNK_BYTES

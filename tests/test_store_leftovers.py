@@ -15,10 +15,10 @@ import pytest
 
 from megatier.config.values import MountBudget
 from megatier.errors import ConfigError, RunLockedError, TransferError
+from megatier.private import lock_directory
 from megatier.store import leftovers
 from megatier.store.blockfile import BlockFiles, IoOptions
 from megatier.store.leftovers import find_leftovers, is_abandoned
-from megatier.store.private import lock_directory
 
 NAME = "megatier-0123456789ab"
 KILLED = """

@@ -22,8 +22,8 @@ from megatier.config.text import dump
 from megatier.errors import ConfigError
 from megatier.files import replace_file
 from megatier.foreign import read_text
+from megatier.private import lock_directory
 from megatier.store.leftovers import is_abandoned
-from megatier.store.private import lock_directory
 
 CONFIG_FILE, METRICS_FILE, TRACE_FILE, STALL_FILE = "config.yaml", "metrics.jsonl", "trace.json", "stall.txt"
 MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER, SAVEPOINT_FOLDER = "model", "data", "checkpoints", "savepoints"

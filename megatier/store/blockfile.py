@@ -28,7 +28,7 @@ from megatier import _native
 from megatier.config.values import MountBudget
 from megatier.errors import CapacityError, ConfigError, IntegrityError, TransferError
 from megatier.hardware import mount_of
-from megatier.store.private import FOLDER_FLAGS, LOCK_FILE, PrivateDirectory
+from megatier.private import FOLDER_FLAGS, LOCK_FILE, PrivateDirectory
 from megatier.tier import PAGE_BYTES, round_up
 
 REQUEST_BYTES = 8 << 20

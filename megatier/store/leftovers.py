@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatier.errors import ConfigError, TransferError
+from megatier.private import FOLDER_FLAGS, LOCK_FILE, is_ours_alone
 from megatier.store.blockfile import FILES, KEPT_FILE
-from megatier.store.private import FOLDER_FLAGS, LOCK_FILE, is_ours_alone
 
 NAME = re.compile(r"megatier-(bench-)?[0-9a-f]{12}")
 """Of run ids that nobody chose. Whoever names a store has its directory again by opening it under that name."""

@@ -12,8 +12,8 @@ import pytest
 
 from megatier.config.values import MountBudget
 from megatier.errors import ConfigError, RunLockedError, TransferError
+from megatier.private import PrivateDirectory, lock_directory
 from megatier.store.blockfile import BlockFiles, IoOptions
-from megatier.store.private import PrivateDirectory, lock_directory
 
 NOBODY = 65534
 NUM_BYTES = 64 << 10
