@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from megatier.errors import (
     RunLockedError,
 )
 from megatier.store.blockfile import IoOptions
+from megatier.store.io_engine import IoEngine, NativeEngine
 from megatier.store.store import TieredStore
 from megatier.tier import BlockSpec, Kind, Tier, round_up
 
@@ -32,6 +33,7 @@ class StoreContract:
     home: Tier
     direct = True
     gpu_direct = False
+    engine: Callable[[int], IoEngine] = NativeEngine
     device = "cpu"
 
     def open(self, directory: Path, *, gpu_slots: int = 2, ram_slots: int = 3) -> TieredStore:
@@ -40,7 +42,13 @@ class StoreContract:
         budgets = {Tier.GPU: gpu_slots * size, Tier.RAM: ram_slots * size}
         if self.home is not Tier.NVME:
             budgets[self.home] += len(KEYS) * size
-        options = IoOptions(num_threads=2, direct=self.direct, chunk_bytes=CHUNK_BYTES, gpu_direct=self.gpu_direct)
+        options = IoOptions(
+            num_threads=2,
+            engine=type(self).engine,
+            direct=self.direct,
+            chunk_bytes=CHUNK_BYTES,
+            gpu_direct=self.gpu_direct,
+        )
         store = TieredStore.open(
             gpu=budgets[Tier.GPU],
             ram=budgets[Tier.RAM],

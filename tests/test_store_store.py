@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import CHUNK_BYTES, check_invariants, held_reads, pattern, probe
+from plain_engine import PlainEngine
 from store_blocks import KEYS, NUM_BYTES, SPAN, ZERO, read, send_home, write
 from store_contract import StoreContract
 
@@ -66,6 +67,11 @@ class TestNvmeBuffered(OutsideRam, StoreContract):
     def test_access_is_reported(self, store: TieredStore) -> None:
         store.seal()
         assert store.is_direct is False
+
+
+class TestNvmeByAnotherEngine(OutsideRam, StoreContract):
+    home = Tier.NVME
+    engine = PlainEngine
 
 
 @pytest.mark.gpu

@@ -29,7 +29,7 @@ from torch import Tensor
 from megatier import _native
 from megatier.errors import DamagedCheckpointError, TransferError
 from megatier.store.arena import Arena
-from megatier.store.blockfile import REQUEST_BYTES
+from megatier.store.io_engine import QUEUE_DEPTH_MAX, REQUEST_BYTES
 from megatier.tier import PAGE_BYTES, round_up
 
 CHUNK_ELEMENTS = 8 << 20
@@ -37,7 +37,6 @@ CHUNK_ELEMENTS = 8 << 20
 CRC_BYTES = 4
 STAGED = 8
 """Staging buffers: one that is filled or looked at, the others on their way."""
-QUEUE_DEPTH_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)

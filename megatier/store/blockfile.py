@@ -17,7 +17,7 @@ import contextlib
 import errno
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +29,10 @@ from megatier.config.values import MountBudget
 from megatier.errors import CapacityError, ConfigError, IntegrityError, TransferError
 from megatier.hardware import mount_of
 from megatier.private import FOLDER_FLAGS, LOCK_FILE, PrivateDirectory
+from megatier.store.io_engine import REQUEST_BYTES, IoBatch, IoEngine, NativeEngine
 from megatier.tier import PAGE_BYTES, round_up
 
-REQUEST_BYTES = 8 << 20
 STRIPE_BYTES = 32 << 20
-QUEUE_DEPTH_MAX = 1024
 BLOCK_FILE = "blocks"
 KEPT_FILE = "savepoint"
 """Marks block files that outlive their process."""
@@ -46,7 +45,9 @@ class IoOptions:
     """How block files are accessed."""
 
     num_threads: int = 4
-    """Native threads that read and write, per direction."""
+    """Requests that the engine works on at once, per direction."""
+    engine: Callable[[int], IoEngine] = NativeEngine
+    """What reads and writes, made for so many threads."""
     direct: bool = True
     """Try O_DIRECT; a file system that refuses it gets buffered access, which `BlockFiles.is_direct` reports."""
     checksums: bool = True
@@ -94,9 +95,9 @@ class Extent:
 
 
 class FileBatch:
-    """A native batch whose failure becomes a typed error."""
+    """A batch of the engine whose failure becomes a typed error."""
 
-    def __init__(self, batch: _native.Batch, what: str, key: str, paths: Sequence[Path]) -> None:
+    def __init__(self, batch: IoBatch, what: str, key: str, paths: Sequence[Path]) -> None:
         """Paths name the file of each segment."""
         self._batch, self._what, self._key, self._paths = batch, what, key, paths
 
@@ -146,8 +147,7 @@ class BlockFiles:
         self._directories: list[PrivateDirectory] = []
         self._files: list[int] = []
         self._used = [0] * len(mounts)
-        self._readers = _native.ThreadPool(options.num_threads, QUEUE_DEPTH_MAX)
-        self._writers = _native.ThreadPool(options.num_threads, QUEUE_DEPTH_MAX)
+        self._engine = options.engine(options.num_threads)
         try:
             for path in directories:
                 self._directories.append(PrivateDirectory(path))
@@ -160,10 +160,9 @@ class BlockFiles:
             raise
 
     def set_threads(self, num_threads: int) -> None:
-        """Go on with so many native threads each way. Nothing is in flight."""
-        self._readers.close()
-        self._writers.close()
-        self._readers, self._writers = (_native.ThreadPool(num_threads, QUEUE_DEPTH_MAX) for _ in range(2))
+        """Go on with an engine of so many threads each way. Nothing is in flight."""
+        self._engine.close()
+        self._engine = self.options.engine(num_threads)
 
     @property
     def used_bytes(self) -> int:
@@ -243,13 +242,13 @@ class BlockFiles:
         for index, path in enumerate(self.paths):
             for offset in range(0, self._used[index], REQUEST_BYTES):
                 segment = (self._files[index], offset, address, min(REQUEST_BYTES, self._used[index] - offset))
-                batch = self._writers.submit_io(True, [segment], 0, self.options.chunk_bytes, REQUEST_BYTES)
+                batch = self._engine.submit([segment], 0, self.options.chunk_bytes, writes=True)
                 batches.append(FileBatch(batch, "write", "(zeros)", [path]))
         try:
             for file_batch in batches:
                 file_batch.wait()
         except BaseException:
-            self._writers.close()  # no request may outlive the zeros
+            self._engine.close()  # no request may outlive the zeros
             raise
 
     def _open(self, mount: int) -> int:
@@ -273,14 +272,14 @@ class BlockFiles:
     # HOP 1/6: NVMe extent -> RAM slot
     def read(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
         """Start reading bytes [start, stop) of a block into page-aligned memory; every chunk is verified."""
-        return self._move(False, key, extent, (start, stop), address)
+        return self._move(key, extent, (start, stop), address, writes=False)
 
     # HOP 6/6: RAM slot -> NVMe extent
     def write(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
         """Start writing page-aligned memory to bytes [start, stop) of a block; every chunk's checksum is stored."""
-        return self._move(True, key, extent, (start, stop), address)
+        return self._move(key, extent, (start, stop), address, writes=True)
 
-    def _move(self, write: bool, key: str, extent: Extent, span: tuple[int, int], address: int) -> FileBatch:
+    def _move(self, key: str, extent: Extent, span: tuple[int, int], address: int, *, writes: bool) -> FileBatch:
         start, stop = span
         chunk = self.options.chunk_bytes
         assert start % chunk == 0, "a span starts on a chunk boundary"
@@ -289,9 +288,8 @@ class BlockFiles:
         segments = [(self._files[p.mount], p.file_offset, address + p.start, p.num_bytes) for p in pieces]
         paths = [self.paths[piece.mount] for piece in pieces]
         table = extent.checksums.ctypes.data + 4 * (start // chunk) if self.options.checksums else 0
-        pool = self._writers if write else self._readers
-        batch = pool.submit_io(write, segments, table, chunk, REQUEST_BYTES)
-        return FileBatch(batch, "write" if write else "read", key, paths)
+        batch = self._engine.submit(segments, table, chunk, writes=writes)
+        return FileBatch(batch, "write" if writes else "read", key, paths)
 
     def keep(self, keeps: bool) -> None:
         """Whether the files outlive this process, as they are when it ends; says so beside them.
@@ -333,8 +331,7 @@ class BlockFiles:
 
         What a drive that is gone or read-only does not let go stays: whoever closes knows of it by a failed transfer.
         """
-        self._readers.close()
-        self._writers.close()
+        self._engine.close()
         for file in self._files:
             with contextlib.suppress(OSError):
                 os.close(file)

@@ -24,7 +24,8 @@ import torch
 
 from megatier.errors import ConfigError, IntegrityError, TransferError, mib
 from megatier.hardware import nvidia_fs_is_loaded
-from megatier.store.blockfile import REQUEST_BYTES, BlockFiles, Extent, Stripe, zero_checksums
+from megatier.store.blockfile import BlockFiles, Extent, Stripe, zero_checksums
+from megatier.store.io_engine import REQUEST_BYTES
 
 PROBE_BYTES = 1 << 20
 """Read from each file at the start. kvikio takes reads below 16 KiB past GPUDirect Storage."""
