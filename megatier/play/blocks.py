@@ -66,7 +66,8 @@ class StateRun:
     def write_back(self) -> None:
         """Say that every plane was changed, and start its way home; of a streamed unit that of the weights alone."""
         for kind, span in self.spans.items():
-            home, key = self.homes[kind], self.keys[kind]
+            home = self.homes[kind]
+            key = self.keys[kind]
             self.store.mark_dirty(key, self.tier, span)
             if home is Tier.NVME or (home is not self.tier and kind is Kind.WEIGHT):
                 self.store.write_back(key, self.tier, span)
@@ -87,7 +88,10 @@ class UnitBlocks:
 
     def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec], placement: Placement, policy: Policy) -> None:
         """Register every block and reserve every slot of the placement."""
-        self.store, self.units, self.placement, self.policy = store, units, placement, policy
+        self.store = store
+        self.units = units
+        self.placement = placement
+        self.policy = policy
         self.kinds = state_kinds(split=policy.split)
         self._passing = passing_kinds(split=policy.split)
         self.valid = dict.fromkeys(units, Generation())
@@ -294,7 +298,8 @@ class UnitBlocks:
 
         A sum over groups was rounded into the front of its block.
         """
-        home, span = self.placement.grad_homes[name], self._grad_span(name, elements)
+        home = self.placement.grad_homes[name]
+        span = self._grad_span(name, elements)
         key = sum_key(name) if self.sums_in_ram(name) else grad_key(name)
         if home is None:  # lies in one slot, whole
             with self.store.lease(key, Tier.RAM) as lease:
@@ -314,7 +319,8 @@ class UnitBlocks:
 
         A final one that was added up on the GPU is the front of its block.
         """
-        key, unit = grad_key(name), self.units[name]
+        key = grad_key(name)
+        unit = self.units[name]
         is_front = final and self.placement.sums_on_gpu
         size = final_grad_bytes(unit, self.policy) if is_front else grad_bytes(unit, self.policy)
         self.store.mark_dirty(key, Tier.GPU, (0, size))
@@ -347,7 +353,8 @@ class UnitBlocks:
 
     def _grad_span(self, name: str, elements: Elements) -> tuple[int, int]:
         """Bytes of a run of elements in the final gradient; the last run on NVMe ends with a checksummed chunk."""
-        unit, width = self.units[name], self._grad_width
+        unit = self.units[name]
+        width = self._grad_width
         is_padded = self.placement.grad_homes[name] is Tier.NVME and elements[1] == unit.num_trained
         return elements[0] * width, final_grad_bytes(unit, self.policy) if is_padded else elements[1] * width
 
@@ -389,7 +396,8 @@ class UnitBlocks:
             self.store.reserve(tier, None, PAGE_BYTES, 0)
 
     def _register_grad(self, unit: UnitSpec) -> None:
-        home, size = self.placement.grad_homes[unit.name], grad_bytes(unit, self.policy)
+        home = self.placement.grad_homes[unit.name]
+        size = grad_bytes(unit, self.policy)
         if self.sums_in_ram(unit.name):
             self.store.register(BlockSpec(sum_key(unit.name), size, home, Kind.GRAD))
             home = None

@@ -53,7 +53,8 @@ class Gate:
     def reset(self) -> None:
         """Back to 0. Nobody may be waiting."""
         with self._lock:
-            self._count, self._failed = 0, False
+            self._count = 0
+            self._failed = False
 
     def abandon(self) -> None:
         """Wake everyone with an error: the step will not go on."""

@@ -23,7 +23,8 @@ class Offload:
 
     def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec]) -> None:
         """The store has a block for each unit with `activation_bytes`."""
-        self._store, self._units = store, units
+        self._store = store
+        self._units = units
         self._stashed: list[tuple[str, torch.Size, torch.dtype]] = []
         self._fetched: dict[str, tuple[torch.Tensor, Transfer]] = {}
         self.demanded: Counter[str] = Counter()

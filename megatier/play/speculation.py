@@ -77,9 +77,13 @@ class Speculation:
             busy: per lane, what it is at; kept up to date here.
             lane: where they run.
         """
-        self._blocks, self._optimizer, self._recorder, self._busy = blocks, optimizer, recorder, busy
+        self._blocks = blocks
+        self._optimizer = optimizer
+        self._recorder = recorder
+        self._busy = busy
         self._lane = lane
-        self._store, self._units = blocks.store, frozenset(blocks.placement.speculative)
+        self._store = blocks.store
+        self._units = frozenset(blocks.placement.speculative)
         self.updated: frozenset[str] = frozenset()
         self.outcome: Literal["kept", "void"] | None = None
         self.outcomes: Counter[str] = Counter()
@@ -116,7 +120,8 @@ class Speculation:
             return
         if (new := self._blocks.spare(unit)) is None:
             return
-        old, chunks = self._blocks.valid[unit], self._blocks.chunks(unit)
+        old = self._blocks.valid[unit]
+        chunks = self._blocks.chunks(unit)
         with self._store.tear.change:
             attempt.units[unit] = new
             self._planned.extend(Chunk(attempt, unit, old, new, elements) for elements in chunks)
@@ -197,7 +202,8 @@ class Speculation:
             self._demand(chunk.attempt, "nvme_to_ram", size)
 
     def _update_chunk(self, chunk: Chunk) -> None:
-        unit, elements = chunk.unit, chunk.elements
+        unit = chunk.unit
+        elements = chunk.elements
         with (
             self._blocks.open_grad(unit, elements) as grad,
             self._blocks.open_update(unit, elements, chunk.old, chunk.new) as state,

@@ -64,13 +64,15 @@ class Recorder:
     def collect(self, transfers: Iterable[Transfer]) -> None:
         """Turn what has ended into events; never blocks. Between steps the device would wait for this work."""
         self._transfers += transfers
-        accesses, self._accesses = self._accesses, []
+        accesses = self._accesses
+        self._accesses = []
         for used in accesses:
             if used[-1].passed():
                 self._note_access(*used)
             else:
                 self._accesses.append(used)
-        moves, self._transfers = self._transfers, []
+        moves = self._transfers
+        self._transfers = []
         for transfer in moves:
             if transfer.done() and not transfer.failed():
                 self._note_transfer(transfer)
@@ -82,23 +84,28 @@ class Recorder:
         for used in self._accesses:
             self._note_access(*used)
         self._accesses = []
-        moves, self._transfers = [*self._transfers, *transfers], []
+        moves = [*self._transfers, *transfers]
+        self._transfers = []
         for transfer in moves:
             if transfer.done():
                 self._note_transfer(transfer)
             else:
                 self._transfers.append(transfer)
-        watched, self._watched = self._watched, []
+        watched = self._watched
+        self._watched = []
         for transfer in watched:
             if not transfer.done():
                 self._watched.append(transfer)
             elif transfer.over():  # whoever waits for an update has its error
                 self._note_transfer(transfer)
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return sorted(events, key=lambda event: event.start_ns)
 
     def _note_access(self, access: Access, cause: str, asked: Instant, entered: Instant, left: Instant) -> None:
-        start, middle, end = asked.ns(), entered.ns(), left.ns()
+        start = asked.ns()
+        middle = entered.ns()
+        end = left.ns()
         if middle - start >= STALL_NS_MIN:
             self._events.append(TraceEvent("stall", access.unit, start, middle, cause=cause))
         self._events.append(TraceEvent("compute", f"{access.unit} {access.phase} {access.group}", middle, end))
@@ -142,7 +149,8 @@ def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -
         for event in events:
             track = lanes.setdefault(event.lane, len(lanes))
             details = {"step": step, "bytes": event.num_bytes, "cause": event.cause}
-            start, length = event.start_ns / 1e3, (event.end_ns - event.start_ns) / 1e3
+            start = event.start_ns / 1e3
+            length = (event.end_ns - event.start_ns) / 1e3
             row = {"ph": "X", "pid": 0, "tid": track, "ts": start, "dur": length, "name": event.name, "args": details}
             rows.append(row)
     names = [

@@ -47,7 +47,10 @@ class Applied:
 
     def __init__(self, work: Work, leases: contextlib.ExitStack, tear: Tear) -> None:
         """Made by the update lane, which goes on to the next unit meanwhile, so that the threads never run dry."""
-        self._work, self._leases, self._tear, self._lock = work, leases, tear, threading.Lock()
+        self._work = work
+        self._leases = leases
+        self._tear = tear
+        self._lock = threading.Lock()
         self._error: Exception | None = None
 
     def wait(self) -> None:
@@ -92,8 +95,14 @@ class Updates:
             recorder: notes updates.
             busy: per lane, what it is at, for the causes of stalls; kept up to date here.
         """
-        self._blocks, self._optimizer, self._gate, self._recorder, self._busy = blocks, optimizer, gate, recorder, busy
-        self._store, self._placement, self._policy = blocks.store, blocks.placement, blocks.policy
+        self._blocks = blocks
+        self._optimizer = optimizer
+        self._gate = gate
+        self._recorder = recorder
+        self._busy = busy
+        self._store = blocks.store
+        self._placement = blocks.placement
+        self._policy = blocks.policy
         self.exchange: Transfer | None = None
         self._demanded: Counter[str] = Counter()
         self._last: dict[str, Transfer] = {}
@@ -225,7 +234,8 @@ class Updates:
         self.speculation.forget()
         for kept in (self._last, self._fetched, self._ahead):
             kept.clear()
-        self.exchange, self._is_ahead = None, False
+        self.exchange = None
+        self._is_ahead = False
         self._blocks.forget_readers()
 
     def close(self) -> None:
@@ -314,7 +324,8 @@ class Updates:
             return Applied(work, leases.pop_all(), self._store.tear)
 
     def _accumulate(self, unit: str, group: int) -> None:
-        total_key, part_key = sum_key(unit), grad_key(unit)
+        total_key = sum_key(unit)
+        part_key = grad_key(unit)
         try:
             with self._store.lease(total_key, Tier.RAM) as total, self._store.lease(part_key, Tier.RAM) as part:
                 self._optimizer.accumulate(unit, total.bytes, part.bytes, group=group)

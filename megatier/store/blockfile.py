@@ -79,7 +79,9 @@ class Extent:
 
     def __init__(self, num_bytes: int, stripes: tuple[Stripe, ...], checksums: npt.NDArray[np.uint32]) -> None:
         """num_bytes is the block's size rounded up to a page."""
-        self.num_bytes, self.stripes, self.checksums = num_bytes, stripes, checksums
+        self.num_bytes = num_bytes
+        self.stripes = stripes
+        self.checksums = checksums
 
     def padded(self, stop: int) -> int:
         """Where a span that ends at `stop` ends on the drive: a block's last page is moved whole."""
@@ -88,7 +90,8 @@ class Extent:
     def pieces(self, start: int, stop: int) -> Iterator[Stripe]:
         """What the stripes hold of bytes [start, stop) of the block; each piece's `start` counts from there."""
         for stripe in self.stripes:
-            first, last = max(start, stripe.start), min(stop, stripe.start + stripe.num_bytes)
+            first = max(start, stripe.start)
+            last = min(stop, stripe.start + stripe.num_bytes)
             if first < last:
                 yield Stripe(stripe.mount, stripe.file_offset + first - stripe.start, first - start, last - first)
 
@@ -98,7 +101,10 @@ class FileBatch:
 
     def __init__(self, batch: _native.Batch, what: str, key: str, paths: Sequence[Path]) -> None:
         """Paths name the file of each segment."""
-        self._batch, self._what, self._key, self._paths = batch, what, key, paths
+        self._batch = batch
+        self._what = what
+        self._key = key
+        self._paths = paths
 
     def wait(self) -> None:
         """Block, GIL free; raise TransferError or IntegrityError when a request failed."""
@@ -181,8 +187,11 @@ class BlockFiles:
         Raises:
             CapacityError: the mounts' budgets are used up.
         """
-        total, chunk, before = round_up(num_bytes), self.options.chunk_bytes, list(self._used)
-        stripes, start = [], 0
+        total = round_up(num_bytes)
+        chunk = self.options.chunk_bytes
+        before = list(self._used)
+        stripes = []
+        start = 0
         while start < total:
             mount, size = self._next_mount(total - start)
             if not size:
@@ -196,7 +205,8 @@ class BlockFiles:
 
     def _next_mount(self, missing: int) -> tuple[int, int]:
         """Of the mounts with room, the one that has taken least for its share, and the bytes it takes."""
-        chunk, shares = self.options.chunk_bytes, self.options.shares or self._budgets
+        chunk = self.options.chunk_bytes
+        shares = self.options.shares or self._budgets
         free = [budget - used for budget, used in zip(self._budgets, self._used, strict=True)]
         sizes = [min(missing, STRIPE_BYTES, room if room >= missing else room // chunk * chunk) for room in free]
         best = min(range(len(free)), key=lambda i: (sizes[i] <= 0, self._used[i] / max(1, shares[i]), i))
@@ -340,7 +350,8 @@ class BlockFiles:
                 os.close(file)
         for directory in self._directories:
             directory.close(() if self._is_kept and directory.holds(BLOCK_FILE) else FILES)
-        self._files, self._directories = [], []
+        self._files = []
+        self._directories = []
 
 
 def _sync(directory: Path) -> None:

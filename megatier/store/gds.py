@@ -104,7 +104,8 @@ class GpuReader:
             torch.cuda.current_stream().synchronize()
         with contextlib.ExitStack() as reads:  # one that fails waits for the others, which write to the same target
             for piece in extent.pieces(start, start + target.numel()):
-                path, part = self._files.paths[piece.mount], target[piece.start : piece.start + piece.num_bytes]
+                path = self._files.paths[piece.mount]
+                part = target[piece.start : piece.start + piece.num_bytes]
                 with self._typed_errors(f"read of block {key}", path, piece.file_offset):
                     future = self._handles[piece.mount].pread(part, piece.num_bytes, piece.file_offset)
                 reads.callback(self._finish, key, piece, future)

@@ -53,7 +53,8 @@ def checksums(region: torch.Tensor, chunk_bytes: int) -> npt.NDArray[np.uint32]:
     """
     chunks = triton.cdiv(region.numel(), chunk_bytes)
     found = torch.empty(chunks, dtype=torch.int32, device=region.device)
-    words, distances = region.view(torch.int32), _distances(region.device)
+    words = region.view(torch.int32)
+    distances = _distances(region.device)
     _check[(chunks,)](words, distances, found, words.numel(), chunk_bytes // 4, num_warps=ROW_WARPS)
     flipped: npt.NDArray[np.uint32] = found.cpu().numpy().view(np.uint32)
     return flipped ^ zero_checksums(region.numel(), chunk_bytes)

@@ -19,7 +19,10 @@ class Lease:
 
     def __init__(self, store: TieredStore, copy: Copy, span: Span) -> None:
         """Made by TieredStore.lease."""
-        self._store, self._copy, self._held, self._resets = store, copy, True, store._resets
+        self._store = store
+        self._copy = copy
+        self._held = True
+        self._resets = store._resets
         self.bytes = store._copies.view(copy, span)
 
     def __enter__(self) -> Self:

@@ -42,16 +42,20 @@ class TieredStore:
 
     def __init__(self, budgets: dict[Tier, int], files: BlockFiles | None, device: torch.device) -> None:
         """Use `open`; this takes bytes per tier, the NVMe back end, and the device of the gpu tier."""
-        self.device, self.files = device, files
+        self.device = device
+        self.files = files
         self._reader = GpuReader(files, device) if files is not None and files.options.gpu_direct else None
         self._blocks: dict[str, Block] = {}
         self.extents: dict[str, Extent] = {}
         self._reservation = Reservation(budgets)
         self._lanes = Lanes(device)
         self._copies = Copies(self._reservation, self._lanes, files, self._reader)
-        self._lock, self.tear = self._copies.lock, self._copies.tear  # whether a change of them broke off
-        self._is_sealed, self._resets = False, 0
-        self.clock, self.queues = self._lanes.clock, tuple(self._lanes.queues.values())
+        self._lock = self._copies.lock  # whether a change of them broke off
+        self.tear = self._copies.tear
+        self._is_sealed = False
+        self._resets = 0
+        self.clock = self._lanes.clock
+        self.queues = tuple(self._lanes.queues.values())
 
     @classmethod
     def open(

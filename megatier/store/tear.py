@@ -29,7 +29,8 @@ class Tear:
     def __init__(self) -> None:
         """Whole."""
         self.is_torn = False
-        self.change, self.call = Region(self, refuses=False), Region(self, refuses=True)
+        self.change = Region(self, refuses=False)
+        self.call = Region(self, refuses=True)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -61,7 +62,8 @@ class Region:
 
     def __init__(self, tear: Tear, *, refuses: bool) -> None:
         """Made by Tear."""
-        self._tear, self._refuses = tear, refuses
+        self._tear = tear
+        self._refuses = refuses
 
     def __enter__(self) -> None:
         """An interrupt in here comes before the first statement, one at the start of `__exit__` after the last."""

@@ -50,8 +50,11 @@ class Transfer:
         behind: Sequence[Transfer] = (),
     ) -> None:
         """Made by Queue.submit and by `mark`."""
-        self.queue, self.key, self.num_bytes = queue_name, key, num_bytes
-        self.after, self.behind = tuple(after), tuple(behind)
+        self.queue = queue_name
+        self.key = key
+        self.num_bytes = num_bytes
+        self.after = tuple(after)
+        self.behind = tuple(behind)
         self._issued = _native.Latch()
         self._completion: Completion | None = None
         self._error: Exception | None = None
@@ -133,7 +136,8 @@ class Transfer:
             raise self._error
 
     def _finish(self, completion: Completion | None, span: tuple[int, int]) -> None:
-        self._completion, self._span = completion, span
+        self._completion = completion
+        self._span = span
         self.after = self.behind = ()  # else every transfer of a run would hang together in one chain
         self._issued.set()
 
@@ -148,7 +152,9 @@ class StreamSpan:
 
     def __init__(self, clock: StreamClock, started: torch.cuda.Event, ended: torch.cuda.Event) -> None:
         """Both events are recorded already."""
-        self._clock, self._started, self._ended = clock, started, ended
+        self._clock = clock
+        self._started = started
+        self._ended = ended
 
     def wait(self) -> None:
         """Block the host until the stream is past the work."""
@@ -192,7 +198,8 @@ class Queue:
             name: of the lane.
             clock: where a CUDA device is there, the items run under a stream of the queue's own.
         """
-        self.name, self._clock = name, clock
+        self.name = name
+        self._clock = clock
         self._stream = torch.cuda.Stream() if clock is not None else None
         # Items may wait for compute, so whoever computes must never wait for room: no bound but the moves of a pass.
         self._items: SimpleQueue[tuple[Transfer, Callable[[], Completion | None]] | None] = SimpleQueue()
@@ -360,7 +367,8 @@ class Lanes:
 
     def take_log(self) -> list[Transfer]:
         """Transfers submitted since the last call."""
-        log, self._log = self._log, deque(maxlen=LOG_TRANSFERS_MAX)
+        log = self._log
+        self._log = deque(maxlen=LOG_TRANSFERS_MAX)
         return list(log)
 
     def close(self) -> None:
@@ -402,7 +410,9 @@ class Instant:
 
     def __init__(self, clock: StreamClock | None) -> None:
         """Taken on the current stream."""
-        self._clock, self._ns, self._event = clock, time.perf_counter_ns(), None
+        self._clock = clock
+        self._ns = time.perf_counter_ns()
+        self._event = None
         if clock is not None:
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
