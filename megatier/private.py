@@ -1,9 +1,9 @@
 """Directories of ours: made, locked, and on a mount that others write to as well, nobody else's.
 
-Every user of a machine may be allowed to write to a mount. What lies in a run's directory there becomes weights, and
-what is written there may not go to a file of somebody's choice. So the directory is used only if it belongs to this
+Every user of a machine may be allowed to write to a mount. Bytes in a run's directory there become weights, and bytes
+that the run writes may not go to a file of somebody else's choice. So the directory is used only if it belongs to this
 user and nobody else may enter it. It is then held open and its files are reached from the descriptor, because its name
-may lead elsewhere a moment later; and of a file what counts is what was opened, not what was looked at before.
+may lead elsewhere a moment later. For the same reason a file is looked at after it was opened, never before.
 """
 
 from __future__ import annotations
@@ -22,20 +22,24 @@ FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 FILE_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """No link is followed, and no pipe is waited for."""
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
+"""Modes that let other users in."""
 LOCK_FILE = "lock"
 NO_FILE = "it is no regular file"
 IN_ITS_PLACE = (errno.EEXIST, errno.ENOTDIR, errno.ELOOP)
-"""Errors of making or opening a directory where something else lies."""
+"""Errors of making or opening a directory if something else lies in its place."""
 
 
 class PrivateDirectory:
     """A run's directory on a mount, locked; its files are opened and removed by their names in it.
 
     Threads: any, as each call is one system call or a few; not after `close`.
+
+    Attributes:
+        path: the directory, for messages.
     """
 
     def __init__(self, path: Path) -> None:
-        """Create it where it is missing, open and lock it.
+        """Create it if it is missing, open and lock it.
 
         Raises:
             ConfigError: the mount cannot be written, or what lies there is not this user's alone.
@@ -45,7 +49,7 @@ class PrivateDirectory:
         self._folder, self._lock = _opened_and_locked(path, os.O_NOFOLLOW, _refuse_shared)
 
     def open(self, name: str, flags: int = 0) -> int:
-        """A file in it for reading and writing, which is this user's alone; with O_CREAT a new one.
+        """Open a file in it for reading and writing, which is this user's alone; with O_CREAT a new one.
 
         Raises:
             ConfigError: it is shared with others.
@@ -92,8 +96,9 @@ class PrivateDirectory:
     def close(self, remove: Iterable[str] = ()) -> None:
         """Remove these files, and the directory if it is empty then; unlock.
 
-        What a drive that is gone or read-only does not let go of stays, and so does a file of somebody else's.
+        Files on a drive that is gone or read-only stay, and so does a file of somebody else's.
         """
+        # The descriptors are closed last, so that the lock is held while files are removed.
         for name in remove:
             with contextlib.suppress(OSError):
                 self.remove(name)
@@ -117,24 +122,27 @@ def lock_directory(directory: Path) -> int:
 
 
 def is_ours_alone(status: os.stat_result) -> bool:
-    """Whether a file or directory belongs to this user, who alone may open it, by this one name."""
+    """True if a file or directory belongs to this user, who alone may open it, by this one name."""
     return not _shared_by(status)
 
 
 def _opened_and_locked(directory: Path, flags: int, check: Callable[[Path, int], None]) -> tuple[int, int]:
-    """Descriptors of a directory, made where it was missing, and of its lock.
+    """Descriptors of a directory, made if it was missing, and of its lock.
 
     Args:
-        directory: whose parent exists.
-        flags: more of them, for opening the directory.
+        directory: a directory whose parent exists.
+        flags: more flags for opening the directory.
         check: refuses an open directory or lock by ConfigError.
     """
+    # Another run may end meanwhile, and remove the directory or its lock. Then this begins anew with a directory of its
+    # own. Each round needs another run that ends, so there is an end to it.
     while True:
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
             folder = os.open(directory, FOLDER_FLAGS | flags)
         except OSError as error:
             raise _unusable(directory, error) from error
+
         try:
             check(directory, folder)
             if (lock := _locked(directory, folder, check)) is not None:
@@ -155,6 +163,7 @@ def _locked(directory: Path, folder: int, check: Callable[[Path, int], None]) ->
     except OSError as error:
         reason = "it is a link" if error.errno == errno.ELOOP else os.strerror(error.errno or 0)
         raise _refused(path, reason) from error
+
     try:
         check(path, lock)
         try:
@@ -163,7 +172,8 @@ def _locked(directory: Path, folder: int, check: Callable[[Path, int], None]) ->
             raise RunLockedError(
                 f"{directory} is in use by another run. Wait for it to end or choose another directory."
             ) from error
-        # The last holder removes file and directory before it lets go: a lock on what is gone guards nothing.
+
+        # The last holder removes file and directory before it lets go: a lock on a file that is gone guards nothing.
         with contextlib.suppress(FileNotFoundError):
             by_name = os.stat(LOCK_FILE, dir_fd=folder, follow_symlinks=False)
             if os.path.samestat(os.fstat(lock), by_name) and os.path.samestat(os.fstat(folder), directory.stat()):
@@ -176,18 +186,20 @@ def _locked(directory: Path, folder: int, check: Callable[[Path, int], None]) ->
 
 
 def _refuse_special(path: Path, file: int) -> None:
+    """Refuse anything but a directory or a regular file."""
     mode = os.fstat(file).st_mode
     if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
         raise _refused(path, NO_FILE)
 
 
 def _refuse_shared(path: Path, file: int) -> None:
+    """Refuse anything but a directory or a regular file that is this user's alone."""
     if found := _shared_by(os.fstat(file)):
         raise _refused(path, found)
 
 
 def _shared_by(status: os.stat_result) -> str:
-    """Why what was opened is not this user's alone; empty where it is."""
+    """Why a directory or file is not this user's alone; empty if it is."""
     is_folder = stat.S_ISDIR(status.st_mode)
     if not (is_folder or stat.S_ISREG(status.st_mode)):
         return NO_FILE
@@ -201,7 +213,7 @@ def _shared_by(status: os.stat_result) -> str:
 
 
 def _unusable(directory: Path, error: OSError) -> ConfigError:
-    """A directory that could not be made or opened: what lies in its place, or its parent, is to blame."""
+    """The error of a directory that could not be made or opened; it names the thing in its place, or the parent."""
     if error.errno in IN_ITS_PLACE and (directory.is_symlink() or directory.exists()):
         return _refused(directory, "it is a link" if directory.is_symlink() else "it is no directory")
     reason = os.strerror(error.errno or 0)
@@ -209,6 +221,7 @@ def _unusable(directory: Path, error: OSError) -> ConfigError:
 
 
 def _refused(path: Path, reason: str) -> ConfigError:
+    """The error of a directory or file that is not used, and what to do."""
     return ConfigError(
         f"cannot use {path}: {reason}. A run uses only what is its user's alone: look at it and remove it, or name "
         "another directory, on a file system that keeps owners and modes."

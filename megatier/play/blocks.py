@@ -1,10 +1,13 @@
 """The blocks of a run: their names in the store, and leases on runs of a unit's state where AdamW works on them.
 
-A unit has one block per kind of state, one for its gradient, one more where gradients of several groups are summed in
-RAM, and one for its activation where that is offloaded. One that is frozen has weights alone; frozen elements of others
-lie behind the trained ones in the block of the weights, and no update touches them. A unit that spills may have several
+A unit has one block per kind of state, one for its gradient, one more if gradients of several groups are summed in RAM,
+and one for its activation if that is offloaded. A unit that is frozen has weights alone. Frozen elements of other units
+follow the trained ones in the block of the weights, and no update touches them. A unit that spills may have several
 blocks per kind of state, for its generations: one holds, one may be kept as a savepoint, one may take an update that
 may yet be void.
+
+Threads: the lanes that update lease and read ahead. The thread that computes sends gradients and alone decides which
+generation holds (`valid`, `kept`, `hold`); it does so before it submits the update that goes by it.
 """
 
 from __future__ import annotations
@@ -37,9 +40,13 @@ from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Where one version of a unit's state lies: which of its places on NVMe, and for kinds at home in RAM which there.
+    """One version of a unit's state, given by the places in which it lies.
 
-    Two numbers, because what is kept on NVMe takes no place in RAM.
+    These are two numbers, because a generation that a savepoint keeps on NVMe takes no place in RAM.
+
+    Attributes:
+        nvme: which of the unit's places on NVMe.
+        ram: which of its places in RAM, for kinds that are at home there.
     """
 
     nvme: int = 0
@@ -48,23 +55,34 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class StateRun:
-    """A leased run of a unit's state."""
+    """A leased run of a unit's state.
+
+    Attributes:
+        store: holds the blocks.
+        homes: the home of each kind.
+        keys: the block of each kind.
+        tier: gpu or ram, where the planes lie.
+        planes: uint8 per kind.
+        spans: the bytes of each block that the planes are.
+        before: planes of the generation that held, if that is another one: an update reads these and writes `planes`.
+    """
 
     store: TieredStore
     homes: Mapping[Kind, Tier]
     keys: Mapping[Kind, str]
     tier: Tier
-    """Where the planes lie."""
     planes: Mapping[Kind, torch.Tensor]
-    """uint8 per kind."""
     spans: Mapping[Kind, tuple[int, int]]
     before: Mapping[Kind, torch.Tensor] = field(default_factory=dict)
-    """The same planes of the generation that held, where that is another: an update reads these and writes those."""
 
     def write_back(self) -> None:
-        """Say that every plane was changed, and start its way home; of a streamed unit that of the weights alone."""
+        """Say that every plane was changed, and start its way home; of a streamed unit the weights alone go home.
+
+        Call it while the run is leased: a dirty copy that nobody leases is one that nobody may evict.
+        """
         for kind, span in self.spans.items():
-            home, key = self.homes[kind], self.keys[kind]
+            home = self.homes[kind]
+            key = self.keys[kind]
             self.store.mark_dirty(key, self.tier, span)
             if home is Tier.NVME or (home is not self.tier and kind is Kind.WEIGHT):
                 self.store.write_back(key, self.tier, span)
@@ -74,24 +92,28 @@ class UnitBlocks:
     """All blocks of a run's units, registered with a fresh store.
 
     Attributes:
-        store: where they are.
-        units: by name.
+        store: holds them.
+        units: sizes of every unit, by name.
         placement: homes and slots.
         policy: dtype, groups, clip.
         kinds: the kinds of state of a unit that is trained.
         valid: the generation of each unit's state that holds.
-        kept: the place on NVMe that a savepoint keeps, of each unit that spills; empty without one.
+        kept: for each unit that spills, the place on NVMe that a savepoint keeps; empty without a savepoint.
     """
 
     def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec], placement: Placement, policy: Policy) -> None:
         """Register every block and reserve every slot of the placement."""
-        self.store, self.units, self.placement, self.policy = store, units, placement, policy
+        self.store = store
+        self.units = units
+        self.placement = placement
+        self.policy = policy
         self.kinds = state_kinds(split=policy.split)
         self._passing = passing_kinds(split=policy.split)
         self.valid = dict.fromkeys(units, Generation())
         self.kept: dict[str, int] = {}
         self._readers: dict[str, tuple[Generation, Transfer]] = {}
-        """Of each unit the one that came last, and the generation that it reads."""
+        """The reader of each unit that came last, and the generation that it reads. Earlier ones are over before it,
+        since all of them are work of one lane."""
         self._register()
 
     def key(self, unit: str, kind: Kind, generation: Generation | None = None) -> str:
@@ -107,7 +129,7 @@ class UnitBlocks:
         return range(2 if unit in self.placement.speculative else 1)
 
     def spare(self, unit: str) -> Generation | None:
-        """A generation that neither holds nor is kept, where there is one: what it has may be overwritten."""
+        """A generation that neither holds nor is kept, if there is one: it may be overwritten."""
         valid = self.valid[unit]
         taken = {valid.nvme, self.kept.get(unit)}
         free = (place for place in range(self.placement.generations) if place not in taken)
@@ -118,7 +140,7 @@ class UnitBlocks:
         """The generations from which and into which a unit's next update goes; the latter holds from now on.
 
         They are one, for an update in place, unless the one that holds is kept. Then none of its weights may lie in a
-        GPU slot.
+        GPU slot: the slot would still belong to the old generation, and the next load would leave it there.
         """
         old = new = self.valid[unit]
         if self.kept.get(unit) == old.nvme:
@@ -128,15 +150,15 @@ class UnitBlocks:
         return old, new
 
     def keep(self) -> None:
-        """From now on a savepoint keeps what holds of every unit that spills, and no longer what it kept before."""
+        """From now on a savepoint keeps the generations that hold, and no longer those that it kept before."""
         self.kept = {unit: self.valid[unit].nvme for unit in self.placement.spilled}
 
     def hold(self, unit: str, reader: Transfer) -> None:
-        """Somebody reads the generation of a unit's state that holds: until then, updates leave it as it is."""
+        """Note a transfer that reads the generation that holds: until it is over, updates leave that as it is."""
         self._readers[unit] = self.valid[unit], reader
 
     def readers(self, unit: str, generation: Generation) -> list[Transfer]:
-        """What overwrites a generation of a unit's state comes behind these: they read from one of its places."""
+        """The transfers that read from a place of this generation: whatever overwrites it comes behind them."""
         if unit not in self._readers:
             return []
         read, reader = self._readers[unit]
@@ -144,11 +166,11 @@ class UnitBlocks:
         return [reader] if shares and not reader.done() else []
 
     def chunks(self, name: str) -> list[Elements]:
-        """The runs of elements in which a unit's state is worked on: those that are trained."""
+        """The runs of trained elements of a unit: AdamW works on one run at a time."""
         return self._cut(name, 0, self.units[name].num_trained)
 
     def frozen_chunks(self, name: str) -> list[Elements]:
-        """The runs of a unit's frozen elements, behind the trained ones."""
+        """The runs of a unit's frozen elements, which follow the trained ones."""
         return self._cut(name, self.units[name].num_trained, self.units[name].num_elements)
 
     def runs(self, name: str) -> list[tuple[Elements, tuple[Kind, ...]]]:
@@ -204,13 +226,17 @@ class UnitBlocks:
         keys = {kind: self.key(unit, kind, generation) for kind in kinds}
         homes = {kind: self.placement.homes[unit, kind] for kind in kinds}
         tear = self.store.tear
-        with tear.call, contextlib.ExitStack() as stack:  # a lease that nobody gives back would show
+        # An interrupt between a lease and its entry on the stack leaves one that nobody gives back: the region notes
+        # it. One that comes while the caller works finds all leases on the stack, so it tears nothing.
+        with tear.call, contextlib.ExitStack() as stack:
             planes = {}
             for kind in kinds:
                 lease = self.store.lease(keys[kind], tier, spans[kind], fresh=kind in fresh, wait=True)
                 planes[kind] = stack.enter_context(lease).bytes
             with tear.waiting():
                 yield StateRun(self.store, homes, keys, tier, planes, spans)
+
+        # After the leases, which forbid it. A copy that is being written stays until it is home.
         for kind in kinds:
             if homes[kind] is Tier.NVME:
                 self.store.evict(keys[kind], Tier.RAM, spans[kind])
@@ -226,9 +252,9 @@ class UnitBlocks:
             yield replace(state, before=before.planes)
 
     def share_frozen(self, unit: str) -> None:
-        """Put frozen elements into every place of a unit's weights, since no update carries them over.
+        """Copy a unit's frozen elements from the generation that holds to all its others: no update carries them over.
 
-        From the generation that holds; call it when they were written there.
+        Call it when they were written to the generation that holds.
         """
         places = [Generation(place, place) for place in self.places(unit, Kind.WEIGHT)]
         for other in places if len(places) > 1 else ():
@@ -259,7 +285,7 @@ class UnitBlocks:
             self.drop_weights(load.evicts)
 
     def drop_weights(self, unit: str) -> None:
-        """Drop a unit's weights from its GPU slot, where it has one."""
+        """Drop a unit's weights from its GPU slot, if it has one."""
         if self.placement.homes[unit, Kind.WEIGHT] is not Tier.GPU:
             self.store.evict(self.key(unit, Kind.WEIGHT), Tier.GPU)
 
@@ -269,7 +295,7 @@ class UnitBlocks:
             self.store.prefetch(self.key(unit, kind), Tier.GPU, wait=True)
 
     def return_state(self, unit: str) -> None:
-        """Start writing a streamed unit's state home, and free its GPU slots behind that."""
+        """Start writing a streamed unit's state home; its GPU slots are free when that is over."""
         for kind in self._passing:
             self.store.write_back(self.key(unit, kind), Tier.GPU)
             self.store.evict(self.key(unit, kind), Tier.GPU)
@@ -280,14 +306,17 @@ class UnitBlocks:
 
         A sum over groups was rounded into the front of its block.
         """
-        home, span = self.placement.grad_homes[name], self._grad_span(name, elements)
+        home = self.placement.grad_homes[name]
+        span = self._grad_span(name, elements)
         key = sum_key(name) if self.sums_in_ram(name) else grad_key(name)
-        if home is None:  # lies in one slot, whole
+        if home is None:  # the gradient lies in one slot, whole
             with self.store.lease(key, Tier.RAM) as lease:
                 yield lease.bytes[span[0] : span[1]]
             return
+
         with self.store.lease(key, Tier.GPU if home is Tier.GPU else Tier.RAM, span, wait=True) as lease:
             yield lease.bytes[: (elements[1] - elements[0]) * self._grad_width]
+        # Read once: nobody needs its slot any more.
         if home is Tier.NVME:
             self.store.evict(key, Tier.RAM, span)
 
@@ -298,12 +327,16 @@ class UnitBlocks:
     def send_grad(self, name: str, *, final: bool) -> None:
         """Start taking a gradient from its GPU slot to its home or slot in RAM, or to NVMe; waits for RAM slots.
 
-        A final one that was added up on the GPU is the front of its block.
+        A final gradient that was added up on the GPU, and rounded there, is only the front of its block.
         """
-        key, unit = grad_key(name), self.units[name]
+        key = grad_key(name)
+        unit = self.units[name]
         is_front = final and self.placement.sums_on_gpu
         size = final_grad_bytes(unit, self.policy) if is_front else grad_bytes(unit, self.policy)
         self.store.mark_dirty(key, Tier.GPU, (0, size))
+
+        # Chunk by chunk, and each one leaves for NVMe before the next comes: all of them may have to share one slot in
+        # RAM. Evicting now means that a slot is free as soon as its bytes are written.
         if self.placement.grad_homes[name] is Tier.NVME:
             step = self.placement.chunk_elements * self._grad_width
             for start in range(0, size, step):
@@ -313,10 +346,10 @@ class UnitBlocks:
                 self.store.evict(key, Tier.RAM, span)
         else:
             self.store.write_back(key, Tier.GPU, (0, size), wait=True)
-        self.store.evict(key, Tier.GPU)
+        self.store.evict(key, Tier.GPU)  # the slot is free at once: the next gradient comes behind the copies from it
 
     def drop_grad(self, name: str) -> None:
-        """Drop what a step that was given up left of a gradient in slots; no update and no sum of it is under way."""
+        """Drop a gradient of a step that was given up from all slots. No update and no sum of it is under way."""
         home = None if self.sums_in_ram(name) else self.placement.grad_homes[name]
         for tier in (Tier.GPU, Tier.RAM):
             if home is not tier:
@@ -324,7 +357,7 @@ class UnitBlocks:
                     self.store.discard(grad_key(name), tier)
 
     def forget_readers(self) -> None:
-        """Nobody reads any more."""
+        """Forget all readers, which are over."""
         self._readers.clear()
 
     @property
@@ -333,7 +366,8 @@ class UnitBlocks:
 
     def _grad_span(self, name: str, elements: Elements) -> tuple[int, int]:
         """Bytes of a run of elements in the final gradient; the last run on NVMe ends with a checksummed chunk."""
-        unit, width = self.units[name], self._grad_width
+        unit = self.units[name]
+        width = self._grad_width
         is_padded = self.placement.grad_homes[name] is Tier.NVME and elements[1] == unit.num_trained
         return elements[0] * width, final_grad_bytes(unit, self.policy) if is_padded else elements[1] * width
 
@@ -358,6 +392,7 @@ class UnitBlocks:
         return found
 
     def _register(self) -> None:
+        """Register the blocks of all units, and reserve slots: homes are set aside first, then all slots."""
         for unit in self.units.values():
             for kind in kinds_of(unit, self.policy):
                 size = unit.elements_of(kind) * bytes_per_element(kind, split=self.policy.split)
@@ -369,13 +404,17 @@ class UnitBlocks:
             if unit.activation_bytes:
                 key = activation_key(unit.name)
                 self.store.register(BlockSpec(key, unit.activation_bytes, Tier.RAM, Kind.ACTIVATION))
+
         for plan in self.placement.slots:
             self.store.reserve(plan.tier, plan.kind, plan.slot_bytes, plan.num_slots)
-        for tier in (Tier.GPU, Tier.RAM):  # no more than planned
+        # No slots for any other kind: without these, the store would make slots of the rest of its budget.
+        for tier in (Tier.GPU, Tier.RAM):
             self.store.reserve(tier, None, PAGE_BYTES, 0)
 
     def _register_grad(self, unit: UnitSpec) -> None:
-        home, size = self.placement.grad_homes[unit.name], grad_bytes(unit, self.policy)
+        """Register a unit's gradient, and its sum; then the sum has the home, and the gradient passes through slots."""
+        home = self.placement.grad_homes[unit.name]
+        size = grad_bytes(unit, self.policy)
         if self.sums_in_ram(unit.name):
             self.store.register(BlockSpec(sum_key(unit.name), size, home, Kind.GRAD))
             home = None

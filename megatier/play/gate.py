@@ -12,10 +12,11 @@ class Gate:
     """A counter that only grows and that threads wait on: how many accesses compute has released."""
 
     def __init__(self) -> None:
-        """Starts at 0."""
+        """Start at 0."""
         self._count = 0
         self._failed = False
         self._waiting: list[tuple[int, _native.Latch]] = []
+        """One entry for each thread that waits: the count that it waits for, and how it is woken."""
         self._lock = threading.Lock()
 
     @property
@@ -40,10 +41,13 @@ class Gate:
         entry = count, _native.Latch()
         with self._lock:
             self._waiting.append(entry)
-            self._wake()
+            self._wake()  # the count may have been reached already, or the gate abandoned
+
         try:
             entry[1].wait()
         finally:
+            # How it ended is asked under the lock. The next pass resets the gate only when nobody waits any more, so
+            # this is the gate of the pass that was waited for.
             with self._lock:
                 self._waiting.remove(entry)
                 is_broken = self._failed
@@ -51,9 +55,10 @@ class Gate:
             raise StepAbandonedError("the step was abandoned")
 
     def reset(self) -> None:
-        """Back to 0. Nobody may be waiting."""
+        """Go back to 0. Nobody may be waiting."""
         with self._lock:
-            self._count, self._failed = 0, False
+            self._count = 0
+            self._failed = False
 
     def abandon(self) -> None:
         """Wake everyone with an error: the step will not go on."""

@@ -1,4 +1,4 @@
-"""Offloaded activations: each unit's input, in RAM from its forward to its backward."""
+"""Offloaded activations: each unit's input lies in RAM from its forward to its backward."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ class Offload:
     """Takes activations to RAM and brings them back, the last one first. For the thread that computes."""
 
     def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec], demand: Demand) -> None:
-        """The store has a block for each unit with `activation_bytes`; the demand counts what is moved."""
+        """The store has a block for each unit with `activation_bytes`; the demand counts the bytes that move."""
         self._store = store
         self._units = units
         self._demand = demand
         self._stashed: list[tuple[str, torch.Size, torch.dtype]] = []
+        """Activations in RAM, the last one last."""
         self._fetched: dict[str, tuple[torch.Tensor, Transfer]] = {}
+        """Activations on their way back, and the tensors that they come to."""
 
     def clear(self) -> None:
-        """Forget what an abandoned pass left behind."""
+        """Forget the activations of an abandoned pass."""
         self._stashed.clear()
         self._fetched.clear()
 
@@ -44,22 +46,25 @@ class Offload:
                 "they are not, this model's layers take more than a hidden state a token: set train.activations to "
                 "recompute."
             )
+
         self._store.push(activation_key(unit), tensor)
         self._stashed.append((unit, tensor.shape, tensor.dtype))
         self._demand.add([stash(tensor.nbytes)])
 
     def fetch(self, unit: str) -> torch.Tensor:
-        """A stashed activation back on the GPU, ordered before what compute does next; and the one before it, ahead."""
+        """Bring a stashed activation back to the GPU; compute that is enqueued next comes after it."""
         if unit not in self._fetched:
             self._fetch_last(unit)
         tensor, transfer = self._fetched.pop(unit)
         transfer.order()
+
+        # One ahead: the backward wants the one before it next, and it comes while this one is worked on.
         if self._stashed:
             self._fetch_last(self._stashed[-1][0])
         return tensor
 
     def _fetch_last(self, unit: str) -> None:
-        """Start bringing the activation that was stashed last: a backward needs them in that order."""
+        """Start bringing the activation that a unit stashed last: a backward needs them in that order."""
         index = max(i for i, (name, _, _) in enumerate(self._stashed) if name == unit)
         _, shape, dtype = self._stashed.pop(index)
         tensor = torch.empty(shape, dtype=dtype, device=self._store.device)

@@ -1,4 +1,4 @@
-"""What the lanes that update need of the optimizer, which knows no tier."""
+"""The optimizer as the lanes that update see it: a protocol. The optimizer itself knows no tier."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Elements = tuple[int, int]
 
 
 class Work(Protocol):
-    """Something that native threads do."""
+    """A piece of work that native threads do."""
 
     def wait(self) -> bool:
         """Block until it is done."""
@@ -27,11 +27,12 @@ class Work(Protocol):
 
 
 Planes = Mapping[Kind, torch.Tensor]
-"""uint8, of each kind of state."""
+"""For each kind of state, its plane as uint8."""
 
 Apply = Callable[[str, Elements, Planes, torch.Tensor, Planes], Work | None]
-"""Begins AdamW on a run of a unit's elements: planes, gradient, and the planes to read of kinds that are not updated in
-place. None: done, or enqueued on the GPU."""
+"""Begins AdamW on a run of a unit's elements. It takes the unit, the run, the planes to write, the gradient, and the
+planes to read for kinds that are not updated in place. It gives the work to wait for; None if that is done already, or
+enqueued on the GPU."""
 
 
 class Optimizer(Protocol):
@@ -41,7 +42,7 @@ class Optimizer(Protocol):
         """Begin AdamW on a run of a unit's elements, clipped as the last norm decided; see `Apply`."""
 
     def unclipped(self) -> Apply:
-        """AdamW of the step that has begun, as it is if nothing is clipped."""
+        """AdamW of the step that has begun, with a clip coefficient of 1."""
 
     def accumulate(self, unit: str, total: torch.Tensor, part: torch.Tensor, *, group: int) -> None:
         """Add one group's fp32 gradient in RAM; after the last, round to the compute dtype in place and measure."""

@@ -4,10 +4,9 @@ Compute asks for a unit (`enter`), gets its bytes on the GPU, and gives them bac
 brings weights into GPU slots in the timeline's order, each as soon as the access it displaces is over. Without a
 timeline (the first step, the first evaluation) every load happens on demand and the order is recorded.
 
-Gradients leave by `ship_grad`; what becomes of them is the business of `Updates`, on lanes of its own.
+Gradients leave by `ship_grad`. From there on they belong to `Updates`, which has lanes of its own.
 
-No deadlock: an access waits for its load and for its unit's update; a load waits only for accesses before its own and
-for its unit's update, which waits for no later access either (`updates` says why).
+Why nothing deadlocks: the comments of `Player.begin` and `Player._submit` prove it step by step.
 
 Threads: `enter`, `leave` and the gradient calls come from the thread that computes (autograd's, in a backward).
 """
@@ -51,9 +50,13 @@ class Use:
     """
 
     def __init__(self, player: Player, access: Access, lease: Lease, asked: Instant, cause: str) -> None:
-        """Made by Player.enter."""
-        self._player, self._access, self._lease = player, access, lease
-        self._asked, self._cause, self._entered = asked, cause, Instant(player.store.clock)
+        """Only Player.enter makes one."""
+        self._player = player
+        self._access = access
+        self._lease = lease
+        self._asked = asked
+        self._cause = cause
+        self._entered = Instant(player.store.clock)
         self.bytes = lease.bytes
 
     def leave(self) -> None:
@@ -62,17 +65,32 @@ class Use:
         with self._player.tear.change:
             self._lease.release()
             self._player.held.remove(self._lease)
+
         self._player.recorder.access(self._access, self._cause, self._asked, self._entered, left)
+        # The gate opens after the release: a load that it lets through evicts these weights, and a lease forbids that.
         self._player.gate.open_to(len(self._player.accesses))
         if self._player.timeline is None:  # nothing is known of the next use: make room
             self._player.blocks.drop_weights(self._access.unit)
 
 
 class Player:
-    """Plays timelines. One per run; `close` stops its lanes.
+    """Plays timelines. There is one per run; `close` stops its lanes.
 
     Attributes:
-        tear: the store's. What breaks off a change shows there; `begin` and `drain` refuse it until `reset`.
+        store: holds all blocks of the run.
+        units: sizes of every unit, by name.
+        placement: homes and slots.
+        policy: dtype, groups, clip.
+        tear: the store's. If something breaks off a change it is torn; `begin` and `drain` refuse it until `reset`.
+        timeline: the pass that is being played; None while a pass is recorded.
+        accesses: uses of this pass so far, in order.
+        held: leases of the weights that compute has in its hands.
+        busy: per lane, the queue or wait that it is at: the cause of a stall that waits for this lane.
+        gate: counts the accesses of this pass that are over.
+        recorder: collects the events of the trace.
+        blocks: names and leases of the units' blocks.
+        updates: the lanes that update.
+        is_closed: the run ends: work that has not begun, or may stop half-way, shall not go on.
     """
 
     def __init__(
@@ -84,37 +102,46 @@ class Player:
         optimizer: Optimizer,
     ) -> None:
         """Register all blocks and slots with the store, which must be fresh, and start the lanes."""
-        self.store, self.placement, self.policy, self.tear = store, placement, policy, store.tear
+        self.store = store
+        self.placement = placement
+        self.policy = policy
+        self.tear = store.tear
         self.units = {unit.name: unit for unit in units}
         self._trained = frozenset(placement.grad_homes)
+
+        # The plan, which outlives a pass.
         self._orders: dict[str, tuple[Access, ...]] = {}
+        """The recorded order of each pass, by its name."""
         self._timelines: dict[tuple[str, frozenset[str]], Timeline] = {}
-        """By pass, and the units that it updates."""
+        """By the name of the pass and the units that it updates."""
+
+        # The present pass.
         self.timeline: Timeline | None = None
-        """What is being played; None while recording."""
         self._grad_makers: frozenset[int] = frozenset()
         """Accesses of this pass for whose gradient the sum of the groups before comes to the GPU, ahead."""
         self.accesses: list[Access] = []
-        """Uses of this pass so far, in order."""
         self._pass = ""
         self._is_open = False
         """A pass has begun, and neither ended nor been cancelled."""
         self._loads: dict[int, Transfer] = {}
+        """Loads of this pass, by the index of the access that needs them."""
         self._grads: dict[str, Lease] = {}
+        """GPU buffers in which compute makes gradients now, by unit."""
         self.held: list[Lease] = []
-        """Weights in compute's hands."""
         self._demand = Demand(Moves(self.units, placement, policy), placement, policy)
         self._offload = Offload(store, self.units, self._demand)
+
+        # The present step, and what its pass leaves out.
         self._summed: set[str] = set()
-        """Units of which this step has handed over a group's gradient."""
+        """Units that have handed over a group's gradient in this step."""
         self._final: set[str] = set()
         """Units whose gradient of this step is final."""
         self._left_out: set[tuple[str, int]] = set()
         """Units that this pass did not use, though its record has them, with their group."""
         self._updates_due: frozenset[str] = frozenset()
         """The last step's updates wait for a pass, or for `drain`, to submit them."""
+
         self.busy = {"load": "ram_to_gpu"}
-        """What each lane is at: the cause of a stall behind it."""
         self.gate = Gate()
         self.recorder = Recorder()
         self.blocks = UnitBlocks(store, self.units, placement, policy)
@@ -122,7 +149,6 @@ class Player:
         self._lane = Queue("load")  # it only decides and waits: no stream
         self._checkpoints = Queue("checkpoint")
         self.is_closed = False
-        """It is closing: what has not begun, or may stop half-way, shall not go on."""
 
     @property
     def queues(self) -> tuple[Queue, ...]:
@@ -137,18 +163,41 @@ class Player:
         Raises:
             TornStateError: something was interrupted while state was changed.
         """
+        # Why nothing deadlocks. Number the accesses of a pass, and look at what each thread waits for:
+        #
+        # 1. Before the pass begins, nobody waits at the gate: each access of the last pass waited for its load and its
+        #    unit's update, and a pass that did not come to its end is cancelled here first. So the gate may be reset.
+        # 2. Without a recorded order every update that is due is finished first. From then on an access loads by
+        #    itself; it waits for slots and queues alone.
+        # 3. With one, `_submit` hands everything to the lanes before the first access: access k can only wait for work
+        #    that some lane has already.
+        # 4. Access k waits for its load and for its unit's update. `_submit` shows that these wait only for accesses
+        #    before k. The earliest access that waits therefore always gets what it waits for.
+        # 5. Slots close no circle. GPU slots for weights: a load evicts the unit that the timeline names, after that
+        #    unit's access. RAM slots: they are leased while bytes move or AdamW runs, and bytes that were merely read
+        #    ahead give way. GPU slots for gradients: they are free as soon as the copy to RAM is submitted, and a RAM
+        #    slot for that copy waits for update lanes alone, which in the backward wait for no access any more.
+        # 6. What breaks the order off (`cancel`, `close`) abandons the gate, so that no load waits for ever.
         self._leave_open_pass()
-        self._pass, self.accesses, self._loads = name, [], {}
+        self._pass = name
+        self.accesses = []
+        self._loads = {}
         self._offload.clear()
         self._left_out.clear()
         self.gate.reset()
+
+        # Nobody waits for the exchange, so its error would be lost.
         if (exchange := self.updates.exchange) is not None and exchange.failed():
             exchange.wait()
+
         if name not in self._orders:
             self.drain()
-        self.timeline, self._is_open = self._planned(name, self._updates_due), True
+        self.timeline = self._planned(name, self._updates_due)
+        self._is_open = True  # before anything is submitted: an interrupt from here on is followed by `cancel`
         self._grad_makers = self._awaiting_sums()
-        with self.tear.change:  # some of the updates are no step; and what was speculative is due no more
+
+        # An interrupt in here leaves some of the updates submitted and others not, and nothing says which.
+        with self.tear.change:
             if name == "train":
                 self._summed.clear()
                 self._final.clear()
@@ -158,20 +207,36 @@ class Player:
             self._updates_due = frozenset()
 
     def _submit(self, timeline: Timeline) -> None:
-        """All loads and updates of a pass."""
+        """Hand all loads and updates of a pass to their lanes, which begin at once."""
+        # The second half of the proof in `begin`. A lane works in the order of submission, and both updates and loads
+        # come in the order of the accesses that they serve. So whatever is ahead of an item in its lane serves an
+        # earlier access, and waits for less.
         self._demand.begin_pass(timeline, trains=self._pass == "train")
         streamed = [update for update in timeline.updates if update.unit in self.placement.streamed]
         gradients = mark(self.store.clock, "gradients")
+
+        # a. Updates of units that are not streamed wait for gradients of the last step, which are made, and for readers
+        #    on the lane `checkpoint`, which waits for drives alone. One that feeds a load for access k waits for
+        #    accesses before k too. On the lane `update_gpu`, units at home there so come before all streamed ones.
         for update in timeline.updates:
             if update.unit not in self.placement.streamed:
                 self.updates.submit(update, gradients)
+
+        # b. A load for access k waits for accesses before k and for its unit's update. It looks for that update as soon
+        #    as the lane comes to it. So the updates were submitted first: else it would find that of the last step, and
+        #    bring weights that are about to change.
         first_loads: dict[str, Transfer] = {}
         for load in timeline.loads:
             transfer = self._lane.submit(load.unit, 0, partial(self._load, load))
             self._loads[load.access] = transfer
             first_loads.setdefault(load.unit, transfer)
-        for update in streamed:  # in the slot that its weights are loaded into
+
+        # c. A streamed unit is updated in the slot into which its weights are loaded: its update waits for that load,
+        #    and no load waits for the update.
+        for update in streamed:
             self.updates.submit(update, gradients, first_loads[update.unit])
+
+        # d. The exchange comes last in its lane and waits for the CPU's update lanes, which never wait for it.
         if self._pass == "train":
             self.updates.submit_exchange(goes_home=bool(self._updates_due), comes_again=True)
 
@@ -179,6 +244,7 @@ class Player:
         """The pass's timeline; None before its order is known."""
         if name not in self._orders:
             return None
+
         due -= self.updates.speculation.updated
         if (name, due) not in self._timelines:
             others = self.units.keys() - due
@@ -187,6 +253,7 @@ class Player:
         return self._timelines[name, due]
 
     def _awaiting_sums(self) -> frozenset[int]:
+        """Accesses whose backward adds to a sum that left the GPU after the group before."""
         if self.timeline is None or self._pass != "train" or not self.placement.sums_on_gpu:
             return frozenset()
         shipped = {unit for unit, home in self.placement.grad_homes.items() if home is not Tier.GPU}
@@ -214,6 +281,7 @@ class Player:
             ]
             played = Timeline(tuple(self.accesses), tuple(on_demand), ())
             self._demand.begin_pass(played, trains=self._pass == "train")
+
         self._demand.end_pass(played, self._final, trains=self._pass == "train")
         self._orders.setdefault(self._pass, tuple(self.accesses))
         self._evict_weights()
@@ -222,9 +290,11 @@ class Player:
     def cancel(self) -> None:
         """Leave a pass half-way: loads that wait for compute are given up, updates that are due still run."""
         self.gate.abandon()
-        if self.tear.is_torn:  # nobody may ever come to what is waited for here; `reset` does without
+        if self.tear.is_torn:  # the waits below might never end; `reset` does without them
             return
-        while self.held or self._grads:  # by a forward or backward that failed
+
+        # Leases of a forward or backward that failed go back before anything is waited for: a lane may need their slot.
+        while self.held or self._grads:
             with self.tear.change:
                 lease = self.held.pop() if self.held else self._grads.popitem()[1]
                 lease.release()
@@ -232,19 +302,23 @@ class Player:
         for transfer in self._loads.values():
             transfer.over()
         self.updates.over()
-        for unit in self._trained:  # no update and no sum of this step will take it
+
+        # Only now does no lane use the gradients: no update and no sum of this step will take them any more.
+        for unit in self._trained:
             self.blocks.drop_grad(unit)
         self._evict_weights()
         self._is_open = False
 
     def _leave_open_pass(self) -> None:
-        """Where an interrupt came before anybody could cancel it."""
+        """Cancel a pass that an interrupt left before anybody could."""
         self.tear.check()
         if self._is_open:
             self.cancel()
 
     def reset(self) -> None:
         """After something broke off: wait for all that moves, and forget it. Overwrite all state then."""
+        # First of all it is torn: then whoever waits for a slot fails once it is woken, instead of waiting again for
+        # a slot that perhaps nobody knows of.
         self.tear.is_torn = True
         self.gate.abandon()
         self.updates.speculation.abandon()
@@ -252,18 +326,19 @@ class Player:
             for lane in (self._lane, *self.updates.queues, self._checkpoints):
                 self.store.wake()
                 lane.settle()
-            self._updates_due, self._is_open = frozenset(), False
+            self._updates_due = frozenset()
+            self._is_open = False
             for kept in (self._loads, self.held, self._grads):
                 kept.clear()
             self.updates.forget()
-            self.store.reset()
+            self.store.reset()  # last, as it takes slots back: no lane may work in one any more
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Inside, all state is overwritten, which mends what something broke off. If that fails, it is torn still."""
         if self.tear.is_torn:
             self.reset()
-            region = self.tear.change  # nothing that holds is left, whatever happens
+            region = self.tear.change  # no error is a refusal here: there is no state left to fall back on
         else:
             self.drain()
             region = self.tear.call
@@ -295,7 +370,7 @@ class Player:
         self._leave_open_pass()
         self.updates.speculation.abandon()
         if self._updates_due:
-            with self.tear.change:  # some of them are no step
+            with self.tear.change:  # as in `begin`: some of the updates are no whole step
                 self.updates.submit_all(self._updates_due)
                 self._updates_due = frozenset()
         self.updates.drain()
@@ -311,13 +386,13 @@ class Player:
     def read_state(
         self, name: str, work: Callable[[], None], before: Transfer | None = None, unit: str | None = None
     ) -> Transfer:
-        """Work on the lane `checkpoint`, beside the passes. Call `drain` first.
+        """Work on the lane `checkpoint`, while passes go on. Call `drain` first.
 
         Args:
-            name: of the work, for the trace.
+            name: names the work in the trace.
             work: reads state where it is home, and gives up soon when `is_closed`.
             before: work of this lane; if it failed, this one fails with the same error, undone.
-            unit: whose state it reads; no update changes that before the work is over.
+            unit: the unit that it reads, if it reads one; no update changes that unit's state before the work is over.
         """
         transfer = self._checkpoints.submit(name, 0, work, [before] if before is not None else [])
         self.recorder.watch(transfer)
@@ -327,6 +402,9 @@ class Player:
 
     def close(self) -> None:
         """Abandon what waits for compute, or has not begun, and stop the lanes. `drain` first to finish a step."""
+        # Each close joins a thread, which first ends what was submitted. The gate is abandoned before that: loads and
+        # updates may wait there for compute, which comes no more. The other lanes still work, so whatever else is
+        # waited for comes to its end.
         self.is_closed = True
         self.gate.abandon()
         self._checkpoints.close()  # first: updates wait for it
@@ -351,7 +429,10 @@ class Player:
         return self._use(access)
 
     def _pass_over(self, access: Access | None) -> None:
-        """Use and leave what this pass leaves out before an access (None: before its end), so that its loads go on."""
+        """Use and leave the accesses that this pass leaves out before one (None: before its end).
+
+        They have loads and updates like any other, and later loads wait until they are over.
+        """
         assert self.timeline is not None
         skipped = passed_over(self.timeline.accesses, self.accesses, access, self._left_out, self._trained)
         self._left_out.update((recorded.unit, recorded.group) for recorded in skipped)
@@ -359,18 +440,26 @@ class Player:
             self._use(recorded).leave()
 
     def _use(self, access: Access) -> Use:
-        asked, unit, index = Instant(self.store.clock), access.unit, len(self.accesses)
+        """Wait for the unit's update and the access's load, then lease the weights."""
+        asked = Instant(self.store.clock)
+        unit = access.unit
+        index = len(self.accesses)
         self.accesses.append(access)
+
+        # An access that an update feeds has no load of its own: its weights are there after the update.
         causes: Counter[str] = Counter()
         for transfer in (self.updates.of(unit), self._loads.get(index)):
             if transfer is not None:
                 self._wait(transfer, causes)
+
+        # Without a timeline, or where an update did not feed its load, this brings the weights on demand.
         key = self.blocks.key(unit, Kind.WEIGHT)
         for transfer in self.store.prefetch(key, Tier.GPU, wait=True):
             self._wait(transfer, causes)
         with self.tear.call:  # else nobody would give the lease back
             lease = self.store.lease(key, Tier.GPU)
             self.held.append(lease)
+
         cause = causes.most_common(1)[0][0] if causes else "ram_to_gpu"
         return Use(self, access, lease, asked, cause)
 
@@ -392,6 +481,8 @@ class Player:
         self._summed.add(unit)
         if last:
             self._final.add(unit)
+
+        # The lease ends before the gradient is sent: sending evicts the GPU slot, and a lease forbids that.
         with self.tear.change:
             self._grads.pop(unit).release()
         if group and (summed := self.updates.of(unit)) is not None:
@@ -400,13 +491,15 @@ class Player:
             self.blocks.send_grad(unit, final=last)
             if self.blocks.sums_in_ram(unit):
                 self.updates.submit_sum(unit, group)
+
+        # After the sum: an update comes behind the sum of its unit that was submitted last.
         if last and self.policy.deferred:
             self.updates.submit_speculative(unit, mark(self.store.clock, unit))
         elif last:
             self.updates.submit(Update(unit, None), mark(self.store.clock, unit))
 
     def sums_here(self, unit: str) -> bool:
-        """True where the gradient's groups are added up on the GPU: at home there, or RAM is too short for it."""
+        """True if the gradient's groups are added up on the GPU: it is at home there, or RAM is too short for it."""
         return self.placement.sums_at(unit) is Tier.GPU
 
     def drain_gradients(self) -> None:
@@ -423,7 +516,9 @@ class Player:
         return self._offload.fetch(unit)
 
     def _wait(self, transfer: Transfer, causes: Counter[str]) -> None:
+        """Order compute behind a transfer, and count per time slice which lane it waited for."""
         while not transfer.issued(WAIT_SLICE_S):
+            # The transfer forgets both when it starts, on another thread: then its own queue is the cause.
             before = (*transfer.after, *transfer.behind)
             waits_for = next((other.queue for other in before if not other.done()), transfer.queue)
             causes[self.busy.get(waits_for, waits_for)] += 1
@@ -434,8 +529,10 @@ class Player:
     # ------------------------------------------------------------------ the lane's side
 
     def _load(self, load: Load) -> None:
+        """Bring weights into a GPU slot, on the lane `load`."""
         self.busy["load"] = "slot"
         self.blocks.make_room(load, self.gate)
+
         # A streamed unit is updated in its slot, so there the update comes behind the load.
         if load.unit not in self.placement.streamed and (update := self.updates.of(load.unit)) is not None:
             self.busy["load"] = "update"

@@ -6,7 +6,12 @@ holds, updates it with a clip coefficient of 1 and writes the spare one. When th
 that one holds from then on. Else it is void: the next pass updates the unit as all others, from the old generation,
 with its gradient, which still waits. The bits are the same either way; a wrong guess costs bytes.
 
-Threads: `begin`, `submit` and `decide` come from the thread that computes (autograd's, in a backward).
+Why a void attempt does no harm: it reads the generation that holds, which no other update touches before the lane is
+through with this one, and it writes a generation that nobody reads. What the lane is at when the attempt becomes void
+goes on to its end; the unit's next update comes behind it in the same lane.
+
+Threads: `begin`, `submit`, `decide` and `abandon` come from the thread that computes (autograd's, in a backward). The
+lane's side runs on the lane's worker.
 """
 
 from __future__ import annotations
@@ -31,23 +36,37 @@ from megatier.tier import round_up
 CHUNK_DEPTH = UPDATE_DEPTH - 1
 """Update chunks that arrive or are worked on; one more leaves."""
 HISTORY = 8
-"""Steps that are looked back on: where more than half of them were clipped, or left out, nobody speculates."""
+"""Steps that are looked back on: if more than half of them were clipped, or left out, nobody speculates."""
 
 
 @dataclass(slots=True)
 class Attempt:
-    """What one pass updates speculatively."""
+    """The speculative updates of one pass.
+
+    Attributes:
+        apply: AdamW as it is if nothing is clipped.
+        units: the units that are updated, and into which generation.
+        is_void: none of it counts; chunks that have not begun are left out.
+        moved_bytes: bytes that it has read and written so far.
+    """
 
     apply: Apply
     units: dict[str, Generation] = field(default_factory=dict)
-    """And into which generation."""
     is_void: bool = False
     moved_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of a unit's state, to be read in one generation and written in the other."""
+    """A run of a unit's state, to be read in one generation and written in the other.
+
+    Attributes:
+        attempt: the pass's attempt that it belongs to.
+        unit: name of the unit.
+        old: the generation that is read, which holds.
+        new: the generation that is written, which is spare.
+        elements: the run.
+    """
 
     attempt: Attempt
     unit: str
@@ -61,9 +80,9 @@ class Speculation:
 
     Attributes:
         updated: units whose last update is done, or on its way, because it was kept.
-        outcome: of the last step that was decided: `kept`, `void`, or None where nothing was tried.
-        outcomes: how many steps had each.
-        void_bytes: read and written in vain so far.
+        outcome: how the last step that was decided went: `kept`, `void`, or None if nothing was tried.
+        outcomes: how many steps had each outcome.
+        void_bytes: bytes that were read and written in vain so far.
     """
 
     def __init__(
@@ -81,24 +100,32 @@ class Speculation:
             blocks: the run's blocks.
             optimizer: does the arithmetic.
             recorder: notes updates.
-            busy: per lane, what it is at; kept up to date here.
-            demand: counts what is moved.
-            lane: where they run.
+            busy: per lane, the queue or wait that it is at; kept up to date here.
+            demand: counts the bytes that move.
+            lane: runs them, and all other updates of units that spill.
         """
-        self._blocks, self._optimizer, self._recorder, self._busy = blocks, optimizer, recorder, busy
+        self._blocks = blocks
+        self._optimizer = optimizer
+        self._recorder = recorder
+        self._busy = busy
         self._demand = demand
         self._lane = lane
-        self._store, self._units = blocks.store, frozenset(blocks.placement.speculative)
+        self._store = blocks.store
+        self._units = frozenset(blocks.placement.speculative)
+
         self.updated: frozenset[str] = frozenset()
         self.outcome: Literal["kept", "void"] | None = None
         self.outcomes: Counter[str] = Counter()
         self.void_bytes = 0
         self._lock = threading.Lock()
-        """Guards what an attempt moved: the lane counts it, and `abandon` adds it up."""
+        """Guards `moved_bytes` of the attempt and `void_bytes`: the lane counts, and `abandon` adds up."""
+
         self._clipped: deque[bool] = deque(maxlen=HISTORY)
+        """Whether each of the last steps was clipped, or left out."""
         self._is_closed = False
         self._attempt: Attempt | None = None
         self._transfers: dict[str, Transfer] = {}
+        """Each unit's last speculative update, until another update or sum takes its place."""
         self._planned: deque[Chunk] = deque()
         """Chunks that nobody asked for yet, in the order of the lane."""
         self._asked: deque[Chunk] = deque()
@@ -124,15 +151,18 @@ class Speculation:
             return
         if (new := self._blocks.spare(unit)) is None:
             return
-        old, chunks = self._blocks.valid[unit], self._blocks.chunks(unit)
+
+        old = self._blocks.valid[unit]
+        chunks = self._blocks.chunks(unit)
         with self._store.tear.change:
             attempt.units[unit] = new
+            # Chunks come before the update that takes them from the front: the lane finds all of them there.
             self._planned.extend(Chunk(attempt, unit, old, new, elements) for elements in chunks)
             work = partial(self._update, attempt, unit, len(chunks))
             self._transfers[unit] = self._lane.submit(unit, 0, work, after, self._blocks.readers(unit, new))
 
     def decide(self, *, clipped: bool) -> None:
-        """The norm is known: what was updated holds, or is void: it should have been clipped, or left out.
+        """The norm is known: updates so far hold, or are void because the step is to be clipped or left out.
 
         Call it inside a region of the store's tear.
         """
@@ -140,26 +170,30 @@ class Speculation:
         if (attempt := self._attempt) is None:
             self.outcome = None
             return
+
         self.outcome = "void" if clipped else "kept"
         self.outcomes[self.outcome] += 1
         if clipped:
             self.abandon()
             return
+
+        # The new generation holds though the lane may still be writing it: whoever uses the unit waits for `of` first.
         self._attempt = None
         self.updated = frozenset(attempt.units)
         self._blocks.valid.update(attempt.units)
 
     def abandon(self) -> None:
-        """What was tried and not decided is void; chunks that have not begun are left out."""
+        """Make an attempt that was not decided void; chunks that have not begun are left out."""
         if (attempt := self._attempt) is not None:
             with self._store.tear.change:
+                # Under the lock, so that each byte counts once: the lane adds to `void_bytes` itself from here on.
                 with self._lock:
                     attempt.is_void = True
                     self.void_bytes += attempt.moved_bytes
                 self._attempt = None
 
     def forget(self) -> None:
-        """All updates have ended, and their state is overwritten next."""
+        """Forget every speculative update: all have ended, and their state is overwritten next."""
         self.abandon()
         self.updated = frozenset()
         for kept in (self._transfers, self._planned, self._asked):
@@ -185,6 +219,8 @@ class Speculation:
 
     def _update(self, attempt: Attempt, unit: str, num_chunks: int) -> None:
         """AdamW on a unit, chunk by chunk, from one generation into the other."""
+        # Every chunk leaves the front of `_asked` and `_planned`, whether it was updated, left out or failed: else the
+        # next unit would take it for its own.
         for left in range(num_chunks, 0, -1):
             try:
                 if not (attempt.is_void or self._is_closed):
@@ -197,15 +233,18 @@ class Speculation:
             self._next()
 
     def _read_ahead(self) -> None:
+        """Ask for the next chunks, also those of units that come later, but for those that are void."""
         self._busy["update_nvme"] = "nvme_to_ram"
         while self._planned and len(self._asked) < CHUNK_DEPTH and not self._planned[0].attempt.is_void:
             chunk = self._planned.popleft()
-            self._asked.append(chunk)
+            self._asked.append(chunk)  # before it is read: if that fails half-way, `_next` drops what it brought
             size = self._blocks.read_ahead(chunk.unit, chunk.elements, chunk.old)
             self._count(chunk.attempt, read(size))
 
     def _update_chunk(self, chunk: Chunk) -> None:
-        unit, elements = chunk.unit, chunk.elements
+        """AdamW on one chunk, and its way to the new generation."""
+        unit = chunk.unit
+        elements = chunk.elements
         with (
             self._blocks.open_grad(unit, elements) as grad,
             self._blocks.open_update(unit, elements, chunk.old, chunk.new) as state,
@@ -217,12 +256,13 @@ class Speculation:
                 work.wait()
             self._recorder.work("update_nvme", unit, start, time.perf_counter_ns())
             state.write_back()
+
         for kind in self._blocks.spilled(unit):
             start, stop = self._blocks.span(unit, kind, elements)
             self._count(chunk.attempt, write(round_up(stop) - start))
 
     def _next(self) -> None:
-        """The first chunk is over; one that was read in vain leaves its slots."""
+        """Take the first chunk out; one that was read in vain leaves its slots."""
         if not self._asked:
             self._planned.popleft()
             return
@@ -230,6 +270,7 @@ class Speculation:
         self._blocks.drop_read(chunk.unit, chunk.elements, chunk.old)
 
     def _count(self, attempt: Attempt, move: Move) -> None:
+        """Count bytes that an attempt moves, in vain if it is void."""
         self._demand.add([move])
         with self._lock:
             attempt.moved_bytes += move.num_bytes

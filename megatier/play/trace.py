@@ -1,4 +1,7 @@
-"""What happened in a pass: transfers, compute, updates and stalls, on one clock."""
+"""The trace of a pass: its transfers, compute, updates and stalls, on one clock.
+
+Threads: the thread that computes calls `access`, `collect` and `take`; the lanes that update call `work`.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,27 @@ STALL_NS_MIN = 20_000
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """One span on one lane."""
+    """One span of time on one lane.
+
+    Attributes:
+        lane: a queue, `compute`, `update`, or `stall`.
+        name: the block or unit.
+        start_ns: its start, in time.perf_counter_ns.
+        end_ns: its end, likewise.
+        num_bytes: bytes that moved.
+        cause: the queue or lane that compute waited for, if it is a stall.
+    """
 
     lane: str
-    """A queue, `compute`, `update`, or `stall`."""
     name: str
-    """Block or unit."""
     start_ns: int
     end_ns: int
-    """Both on time.perf_counter_ns."""
     num_bytes: int = 0
     cause: str = ""
-    """Of a stall: the queue that compute waited for."""
 
     @property
     def seconds(self) -> float:
-        """Length."""
+        """How long it took."""
         return (self.end_ns - self.start_ns) / 1e9
 
 
@@ -43,34 +51,43 @@ class Recorder:
     """Collects a pass's events; device times are read when they have passed, so that recording never blocks compute."""
 
     def __init__(self) -> None:
-        """Empty."""
+        """Begin with no events."""
         self._accesses: list[tuple[Access, str, Instant, Instant, Instant]] = []
+        """Uses whose times the device may not have passed yet."""
         self._transfers: list[Transfer] = []
+        """Moves of the store that had not ended when they were last looked at."""
         self._watched: list[Transfer] = []
+        """Work of the player's lanes that had not ended."""
         self._events: list[TraceEvent] = []
 
     def access(self, access: Access, cause: str, asked: Instant, entered: Instant, left: Instant) -> None:
-        """One use of a unit: when compute asked, had the weights, and gave them back."""
+        """Note one use of a unit: when compute asked, had the weights, and gave them back."""
         self._accesses.append((access, cause, asked, entered, left))
 
     def work(self, lane: str, unit: str, start_ns: int, end_ns: int) -> None:
-        """A span on a lane of the host."""
+        """Note a span on a lane of the host."""
         self._events.append(TraceEvent(lane, unit, start_ns, end_ns))
 
     def watch(self, transfer: Transfer) -> None:
-        """Note what a lane of the player does on the device, under the lane's name, once it has ended."""
+        """Note an item of one of the player's lanes, under the lane's name, once it has ended."""
         self._watched.append(transfer)
 
     def collect(self, transfers: Iterable[Transfer]) -> None:
-        """Turn what has ended into events; never blocks. Between steps the device would wait for this work."""
+        """Turn uses and moves that have ended into events; never blocks. Call it while the device is at work.
+
+        A move that failed is left for `take`, which raises its error.
+        """
         self._transfers += transfers
-        accesses, self._accesses = self._accesses, []
+        accesses = self._accesses
+        self._accesses = []
         for used in accesses:
             if used[-1].passed():
                 self._note_access(*used)
             else:
                 self._accesses.append(used)
-        moves, self._transfers = self._transfers, []
+
+        moves = self._transfers
+        self._transfers = []
         for transfer in moves:
             if transfer.done() and not transfer.failed():
                 self._note_transfer(transfer)
@@ -78,27 +95,41 @@ class Recorder:
                 self._transfers.append(transfer)
 
     def take(self, transfers: Iterable[Transfer]) -> list[TraceEvent]:
-        """What ended since the last call, in order of start; waits for compute alone. The rest belongs to the next."""
+        """The events that ended since the last call, in order of start; all others belong to the next call.
+
+        It waits for compute alone, not for moves.
+
+        Raises:
+            TransferError, IntegrityError: a move of the store failed.
+        """
         for used in self._accesses:
             self._note_access(*used)
         self._accesses = []
-        moves, self._transfers = [*self._transfers, *transfers], []
+
+        moves = [*self._transfers, *transfers]
+        self._transfers = []
         for transfer in moves:
             if transfer.done():
                 self._note_transfer(transfer)
             else:
                 self._transfers.append(transfer)
-        watched, self._watched = self._watched, []
+
+        watched = self._watched
+        self._watched = []
         for transfer in watched:
             if not transfer.done():
                 self._watched.append(transfer)
-            elif transfer.over():  # whoever waits for an update has its error
+            elif transfer.over():  # an error is not raised here: whoever waits for an update has it
                 self._note_transfer(transfer)
-        events, self._events = self._events, []
+
+        events = self._events
+        self._events = []
         return sorted(events, key=lambda event: event.start_ns)
 
     def _note_access(self, access: Access, cause: str, asked: Instant, entered: Instant, left: Instant) -> None:
-        start, middle, end = asked.ns(), entered.ns(), left.ns()
+        start = asked.ns()
+        middle = entered.ns()
+        end = left.ns()
         if middle - start >= STALL_NS_MIN:
             self._events.append(TraceEvent("stall", access.unit, start, middle, cause=cause))
         self._events.append(TraceEvent("compute", f"{access.unit} {access.phase} {access.group}", middle, end))
@@ -109,7 +140,7 @@ class Recorder:
 
 
 def stall_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
-    """Seconds that compute waited, by cause."""
+    """Sum up the seconds that compute waited, by cause."""
     total: Counter[str] = Counter()
     for event in events:
         if event.lane == "stall":
@@ -118,9 +149,11 @@ def stall_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
 
 
 def busy_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
-    """Seconds with at least one span, by lane; stalls are no lane: compute waits."""
+    """Sum up the seconds with at least one span, by lane; stalls are no lane: compute waits."""
     total: dict[str, int] = {}
     until: dict[str, int] = {}
+
+    # Spans of a lane may overlap, as several moves of a queue are in flight: what was counted already is cut off.
     for event in sorted(events, key=lambda event: event.start_ns):
         lane = event.lane
         if lane != "stall":
@@ -142,13 +175,15 @@ def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -
         for event in events:
             track = lanes.setdefault(event.lane, len(lanes))
             details = {"step": step, "bytes": event.num_bytes, "cause": event.cause}
-            start, length = event.start_ns / 1e3, (event.end_ns - event.start_ns) / 1e3
+            start = event.start_ns / 1e3
+            length = (event.end_ns - event.start_ns) / 1e3
             row = {"ph": "X", "pid": 0, "tid": track, "ts": start, "dur": length, "name": event.name, "args": details}
             rows.append(row)
     names = [
         {"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": lane}}
         for lane, track in lanes.items()
     ]
+
     try:
         with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
             file.write(json.dumps({"traceEvents": [*names, *rows]}).encode())

@@ -1,21 +1,21 @@
-"""The updates: AdamW unit by unit, where each unit's state lies, submitted when its gradient is final.
+"""The updates: AdamW unit by unit, in the tier that holds a unit's state, submitted when its gradient is final.
 
-The lane `update` runs AdamW on the CPU where state is in RAM, and sums groups there. The lane `update_nvme` does so
-where state spills, chunk by chunk, and writes back: beside the other, so that no drive waits for it. The lane
-`update_gpu` works where AdamW runs on the GPU.
+The lane `update` runs AdamW on the CPU for units whose state is in RAM, and sums groups there. The lane `update_nvme`
+does so for units that spill, chunk by chunk, and writes back; it is a lane of its own so that no drive waits for the
+other. The lane `update_gpu` runs AdamW on the GPU.
 
 A streamed unit's state comes to GPU slots during the backward, when links and memory have time. It is updated there as
 soon as the norm is known, and goes home when the CPU is through with its own updates, which need all that memory gives.
 
-Where a unit's weights come from NVMe and its update is due, the update feeds the load: state is read once, and the new
+If a unit's weights come from NVMe and its update is due, the update feeds the load: state is read once, and the new
 weight plane goes from the RAM slot to the GPU on its way home.
 
-No deadlock: an update that feeds a load waits only for accesses before that load's; a streamed unit's waits for its
-load, and no load waits for it; the exchange of streamed state waits for the other lanes, never the other way round. RAM
-slots are held only while bytes move or AdamW runs.
+Why nothing deadlocks: an update that feeds a load waits only for accesses before that load's; a streamed unit's waits
+for its load, and no load waits for it; the exchange of streamed state waits for the other lanes, never the other way
+round. RAM slots are held only while bytes move or AdamW runs. `Player.begin` has the whole proof.
 
-Where a unit has a spare generation of state, its update may run before the norm is known: `speculation` says when.
-Where the generation that holds is kept as a savepoint, the update writes a spare one, which holds from then on.
+If a unit has a spare generation of state, its update may run before the norm is known: `speculation` says when. If the
+generation that holds is kept as a savepoint, the update writes a spare one, which holds from then on.
 
 Threads: updates and sums are submitted by the thread that computes (autograd's, in a backward). Any thread may ask for
 one of them (`of`).
@@ -47,16 +47,22 @@ class Applied:
     """AdamW under way on a unit in RAM. Its leases end when somebody has waited for it."""
 
     def __init__(self, work: Work, leases: contextlib.ExitStack, tear: Tear) -> None:
-        """Made by the update lane, which goes on to the next unit meanwhile, so that the threads never run dry."""
-        self._work, self._leases, self._tear, self._lock = work, leases, tear, threading.Lock()
+        """The lane `update` makes it, and goes on to the next unit meanwhile, so that the threads never run dry."""
+        self._work = work
+        self._leases = leases
+        self._tear = tear
+        self._lock = threading.Lock()
         self._error: Exception | None = None
 
     def wait(self) -> None:
         """Block until it is done; any thread, any number of times."""
         self._work.wait()
+
+        # Whoever waits first marks the state dirty and ends the leases, perhaps the training thread, which an interrupt
+        # may stop half-way. All others wait at the lock until that is done, and get the same error.
         with self._lock:
             try:
-                with self._tear.call:  # whoever waits first does this, the training thread perhaps
+                with self._tear.call:
                     self._leases.close()
             except FAILURES as error:
                 self._error = error
@@ -76,8 +82,8 @@ class Updates:
     """The updates of a run's units, and the sums of groups before them. `close` stops their lanes.
 
     Attributes:
-        exchange: takes streamed state home and brings it again; the last one submitted.
-        queues: its lanes.
+        exchange: the last transfer that was submitted to take streamed state home and bring it again.
+        queues: the three lanes.
         speculation: updates before the norm is known.
     """
 
@@ -95,28 +101,37 @@ class Updates:
         Args:
             blocks: the run's blocks.
             optimizer: does the arithmetic.
-            gate: accesses of the pass that are over; a fed load waits for its slot there.
+            gate: counts the accesses of the pass that are over; a fed load waits for its slot there.
             recorder: notes updates.
-            busy: per lane, what it is at, for the causes of stalls; kept up to date here.
-            demand: counts what is moved besides what a pass demands as a whole.
+            busy: per lane, the queue or wait that it is at, for the causes of stalls; kept up to date here.
+            demand: counts the bytes that move besides those that a pass demands as a whole.
         """
-        self._blocks, self._optimizer, self._gate, self._recorder, self._busy = blocks, optimizer, gate, recorder, busy
-        self._store, self._placement, self._policy = blocks.store, blocks.placement, blocks.policy
+        self._blocks = blocks
+        self._optimizer = optimizer
+        self._gate = gate
+        self._recorder = recorder
+        self._busy = busy
+        self._store = blocks.store
+        self._placement = blocks.placement
+        self._policy = blocks.policy
+
         self.exchange: Transfer | None = None
         self._demand = demand
         self._last: dict[str, Transfer] = {}
-        """Each unit's update or sum that was submitted last, but for speculative updates."""
+        """Each unit's update or sum that was submitted last; speculative updates are not among them."""
         self._fetched: dict[str, Transfer] = {}
         """Sums of groups on their way to the GPU that nobody has taken yet."""
         self._ahead: deque[tuple[str, Elements, Generation]] = deque()
-        """Chunks of spilled state that are due, in the order of their lane."""
+        """Chunks of spilled state that are due, in the order of their lane. The thread that submits appends; the lane
+        alone takes them out."""
         self._is_ahead = False
         """Streamed state is on the GPU, or on its way there, for the next update."""
         self._is_closed = False
         busy.update(update="update", update_nvme="nvme_to_ram", update_gpu="update_gpu")
+
         # The immediate mode looks at sums of squares on the GPU; in the deferred mode these lanes need no stream.
         clock = None if self._policy.deferred else self._store.clock
-        # They wait for loads and slots, so for compute, which submits to them.
+        # Items wait for loads and slots, so for compute, which submits them. Therefore no queue has a bound.
         self._in_ram = Queue("update", clock)
         self._on_nvme = Queue("update_nvme", clock)
         self._on_gpu = Queue("update_gpu", self._store.clock)
@@ -130,30 +145,38 @@ class Updates:
 
         Args:
             update: the unit, and the load to feed.
-            gradient: the point of compute that made its gradient, where compute is asynchronous.
-            load: of a streamed unit's weights. The update comes behind it even if it was given up: what is due has to
-                run.
+            gradient: the point of compute that made its gradient; None if compute is not asynchronous.
+            load: the load of a streamed unit's weights. The update comes behind it even if it was given up: an update
+                that is due has to run.
         """
         with self._store.tear.change:
             self._submit(update, [gradient] if gradient is not None else [], load)
 
     def _submit(self, update: Update, after: list[Transfer], load: Transfer | None) -> None:
+        """Append an update to its lane. A region of the tear is around it."""
         unit = update.unit
         old, new = self._blocks.advance(unit)
+
+        # Behind whoever still reads the generation that this update overwrites, such as a checkpoint. The load is no
+        # `after`: the update runs even if that failed or was given up.
         behind = self._blocks.readers(unit, new)
         behind += [load] if load is not None else []
-        self.speculation.drop(unit)
+        self.speculation.drop(unit)  # this update takes its place: whoever asks for the unit waits for this one
+
         if self._placement.updater(unit) is Tier.GPU:
             transfer = self._on_gpu.submit(unit, 0, partial(self._update_on_gpu, unit), after, behind)
             self._recorder.watch(transfer)
         elif self._blocks.is_cut(unit):
+            # The chunks before the update: when its lane comes to the update, all of them are there to take.
             self._ahead.extend((unit, elements, old) for elements in self._blocks.chunks(unit))
+            # Sums are taken in another lane, `update`, so the order of this lane alone would not do.
             if self._policy.groups > 1 and (summed := self._last.get(unit)) is not None:
                 after.append(summed)
             transfer = self._on_nvme.submit(unit, 0, partial(self._update_on_nvme, update, old, new), after, behind)
         else:
             transfer = self._in_ram.submit(unit, 0, partial(self._update_in_ram, unit), after, behind)
         self._last[unit] = transfer
+
         if unit in self._placement.streamed:
             moves = self._demand.moves
             if not self._is_ahead:
@@ -173,7 +196,7 @@ class Updates:
             self._fetched[unit] = self._in_ram.submit(unit, 0, partial(self._fetch, unit))
 
     def fetched(self, unit: str) -> Transfer | None:
-        """After which the unit's sum is there, or on its way; once."""
+        """The transfer after which the unit's sum is on the GPU, or on its way there. Asked again, there is none."""
         return self._fetched.pop(unit, None)
 
     def submit_speculative(self, unit: str, gradient: Transfer | None) -> None:
@@ -182,14 +205,17 @@ class Updates:
         self.speculation.submit(unit, [made for made in (gradient, summed) if made is not None])
 
     def submit_exchange(self, *, goes_home: bool, comes_again: bool) -> None:
-        """Behind all updates: streamed state home, and to the GPU again for the next update."""
+        """Take streamed state home behind all updates, and bring it to the GPU again for the next update."""
         streamed = self._placement.streamed
         if not streamed:
             return
+
         if comes_again and (goes_home or not self._is_ahead):
             for unit in streamed:
                 self._demand.add(self._demand.moves.fetch_state(unit))
         self._is_ahead = comes_again
+
+        # The CPU's updates take all that memory gives, so state goes home when they are over (docs/decisions/0011).
         on_cpu = [transfer for unit, transfer in self._last.items() if self._placement.updater(unit) is Tier.RAM]
         work = partial(self._exchange_state, on_cpu if goes_home else [], goes_home, comes_again)
         self.exchange = self._on_gpu.submit("streamed state", 0, work)
@@ -199,7 +225,7 @@ class Updates:
         return self.speculation.of(unit) or self._last.get(unit)
 
     def wait(self) -> None:
-        """Wait until every update and sum is done; not for speculative ones, the exchange, nor for write-backs.
+        """Wait until every update and sum is done, but not for speculative updates, the exchange and write-backs.
 
         Raises:
             TransferError, NonFiniteError: what stopped one of them.
@@ -219,28 +245,33 @@ class Updates:
         Raises:
             TransferError, NonFiniteError: what stopped an update.
         """
+        # Updates first: they start the write-backs that are waited for then.
         for transfer in self._all():
             transfer.wait()
+
         for name, kind in self._placement.homes:
             for place in self._blocks.places(name, kind):
                 self._store.settle(block_key(name, kind, place))
         for name, home in self._placement.grad_homes.items():
             if home is Tier.NVME:
                 self._store.settle(grad_key(name))
+
+        # Their updates brought weights into GPU slots, and a pass begins with empty ones.
         for name in self._placement.streamed:
             self._blocks.drop_weights(name)
 
     def forget(self) -> None:
-        """All of it has ended, and the state is overwritten next."""
+        """Forget every update: all have ended, and the state is overwritten next."""
         self.speculation.forget()
         for kept in (self._last, self._fetched, self._ahead):
             kept.clear()
-        self.exchange, self._is_ahead = None, False
+        self.exchange = None
+        self._is_ahead = False
         self._blocks.forget_readers()
 
     def close(self) -> None:
         """Abandon what has not begun and stop the lanes. Abandon the gate first: an update may wait on it."""
-        self._is_closed = True
+        self._is_closed = True  # before the lanes close, since each of them first does what it was given
         self.speculation.close()
         for lane in self.queues:
             lane.close()
@@ -252,6 +283,7 @@ class Updates:
         for unit in self._blocks.units:
             if unit not in due or unit in self.speculation.updated:
                 continue
+
             self.submit(Update(unit, None), gradients)
             self._demand.add(moves.update(unit))
             if unit in self._placement.streamed:
@@ -265,16 +297,18 @@ class Updates:
     # ------------------------------------------------------------------ lane update_gpu
 
     def _update_on_gpu(self, unit: str) -> None:
-        """AdamW where the state is at home on the GPU, or came to it; then the weights lie in the forward's slot."""
+        """AdamW on the GPU: on state at home there, or on state that came to it. The forward reads the same weights."""
         self._check(unit)
         (elements,) = self._blocks.chunks(unit)
         streamed = unit in self._placement.streamed
         self._busy["update_gpu"] = "state_to_gpu" if streamed else "update_gpu"
+
+        # Kernels of different streams can start in the order in which they were enqueued: one that waits on its stream
+        # for a copy would hold up compute. So the host waits.
         if streamed:
-            # Kernels of different streams can start in the order in which they were enqueued: one that waits on its
-            # stream for a copy would hold up compute. So the host waits.
             for transfer in self._store.prefetch(self._blocks.key(unit, Kind.WEIGHT), Tier.GPU, wait=True):
                 transfer.wait()
+
         with (
             self._blocks.open_grad(unit, elements) as grad,
             self._blocks.open_state(unit, elements, self._blocks.kinds, streamed=streamed) as state,
@@ -284,34 +318,43 @@ class Updates:
             state.write_back()
 
     def _exchange_state(self, on_cpu: Sequence[Transfer], goes_home: bool, comes_again: bool) -> None:
+        """Take the state of all streamed units home, then fetch that of each as soon as its old bytes are home."""
         for transfer in on_cpu:
             transfer.over()
         for unit in self._placement.streamed if goes_home else ():
             self._blocks.return_state(unit)
-        for unit in self._placement.streamed if comes_again else ():  # as soon as the old bytes are home
+
+        # Fetching waits until the copy on the GPU, which is leaving, is home: `Copies.place` sees to that.
+        for unit in self._placement.streamed if comes_again else ():
             if not self._is_closed:
                 self._blocks.fetch_state(unit)
 
     # ------------------------------------------------------------------ lane update
 
     def _update_in_ram(self, unit: str) -> Applied | None:
-        """AdamW on a unit in RAM, and its gradient's slot free again, whatever happens."""
+        """AdamW on a unit in RAM. Its gradient's slot is free again in any case, else a backward would wait for it."""
         try:
             self._check(unit)
             applied = self._begin_update(unit)
-            if applied is not None and not self._policy.deferred:  # the gradient's slot goes
+            # In the immediate mode the slot goes next, and AdamW must have read it. In the deferred mode the gradient
+            # is at home in RAM, and the lane goes on.
+            if applied is not None and not self._policy.deferred:
                 applied.wait()
             return applied
         finally:
             self._free_gradient(unit)
 
     def _begin_update(self, unit: str) -> Applied | None:
+        """Start AdamW on a whole unit; None if it is done."""
         (elements,) = self._blocks.chunks(unit)
         with contextlib.ExitStack() as leases:
             grad = leases.enter_context(self._blocks.open_grad(unit, elements))
             state = leases.enter_context(self._blocks.open_state(unit, elements, self._blocks.kinds))
             start = time.perf_counter_ns()
             work = self._optimizer.apply(unit, elements, state.planes, grad, state.before)
+
+            # The stack unwinds backwards: the span is noted, state is marked dirty and sent home while it is still
+            # leased, and the leases end.
             leases.callback(state.write_back)
             if work is None:
                 self._recorder.work("update", unit, start, time.perf_counter_ns())
@@ -320,7 +363,9 @@ class Updates:
             return Applied(work, leases.pop_all(), self._store.tear)
 
     def _accumulate(self, unit: str, group: int) -> None:
-        total_key, part_key = sum_key(unit), grad_key(unit)
+        """Add a group's gradient to the sum of those before. Its slot is free again in any case."""
+        total_key = sum_key(unit)
+        part_key = grad_key(unit)
         try:
             with self._store.lease(total_key, Tier.RAM) as total, self._store.lease(part_key, Tier.RAM) as part:
                 self._optimizer.accumulate(unit, total.bytes, part.bytes, group=group)
@@ -333,10 +378,12 @@ class Updates:
     # ------------------------------------------------------------------ lane update_nvme
 
     def _update_on_nvme(self, update: Update, old: Generation, new: Generation) -> None:
-        """Chunk by chunk: read ahead, update, feed the load, write back."""
+        """AdamW on a unit that spills, chunk by chunk: read ahead, update, feed the load, write back."""
         unit = update.unit
         try:
             self._check(unit)
+            # Room on the GPU comes first. It waits for accesses, so for loads, which pass through RAM slots: none of
+            # these may be leased here meanwhile.
             feeds = update.load is not None and self._may_feed(update.load)
             for elements in self._blocks.chunks(unit):
                 self._busy["update_nvme"] = "nvme_to_ram"
@@ -346,11 +393,13 @@ class Updates:
             if feeds:
                 self._blocks.feed_frozen(unit)
         finally:
+            # If it failed half-way, the next unit must not take its chunks for its own.
             while self._ahead and self._ahead[0][0] == unit:
                 self._ahead.popleft()
             self._free_gradient(unit)
 
     def _update_chunk(self, unit: str, elements: Elements, old: Generation, new: Generation, *, feeds: bool) -> None:
+        """AdamW on one chunk, its way home, and its weights to the GPU if a load is fed."""
         with (
             self._blocks.open_grad(unit, elements) as grad,
             self._blocks.open_update(unit, elements, old, new) as state,
@@ -360,13 +409,15 @@ class Updates:
             if (work := self._optimizer.apply(unit, elements, state.planes, grad, state.before)) is not None:
                 work.wait()
             self._recorder.work("update_nvme", unit, start, time.perf_counter_ns())
+
             state.write_back()
+            # While the slot in RAM is leased: once it is left to the drive, the weights would be read from there.
             if feeds:
                 span = self._blocks.span(unit, Kind.WEIGHT, elements)
                 self._store.prefetch(self._blocks.key(unit, Kind.WEIGHT, new), Tier.GPU, span, wait=True)
 
     def _may_feed(self, load: Load) -> bool:
-        """True once there is room for the weights on the GPU; False when the step that wanted them was given up."""
+        """True once there is room for the weights on the GPU; False if the step that wanted them was given up."""
         self._busy["update_nvme"] = "slot"
         try:
             self._blocks.make_room(load, self._gate)
@@ -375,15 +426,17 @@ class Updates:
         return True
 
     def _read_ahead(self) -> None:
+        """Ask for the next chunks, also those of units that come later; what is there or asked for moves no more."""
         for chunk in list(self._ahead)[:CHUNK_DEPTH]:
             self._blocks.read_ahead(*chunk)
 
     def _free_gradient(self, unit: str) -> None:
-        """Where the gradient lies in a slot alone."""
+        """Drop a gradient that lies in a slot alone, so that the next one finds room."""
         if self._policy.groups == 1 and self._placement.grad_homes[unit] is None:
             self._store.evict(grad_key(unit), Tier.RAM)
 
     def _check(self, unit: str) -> None:
+        """Refuse to update once the run is closed; in the immediate mode also with a gradient that is not finite."""
         if self._is_closed:
             raise StepAbandonedError(f"the run was closed before {unit} was updated")
         if not self._policy.deferred:

@@ -27,9 +27,11 @@ from megatier.tier import PAGE_BYTES, round_up
 
 HUGE_PAGE_BYTES = 2 << 20
 POPULATE_BYTES = 256 << 20
+"""Bytes that one thread touches at a time."""
 
 
 _MAPPINGS: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+"""All mappings of this process."""
 
 
 def _keep_mappings() -> None:
@@ -45,6 +47,8 @@ class Arena:
     """A contiguous region of bytes on one device.
 
     Attributes:
+        num_bytes: its size, in whole pages.
+        address: where it begins in memory.
         bytes: uint8 [num_bytes], 2 MiB aligned on the CPU; every other view of the arena is a slice of it.
         pinned: page-locked for a CUDA device, so that copies to and from it run asynchronously.
     """
@@ -72,6 +76,7 @@ class Arena:
             self._pin()
 
     def _pin(self) -> None:
+        """Page-lock it."""
         cudart = torch.cuda.cudart()
         code = cudart.cudaHostRegister(self.address, self.num_bytes, 0)
         if code != cudart.cudaError.success:
@@ -85,18 +90,22 @@ class Arena:
         return filled
 
     def _mapped_bytes(self) -> torch.Tensor:
+        """A mapping of zeros, each page of which was touched."""
         # Private and anonymous: Python's default shared mapping gets no huge pages.
         mapping = mmap.mmap(-1, self.num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(mmap.MADV_HUGEPAGE)
+
         # A forked child (a worker of a DataLoader) does not get it. Else the fork would mark every page, and whichever
-        # process writes first would get a copy: the driver's pages were no longer those that the tensors show.
+        # process writes first would get a copy: the driver's pages would no longer be those that the tensors show.
         mapping.madvise(mmap.MADV_DONTFORK)
         _MAPPINGS.add(mapping)
+
         # np.frombuffer holds the buffer export: the mapping outlives every view (torch.frombuffer would not hold it).
         whole = np.frombuffer(mapping, dtype=np.uint8)
         skip = -whole.ctypes.data % HUGE_PAGE_BYTES
         # Cut before torch sees it: torch asks the start of the storage whether a tensor is pinned.
         used = torch.from_numpy(whole[skip : skip + self.num_bytes])
+
         # Cold memory of a virtual machine arrives at 0.5 GB/s a thread, so several touch it.
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
             for start in range(0, self.num_bytes, POPULATE_BYTES):
@@ -117,17 +126,30 @@ class Arena:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A reusable piece of an arena."""
+    """A reusable piece of an arena.
+
+    Attributes:
+        offset: where it begins in the arena.
+        num_bytes: its size.
+        pool: the pool that it goes back to.
+        pending: moves that still read or write it; whoever fills it next comes behind them.
+    """
 
     offset: int
     num_bytes: int
     pool: SlotPool
     pending: list[Transfer] = field(default_factory=list)
-    """Moves that still read or write it; whoever fills it next orders itself behind them."""
 
 
 class SlotPool:
-    """Equal slots in the order they were given back, so that the next one taken is the one free for longest."""
+    """Equal slots in the order in which they were given back.
+
+    The next one that is taken is the one free for longest: the moves that it still waits for have most likely ended.
+
+    Attributes:
+        slot_bytes: size of each slot, in whole pages.
+        num_slots: how many slots there are, free or not.
+    """
 
     def __init__(self, offset: int, slot_bytes: int, num_slots: int) -> None:
         """Cut num_slots pieces of slot_bytes, page aligned, from `offset` on."""
@@ -137,7 +159,7 @@ class SlotPool:
         self.take_back()
 
     def take_back(self) -> None:
-        """All slots are free, whoever had them; nothing moves in them any more."""
+        """Make all slots free, whoever had them. Nothing moves in them any more."""
         offsets = (self._offset + number * self.slot_bytes for number in range(self.num_slots))
         self._free = deque(Slot(offset, self.slot_bytes, self) for offset in offsets)
 
@@ -151,6 +173,6 @@ class SlotPool:
         return self._free.popleft() if self._free else None
 
     def give(self, slot: Slot, pending: list[Transfer]) -> None:
-        """Return a slot; `pending` must end before its bytes may change."""
+        """Take a slot back; `pending` must end before its bytes may change."""
         slot.pending = pending
         self._free.append(slot)

@@ -2,13 +2,13 @@
 
 Where it stands: hop 1 (NVMe extent -> RAM slot) and hop 6 (RAM slot -> NVMe extent) of a byte's journey.
 
-A block is cut into stripes that go round the mounts, by their shares. Every chunk of 64 KiB has a checksum, held in
+A block is cut into stripes that are dealt to the mounts by their shares. Every chunk of 64 KiB has a checksum, held in
 RAM, stored when it is written and verified when it is read. Files are filled once at the start: the first write into a
 fresh extent is half as fast as an overwrite, and a full disk shows before training, not during it.
 
 Files live in `<mount>/megatier-<run id>/`, under a lock, with modes 0700 and 0600; only that directory is ever removed.
-They go with the process, unless a savepoint needs them (`keep`). What a killed process leaves is for `leftovers`.
-What others may have put in their place is refused (`private`).
+They go with the process, unless a savepoint needs them (`keep`). `leftovers` removes those of a killed process. Files
+that others may have put in their place are refused (`private`).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from megatier.store.io_engine import REQUEST_BYTES, IoBatch, IoEngine, NativeEng
 from megatier.tier import PAGE_BYTES, round_up
 
 STRIPE_BYTES = 32 << 20
+"""Most bytes of one stripe."""
 BLOCK_FILE = "blocks"
 KEPT_FILE = "savepoint"
 """Marks block files that outlive their process."""
@@ -42,30 +43,40 @@ FILES = (KEPT_FILE, BLOCK_FILE, LOCK_FILE)
 
 @dataclass(frozen=True, slots=True)
 class IoOptions:
-    """How block files are accessed."""
+    """How block files are accessed.
+
+    Attributes:
+        num_threads: requests that the engine works on at once, per direction.
+        engine: makes the engine that reads and writes, for so many threads.
+        direct: try O_DIRECT; a file system that refuses it gets buffered access, which `BlockFiles.is_direct` reports.
+        checksums: verify every chunk that is read.
+        gpu_direct: read into GPU memory with kvikio (`gds`), past RAM.
+        chunk_bytes: bytes under one checksum, a power of two from 4,096; spans of a block start on chunk boundaries.
+        shares: the part that each mount takes, in any unit, such as its measured rate. Empty: by their budgets.
+        reuses: take the files that a process of the same run id kept, and the bytes in them. Before anything is read,
+            the checksums that belong to these are put back (`TieredStore.extents`).
+    """
 
     num_threads: int = 4
-    """Requests that the engine works on at once, per direction."""
     engine: Callable[[int], IoEngine] = NativeEngine
-    """What reads and writes, made for so many threads."""
     direct: bool = True
-    """Try O_DIRECT; a file system that refuses it gets buffered access, which `BlockFiles.is_direct` reports."""
     checksums: bool = True
-    """Verify every chunk that is read."""
     gpu_direct: bool = False
-    """Read into GPU memory with kvikio (`gds`), past RAM."""
     chunk_bytes: int = 64 << 10
-    """Bytes under one checksum, a power of two from 4,096; spans of a block start on chunk boundaries."""
     shares: tuple[float, ...] = ()
-    """What each mount takes beside the others: their measured rates, say. Empty: by their budgets."""
     reuses: bool = False
-    """Take the files that a process of the same run id kept, with what is in them. Before anything is read, the
-    checksums that belong to it are put back (`TieredStore.extents`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """A run of a block's bytes on one mount."""
+    """A run of a block's bytes on one mount.
+
+    Attributes:
+        mount: index of the mount.
+        file_offset: where it begins in the mount's file.
+        start: where it begins in the block.
+        num_bytes: its length.
+    """
 
     mount: int
     file_offset: int
@@ -74,22 +85,31 @@ class Stripe:
 
 
 class Extent:
-    """Where one block lies, and the checksum of each of its chunks."""
+    """The place of one block, and the checksum of each of its chunks.
+
+    Attributes:
+        num_bytes: the block's size in whole pages.
+        stripes: its pieces, in order.
+        checksums: uint32 per chunk, in RAM. Native threads store them and compare with them.
+    """
 
     __slots__ = ("checksums", "num_bytes", "stripes")
 
     def __init__(self, num_bytes: int, stripes: tuple[Stripe, ...], checksums: npt.NDArray[np.uint32]) -> None:
-        """num_bytes is the block's size rounded up to a page."""
-        self.num_bytes, self.stripes, self.checksums = num_bytes, stripes, checksums
+        """Take the place of a block, in whole pages."""
+        self.num_bytes = num_bytes
+        self.stripes = stripes
+        self.checksums = checksums
 
     def padded(self, stop: int) -> int:
-        """Where a span that ends at `stop` ends on the drive: a block's last page is moved whole."""
+        """The end on the drive of a span that ends at `stop`: a block's last page is moved whole."""
         return round_up(stop)
 
     def pieces(self, start: int, stop: int) -> Iterator[Stripe]:
-        """What the stripes hold of bytes [start, stop) of the block; each piece's `start` counts from there."""
+        """Give the parts of stripes that hold bytes [start, stop) of the block; a part's `start` counts from there."""
         for stripe in self.stripes:
-            first, last = max(start, stripe.start), min(stop, stripe.start + stripe.num_bytes)
+            first = max(start, stripe.start)
+            last = min(stop, stripe.start + stripe.num_bytes)
             if first < last:
                 yield Stripe(stripe.mount, stripe.file_offset + first - stripe.start, first - start, last - first)
 
@@ -98,14 +118,18 @@ class FileBatch:
     """A batch of the engine whose failure becomes a typed error."""
 
     def __init__(self, batch: IoBatch, what: str, key: str, paths: Sequence[Path]) -> None:
-        """Paths name the file of each segment."""
-        self._batch, self._what, self._key, self._paths = batch, what, key, paths
+        """Take a batch that runs; `paths` name the file of each of its segments."""
+        self._batch = batch
+        self._what = what
+        self._key = key
+        self._paths = paths
 
     def wait(self) -> None:
         """Block, GIL free; raise TransferError or IntegrityError when a request failed."""
         self._batch.wait()
         if (error := self._batch.error()) is None:
             return
+
         kind, code, segment, offset, expected, found = error
         path = str(self._paths[segment])
         if kind == "checksum":
@@ -113,11 +137,11 @@ class FileBatch:
         raise TransferError(f"{self._what} of block {self._key}", "nvme", path, offset, code if kind == "io" else 0)
 
     def done(self) -> bool:
-        """True when every request ended."""
+        """True if every request has ended."""
         return self._batch.done()
 
     def span_ns(self) -> tuple[int, int]:
-        """First request's start, last one's end."""
+        """Start of the first request and end of the last one, in time.perf_counter_ns."""
         return self._batch.span_ns()
 
 
@@ -125,6 +149,11 @@ class BlockFiles:
     """All blocks of one store on NVMe.
 
     Threads: reserve, allocate and fill from one thread; read and write from any, after that.
+
+    Attributes:
+        options: how files are accessed.
+        is_direct: whether access is O_DIRECT, known once allocated.
+        paths: the file on each mount, there once allocated; for messages, since files are reached by descriptors.
     """
 
     def __init__(self, mounts: Sequence[MountBudget], run_id: str, options: IoOptions) -> None:
@@ -141,13 +170,17 @@ class BlockFiles:
         self._mounts = tuple(mounts)
         for mount in mounts:
             check_directory(mount.directory)
+
         directories = [mount.directory / f"megatier-{run_id}" for mount in mounts]
         self.paths = [directory / BLOCK_FILE for directory in directories]
-        """The file on each mount, there once allocated; for messages."""
         self._directories: list[PrivateDirectory] = []
         self._files: list[int] = []
+        """An open descriptor per mount."""
         self._used = [0] * len(mounts)
+        """Bytes reserved per mount."""
         self._engine = options.engine(options.num_threads)
+
+        # Threads, locks and files are given back by `close` alone, and whoever gets an error here has nothing to close.
         try:
             for path in directories:
                 self._directories.append(PrivateDirectory(path))
@@ -166,7 +199,7 @@ class BlockFiles:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes reserved over all mounts."""
+        """Bytes that are reserved on all mounts together."""
         return sum(self._used)
 
     @property
@@ -180,8 +213,11 @@ class BlockFiles:
         Raises:
             CapacityError: the mounts' budgets are used up.
         """
-        total, chunk, before = round_up(num_bytes), self.options.chunk_bytes, list(self._used)
-        stripes, start = [], 0
+        total = round_up(num_bytes)
+        chunk = self.options.chunk_bytes
+        before = list(self._used)
+        stripes = []
+        start = 0
         while start < total:
             mount, size = self._next_mount(total - start)
             if not size:
@@ -194,8 +230,9 @@ class BlockFiles:
         return Extent(total, tuple(stripes), zero_checksums(total, chunk))
 
     def _next_mount(self, missing: int) -> tuple[int, int]:
-        """Of the mounts with room, the one that has taken least for its share, and the bytes it takes."""
-        chunk, shares = self.options.chunk_bytes, self.options.shares or self._budgets
+        """The mount with room that has taken least for its share, and the bytes that it takes; 0 if none has room."""
+        chunk = self.options.chunk_bytes
+        shares = self.options.shares or self._budgets
         free = [budget - used for budget, used in zip(self._budgets, self._used, strict=True)]
         sizes = [min(missing, STRIPE_BYTES, room if room >= missing else room // chunk * chunk) for room in free]
         best = min(range(len(free)), key=lambda i: (sizes[i] <= 0, self._used[i] / max(1, shares[i]), i))
@@ -214,9 +251,11 @@ class BlockFiles:
             if self.options.reuses:
                 self._files.append(self._open(index))
                 continue
+
             remedy = f"Give {self._mounts[index].directory} a smaller size in tiers.nvme or free space on it."
             if size > (free := _free_bytes(path.parent)):  # else the attempt would fill the disk for a moment
                 raise CapacityError("nvme", size, free, remedy)
+
             self._files.append(self._open(index))
             try:
                 if size:
@@ -239,11 +278,14 @@ class BlockFiles:
         zeros = np.zeros(REQUEST_BYTES + PAGE_BYTES, dtype=np.uint8)
         address = zeros.ctypes.data + -zeros.ctypes.data % PAGE_BYTES
         batches = []
+
+        # All mounts at once; the bounded queue of the native threads holds this loop back.
         for index, path in enumerate(self.paths):
             for offset in range(0, self._used[index], REQUEST_BYTES):
                 segment = (self._files[index], offset, address, min(REQUEST_BYTES, self._used[index] - offset))
                 batch = self._engine.submit([segment], 0, self.options.chunk_bytes, writes=True)
                 batches.append(FileBatch(batch, "write", "(zeros)", [path]))
+
         try:
             for file_batch in batches:
                 file_batch.wait()
@@ -252,6 +294,7 @@ class BlockFiles:
             raise
 
     def _open(self, mount: int) -> int:
+        """Open a mount's block file; without O_DIRECT from the first file system on that refuses it."""
         flags = 0 if self.options.reuses else os.O_CREAT
         directory = self._directories[mount]
         try:
@@ -259,6 +302,7 @@ class BlockFiles:
         except OSError as error:
             if not self.is_direct or error.errno != errno.EINVAL:
                 raise TransferError("opening", "nvme", str(self.paths[mount]), 0, error.errno or 0) from error
+
         self.is_direct = False
         if not self.options.reuses:
             with contextlib.suppress(OSError):
@@ -266,7 +310,7 @@ class BlockFiles:
         return self._open(mount)
 
     def opened(self, mount: int) -> Path:
-        """By which a library that takes no descriptors opens the file that is open here, whatever has its name now."""
+        """A path to the file that is open, whatever has its name now, for libraries that take no descriptor."""
         return Path(f"/proc/self/fd/{self._files[mount]}")
 
     # HOP 1/6: NVMe extent -> RAM slot
@@ -280,10 +324,12 @@ class BlockFiles:
         return self._move(key, extent, (start, stop), address, writes=True)
 
     def _move(self, key: str, extent: Extent, span: tuple[int, int], address: int, *, writes: bool) -> FileBatch:
+        """Hand the pieces of a span to the engine."""
         start, stop = span
         chunk = self.options.chunk_bytes
         assert start % chunk == 0, "a span starts on a chunk boundary"
         assert stop % chunk == 0 or stop == extent.num_bytes, "a span ends on a chunk boundary or with its block"
+
         pieces = list(extent.pieces(start, stop))
         segments = [(self._files[p.mount], p.file_offset, address + p.start, p.num_bytes) for p in pieces]
         paths = [self.paths[piece.mount] for piece in pieces]
@@ -292,7 +338,7 @@ class BlockFiles:
         return FileBatch(batch, "write" if writes else "read", key, paths)
 
     def keep(self, keeps: bool) -> None:
-        """Whether the files outlive this process, as they are when it ends; says so beside them.
+        """Decide whether the files outlive this process, as they are when it ends; a mark next to them says so.
 
         Raises:
             TransferError: a drive failed, or refuses the mark.
@@ -306,6 +352,8 @@ class BlockFiles:
             except OSError as error:
                 mark = directory.path / KEPT_FILE
                 raise TransferError("marking", "nvme", str(mark), 0, error.errno or 0) from error
+
+        # A name that was made is on the drive only when its directory is.
         for directory in self._directories if keeps else ():
             try:
                 directory.sync()
@@ -329,18 +377,22 @@ class BlockFiles:
     def close(self) -> None:
         """Finish what runs, close and remove the files of this run unless they are kept, unlock. Safe to call twice.
 
-        What a drive that is gone or read-only does not let go stays: whoever closes knows of it by a failed transfer.
+        Files on a drive that is gone or read-only stay: whoever closes knows of it by a failed transfer.
         """
-        self._engine.close()
+        self._engine.close()  # before the descriptors, whose numbers another file may get at once
         for file in self._files:
             with contextlib.suppress(OSError):
                 os.close(file)
         for directory in self._directories:
             directory.close(() if self._is_kept and directory.holds(BLOCK_FILE) else FILES)
-        self._files, self._directories = [], []
+
+        # Else a second call would close descriptors of somebody else.
+        self._files = []
+        self._directories = []
 
 
 def _sync(directory: Path) -> None:
+    """Wait until the names in a directory are on the drive."""
     file = os.open(directory, FOLDER_FLAGS)
     try:
         os.fsync(file)
@@ -350,13 +402,13 @@ def _sync(directory: Path) -> None:
 
 @functools.cache
 def zero_checksum(num_bytes: int) -> int:
-    """Checksum of so many zeros."""
+    """The checksum of so many zeros."""
     zeros = np.zeros(num_bytes, dtype=np.uint8)
     return _native.checksum(zeros.ctypes.data, num_bytes)
 
 
 def zero_checksums(num_bytes: int, chunk_bytes: int) -> npt.NDArray[np.uint32]:
-    """Checksum of each chunk of so many zeros; the last chunk may be shorter."""
+    """The checksum of each chunk of so many zeros; the last chunk may be shorter."""
     checksums = np.full(-(-num_bytes // chunk_bytes), zero_checksum(chunk_bytes), dtype=np.uint32)
     if tail := num_bytes % chunk_bytes:
         checksums[-1] = zero_checksum(tail)
@@ -364,10 +416,10 @@ def zero_checksums(num_bytes: int, chunk_bytes: int) -> npt.NDArray[np.uint32]:
 
 
 def check_directory(directory: Path, setting: str = "tiers.nvme") -> None:
-    """Refuse what cannot be a mount. Bytes in a file system in RAM are RAM that no budget counts.
+    """Refuse a directory that cannot be a mount. Bytes in a file system in RAM are RAM that no budget counts.
 
     Raises:
-        ConfigError: it is not a directory, or its files lie in RAM; begins with the setting that names it.
+        ConfigError: it is not a directory, or its files lie in RAM; the message begins with `setting`.
     """
     if not directory.is_dir():
         raise ConfigError(f"{setting}: {directory} is not a directory. Create it, or name a mount that exists.")
@@ -379,7 +431,7 @@ def check_directory(directory: Path, setting: str = "tiers.nvme") -> None:
 
 
 def budget_bytes(mount: MountBudget) -> int:
-    """A mount's budget; nine tenths of what is free there where none was given.
+    """A mount's budget; nine tenths of the free space there if none was given.
 
     Raises:
         ConfigError: it is no directory on a drive, or full.
@@ -393,6 +445,6 @@ def budget_bytes(mount: MountBudget) -> int:
 
 
 def _free_bytes(directory: Path) -> int:
-    """What this user may still fill."""
+    """Bytes that this user may still fill."""
     file_system = os.statvfs(directory)
     return file_system.f_bavail * file_system.f_frsize

@@ -1,8 +1,8 @@
 """NVMe -> GPU past RAM: reads of the block files by kvikio, straight into GPU memory.
 
-The only file that knows kvikio. Where the machine has GPUDirect Storage, the drive writes into GPU memory; elsewhere
-kvikio reads into buffers of its own in RAM and copies from there (its compatibility mode). Which of them it was, its
-byte counters say. It is kvikio's own choice; KVIKIO_COMPAT_MODE=ON in the environment forbids the first.
+This is the only file that knows kvikio. If the machine has GPUDirect Storage, the drive writes into GPU memory; else
+kvikio reads into buffers of its own in RAM and copies from there (its compatibility mode). The choice is kvikio's, and
+its byte counters tell which one it made; KVIKIO_COMPAT_MODE=ON in the environment forbids the first.
 
 kvikio knows no streams: whatever still uses the target must be over before a read begins, and kvikio orders its copies
 behind what is enqueued on CUDA's default stream. A read blocks until its bytes are there and verified on the GPU.
@@ -28,23 +28,28 @@ from megatier.store.blockfile import BlockFiles, Extent, Stripe, zero_checksums
 from megatier.store.io_engine import REQUEST_BYTES
 
 PROBE_BYTES = 1 << 20
-"""Read from each file at the start. kvikio takes reads below 16 KiB past GPUDirect Storage."""
+"""Bytes to read from each file at the start. kvikio takes reads below 16 KiB past GPUDirect Storage."""
 REMEDY = "tiers.gpu_direct: false reads through RAM instead"
+"""The way out that a message about a failed read names."""
 
 
 @dataclass(frozen=True, slots=True)
 class IoPath:
-    """How kvikio's reads of this process went, by its own counters."""
+    """How kvikio's reads of this process went, by its own counters.
+
+    Attributes:
+        gds_bytes: bytes that were read through cuFile.
+        posix_bytes: bytes that were read in compatibility mode.
+        has_nvidia_fs: whether the kernel module is loaded. Without it cuFile uses the PCIe peer-to-peer of newer
+            kernels, or falls back.
+    """
 
     gds_bytes: int
-    """Through cuFile."""
     posix_bytes: int
-    """In compatibility mode."""
     has_nvidia_fs: bool
-    """The kernel module is loaded. Without it cuFile uses the PCIe peer-to-peer of newer kernels, or falls back."""
 
     def __str__(self) -> str:
-        """For people."""
+        """Say it in words for people."""
         if not self.gds_bytes:
             return f"kvikio in compatibility mode ({mib(self.posix_bytes)})"
         doubt = "" if self.has_nvidia_fs else "; nvidia-fs is not loaded: peer-to-peer, or cuFile's own fallback"
@@ -67,6 +72,7 @@ class GpuReader:
         self._library = load_library(device)
         self._opened = contextlib.ExitStack()
         self._handles: list[Any] = []
+        """An open file of kvikio's per mount."""
         self._counters: Any = None
 
     def open(self, device: torch.device) -> None:
@@ -82,9 +88,10 @@ class GpuReader:
             "bounce_buffer_size": REQUEST_BYTES,
             "auto_direct_io_read": self._files.is_direct,
         }
-        # These are the process's: they go back to what they were when this closes.
+        # The defaults belong to the process: they go back to what they were when this closes.
         self._opened.enter_context(self._library.defaults.set(settings))
         self._counters = self._opened.enter_context(self._library.SummaryMonitor())
+
         for mount, path in enumerate(self._files.paths):
             with self._typed_errors("opening", path, 0):
                 self._handles.append(self._opened.enter_context(self._library.CuFile(self._files.opened(mount), "r")))
@@ -101,19 +108,25 @@ class GpuReader:
         Raises:
             TransferError, IntegrityError: the bytes in `target` are not those of the block.
         """
-        if target.is_cuda:  # kvikio knows no streams
+        # kvikio knows no streams: whatever is ordered before this on the stream has to be over on the device.
+        if target.is_cuda:
             torch.cuda.current_stream().synchronize()
-        with contextlib.ExitStack() as reads:  # one that fails waits for the others, which write to the same target
+
+        # If one read fails, the stack still waits for the others, which write to the same target. Else they would go on
+        # after this transfer is over, and its slot may be somebody else's by then.
+        with contextlib.ExitStack() as reads:
             for piece in extent.pieces(start, start + target.numel()):
-                path, part = self._files.paths[piece.mount], target[piece.start : piece.start + piece.num_bytes]
+                path = self._files.paths[piece.mount]
+                part = target[piece.start : piece.start + piece.num_bytes]
                 with self._typed_errors(f"read of block {key}", path, piece.file_offset):
                     future = self._handles[piece.mount].pread(part, piece.num_bytes, piece.file_offset)
                 reads.callback(self._finish, key, piece, future)
+
         if self._files.options.checksums:
             self._verify(key, extent, start, target)
 
     def path(self) -> IoPath | None:
-        """How the reads went so far, known once open; the counters are the process's."""
+        """How the reads went so far, known once open; the counters belong to the whole process."""
         if self._counters is None:
             return None
         moved = self._counters.get().by_backend
@@ -125,6 +138,7 @@ class GpuReader:
         self._opened.close()
 
     def _finish(self, key: str, piece: Stripe, future: Any) -> None:  # noqa: ANN401  kvikio's
+        """Wait for one read, which must be as long as its piece."""
         path = self._files.paths[piece.mount]
         with self._typed_errors(f"read of block {key}", path, piece.file_offset):
             num_bytes = future.get()
@@ -132,6 +146,7 @@ class GpuReader:
             raise TransferError(f"read of block {key} by kvikio", "nvme", str(path), piece.file_offset + num_bytes, 0)
 
     def _verify(self, key: str, extent: Extent, start: int, target: torch.Tensor) -> None:
+        """Raise IntegrityError for the first chunk whose checksum is another than the stored one."""
         chunk = self._files.options.chunk_bytes
         found = checksums(target, chunk)
         expected = extent.checksums[start // chunk :][: found.size]
@@ -143,7 +158,7 @@ class GpuReader:
 
     @contextlib.contextmanager
     def _typed_errors(self, what: str, path: os.PathLike[str], offset: int) -> Iterator[None]:
-        """Errors of kvikio have a text and no errno."""
+        """Turn errors of kvikio, which have a text and no errno, into TransferError."""
         try:
             yield
         except (RuntimeError, OSError, ValueError) as error:
@@ -152,7 +167,7 @@ class GpuReader:
 
 
 def load_library(device: torch.device) -> Any:  # noqa: ANN401  a module that may be missing
-    """The kvikio package. Without a working driver it can hang for ever: it is imported beside a GPU alone.
+    """Import the kvikio package. Without a working driver it can hang for ever, so a GPU has to be there.
 
     Raises:
         ConfigError: there is no GPU, or no kvikio.
@@ -175,10 +190,7 @@ def load_library(device: torch.device) -> Any:  # noqa: ANN401  a module that ma
 
 
 def checksums(region: torch.Tensor, chunk_bytes: int) -> npt.NDArray[np.uint32]:
-    """Of each chunk of uint8 [n] on the GPU, whole pages."""
+    """The checksum of each chunk of uint8 [n] on the GPU, whole pages."""
     from megatier.store import kernels  # Triton comes with torch's CUDA builds alone
 
     return kernels.checksums(region, chunk_bytes)
-
-
-__all__ = ["GpuReader", "IoPath", "checksums", "load_library"]

@@ -18,8 +18,11 @@ class Lease:
     """
 
     def __init__(self, store: TieredStore, copy: Copy, span: Span) -> None:
-        """Made by TieredStore.lease."""
-        self._store, self._copy, self._held, self._resets = store, copy, True, store._resets
+        """Only TieredStore.lease makes one, and has counted it by then."""
+        self._store = store
+        self._copy = copy
+        self._held = True
+        self._resets = store._resets
         self.bytes = store._copies.view(copy, span)
 
     def __enter__(self) -> Self:
@@ -31,6 +34,7 @@ class Lease:
     def release(self) -> None:
         """Give the right back. Compute enqueued so far on the current stream still reads valid bytes."""
         assert self._held, f"{self._copy.block.spec.key} was released twice"
+        # A store that was reset since has no leases any more, and the copy's slot may be somebody else's.
         with self._store.tear.change:
             self._held = False
             if self._resets == self._store._resets:

@@ -1,10 +1,10 @@
-"""Leftovers: what killed runs left on mounts, found and, when asked for, removed.
+"""Leftovers: directories of killed runs on mounts. They are found and, if asked for, removed.
 
-A run removes its block files when it ends, by an error or a signal too; a process that the system kills cannot, and
-what a savepoint needs stays. The lock went with the process. Whether a directory is left over is decided under that
-lock, and it is removed before the lock is let go. Files are reached from the open directory, so that nothing put in its
-place meanwhile is touched. A run that is just taking its lock then begins anew or is refused (`RunLockedError`); it has
-no bytes yet.
+A run removes its block files when it ends, by an error or a signal too. A process that the system kills cannot do so,
+and files that a savepoint needs stay; the lock goes with the process in any case. Whether a directory is left over is
+decided under that lock, and it is removed before the lock is let go. Files are reached from the open directory, so that
+nothing put in its place meanwhile is touched. A run that takes the lock at this very moment begins anew or is refused
+(`RunLockedError`); it has no bytes yet.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from megatier.private import FOLDER_FLAGS, LOCK_FILE, is_ours_alone
 from megatier.store.blockfile import FILES, KEPT_FILE
 
 NAME = re.compile(r"megatier-(bench-)?[0-9a-f]{12}")
-"""Of run ids that nobody chose. Whoever names a store has its directory again by opening it under that name."""
+"""Directories of run ids that nobody chose. Whoever names a store has its directory again by opening it under that
+name."""
 LOCK_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Read and write, for file systems that lock by it; never created here."""
+"""Some file systems lock only a file that is open for writing too. The lock is never created here."""
 REASONS = {
     errno.ENOTDIR: "it is no directory",
     errno.ENOENT: "it has no lock",
@@ -37,24 +38,28 @@ REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A directory with the name of a run's."""
+    """A directory with the name of a run's.
+
+    Attributes:
+        path: the directory.
+        num_bytes: bytes that it takes on the drive.
+        age_s: seconds since something in it was written.
+        has_savepoint: whether a run could go on from it.
+        stays: why it is not to be removed; empty if nothing is against it.
+    """
 
     path: Path
     num_bytes: int = 0
-    """On the drive."""
     age_s: float = 0.0
-    """Since something in it was written."""
     has_savepoint: bool = False
-    """A run could go on from it."""
     stays: str = ""
-    """Why it is not to be removed; empty where nothing speaks for it."""
 
 
 def find_leftovers(mount: Path, *, remove: bool = False) -> Iterator[Leftover]:
-    """Directories on a mount that have the name of a run's, one after the other.
+    """Find directories on a mount that have the name of a run's, one after the other.
 
     Args:
-        mount: where they lie, as in `tiers.nvme`.
+        mount: a directory as in `tiers.nvme`.
         remove: also remove those that no process uses and that hold nothing but a run's files.
 
     Raises:
@@ -65,20 +70,23 @@ def find_leftovers(mount: Path, *, remove: bool = False) -> Iterator[Leftover]:
         paths = sorted(path for path in mount.iterdir() if NAME.fullmatch(path.name))
     except OSError as error:
         raise ConfigError(f"cannot read {mount}: {error.strerror}. Name a directory, as in tiers.nvme.") from error
+
     for path in paths:
         yield _examined(path, remove)
 
 
 def is_abandoned(directory: Path) -> bool:
-    """Whether a process that held the lock in a directory is gone without removing it."""
+    """True if a process that held the lock in a directory is gone and has not removed it."""
     with contextlib.suppress(OSError), _opened(directory) as folder, _locked(folder) as is_free:
         return is_free
     return False
 
 
 def _examined(path: Path, remove: bool) -> Leftover:
+    """Look at one directory, as far as one may, and remove it if that is asked for and allowed."""
     try:
         with _opened(path) as folder:
+            # Of the directory that is open: its name may lead elsewhere a moment later.
             if os.fstat(folder).st_uid != os.geteuid():
                 return Leftover(path, stays="it is another user's")
             if not is_ours_alone(os.fstat(folder)):
@@ -96,6 +104,7 @@ def _examined_under_lock(path: Path, folder: int, remove: bool) -> Leftover:
         files = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
     if foreign := sorted(name for name, status in files.items() if not _is_a_runs(name, status)):
         return Leftover(path, stays=f"no run made {foreign[0]!r} in it")
+
     if remove:
         _remove(path, folder)
     age = time.time() - max(status.st_mtime for status in files.values())
@@ -108,7 +117,8 @@ def _is_a_runs(name: str, status: os.stat_result) -> bool:
 
 
 def _remove(path: Path, folder: int) -> None:
-    """The files, the lock last, and the directory."""
+    """Remove the files, the lock last, and the directory."""
+    # The lock goes last: if this breaks off before, the directory is found again, and one without a lock is left alone.
     try:
         for name in FILES:
             with contextlib.suppress(FileNotFoundError):  # a run killed before it made its block file
@@ -120,7 +130,7 @@ def _remove(path: Path, folder: int) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A directory that is no link."""
+    """Open a directory that is no link."""
     folder = os.open(path, FOLDER_FLAGS | os.O_NOFOLLOW)
     try:
         yield folder
@@ -130,9 +140,10 @@ def _opened(path: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _locked(folder: int) -> Iterator[bool]:
-    """Whether nobody held the lock in an open directory; then it is held here."""
+    """Try to take the lock in an open directory; False if somebody holds it."""
     lock = os.open(LOCK_FILE, LOCK_FLAGS, dir_fd=folder)
     try:
+        # The last holder may have removed the file between the two calls: a lock on a file that is gone guards nothing.
         yield _take(lock) and os.path.samestat(os.fstat(lock), os.stat(LOCK_FILE, dir_fd=folder, follow_symlinks=False))
     finally:
         os.close(lock)

@@ -1,4 +1,4 @@
-"""How far moves have come: what a started one reports, and what a queue is at."""
+"""How far moves have come: the reports of a started move and of a queue."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 class Completion(Protocol):
-    """What a started move reports on."""
+    """The end of a started move, as the one who moves reports it."""
 
     def wait(self) -> None:
         """Block until the bytes are there; raise the typed error when they are not, every time."""
 
     def done(self) -> bool:
-        """True when wait() would not block."""
+        """True if wait() would not block."""
 
     def span_ns(self) -> tuple[int, int]:
         """Start and end, in time.perf_counter_ns."""
@@ -24,13 +24,19 @@ class Completion(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """What a queue is at, seen from another thread, after `num_begun` items."""
+    """The work that a queue is at, seen from another thread.
+
+    Attributes:
+        name: name of the queue.
+        num_begun: how many items the worker has begun so far.
+        current: the item that the worker is at, and since when, in time.perf_counter_ns.
+        in_flight: moves that were started and have not ended, oldest first; on a stream, as far as the worker has
+            looked.
+        num_waiting: how many items wait for the worker.
+    """
 
     name: str
     num_begun: int
     current: tuple[Transfer, int] | None
-    """The item that the worker is at, and since when, in time.perf_counter_ns."""
     in_flight: tuple[Transfer, ...]
-    """Moves that were started and have not ended, oldest first; on a stream, as far as the worker has looked."""
     num_waiting: int
-    """Items that wait for the worker."""

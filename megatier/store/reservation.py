@@ -1,7 +1,7 @@
-"""Reservations: the bytes of gpu and ram that are set aside, before anything is allocated, and the arenas they become.
+"""Reservations: the bytes of gpu and ram that are set aside before anything is allocated, and the arenas they become.
 
 Homes come first in a tier's arena, the slots of each kind of block after them. Everything is counted against the
-tier's budget when it is asked for, and allocated once.
+tier's budget when it is asked for, and allocated once. The store's lock is held in every call.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ class Reservation:
     """Budgets, homes, slots and arenas of one store."""
 
     def __init__(self, budgets: Mapping[Tier, int]) -> None:
-        """Budgets are bytes per tier; what NVMe holds is only counted here."""
+        """Take budgets in bytes per tier. Bytes on NVMe are only counted here; `BlockFiles` reserves them."""
         self._budgets = dict(budgets)
         self._homes: Counter[tuple[Tier, Kind]] = Counter()
+        """Bytes at home."""
         self._wanted: dict[tuple[Tier, Kind | None], tuple[int, int]] = {}
+        """Size and number of slots."""
         self._pools: dict[tuple[Tier, Kind | None], SlotPool] = {}
         self._arenas: dict[Tier, Arena] = {}
 
@@ -49,10 +51,12 @@ class Reservation:
         self._wanted[tier, kind] = (slot_bytes, num_slots)
 
     def default_slots(self, tier: Tier, passing: Sequence[int]) -> None:
-        """Where no slots were asked for, make the budget's rest slots for blocks of these sizes."""
+        """If no slots were asked for in a tier, make the rest of its budget slots for blocks of these sizes."""
         room = (self._budgets[tier] - self._home_bytes(tier)) // PAGE_BYTES * PAGE_BYTES
         if not passing or not room or any(t is tier for t, _ in self._wanted):
             return
+
+        # The largest that fits: a block that is larger still passes in spans.
         size = max((size for size in map(round_up, passing) if size <= room), default=room)
         self._wanted[tier, None] = (size, min(len(passing), room // size))
 
@@ -68,13 +72,14 @@ class Reservation:
                 if pool_tier is tier:
                     pool = self._pools[tier, kind] = SlotPool(size, slot_bytes, num_slots)
                     size += pool.slot_bytes * num_slots
+
             if size:
                 pin = device.type == "cuda" and tier is Tier.RAM
                 where = device if tier is Tier.GPU else torch.device("cpu")
                 self._arenas[tier] = Arena(size, where, pin=pin)
 
     def pool(self, tier: Tier, spec: BlockSpec, num_bytes: int) -> SlotPool:
-        """The slots through which a block's bytes pass.
+        """The slots through which a block's bytes pass: those of its kind, else those of all other kinds.
 
         Raises:
             CapacityError: there are none, or they are smaller than num_bytes.
@@ -89,12 +94,12 @@ class Reservation:
         return pool
 
     def take_back(self) -> None:
-        """All slots are free, whoever had them; nothing moves in them any more."""
+        """Make all slots free, whoever had them. Nothing moves in them any more."""
         for pool in self._pools.values():
             pool.take_back()
 
     def slot_bytes(self, tier: Tier, spec: BlockSpec) -> int:
-        """Size of the slots through which a block's bytes pass.
+        """Give the size of the slots through which a block's bytes pass.
 
         Raises:
             CapacityError: there are none.

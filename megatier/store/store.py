@@ -1,8 +1,9 @@
 """The tiered store: named blocks of bytes over GPU memory, pinned RAM and NVMe.
 
 A block has a home tier, where it always lies, and may have copies in faster tiers, whole or in spans. Whoever reads or
-writes bytes holds a lease; nothing leased is evicted. Moves run on four queues and are checked; a failed one leaves the
-block where it was, whole. All memory is reserved when the first block is used (`seal`), never later.
+writes bytes holds a lease; nothing leased is evicted. Each kind of move has a queue of its own (`transfer.QUEUES`).
+Bytes from NVMe are checked, and a move that fails leaves the block where it was, whole. All memory is allocated when
+the first block is used (`seal`), never later.
 
     with TieredStore.open(ram="64GiB", nvme=["/mnt/a:500GiB"]) as store:
         store.register(BlockSpec("layer0", num_bytes, home=Tier.NVME))
@@ -13,7 +14,9 @@ block where it was, whole. All memory is reserved when the first block is used (
 
 Spans of a block at home on NVMe start on chunk boundaries (`IoOptions.chunk_bytes`) and end there or with the block.
 
-Threads: every method may be called from any thread; the bytes under a lease are the caller's to order.
+Threads: every method may be called from any thread; the bytes under a lease are the caller's to order. One lock guards
+all bookkeeping. Whoever waits for a slot or a move lets go of it, and the workers of the store's own queues never take
+it: so its holder waits for nobody who may want it, and moves end meanwhile.
 """
 
 from __future__ import annotations
@@ -38,20 +41,34 @@ from megatier.tier import BlockSpec, Kind, Tier
 
 
 class TieredStore:
-    """Blocks of bytes over three tiers, see the module's head; `extents` has the place of each block on NVMe."""
+    """Blocks of bytes over three tiers; see the module's head.
+
+    Attributes:
+        device: device of the gpu tier.
+        files: the block files on NVMe; None without mounts.
+        extents: the place of each block that is at home on NVMe, by its key.
+        tear: whether something broke off a change of the copies. Regions of it are inside the lock, so that a tear
+            shows before the lock is let go.
+        clock: maps device times to the host's; None without a CUDA device.
+        queues: every queue between tiers.
+    """
 
     def __init__(self, budgets: dict[Tier, int], files: BlockFiles | None, device: torch.device) -> None:
-        """Use `open`; this takes bytes per tier, the NVMe back end, and the device of the gpu tier."""
-        self.device, self.files = device, files
+        """Use `open` instead; this takes bytes per tier, the NVMe back end, and the device of the gpu tier."""
+        self.device = device
+        self.files = files
         self._reader = GpuReader(files, device) if files is not None and files.options.gpu_direct else None
         self._blocks: dict[str, Block] = {}
         self.extents: dict[str, Extent] = {}
         self._reservation = Reservation(budgets)
         self._lanes = Lanes(device)
         self._copies = Copies(self._reservation, self._lanes, files, self._reader)
-        self._lock, self.tear = self._copies.lock, self._copies.tear  # whether a change of them broke off
-        self._is_sealed, self._resets = False, 0
-        self.clock, self.queues = self._lanes.clock, tuple(self._lanes.queues.values())
+        self._lock = self._copies.lock
+        self.tear = self._copies.tear
+        self._is_sealed = False
+        self._resets = 0
+        self.clock = self._lanes.clock
+        self.queues = tuple(self._lanes.queues.values())
 
     @classmethod
     def open(
@@ -71,7 +88,7 @@ class TieredStore:
             ram: bytes of the ram tier, slots included.
             nvme: mounts as DIRECTORY or DIRECTORY:SIZE; a list, or comma-separated.
             device: device of the gpu tier.
-            run_id: names the directory on each mount; random where not given.
+            run_id: names the directory on each mount; random if not given.
             options: how block files are accessed.
 
         Raises:
@@ -106,6 +123,7 @@ class TieredStore:
         with self._lock:
             if self._is_sealed or spec.key in self._blocks:
                 raise ValueError(f"cannot register {spec.key}: it exists, or the store is in use already.")
+
             block = Block(spec)
             if spec.home is Tier.NVME:
                 if self.files is None:
@@ -130,7 +148,7 @@ class TieredStore:
     def seal(self) -> None:
         """Allocate everything: block files, arenas, slots. Called by the first use of a block.
 
-        Where no slots were reserved in a tier, its remaining budget becomes slots for the largest block that passes.
+        If no slots were reserved in a tier, its remaining budget becomes slots for the largest block that passes.
 
         Raises:
             CapacityError: the system has less memory or disk than the budgets say.
@@ -141,11 +159,13 @@ class TieredStore:
                 return
             self._is_sealed = True
             if self.files is not None:
-                self.files.allocate()  # first, because it is quick and a disk that is too small shows
+                self.files.allocate()  # first, because it is quick and shows a disk that is too small
+
             for tier in (Tier.GPU, Tier.RAM):
                 passing = [block.spec.num_bytes for block in self._blocks.values() if block.spec.home is not tier]
                 self._reservation.default_slots(tier, passing)
             self._reservation.allocate(self.device)
+
             if self.files is not None:
                 self.files.fill()
             if self._reader is not None:
@@ -161,7 +181,7 @@ class TieredStore:
         Args:
             key: a registered block.
             tier: gpu or ram.
-            span: byte range; the whole block where not given.
+            span: byte range; the whole block if not given.
             wait: block until there are slots, instead of raising.
 
         Returns:
@@ -181,12 +201,12 @@ class TieredStore:
     def lease(
         self, key: str, tier: Tier, span: Span | None = None, *, fresh: bool = False, wait: bool = False
     ) -> Lease:
-        """The right to use a block, or bytes [start, stop) of it, in a tier; brings it there first.
+        """Give the right to use a block, or bytes [start, stop) of it, in a tier; brings it there first.
 
         Args:
             key: a registered block.
             tier: gpu or ram.
-            span: byte range; the whole block where not given.
+            span: byte range; the whole block if not given.
             fresh: the caller overwrites every byte, so nothing is read.
             wait: block until there are slots, instead of raising.
 
@@ -200,6 +220,7 @@ class TieredStore:
             with self._lock:
                 copy, span = self._copy(key, tier, span, wait=wait)
                 copy.is_ahead = False
+                # Nothing brings the bytes, so nothing else would wait for those who still use the slot.
                 over = self._copies.occupants(copy) if fresh else []
                 if fresh:
                     assign(copy.fills, span, None)
@@ -207,6 +228,8 @@ class TieredStore:
                     self._copies.bring(copy, span, wait=wait)
                 copy.num_leases += 1
                 needed = copy.arriving(span)
+
+            # The lease is counted before the lock is let go: nobody takes the slot while this waits for the bytes.
             try:
                 with self.tear.waiting():
                     for transfer in (*over, *needed):
@@ -217,7 +240,7 @@ class TieredStore:
             return Lease(self, copy, span)
 
     def mark_dirty(self, key: str, tier: Tier, span: Span | None = None) -> None:
-        """Say that the bytes under a lease were changed. They are stale in copies in other tiers, and dropped there.
+        """Say that the bytes under a lease were changed. Copies of them in other tiers are stale, and are dropped.
 
         Raises:
             BlockNotFoundError: the bytes are not there.
@@ -227,6 +250,7 @@ class TieredStore:
             block, span = self._span(key, span)
             copy = block.find(tier, span)
             self._copies.drop_stale([c for c in block.copies if c.tier is not tier and c.slot is not None], span)
+            # At home nothing is dirty. A scratch block has no home; from the gpu it goes to ram, and no further.
             if block.spec.home is not tier and (block.spec.home is not None or tier is Tier.GPU):
                 copy.dirty(span)
 
@@ -243,10 +267,12 @@ class TieredStore:
         with self._lock, self.tear.call:
             block, span = self._span(key, span)
             copy = block.find(tier, span)
+
             copy.settle()
             unwritten = [t for other, t in copy.unwritten.items() if overlap(span, other)]
             if not unwritten:
                 return None
+            # The move under way will do: bytes that changed after it began would have a mark of their own.
             if len(unwritten) == 1 and (under_way := unwritten[0]) is not None and not under_way.done():
                 return under_way
             return self._copies.send_home(copy, span, wait=wait)
@@ -282,10 +308,11 @@ class TieredStore:
             self._copies.wake()
 
     def reset(self) -> None:
-        """After something broke off: wait for all moves; then no block is leased, in a slot or dirty. Overwrite all.
+        """Wait for all moves after something broke off; then no block is leased, in a slot or dirty. Overwrite all.
 
         Leases from before end without effect. Other threads may wait for slots alone, and fail there.
         """
+        # Torn before the wake: whoever waits for a slot fails then, instead of waiting again or taking one.
         self.tear.is_torn = True
         self.wake()
         for queue in self.queues:
@@ -306,6 +333,8 @@ class TieredStore:
         with self._lock:
             block = self._block(key)
             write_backs = block.write_backs()
+
+        # Without the lock, as moves may take long. Only the copies say afterwards which bytes are home.
         for transfer in write_backs:
             transfer.wait()
         with self._lock, self.tear.call:
@@ -315,7 +344,10 @@ class TieredStore:
                     self._copies.evict(copy)
 
     def push(self, key: str, tensor: torch.Tensor) -> Transfer:
-        """Start copying a contiguous tensor on the gpu device into a block at home in ram; it may be freed at once."""
+        """Start copying a contiguous tensor on the gpu device into a block at home in ram.
+
+        The tensor may be freed at once: its memory is not given to others before the copy is over.
+        """
         with self._lock, self.tear.call:
             copy, inside, outside, behind = self._exchange(key, tensor)
             transfer = self._lanes.to_ram(key, inside, outside, (), behind)
@@ -337,7 +369,7 @@ class TieredStore:
 
     @property
     def moved_bytes(self) -> Counter[str]:
-        """Bytes submitted per queue since the start, but for those of `copy_out`."""
+        """Bytes submitted per queue since the start; those of `copy_out` are left out."""
         return self._lanes.moved_bytes
 
     def take_log(self) -> list[Transfer]:
@@ -351,7 +383,7 @@ class TieredStore:
             return self._block(key).residency()
 
     def is_dirty(self, key: str) -> bool:
-        """True when a copy has bytes that home has not."""
+        """True if a copy has bytes that home does not have."""
         with self._lock:
             return self._block(key).is_dirty()
 
@@ -367,12 +399,12 @@ class TieredStore:
 
     @property
     def gpu_path(self) -> IoPath | None:
-        """How reads from NVMe to the GPU past RAM really went so far, known once sealed; None without them."""
+        """How reads from NVMe to the GPU past RAM really went so far, known once sealed; None if there are none."""
         return self._reader.path() if self._reader is not None else None
 
     def close(self) -> None:
         """Finish all moves, remove this store's files unless they are kept, free the memory. Safe to call twice."""
-        self._lanes.close()
+        self._lanes.close()  # first: all that was submitted has to start
         if self._reader is not None:
             self._reader.close()
         if self.files is not None:
@@ -388,6 +420,7 @@ class TieredStore:
             raise BlockNotFoundError(f"no block {key!r} is registered.") from None
 
     def _span(self, key: str, span: Span | None) -> tuple[Block, Span]:
+        """A block, and the span of it that a caller means; the whole one if none is given."""
         block = self._block(key)
         start, stop = span = span or block.whole
         chunk = self.files.options.chunk_bytes if self.files is not None and block.extent is not None else 1
@@ -397,22 +430,24 @@ class TieredStore:
         return block, span
 
     def _copy(self, key: str, tier: Tier, span: Span | None, *, wait: bool) -> tuple[Copy, Span]:
-        """The copy to use, perhaps still empty; refused where another tier alone has the newest bytes."""
+        """The copy to use, perhaps still empty; refused if another tier alone has the newest bytes."""
         assert tier is not Tier.NVME, "bytes are used in gpu or ram"
         block, span = self._span(key, span)
         beyond = Tier.GPU if tier is Tier.RAM else Tier.RAM
+        # Bytes for the gpu come through ram, from dirty copies too. Else they come from home, which lacks the newest.
         if (tier is Tier.RAM or block.spec.home is Tier.GPU) and any(copy.unsafe(span) for copy in block.on(beyond)):
             raise DirtyBlockError(f"block {key} has newer bytes on {beyond}; write them back first.")
         return self._copies.place(block, tier, span, wait=wait), span
 
     def _exchange(self, key: str, tensor: torch.Tensor) -> tuple[Copy, torch.Tensor, torch.Tensor, list[Transfer]]:
-        """Both ends of a move between a block at home in ram and a tensor outside, and what it comes behind."""
+        """Both ends of a move between a block at home in ram and a tensor outside, and the transfers before it."""
         outside = tensor.detach().reshape(-1).view(torch.uint8)
         block, span = self._span(key, (0, outside.numel()))
         copy = block.find(Tier.RAM, span)
         return copy, self._copies.view(copy, span), outside, [*copy.in_use(), *self._copies.point(key)]
 
     def _release(self, copy: Copy) -> None:
+        """End a lease. On the gpu, compute that is enqueued by now still uses the bytes: the next user comes after."""
         with self._lock, self.tear.call:
             if copy.tier is Tier.GPU:
                 for point in self._copies.point(copy.block.spec.key):

@@ -1,9 +1,9 @@
 """Tears: changes that something broke off between two of their parts.
 
 Python raises what a signal handler raises (Ctrl-C, an alarm, the watchdog) between any two statements of the main
-thread. Where a change has several parts, such as a unit that is noted and its update that is submitted, that leaves
-neither the old nor the new. So such a change runs inside a region, and what leaves one early is remembered: from then
-on the state is refused, until all of it is loaded anew.
+thread. If a change has several parts, such as noting a unit and submitting its update, that leaves neither the old
+state nor the new one. So such a change runs inside a region, and an error that leaves a region early is remembered:
+from then on the state is refused, until all of it is loaded anew.
 """
 
 from __future__ import annotations
@@ -14,26 +14,30 @@ from collections.abc import Iterator
 from megatier.errors import MegatierError, StallError, TornStateError
 
 HARMLESS = "_megatier_finds_nothing_half_done"
-"""Attribute of an error that came in a wait."""
+"""Attribute that marks an error that came in a wait."""
 
 
 class Tear:
-    """Whether a change was broken off. One for a store and all that works with it; regions may be nested.
+    """Whether a change was broken off. There is one for a store and all that works with it; regions may be nested.
 
     Attributes:
-        is_torn: one was.
+        is_torn: a change was broken off.
         change: a region out of which no error comes on purpose.
         call: a region that may refuse by one of our errors, as if it had never begun.
     """
 
     def __init__(self) -> None:
-        """Whole."""
+        """Begin whole."""
         self.is_torn = False
-        self.change, self.call = Region(self, refuses=False), Region(self, refuses=True)
+        self.change = Region(self, refuses=False)
+        self.call = Region(self, refuses=True)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside a region: what is raised in here finds nothing half done, and undoes what has begun on its way out."""
+        """Wait inside a region. An error that is raised in here tears nothing.
+
+        Nothing is half done while one waits, and the code around undoes what it has begun as the error passes.
+        """
         try:
             yield
         except BaseException as error:
@@ -41,10 +45,10 @@ class Tear:
             raise
 
     def check(self) -> None:
-        """Refuse what is torn.
+        """Refuse to go on with torn state.
 
         Raises:
-            TornStateError: it is.
+            TornStateError: a change was broken off.
         """
         if self.is_torn:
             raise TornStateError
@@ -53,15 +57,17 @@ class Tear:
         """Whether a region that ends with this error leaves something half done."""
         if hasattr(error, HARMLESS):
             return False
+        # The watchdog's error is one of ours, but a signal handler raises it, between any two statements.
         return not refuses or isinstance(error, StallError) or not isinstance(error, MegatierError)
 
 
 class Region:
-    """Statements of which all are done, or none; else the tear shows. Entered from any thread, any number of times."""
+    """Statements of which all are done, or none; else the tear shows. Any thread may enter it any number of times."""
 
     def __init__(self, tear: Tear, *, refuses: bool) -> None:
-        """Made by Tear."""
-        self._tear, self._refuses = tear, refuses
+        """Only Tear makes one."""
+        self._tear = tear
+        self._refuses = refuses
 
     def __enter__(self) -> None:
         """An interrupt in here comes before the first statement, one at the start of `__exit__` after the last."""
