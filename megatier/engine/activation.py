@@ -42,7 +42,8 @@ class Rebinding:
 
     def __init__(self, module_name: str, *regions: Tensor) -> None:
         """Whose forward; contiguous regions: the unit's weight slot and, where it is offloaded, the unit's input."""
-        self._module_name, self._regions = module_name, regions
+        self._module_name = module_name
+        self._regions = regions
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:

@@ -51,7 +51,8 @@ class Call:
     @property
     def num_slices(self) -> int:
         """1 where no argument is batched, such as for position embeddings."""
-        count, batched = self.node.stage.slices, self.node.rows.batched
+        count = self.node.stage.slices
+        batched = self.node.rows.batched
         assert count == 1 or batched is not None, "slices are learnt before training"
         return count if batched is None or any(batched) else 1
 
@@ -152,7 +153,8 @@ class Call:
 
     def unpack(self, results: list[Tensor | None]) -> Any:  # noqa: ANN401
         """What the module returns; the rest goes to Hugging Face's collector and into the containers."""
-        written, self.written = self.written, None
+        written = self.written
+        self.written = None
         learnt = self.node.stage.learnt
         if written is not None:
             results, tensors = _split(results, len(written.places))

@@ -200,7 +200,9 @@ class Copy:
         carried: frozenset[int],
     ) -> None:
         """Made from forms and leaves."""
-        self._containers, self._leaves, self._carried = containers, leaves, carried
+        self._containers = containers
+        self._leaves = leaves
+        self._carried = carried
         self._held = [_empty(container) for container in containers]
         made = _Maker(leaves, self._held, ())
         self._before = [made.contents(container.contents) for container in containers]
@@ -219,7 +221,8 @@ class Copy:
         """
         self._check_in_place(module_name)
         walk = _Walk(known={id(held): _Held(index) for index, held in enumerate(self._held)})
-        walk.containers, count = list(self._containers), len(self._containers)
+        walk.containers = list(self._containers)
+        count = len(self._containers)
         walk.known |= {id(x): _Given(i) for i, x in self._tensors()}
         now = [_contents(held) for held in self._held]
         changed: dict[int, dict[Place, _Form]] = {}
@@ -227,7 +230,8 @@ class Copy:
         for index, (before, after) in enumerate(zip(self._before, now, strict=True)):
             if list(before) == list(after) and all(before[place] is after[place] for place in before):
                 continue
-            path, first = self._containers[index].path, len(walk.leaves)
+            path = self._containers[index].path
+            first = len(walk.leaves)
             changed[index] = {place: walk.take(x, path, is_inside=True) for place, x in after.items()}
             places += [(n, path) for n, x in enumerate(walk.leaves[first:], first) if torch.is_tensor(x)]
         tensors = [walk.leaves[position] for position, _ in places]

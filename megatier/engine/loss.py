@@ -42,7 +42,8 @@ class FusedLoss:
             head: node of the output embedding; its unit holds the head's weight (an embedding's, when tied).
             chunk: tokens per chunk.
         """
-        self._head, self._chunk = head, chunk
+        self._head = head
+        self._chunk = chunk
         self._names = {leaf: tensor.name for _, leaf, tensor in head.bindings}
         with without_softcap(model) as cap:
             self._cap = cap
@@ -121,7 +122,8 @@ class FusedLoss:
     ) -> Tensor:
         loss = hidden.new_zeros((), dtype=torch.float32)
         scale = count.reciprocal().float()
-        weight, bias = weights["weight"], weights.get("bias")
+        weight = weights["weight"]
+        bias = weights.get("bias")
         with self._head.stage.arithmetic():
             for start in range(0, hidden.shape[0], self._chunk):
                 rows = slice(start, start + self._chunk)
@@ -218,7 +220,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, cap: float | None) -> Tensor:
 def slopes(logits: Tensor, targets: Tensor, cap: float | None, scale: Tensor) -> tuple[Tensor, Tensor]:
     """The loss as above, and `scale` times its derivative by the logits (before the cap), in their dtype [N, V]."""
     z = capped(logits.float(), cap)
-    counted, index = targets != IGNORED, targets.clamp(min=0)[:, None]
+    counted = targets != IGNORED
+    index = targets.clamp(min=0)[:, None]
     norms = torch.logsumexp(z, -1, keepdim=True)
     loss = torch.where(counted, (norms - z.gather(1, index))[:, 0], 0.0).sum()
     # A comparison, not a scatter: deterministic, and one pass when compiled.
@@ -243,12 +246,14 @@ class _LossFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fused: FusedLoss, hidden: Tensor, anchor: Tensor, targets: Tensor, count: Tensor) -> Tensor:  # noqa: ANN401
         loss, grads = fused.run(hidden.detach(), targets, count, passes=ctx.needs_input_grad[1])
-        ctx.fused, ctx.grads = fused, grads
+        ctx.fused = fused
+        ctx.grads = grads
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        fused, grads = ctx.fused, ctx.grads
+        fused = ctx.fused
+        grads = ctx.grads
         ctx.fused = ctx.grads = None
         if grads.of_head:
             fused.deliver({leaf: found.mul_(grad) for leaf, found in grads.of_head.items()})

@@ -53,7 +53,10 @@ class Node:
         compiles: bool = True,
     ) -> None:
         """Replace the module's forward on the instance."""
-        self.stage, self.unit, self.module_name, self.module = stage, unit, module_name, module
+        self.stage = stage
+        self.unit = unit
+        self.module_name = module_name
+        self.module = module
         self.activations = activations
         self.bindings = bindings
         self._forward: Callable[..., Any] = module.forward
@@ -83,7 +86,8 @@ class Node:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
         """The module's forward, with streamed weights."""
-        stage, training = self.stage, torch.is_grad_enabled()
+        stage = self.stage
+        training = torch.is_grad_enabled()
         if training:
             # A replay would append keys and values a second time: the same loss, wrong gradients.
             kwargs = {k: None if k in CACHE_ARGUMENTS else v for k, v in kwargs.items()}
@@ -123,7 +127,8 @@ class Node:
         if key not in self._leaves:
             # `.data`, for a version counter of its own: all slots of an arena share one, and a load into a neighbour
             # must not look like a change of weights that autograd has saved. Nor must one weight look like another.
-            plane, name = weights.data.view(self.stage.dtype), self.module_name
+            plane = weights.data.view(self.stage.dtype)
+            name = self.module_name
             self._leaves[key] = [
                 claim(plane[t.start : t.stop].view(t.shape).data, name).requires_grad_(self.is_trained[t.name])
                 for t in self._slices.values()
@@ -159,7 +164,8 @@ class Node:
 
     @contextlib.contextmanager
     def _bound(self, leaves: Sequence[Tensor]) -> Iterator[None]:
-        by_name, before = dict(zip(self._slices, leaves, strict=True)), self._held
+        by_name = dict(zip(self._slices, leaves, strict=True))
+        before = self._held
         self._check_held()
         self._hold([by_name[tensor.name] for _, _, tensor in self.bindings])
         try:
@@ -232,8 +238,11 @@ class _UnitFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
-        node, stage = call.node, call.node.stage
-        ctx.call, ctx.kept, ctx.replays = call, [], []
+        node = call.node
+        stage = call.node.stage
+        ctx.call = call
+        ctx.kept = []
+        ctx.replays = []
         present = _stash(ctx, inputs)
         keep = node.keeps_graph
         use = stage.source.enter(node.unit, Phase.FORWARD, stage.gradients.group)
@@ -264,7 +273,8 @@ class _UnitFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         call: Call = ctx.call
-        node, stage = call.node, call.node.stage
+        node = call.node
+        stage = call.node.stage
         stage.gradients.watch_backward()
         fetched = _fetch(ctx)
         use = stage.source.enter(node.unit, Phase.BACKWARD, stage.gradients.group)
@@ -274,7 +284,10 @@ class _UnitFunction(torch.autograd.Function):
         for index in range(call.num_slices):
             if ctx.kept:
                 kept: _Kept = ctx.kept[index]
-                slice_inputs, leaves, outputs, rows = kept.inputs, kept.leaves, kept.outputs, kept.rows
+                slice_inputs = kept.inputs
+                leaves = kept.leaves
+                outputs = kept.outputs
+                rows = kept.rows
                 kept.rebinding.bind(use.bytes, *fetched)
                 ctx.kept[index] = kept = None  # type: ignore[assignment]
             else:
@@ -329,7 +342,8 @@ class _Lent(torch.autograd.Function):
 def _stash(ctx: Any, inputs: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401
     """Where the policy says so, start offloading the largest input, and note which; returns the inputs to work with."""
     node: Node = ctx.call.node
-    ctx.stashed, result = None, list(inputs)
+    ctx.stashed = None
+    result = list(inputs)
     # What lies in a container stays: other units read it as well.
     own = [i for i, position in enumerate(ctx.call.differentiable) if position not in ctx.call.arguments.carried]
     if node.activations.offloads_input and own:

@@ -108,7 +108,10 @@ class Engine:
 
         Where the loss cannot be fused with this model's head, it is not, with a warning.
         """
-        self.model, self._stream, self._optimizer, self.options = model, stream, optimizer, options
+        self.model = model
+        self._stream = stream
+        self._optimizer = optimizer
+        self.options = options
         gradients = Gradients(optimizer.layouts, options.dtype, stream, optimizer, groups=options.groups)
         anchor = torch.zeros((), device=options.device, requires_grad=True)
         self._stage = Stage(
@@ -238,7 +241,8 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss per counted token, on the weights of the last whole step; modules keep their mode."""
         self._stream.drain()
-        total, tokens = 0.0, 0
+        total = 0.0
+        tokens = 0
         with torch.no_grad(), _eval_mode(self.model):
             for batch in batches:
                 if not (count := _count(batch)):
@@ -269,7 +273,8 @@ class Engine:
             self._stream.end()
 
     def _node(self, unit: Unit, name: str, places: Sequence[Binding]) -> Node:
-        module, activations = self.model.get_submodule(name), self.options.activations[unit.name]
+        module = self.model.get_submodule(name)
+        activations = self.options.activations[unit.name]
         if unit.experts is not None:
             return ExpertsNode(self._stage, unit.name, module, places, unit.experts, activations=activations)
         if unit.is_round:
@@ -384,7 +389,8 @@ def _answering(answer: Callable[[Tensor], Tensor | None]) -> Iterator[list[Tenso
 
     The host would wait for the answer, behind everything that the device was given to do and to copy.
     """
-    asks, asked = masking_utils.find_packed_sequence_indices, list[Tensor]()
+    asks = masking_utils.find_packed_sequence_indices
+    asked = list[Tensor]()
 
     def known(position_ids: Tensor) -> Tensor | None:
         asked.append(position_ids)

@@ -60,7 +60,8 @@ class OutputCheck:
 
     def __init__(self, model: nn.Module) -> None:
         """Nothing is looked at yet."""
-        self._model, self._left = model, CHECKED
+        self._model = model
+        self._left = CHECKED
 
     def __call__(self, outputs: Any) -> None:  # noqa: ANN401 - whatever the model gives
         """After a forward with gradients.

@@ -67,7 +67,8 @@ class Unbound(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)
         if function in ALIASES:
-            result.__class__, result.__dict__ = type(args[0]), dict(vars(args[0]))
+            result.__class__ = type(args[0])
+            result.__dict__ = dict(vars(args[0]))
         return result
 
 
@@ -99,7 +100,9 @@ def make_unbound(parameter: Tensor, device: torch.device, dtype: torch.dtype, na
     """Turn a parameter on meta into one, in place."""
     parameter.__class__ = Unbound
     unbound = cast("Unbound", parameter)
-    unbound.streams_to, unbound.streams_as, unbound.full_name = device, dtype, name
+    unbound.streams_to = device
+    unbound.streams_as = dtype
+    unbound.full_name = name
 
 
 def _targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Unbound]:  # noqa: ANN401

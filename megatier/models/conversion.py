@@ -74,7 +74,8 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, A
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if target not in state and name in state:
-            target, pattern = name, None
+            target = name
+            pattern = None
         whole = Assembly(stored[name], (Run(name, 0, math.prod(stored[name])),))
         if pattern is not None:
             parts[target][pattern].append(whole)
@@ -174,7 +175,8 @@ def _chunk(target: str, tensor: Assembly, num_chunks: int, dim: int) -> list[Ass
     shape = tensor.shape
     if dim >= len(shape) or shape[dim] % num_chunks:
         raise UnsupportedModelError(f"{target}: shape {shape} cannot be cut into {num_chunks} equal parts.")
-    feed, count = deque(tensor.runs), math.prod(shape[dim:]) // num_chunks
+    feed = deque(tensor.runs)
+    count = math.prod(shape[dim:]) // num_chunks
     runs: list[list[Run]] = [[] for _ in range(num_chunks)]
     for _ in range(math.prod(shape[:dim])):
         for chunk in runs:
@@ -185,7 +187,8 @@ def _chunk(target: str, tensor: Assembly, num_chunks: int, dim: int) -> list[Ass
 
 def _transpose(target: str, tensor: Assembly, dim0: int, dim1: int) -> Assembly:
     *stack, rows, columns = tensor.shape
-    feed, runs = deque(tensor.runs), list[Run]()
+    feed = deque(tensor.runs)
+    runs = list[Run]()
     if {dim0 % len(tensor.shape), dim1 % len(tensor.shape)} == {len(stack), len(stack) + 1}:
         for _ in range(math.prod(stack)):
             runs += [replace(run, num_columns=columns) for run in _take(feed, rows * columns) if not run.num_columns]

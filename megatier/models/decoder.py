@@ -256,7 +256,8 @@ def _first_owners(model: PreTrainedModel) -> dict[int, str]:
 
 def _unit_modules(model: PreTrainedModel, layers: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """Layers, and the outermost other modules that own parameters or, outside the decoder, hold no list; in order."""
-    inside, decoder = None, {id(module) for module in model.get_decoder().modules()}
+    inside = None
+    decoder = {id(module) for module in model.get_decoder().modules()}
     for name, module in model.named_modules():
         owned = [leaf for leaf, parameter in module._parameters.items() if parameter is not None]
         is_whole = id(module) in layers or owned or (id(module) not in decoder and _is_one_piece(module))

@@ -126,7 +126,8 @@ def _others(name: str, layer: nn.Module, inside: tuple[str, ...]) -> Iterator[st
 
 def _check(name: str, module: nn.Module, parts: int) -> None:
     """What transformers does not mark as fused may use its parameters in any way, so it is not cut."""
-    kind, count = type(module).__name__, _count(module)
+    kind = type(module).__name__
+    count = _count(module)
     if parts > count:
         raise ConfigError(f"model.expert_parts is {parts}, but {name} has {count} experts: set it to at most {count}.")
     if not hasattr(module, "is_transposed"):

@@ -70,7 +70,8 @@ def export(
     with becoming(partial, folder, "the export"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
-        total, free = sum(outgoing.num_bytes.values()), shutil.disk_usage(folder.parent).free
+        total = sum(outgoing.num_bytes.values())
+        free = shutil.disk_usage(folder.parent).free
         if free < total:
             raise CapacityError(str(folder.parent), total, free, "Free space on this disk, or export to another one.")
         partial.mkdir()
@@ -139,7 +140,8 @@ class _Outgoing:
         return self._buffers[source].dtype if source in self._buffers else self._dtype
 
     def _pieces(self, run: Run, read: Read) -> Iterator[Tensor]:
-        first, last = run.start, run.start + run.num_elements
+        first = run.start
+        last = run.start + run.num_elements
         if run.num_columns:
             yield by_columns(torch.cat(list(self._elements(run.name, first, last, read))), run.num_columns)
             return
@@ -152,7 +154,8 @@ class _Outgoing:
             yield self._buffers[name].flatten()[first:last]
             return
         for unit, tensor in self._places[name]:
-            lower, upper = max(first, tensor.elements[0]), min(last, tensor.elements[1])
+            lower = max(first, tensor.elements[0])
+            upper = min(last, tensor.elements[1])
             if lower < upper:
                 yield read(unit, tensor.place(lower), tensor.place(upper)).to(self._dtype)
 
@@ -183,7 +186,9 @@ def _write_settings(
 ) -> None:
     """Config, generation settings, tokenizer. The cache that training switched off is on again."""
     config = copy.deepcopy(model.config)
-    config.dtype, config.architectures, config.use_cache = dtype, [type(model).__name__], True
+    config.dtype = dtype
+    config.architectures = [type(model).__name__]
+    config.use_cache = True
     # Not save_pretrained(), which refuses settings that loading accepts: too late to refuse after a training run.
     config.to_json_file(folder / "config.json", use_diff=True)
     if model.can_generate():

@@ -95,7 +95,8 @@ def _checked(path: Path, name: str, entry: object, start: int, file_bytes: int) 
     """One header entry; `type(x) is int` because True is an int too."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
-            numbers, tensor = (*shape, begin, end), f"{path}: tensor {shown(name)}"
+            numbers = (*shape, begin, end)
+            tensor = f"{path}: tensor {shown(name)}"
             whole = len(shape) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
             if whole and begin <= end <= file_bytes - start:
                 stored = StoredTensor(path, name, dtype, tuple(shape), start + begin, end - begin)

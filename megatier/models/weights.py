@@ -47,7 +47,8 @@ class Initialiser:
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         """Keep the skeleton, whose parameters are back on meta after each read."""
-        self._model, self._seed = model, seed
+        self._model = model
+        self._seed = seed
         self._pretrained = {name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)}
 
     def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
@@ -91,7 +92,8 @@ class Initialiser:
 
     def _constructed(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """What the model's constructor gave a parameter, else NaN: a part of one, such as of experts, has nothing."""
-        value, initial = constructed_value(self._model.get_parameter(name)), torch.full(shape, math.nan)
+        value = constructed_value(self._model.get_parameter(name))
+        initial = torch.full(shape, math.nan)
         return initial if value is None or value.shape != shape else initial.copy_(value)
 
     def _init_weights(self, name: str, *, alone: bool) -> None:
@@ -143,7 +145,8 @@ class Checkpoint:
         """Their elements in the wanted dtype. The two buffers are reused, so a piece is valid until the next."""
         most = min(CHUNK_ELEMENTS, max((run.num_elements for run in runs), default=0))
         widest = max((DTYPES[self._stored[run.name].dtype].itemsize for run in runs), default=0)
-        raw, values = torch.empty(most * widest, dtype=torch.uint8), torch.empty(most, dtype=wanted)
+        raw = torch.empty(most * widest, dtype=torch.uint8)
+        values = torch.empty(most, dtype=wanted)
         for run in runs:
             stored = self._stored[run.name]
             dtype = DTYPES[stored.dtype]
@@ -201,7 +204,8 @@ class Checkpoint:
 
     def _refuse_unequal(self, first: str, second: str) -> None:
         """A tied weight that is stored twice must be stored with the same values, else one of them would be lost."""
-        one, other = self._assemblies[first].runs, self._assemblies[second].runs
+        one = self._assemblies[first].runs
+        other = self._assemblies[second].runs
         pairs = zip(self._read(one), self._read(other), strict=True)
         if not all(torch.equal(*pair) for pair in pairs):
             raise UnsupportedModelError(
@@ -213,7 +217,8 @@ class Checkpoint:
         for name, buffer in model.state_dict().items():
             if name not in parameters:
                 wanted = torch.float32 if buffer.is_floating_point() else buffer.dtype
-                flat, position = buffer.view(-1), 0
+                flat = buffer.view(-1)
+                position = 0
                 for piece in self._read(self._assemblies[name].runs, wanted):
                     flat[position : position + piece.numel()] = piece
                     position += piece.numel()
@@ -252,7 +257,8 @@ def resolve(path_or_id: str) -> Path:
 
 def _headers(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of a folder by their stored name."""
-    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    single = folder / SINGLE_FILE
+    index = folder / INDEX_FILE
     if single.is_file():
         return read_header(single)
     if not index.is_file():

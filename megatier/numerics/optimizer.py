@@ -89,7 +89,9 @@ class AdamW:
         """Read by `begin_step`, `revise` and `clip`; all but `deferred` may be others in the next step."""
         self.layouts = dict(layouts)
         """Trained tensors of each unit that has any."""
-        self._decayed, self._dtype, self._groups = decayed, dtype, groups
+        self._decayed = decayed
+        self._dtype = dtype
+        self._groups = groups
         self._split = dtype is torch.bfloat16
         self._pool = adamw_threads(num_threads)
         self._workers = ThreadPoolExecutor(num_threads, "megatier-gradient")
@@ -114,7 +116,8 @@ class AdamW:
 
     def revise(self, step: int, learning_rate: float) -> bool:
         """Note the scalars of the step begun anew; True where they are others, so that `unclipped` was wrong."""
-        before, self._begun = self._begun, self._scalars_of(step, learning_rate)
+        before = self._begun
+        self._begun = self._scalars_of(step, learning_rate)
         return self._begun != before
 
     def clip(self, norm: float) -> float:
@@ -165,7 +168,8 @@ class AdamW:
             self._sums[unit] = [self._kernels.sum_squares(grad[tensor.start : tensor.stop]) for tensor in tensors]
             return
         sums = torch.empty(sum(_num_spans(tensor) for tensor in tensors), dtype=torch.float64)
-        source, target = grad.data_ptr(), sums.data_ptr()
+        source = grad.data_ptr()
+        target = sums.data_ptr()
         pieces: list[tuple[int, int, bool, int]] = []
         for tensor in tensors:
             for start in range(0, tensor.num_elements, PIECE_ELEMENTS):
@@ -187,7 +191,8 @@ class AdamW:
         """
         count = self.layouts[unit].num_elements
         runs = [(start, min(PIECE_ELEMENTS, count - start)) for start in range(0, count, PIECE_ELEMENTS)]
-        source, target = part.data_ptr(), total.data_ptr()
+        source = part.data_ptr()
+        target = total.data_ptr()
         self._at_once(
             _native.accumulate, [(target + 4 * start, source + 4 * start, size, group == 0) for start, size in runs]
         )
@@ -276,7 +281,8 @@ def step_scalars(
 ) -> tuple[float, float, float, float, float, float, float]:
     """What the kernels take of step 1, 2, ...: all of `Scalars.of_kernels` but the clip coefficient."""
     beta1, beta2 = betas
-    step_size, bias2_root = learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step)
+    step_size = learning_rate / (1 - beta1**step)
+    bias2_root = math.sqrt(1 - beta2**step)
     return (beta1, 1 - beta1, beta2, 1 - beta2, eps, step_size, bias2_root)
 
 

@@ -130,7 +130,8 @@ def forecast(
     ends = [jobs.step(timeline) for _ in range(NUM_STEPS)]
     lanes = lanes_of(rates)
     times = simulate(jobs.jobs, lanes)
-    start, stop = times[ends[-2]][1], times[ends[-1]][1]
+    start = times[ends[-2]][1]
+    stop = times[ends[-1]][1]
     busy = dict.fromkeys(lanes, 0.0)
     alone = dict.fromkeys(lanes, 0.0)
     moved: dict[str, float] = {}
@@ -205,9 +206,11 @@ class _Jobs:
         uses: list[int] = []
         fed = {update.unit: update.load for update in timeline.updates if update.load is not None}
         loads = {load.access: load for load in timeline.loads}
-        self.updates, self.speculated = self.speculated, {}
+        self.updates = self.speculated
+        self.speculated = {}
         arrivals: dict[str, int] = {}
-        last_uses, offloaded = timeline.last_uses(), self._offloaded(timeline)
+        last_uses = timeline.last_uses()
+        offloaded = self._offloaded(timeline)
         for index, access in enumerate(timeline.accesses):
             unit = self.units[access.unit]
             load = loads.get(index)

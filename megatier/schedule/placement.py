@@ -112,7 +112,8 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     spilled = [unit for unit in trained(rest) if _spills(unit, homes, policy)]
     on_nvme = tuple(unit.name for unit in spilled)
     generations = policy.generations if policy.deferred else 1
-    state, again = _bytes_by_home(units, homes, policy), _bytes_by_home(spilled, homes, policy)
+    state = _bytes_by_home(units, homes, policy)
+    again = _bytes_by_home(spilled, homes, policy)
     again[Tier.RAM] *= policy.speculates
     again[Tier.NVME] *= generations - 1
     again[Tier.NVME] += sum(grad_bytes(unit, policy) for unit in shipped.values() if unit.name not in waiting)
@@ -232,7 +233,8 @@ def _waiting(
     wanted = sum(grad_bytes(unit, policy) for unit in shipped) + total_bytes(grad_slots(shipped, policy))
     if Tier.RAM in policy.state and wanted + sum(state_bytes(unit, policy) for unit in rest) <= room:
         return all_of_them
-    longest, updated = max(unit.num_elements for unit in rest), max(unit.num_trained for unit in rest)
+    longest = max(unit.num_elements for unit in rest)
+    updated = max(unit.num_trained for unit in rest)
     if wanted + total_bytes(update_slots(policy.align_elements, longest, updated, policy, spills_grads=False)) <= room:
         return all_of_them
     chunk = round_up(policy.chunk_elements or min(longest, CHUNK_ELEMENTS_FAST), policy.align_elements)
@@ -284,7 +286,9 @@ def _spill_some(
     Slots take the largest unit that is updated through them. Which one that is depends on what they leave of RAM, so
     the least size that holds is taken. The gradients of units in `spilling` are at home on NVMe.
     """
-    longest, room, slots = max(unit.num_elements for unit in rest), budget - used, list[SlotPlan]()
+    longest = max(unit.num_elements for unit in rest)
+    room = budget - used
+    slots = list[SlotPlan]()
     for updated in sorted({0, *(unit.num_trained for unit in rest)}):
         chunk, slots = chunk_slots(room, longest, updated, policy, spills_grads=spills_grads)
         homes, passing = _spill_beside(rest, slots, room, policy)
@@ -311,7 +315,8 @@ def _spill_beside(
 
 def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> PlanError:
     """Why RAM does not take them when NVMe takes none."""
-    what, other = "gradients and activations in RAM", "."
+    what = "gradients and activations in RAM"
+    other = "."
     if not waiting:  # no gradient counts
         other = ", set train.activations to recompute, or train on fewer tokens a step."
     elif policy.groups > 1:

@@ -57,7 +57,8 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
     """The first job of a lane runs if the lane is in `left`, else it waits."""
     for index, job in enumerate(jobs):
         queues[job.lane].append(index)
-    starts, ends = [0.0] * len(jobs), [0.0] * len(jobs)
+    starts = [0.0] * len(jobs)
+    ends = [0.0] * len(jobs)
     is_over = [False] * len(jobs)
     waiting: dict[int, list[str]] = {}
     """Per job, the lanes whose first job waits for it, and perhaps for others."""
@@ -74,7 +75,8 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
             index = queues[name][0]
             missing = next((other for other in jobs[index].after if not is_over[other]), None)
             if missing is None:
-                starts[index], left[name] = now, jobs[index].amount / lanes[name].rate
+                starts[index] = now
+                left[name] = jobs[index].amount / lanes[name].rate
             else:
                 waiting.setdefault(missing, []).append(name)
         if not left:
@@ -91,7 +93,8 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
             if left[name] <= ENDED:
                 del left[name]
                 index = queues[name].popleft()
-                ends[index], is_over[index] = now, True
+                ends[index] = now
+                is_over[index] = True
                 able += [name, *waiting.pop(index, ())]
     assert not any(queues.values()), "a job waits for one behind it on its lane"
     return list(zip(starts, ends, strict=True))

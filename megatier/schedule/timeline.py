@@ -118,7 +118,8 @@ def _assign(accesses: Sequence[Access], is_resident: Callable[[str], bool], num_
             raise PlanError(f"GPU slots for {access.unit}", 1, 0, "Raise tiers.gpu.")
         slot = max(range(num_slots), key=lambda s: _next_use(uses, occupants[s], index))
         loads.append(Load(access.unit, index, slot, occupants[slot], last_use[slot]))
-        occupants[slot], last_use[slot] = access.unit, index
+        occupants[slot] = access.unit
+        last_use[slot] = index
     return loads
 
 
