@@ -71,6 +71,7 @@ class Rebinding:
             raise refused(self._module_name)
         region = self._regions[packed.region].view(-1).view(torch.uint8)
         start = (int(region.storage_offset()) + packed.offset) // packed.dtype.itemsize
+
         return region.view(packed.dtype).as_strided(packed.size, packed.stride, start)
 
 

@@ -77,11 +77,13 @@ class Call:
                 f"train.slices: argument {position} of {self.node.module_name} was not there in the first step, so "
                 "megatier does not know how to cut it. Give every batch the same keys, or set train.slices to 1."
             )
+
         if not is_cut:
             return value
         rows, rest = divmod(value.shape[0], count)
         if rest:
             raise ConfigError(f"train.slices is {count}, but a group has {value.shape[0]} rows; it must divide them.")
+
         return value[index * rows : (index + 1) * rows]
 
     def run(self, leaves: Sequence[Tensor], flat: Sequence[Any]) -> list[Tensor | None]:
@@ -94,6 +96,7 @@ class Call:
                 f"{self.node.module_name} writes other things into its arguments for other rows of a batch; set "
                 "train.slices to 1."
             )
+
         self.written = written
         outputs += tensors
         if self.node.stage.checks_finite:
@@ -104,10 +107,12 @@ class Call:
         """Outputs and captured outputs."""
         caught: dict[str, list[Tensor]] = {key: [] for key in self.collected}
         token = collector.set(caught)
+
         try:
             output = self.node.run(leaves, args, kwargs)
         finally:
             collector.reset(token)
+
         self.captured = [(key, len(value)) for key, value in caught.items() if value]
         outputs, self.outgoing = tree_flatten(output)
         others = sorted({type(x).__name__ for x in outputs if x is not None and not torch.is_tensor(x)})
@@ -116,6 +121,7 @@ class Call:
                 f"{self.node.module_name} returns something other than tensors ({', '.join(others)}); it cannot be "
                 "streamed."
             )
+
         return outputs + [tensor for values in caught.values() for tensor in values]
 
     def _check(self, leaves: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
@@ -137,6 +143,7 @@ class Call:
         with self._weights() as leaves:
             parts = [flat for _, flat in self.cut(())] if is_cut else [self.flat]
             results = join([self.run(leaves, flat) for flat in parts])
+
         if any(x is not None and x.requires_grad for x in results):
             check_inside(self.node.module_name, results, (), stage.model)
         return self.unpack(results)
@@ -163,14 +170,17 @@ class Call:
             elif self.num_slices > 1:
                 self.node.rows.check_joined(written)
             self.arguments.write(written, tensors)
+
         if learnt is not None:
             self.node.rows.learn_outputs(learnt, results)
         results, caught = _split(results, sum(number for _, number in self.captured))
         outer = collector.get()
+
         for key, number in self.captured:
             if outer is not None:
                 outer[key].extend(caught[:number])
             caught = caught[number:]
+
         assert self.outgoing is not None, "a call is unpacked when it has run"
         return tree_unflatten(results, self.outgoing)
 

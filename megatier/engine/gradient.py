@@ -118,6 +118,7 @@ class Gradients:
         if self.group == self._groups - 1:
             for unit in list(self._shipped):
                 self._catch_up(unit, self._groups)
+
         self._is_over = True
 
     def add(self, unit: str, parts: Sequence[tuple[str, Tensor | None]]) -> None:
@@ -127,8 +128,10 @@ class Gradients:
         if self._added[unit] == self._summands[unit]:
             self._write(unit, grads)
             return
+
         firsts = self._firsts.setdefault(unit, {})
         sums = self._sums.setdefault(unit, {})
+
         for name, grad in grads.items():
             if name in sums:
                 sums[name].add_(grad)
@@ -164,6 +167,7 @@ class Gradients:
         before = {**self._firsts.pop(unit, {}), **self._sums.pop(unit, {})}
         for start, stop in () if adds else self._gaps[unit]:
             buffer[start:stop].zero_()
+
         for tensor in self._layouts[unit].tensors:
             piece = buffer[tensor.start : tensor.stop]
             summands = [found[tensor.name] for found in (before, grads) if tensor.name in found]
@@ -198,6 +202,7 @@ class Gradients:
                 rounded = buffer.to(self._dtype)
                 buffer = buffer.view(self._dtype)[: rounded.numel()].copy_(rounded)
             self._norm.measure(unit, buffer)
+
         self._sink.ship_grad(unit, group=group)
         self._shipped[unit] = group + 1
 
@@ -206,8 +211,10 @@ def _gaps(layout: Layout) -> list[tuple[int, int]]:
     """Padding between and after tensors."""
     gaps = []
     offset = 0
+
     for tensor in layout.tensors:
         if tensor.start > offset:
             gaps.append((offset, tensor.start))
         offset = tensor.stop
+
     return [*gaps, (offset, layout.num_elements)] if offset < layout.num_elements else gaps

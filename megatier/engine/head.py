@@ -103,6 +103,7 @@ def without_softcap(model: PreTrainedModel) -> Iterator[float | None]:
     before = [holder[CAP] for holder in holders]
     for holder in holders:
         holder[CAP] = None
+
     try:
         yield cap or None
     finally:
@@ -157,6 +158,7 @@ class _Passage:
         if (len(self.given), len(self.arrived)) != (1, 1):
             counts = f"{len(self.given)} times, and the loss function {len(self.arrived)} times"
             raise UnsupportedModelError(f"the forward of {name} calls the head {counts}, rather than each once.")
+
         if self.ignored != {IGNORED}:
             raise UnsupportedModelError(f"{name} leaves labels other than {IGNORED} out of its loss.")
         given = self.given[0]
@@ -164,6 +166,7 @@ class _Passage:
         if arrived.shape[-1] != given.shape[-1]:
             widths = f"the loss function {arrived.shape[-1]} numbers a token where the head gave {given.shape[-1]}"
             raise UnsupportedModelError(f"{name} hands {widths}.")
+
         if arrived.numel() != given.numel():
             raise UnsupportedModelError(f"{name} hands the logits of some tokens only to the loss.")
         if torch.is_tensor(loss) and loss.requires_grad:
@@ -181,6 +184,7 @@ def _ask(model: PreTrainedModel, head: nn.Linear, width: int) -> tuple[Tensor, T
     own_loss = model.loss_function
     loss = None
     model.loss_function = passage.loss
+
     try:
         with (
             reading(f"the forward of {name} cannot be asked without its decoder", UnsupportedModelError),
@@ -196,6 +200,7 @@ def _ask(model: PreTrainedModel, head: nn.Linear, width: int) -> tuple[Tensor, T
             raise
     finally:
         model.loss_function = own_loss
+
     passage.check(name, loss)
     given = passage.given[0]
     arrived = passage.arrived[0]
@@ -217,6 +222,7 @@ def _calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Inside, the module's forward is another."""
     before = module.__dict__.get("forward")
     module.forward = forward
+
     try:
         yield
     finally:

@@ -83,11 +83,13 @@ class FusedLoss:
         counted = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
         count = torch.zeros((), dtype=torch.float64, device=hidden.device) + counted
         stage = self._head.stage
+
         if not torch.is_grad_enabled():
             use = stage.source.enter(self._head.unit, Phase.FORWARD, stage.gradients.group)
             loss = self._forward(hidden, self._weights(use.bytes), targets, count, None)
             use.leave()
             return loss
+
         if self._head.trains:
             stage.gradients.expect(self._head.unit, 1)
         result: Tensor = _LossFunction.apply(self, hidden, stage.anchor, targets, count)  # type: ignore[no-untyped-call]
@@ -102,6 +104,7 @@ class FusedLoss:
         for leaf, tensor in weights.items():
             if self._head.is_trained[self._names[leaf]]:
                 grads.of_head[leaf] = torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
+
         loss = self._forward(hidden, weights, targets, count, grads)
         use.leave()
         return loss, grads
@@ -124,6 +127,7 @@ class FusedLoss:
         scale = count.reciprocal().float()
         weight = weights["weight"]
         bias = weights.get("bias")
+
         with self._head.stage.arithmetic():
             for start in range(0, hidden.shape[0], self._chunk):
                 rows = slice(start, start + self._chunk)
@@ -131,9 +135,11 @@ class FusedLoss:
                 if grads is None:
                     loss += cross_entropy(logits, targets[rows], self._cap)
                     continue
+
                 part, slope = self._slopes(logits, targets[rows], self._cap, scale)
                 loss += part
                 grads.add(rows, slope, hidden, weight)
+
         return loss / count.float()
 
 
@@ -200,11 +206,13 @@ class StepLoss:
         # In place is how most models add to it, so that the same tensor may come back with another value.
         if share == 1 or (len(losses) == 1 and total is losses[0][1] and not total._version):
             return total
+
         if len(losses) != 1:
             raise UnsupportedModelError(
                 f"the model calls its loss function {len(losses)} times in a forward, so that groups cannot share the "
                 "rest of its loss; set train.groups to 1."
             )
+
         # In fp32, (1 - share) + share is 1: the gradient of the loss function's part is what it was, bit by bit.
         rounded = torch.tensor(share, dtype=torch.float32).item()
         return torch.lerp(losses[0][0], total, rounded)
@@ -229,6 +237,7 @@ def slopes(logits: Tensor, targets: Tensor, cap: float | None, scale: Tensor) ->
     slope = torch.exp(z - norms) - is_target.to(z.dtype)
     if cap:
         slope = slope * (1 - (z / cap) ** 2)
+
     return loss, (slope * (counted[:, None] * scale)).to(logits.dtype)
 
 

@@ -76,12 +76,14 @@ class Node:
         self.is_trained = {name: stage.gradients.takes(unit, name) for name in self._slices}
         """Of each parameter, in the order of `leaves`."""
         self.rows = Rows(module_name)
+
         for parameters, leaf, tensor in bindings:
             unbound = parameters[leaf]
             assert unbound is not None
             is_in_fp32 = tensor.name in stage.in_fp32
             make_unbound(unbound, stage.device, torch.float32 if is_in_fp32 else stage.dtype, tensor.name)
             self._held.append(unbound)
+
         module.forward = self.__call__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
@@ -93,6 +95,7 @@ class Node:
             kwargs = {k: None if k in CACHE_ARGUMENTS else v for k, v in kwargs.items()}
             if kwargs.get("use_cache"):
                 kwargs["use_cache"] = False
+
         self._forwards[training] += 1
         self.is_new = self._forwards[training] <= CHECKED
         arguments = Arguments(args, kwargs)
@@ -116,6 +119,7 @@ class Node:
         if self.trains:
             stage.gradients.expect(self.unit, call.num_slices)
         results = _UnitFunction.apply(call, stage.anchor, *inputs)  # type: ignore[no-untyped-call]
+
         return call.unpack(list(results))
 
     def leaves(self, weights: Tensor) -> list[Tensor]:
@@ -133,6 +137,7 @@ class Node:
                 claim(plane[t.start : t.stop].view(t.shape).data, name).requires_grad_(self.is_trained[t.name])
                 for t in self._slices.values()
             ]
+
         return self._leaves[key]
 
     def forget_leaves(self) -> None:
@@ -149,6 +154,7 @@ class Node:
         in_fp32 = self.stage.in_fp32
         weights = [leaf.float() if name in in_fp32 else leaf for name, leaf in zip(self._slices, leaves, strict=True)]
         unchanged = Unchanged(self.names, weights, by_bits=self.is_new or self.is_written)
+
         with self._bound(weights), self.stage.arithmetic():
             forward = self._compiled if self._compiled is not None and torch.is_grad_enabled() else self._forward
             try:
@@ -159,6 +165,7 @@ class Node:
                 raise UnsupportedModelError(
                     f"{self.module_name} changes a weight or an argument in place in its forward. {REMEDY}"
                 ) from error
+
         self.is_written = unchanged.check(self.module_name) or self.is_written
         return result
 
@@ -168,6 +175,7 @@ class Node:
         before = self._held
         self._check_held()
         self._hold([by_name[tensor.name] for _, _, tensor in self.bindings])
+
         try:
             yield
             self._check_held()
@@ -248,6 +256,7 @@ class _UnitFunction(torch.autograd.Function):
         use = stage.source.enter(node.unit, Phase.FORWARD, stage.gradients.group)
         leaves = node.leaves(use.bytes)
         parts = []
+
         for slice_inputs, flat in call.cut(present):
             rebinding = Rebinding(node.module_name, use.bytes, *([] if ctx.stashed is None else [present[ctx.stashed]]))
             if not keep:
@@ -262,12 +271,15 @@ class _UnitFunction(torch.autograd.Function):
                 edges = [get_gradient_edge(x) if x is not None and x.requires_grad else None for x in outputs]
                 rows = [0 if x is None or not x.dim() else x.shape[0] for x in outputs]
                 ctx.kept.append(_Kept(slice_inputs, leaves, edges, rows, rebinding))
+
             parts.append([None if x is None else x.detach() for x in outputs])
+
         use.leave()
         results = join(parts)
         saved = [None if i == ctx.stashed else x for i, x in enumerate(present)]
         ctx.save_for_backward(*(() if keep else saved))
         ctx.mark_non_differentiable(*[x for x in results if x is not None and not x.is_floating_point()])
+
         return tuple(results)
 
     @staticmethod
@@ -281,6 +293,7 @@ class _UnitFunction(torch.autograd.Function):
         input_grads: list[list[Tensor | None]] = []
         pieces = iter(()) if ctx.kept else call.cut(_saved_inputs(ctx, fetched))
         outputs: Sequence[Tensor | GradientEdge | None]
+
         for index in range(call.num_slices):
             if ctx.kept:
                 kept: _Kept = ctx.kept[index]
@@ -302,13 +315,16 @@ class _UnitFunction(torch.autograd.Function):
                 rows = [0 if x is None or not x.dim() else x.shape[0] for x in made]
                 outputs = [x if x is not None and x.requires_grad else None for x in made]
                 del made
+
             with stage.arithmetic():
                 wanted = [*slice_inputs, *(leaf for leaf in leaves if leaf.requires_grad)]
                 found = _grads(outputs, _cut_grads(grads, rows, index, call.num_slices), wanted)
+
             del outputs
             if node.trains:
                 stage.gradients.add(node.unit, list(zip(node.trained, found[len(slice_inputs) :], strict=True)))
             input_grads.append(list(found[: len(slice_inputs)]))
+
         use.leave()
         if node.trains:
             stage.gradients.close(node.unit)
@@ -327,6 +343,7 @@ class _Lent(torch.autograd.Function):
         use.leave()
         frozen = (copy for copy, leaf in zip(copies, leaves, strict=True) if not leaf.requires_grad)
         ctx.mark_non_differentiable(*frozen)
+
         return copies
 
     @staticmethod
@@ -350,6 +367,7 @@ def _stash(ctx: Any, inputs: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401
         ctx.stashed = max(own, key=lambda i: inputs[i].numel())
         tensor = result[ctx.stashed] = inputs[ctx.stashed].detach().contiguous()
         node.stage.source.stash(node.unit, tensor)
+
     return result
 
 
@@ -403,4 +421,5 @@ def _join_grads(parts: list[list[Tensor | None]], call: Call) -> list[Tensor | N
             for grad in present[1:]:
                 total = total + grad
             joined.append(total)
+
     return joined

@@ -159,6 +159,7 @@ class Engine:
         if len(groups) > 1:
             check_calls_loss_function(self.model, "set train.groups to 1")
             check_rows_are_apart(self.model, "set train.groups to 1")
+
         self._learn(groups[0])
         if not self.model.training:  # walks over every module
             self.model.train()
@@ -169,6 +170,7 @@ class Engine:
         self.begin_step(step, rate)
         losses = [self._train_group(step, index, batch, divisor, shares[index]) for index, batch in enumerate(groups)]
         norm = self.measure(step)
+
         return self.finish_step(step, rate, norm, math.fsum(loss.item() for loss in losses), groups[0])
 
     # The parts of a step, for whoever calls forward and backward: `begin_step`; for each group `begin_group`, forward,
@@ -218,6 +220,7 @@ class Engine:
         coefficient = self._optimizer.clip(norm)
         if self._optimizer.hyper.deferred:  # what was updated in the backward is void where it took other scalars
             self._stream.defer_updates(clipped=coefficient != 1.0 or is_revised)
+
         return StepResult(loss, norm, coefficient)
 
     def abandon(self) -> None:
@@ -243,6 +246,7 @@ class Engine:
         self._stream.drain()
         total = 0.0
         tokens = 0
+
         with torch.no_grad(), _eval_mode(self.model):
             for batch in batches:
                 if not (count := _count(batch)):
@@ -250,6 +254,7 @@ class Engine:
                 with self.evaluation():
                     total += self._loss(batch, None).item() * count
                 tokens += count
+
         return total / max(1, tokens)
 
     @contextmanager
@@ -270,6 +275,7 @@ class Engine:
             except BaseException:
                 self._stream.cancel()
                 raise
+
             self._stream.end()
 
     def _node(self, unit: Unit, name: str, places: Sequence[Binding]) -> Node:
@@ -282,6 +288,7 @@ class Engine:
         node = Node(self._stage, unit.name, name, module, places, activations=activations)
         if unit.is_layer and len(unit.module_names) > 1:
             guard(node)
+
         return node
 
     def _head(self) -> Node:
@@ -291,6 +298,7 @@ class Engine:
             raise UnsupportedModelError(
                 f"the output embedding of {type(self.model).__name__} is not a unit of its own; it cannot be lent."
             )
+
         return found
 
     def _train_group(self, step: int, group: int, batch: Batch, divisor: int | None, share: float) -> Tensor:
@@ -299,6 +307,7 @@ class Engine:
         if not self._optimizer.hyper.deferred and not math.isfinite(loss.item()):
             self._stream.cancel()
             raise self._error(step, "loss", None, batch)
+
         self.check_outputs(loss)
         loss.backward()
         return loss.detach()
@@ -320,12 +329,14 @@ class Engine:
         with _answering(answer) as asked, refused_outside(self.model):
             inputs = self._on_device(batch)
             loss = self._step_loss.weighed(lambda: self.model(**inputs, use_cache=False).loss, share)
+
         if is_packed and not asked:
             self._stream.cancel()
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} makes its masks without position_ids, so that documents of one sequence "
                 "see each other. Set data.cross_documents to true."
             )
+
         return loss
 
     def _on_device(self, batch: Batch) -> Batch:
@@ -346,20 +357,24 @@ class Engine:
             mask = batch["attention_mask"].clone()
             mask[:, -1] = 0
             batch = {**batch, "attention_mask": mask}
+
         with torch.no_grad(), _eval_mode(self.model), learning(self._stage):  # draws no random numbers
             for rows in (1, 2):
                 with self.evaluation():
                     self._loss({key: value[:rows] for key, value in batch.items()}, None)
+
         self._is_learnt = True
 
     def _error(self, step: int, what: str, parameter: str | None, batch: Batch | None) -> NonFiniteError:
         """What ends the run: names the parameter, and the first unit with a value that is not finite."""
         where = f"; first in the gradient of {parameter}" if parameter is not None else ""
         self._stage.checks_finite = True
+
         try:
             self.evaluate([] if batch is None else [batch])
         except NonFiniteError as error:
             where = f"{where}; {error}"
+
         row = f", and {self._skips - 1} steps before it were left out" if self._skips > 1 else ""
         return NonFiniteError(
             f"the {what} of step {step} is not finite{row}{where}. No update of this step was written. {REMEDY}"
@@ -371,6 +386,7 @@ def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
     """Inside, no module is in training mode; then each is in its own again, which may be another than the model's."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
+
     try:
         yield
     finally:

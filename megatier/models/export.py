@@ -67,6 +67,7 @@ def export(
     outgoing = _Outgoing(model, units, dtype)
     shards = _cut(outgoing.num_bytes, shard_bytes)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+
     with becoming(partial, folder, "the export"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
@@ -124,10 +125,12 @@ class _Outgoing:
         with path.open("wb") as file:
             tensors = {name: self._layout[name] for name in names}
             file.write(write_header((name, self._dtype_of(tensor), tensor.shape) for name, tensor in tensors.items()))
+
             for tensor in tensors.values():
                 for run in tensor.runs:
                     for piece in self._pieces(run, read):
                         file.write(piece.contiguous().view(torch.uint8).numpy().data)
+
             file.flush()
             os.fsync(file.fileno())
 
@@ -145,6 +148,7 @@ class _Outgoing:
         if run.num_columns:
             yield by_columns(torch.cat(list(self._elements(run.name, first, last, read))), run.num_columns)
             return
+
         for start, stop in chunks(run.num_elements):
             yield from self._elements(run.name, first + start, first + stop, read)
 
@@ -153,6 +157,7 @@ class _Outgoing:
         if name in self._buffers:
             yield self._buffers[name].flatten()[first:last]
             return
+
         for unit, tensor in self._places[name]:
             lower = max(first, tensor.elements[0])
             upper = min(last, tensor.elements[1])
@@ -164,12 +169,14 @@ def _cut(num_bytes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]
     """Names by file: consecutive tensors up to `shard_bytes`, which only a tensor larger than that exceeds."""
     shards: list[list[str]] = []
     room = 0
+
     for name, size in num_bytes.items():
         if size > room:
             shards.append([])
             room = shard_bytes
         shards[-1].append(name)
         room -= size
+
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
     return {f"model-{k + 1:05d}-of-{len(shards):05d}.safetensors": names for k, names in enumerate(shards)}

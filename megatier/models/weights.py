@@ -64,6 +64,7 @@ class Initialiser:
                 raise UnsupportedModelError(
                     f"{type(self._model).__name__} has no initial value for {tensor.name}. Start from a checkpoint."
                 )
+
             for start, stop in chunks(tensor.num_elements):
                 yield tensor.start + start, value[start:stop]
 
@@ -78,6 +79,7 @@ class Initialiser:
         }
         for parameters, leaf, tensor in places:
             parameters[leaf] = values[tensor.name]
+
         try:
             # Modules above the unit initialise what they own as well. That lies on meta, where writing changes nothing,
             # and where a streamed model would refuse it.
@@ -88,6 +90,7 @@ class Initialiser:
         finally:
             for (parameters, leaf, _), parameter in zip(places, kept, strict=True):
                 parameters[leaf] = parameter
+
         return {name: value.detach().flatten() for name, value in values.items()}
 
     def _constructed(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -147,9 +150,11 @@ class Checkpoint:
         widest = max((DTYPES[self._stored[run.name].dtype].itemsize for run in runs), default=0)
         raw = torch.empty(most * widest, dtype=torch.uint8)
         values = torch.empty(most, dtype=wanted)
+
         for run in runs:
             stored = self._stored[run.name]
             dtype = DTYPES[stored.dtype]
+
             with stored.path.open("rb", buffering=0) as file:
                 file.seek(stored.offset + run.start * dtype.itemsize)
                 if run.num_columns:
@@ -157,6 +162,7 @@ class Checkpoint:
                     _read_exactly(file, matrix, stored)
                     yield from by_columns(matrix.view(dtype), run.num_columns).to(wanted).split(CHUNK_ELEMENTS)
                     continue
+
                 for start, stop in chunks(run.num_elements):
                     piece = raw[: (stop - start) * dtype.itemsize]
                     _read_exactly(file, piece, stored)
@@ -173,6 +179,7 @@ class Checkpoint:
                 f"{self._where(unknown[0])} is not part of {type(model).__name__} "
                 f"({len(unknown)} such tensors). Does config.json belong to these files?"
             )
+
         state = model.state_dict()
         for names in aliases.values():
             found = [name for name in names if name in self._assemblies]
@@ -191,12 +198,14 @@ class Checkpoint:
             raise UnsupportedModelError(
                 f"{self._where(name)} has shape {assembly.shape}; the config asks for {tuple(tensor.shape)}."
             )
+
         for stored in (self._stored[run.name].dtype for run in assembly.runs):
             if tensor.is_floating_point() and stored not in FULL_PRECISION:
                 raise UnsupportedModelError(
                     f"{self._where(name)} is {shown(stored)}; full-precision training starts from "
                     f"{', '.join(FULL_PRECISION)}."
                 )
+
             if not tensor.is_floating_point() and not _is_held_by(stored, tensor.dtype):
                 raise UnsupportedModelError(
                     f"{self._where(name)} is {shown(stored)}; the model takes {tensor.dtype} there."
@@ -239,6 +248,7 @@ def resolve(path_or_id: str) -> Path:
     with contextlib.suppress(OSError):  # a name that is too long, for one
         if folder.is_dir():
             return folder
+
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id) or path_or_id.startswith("."):
         raise ConfigError(f"no such model folder: {shown(path_or_id)}")
     # Only here: the client is slow to import, and most runs never need it.
@@ -265,8 +275,10 @@ def _headers(folder: Path) -> dict[str, StoredTensor]:
         raise UnsupportedModelError(
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}. Convert other formats with save_pretrained()."
         )
+
     stored: dict[str, StoredTensor] = {}
     weight_map = _weight_map(index)
+
     for file_name in sorted(set(weight_map.values())):
         # Names only: the hub's cache links files to another folder, so a resolved path says nothing.
         if Path(file_name).name != file_name or not _is_file(folder / file_name):
@@ -275,9 +287,11 @@ def _headers(folder: Path) -> dict[str, StoredTensor]:
             if name in stored:
                 raise UnsupportedModelError(f"{tensor.path}: tensor {shown(name)} is also in {stored[name].path}.")
             stored[name] = tensor
+
     for name, file_name in weight_map.items():
         if name not in stored or stored[name].path.name != file_name:
             raise UnsupportedModelError(f"{folder / file_name}: tensor {shown(name)} is missing; the index lists it.")
+
     return stored
 
 
@@ -304,6 +318,7 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
             found = GenerationConfig.from_pretrained(folder)
             found.to_json_string()  # now, not when the trained model is written
             return found
+
     return None
 
 
@@ -327,6 +342,7 @@ def _read_exactly(file: RawIOBase, piece: Tensor, stored: StoredTensor) -> None:
             count = file.readinto(view)
         except OSError as error:
             raise TransferError("reading weights", "disk", str(stored.path), position, error.errno or 0) from error
+
         if not count:
             raise TransferError("reading weights", "disk", str(stored.path), position, 0)
         view = view[count:]

@@ -167,16 +167,19 @@ class AdamW:
         if grad.is_cuda:
             self._sums[unit] = [self._kernels.sum_squares(grad[tensor.start : tensor.stop]) for tensor in tensors]
             return
+
         sums = torch.empty(sum(_num_spans(tensor) for tensor in tensors), dtype=torch.float64)
         source = grad.data_ptr()
         target = sums.data_ptr()
         pieces: list[tuple[int, int, bool, int]] = []
+
         for tensor in tensors:
             for start in range(0, tensor.num_elements, PIECE_ELEMENTS):
                 size = min(PIECE_ELEMENTS, tensor.num_elements - start)
                 first = source + (tensor.start + start) * grad.element_size()
                 pieces.append((first, size, self._split, target + start // SPAN_ELEMENTS * sums.element_size()))
             target += _num_spans(tensor) * sums.element_size()
+
         self._at_once(_native.sum_squares, pieces)
         self._sums[unit] = [sums]
 
@@ -201,6 +204,7 @@ class AdamW:
         if self._split:  # by way of the part, because its pieces do not overlap where they are read and written
             self._at_once(_native.round_bf16, [(target + 4 * start, source + 2 * start, size) for start, size in runs])
             self._at_once(_native.copy, [(target + 2 * start, source + 2 * start, 2 * size) for start, size in runs])
+
         self.measure(unit, total.view(self._dtype)[:count])
 
     def _at_once(self, work: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
@@ -271,6 +275,7 @@ class AdamW:
             decay = factor if tensor.name in self._decayed else 1.0
             if not starts or starts[-1][1] != decay:
                 starts.append((tensor.start - start if starts else 0, decay))
+
         starts = starts or [(0, 1.0)]
         stops = [*(first for first, _ in starts[1:]), stop - start]
         return [(first, last, decay) for (first, decay), last in zip(starts, stops, strict=True)]
@@ -320,6 +325,7 @@ def begin_adamw(
         moments = planes[Kind.EXP_AVG], planes[Kind.EXP_AVG_SQ]
         kernels.adamw((planes[Kind.WEIGHT], remainder, *moments, grad), segments, scalars)
         return None
+
     sources = _addresses({**planes, **before})
     return pool.submit_adamw(
         (*_addresses(planes), grad.data_ptr()), remainder is not None, segments, scalars, before=sources
@@ -348,6 +354,7 @@ def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
         weight.copy_(planes[0])
         remainder.copy_(planes[1])
         return
+
     _native.split(master.data_ptr(), weight.data_ptr(), remainder.data_ptr(), master.numel())
 
 
@@ -367,6 +374,7 @@ def learning_rate(step: int, *, peak: float, schedule: str, warmup: int, steps: 
     if schedule == "constant":
         return peak
     fall = share if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * share))
+
     return peak * (1 - (1 - minimum_ratio) * fall)
 
 

@@ -136,14 +136,17 @@ def forecast(
     alone = dict.fromkeys(lanes, 0.0)
     moved: dict[str, float] = {}
     spans = []
+
     for job, (begin, end) in zip(jobs.jobs, times, strict=True):
         if end > start and begin < stop and end > begin:
             busy[job.lane] += min(end, stop) - max(begin, start)
             spans.append(Span(job.lane, job.name, begin - start, end - start))
+
     for job in jobs.jobs[ends[-2] + 1 : ends[-1] + 1]:
         alone[job.lane] += job.amount / lanes[job.lane].rate
         if "_to_" in job.lane:
             moved[job.lane] = moved.get(job.lane, 0.0) + job.amount
+
     return Forecast(stop - start, busy, alone, moved, tuple(spans))
 
 
@@ -211,17 +214,20 @@ class _Jobs:
         arrivals: dict[str, int] = {}
         last_uses = timeline.last_uses()
         offloaded = self._offloaded(timeline)
+
         for index, access in enumerate(timeline.accesses):
             unit = self.units[access.unit]
             load = loads.get(index)
             is_due = bool(timeline.updates) and self.begun is not None and unit.name not in self.updates
             is_due = is_due and unit.num_trained > 0
+
             if is_due and unit.name not in self.placement.streamed:
                 copied = self._update(unit, fed.get(unit.name), uses)
                 if copied is not None:
                     arrivals[unit.name] = copied
             elif unit.name in fed and fed[unit.name].access == index:  # the first step: nothing to update yet
                 load = fed[unit.name]
+
             if load is not None:
                 arrivals[unit.name] = self._load(unit, load, uses)
             if is_due and unit.name in self.placement.streamed:
@@ -233,6 +239,7 @@ class _Jobs:
             uses.append(self._compute(access, arrivals.get(unit.name), activation, makes_grad=makes_grad))
             if makes_grad:
                 self._ship(unit, access.group, uses[-1], before)
+
         self._exchange()
         self.begun = self._add("host", "step", HOST_SECONDS, uses[-1], *self.sums, *self._immediate())
         return self.begun
@@ -264,6 +271,7 @@ class _Jobs:
             out = stash(self.units[access.unit].activation_bytes)
             self.stashed[access.unit] = self._chain([out], access.unit, before)
             return None
+
         if access.unit not in self.fetched:
             self._fetch(access.unit, before)
         if self.stashed:
@@ -292,9 +300,11 @@ class _Jobs:
         if self.placement.updater(unit.name) is Tier.GPU:
             self.updates[unit.name] = self._add("update_gpu", unit.name, unit.num_trained, self.begun, gradient)
             return None
+
         if not by_lane(self.moves.update(unit.name)):
             self.updates[unit.name] = self._add("update", unit.name, unit.num_trained, self.begun, gradient)
             return None
+
         return self._update_spilled(unit, gradient, fed, uses)
 
     def _update_spilled(
@@ -305,6 +315,7 @@ class _Jobs:
         amount = unit.num_trained * (1 + ALLOCATE_BYTES / UPDATE_BYTES * is_speculative)
         copied: int | None = None
         updated = -1
+
         for _ in range(pieces):
             free = self.chunks[0] if len(self.chunks) == UPDATE_DEPTH else None
             # Nothing is read ahead of an update that is not due yet.
@@ -313,7 +324,9 @@ class _Jobs:
             if fed is not None:
                 weights = self.moves.feed(unit.name)
                 copied = self._part(weights, unit.name, pieces, updated, self._slot_free(fed, uses))
+
             self.chunks.append(self._part(self.moves.write_state(unit.name), unit.name, pieces, updated))
+
         if fed is not None and unit.frozen_elements:
             copied = self._chain(self.moves.load_frozen(unit.name), unit.name, updated)
         (self.speculated if is_speculative else self.updates)[unit.name] = updated
@@ -342,6 +355,7 @@ class _Jobs:
         if group and (fetched := self.moves.fetch_sum(unit.name)):
             arrived = self._chain(fetched, unit.name, self.grads[unit.name], before)
             made = self._add("compute", f"{unit.name} sum", 0.0, made, arrived)
+
         self.grads[unit.name] = made
 
         if shipped := self.moves.ship(unit.name, is_last=is_last):

@@ -117,11 +117,13 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     again[Tier.RAM] *= policy.speculates
     again[Tier.NVME] *= generations - 1
     again[Tier.NVME] += sum(grad_bytes(unit, policy) for unit in shipped.values() if unit.name not in waiting)
+
     if state[Tier.NVME] + again[Tier.NVME] > budgets.nvme:
         remedy = "Give tiers.nvme more space, raise tiers.ram, or train a smaller model."
         if generations > 1 + policy.savepoints:
             remedy = f"Set tiers.generations to {generations - 1}. {remedy}"
         raise PlanError("state on NVMe", state[Tier.NVME] + again[Tier.NVME], budgets.nvme, remedy)
+
     held = policy.deferred or policy.groups > 1
     on_ram = Tier.RAM if held else None
     grad_homes: dict[str, Tier | None] = {unit.name: Tier.GPU for unit in trained(units)}
@@ -132,6 +134,7 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
         other[plan.tier] += round_up(plan.slot_bytes) * plan.num_slots
     other[Tier.GPU] += sum(grad_bytes(unit, policy) for unit in units if unit.name not in shipped)
     other[Tier.RAM] += _ram_fixed(units, tuple(waiting.values()), policy)
+
     return Placement(
         homes,
         (*slots, *ram_slots),
@@ -170,12 +173,14 @@ def _choose_gpu(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> 
         return chosen
     used = 0
     usual = _usual_elements([unit.num_elements for unit in units])
+
     for unit in sorted(units, key=lambda unit: unit.num_elements <= usual):
         size = state_bytes(unit, policy) + grad_bytes(unit, policy)
         rest = [other for other in units if other.name not in chosen and other is not unit]
         if used + size + least_gpu_bytes(rest, policy) <= budgets.gpu:
             chosen.add(unit.name)
             used += size
+
     return chosen
 
 
@@ -198,12 +203,14 @@ def _choose_streamed(rest: Sequence[UnitSpec], homed: int, budgets: Budgets, pol
     room = budgets.gpu - homed - least_gpu_bytes(rest, policy)
     passing = sum(block_bytes(UnitSpec("", usual), kind, policy) for kind in passing_kinds(split=policy.split))
     chosen: list[UnitSpec] = []
+
     for unit in able:
         cost = passing + grad_bytes(unit, policy)
         if unit.num_trained <= usual and unit.num_trained <= wanted and cost <= room:
             chosen.append(unit)
             wanted -= unit.num_trained
             room -= cost
+
     return chosen
 
 
@@ -240,10 +247,12 @@ def _waiting(
     chunk = round_up(policy.chunk_elements or min(longest, CHUNK_ELEMENTS_FAST), policy.align_elements)
     room -= total_bytes(update_slots(chunk, longest, updated, policy, spills_grads=True))
     waiting = {}
+
     for unit in shipped:
         if (size := grad_bytes(unit, policy)) <= room:
             waiting[unit.name] = unit
             room -= size
+
     return waiting, True
 
 
@@ -265,12 +274,14 @@ def _fill_ram(
         raise _no_room_for_gradients(used, waiting, budgets, policy)
     longest = max((unit.num_elements for unit in rest), default=0)
     everything = sum(state_bytes(unit, policy) for unit in rest)
+
     if not rest or (Tier.RAM in policy.state and used + everything <= budgets.ram and not spills_grads):
         chunk = max(policy.chunk_elements or min(longest, CHUNK_ELEMENTS_MAX), policy.align_elements)
         for plan in slots:
             spare = (budgets.ram - used - everything) // round_up(plan.slot_bytes)
             slots = [replace(plan, num_slots=min(GRAD_DEPTH, plan.num_slots + spare))]
         return {(unit.name, kind): Tier.RAM for unit in rest for kind in kinds_of(unit, policy)}, tuple(slots), chunk
+
     if Tier.NVME not in policy.state or not budgets.nvme:
         raise _no_room(units, used + everything, everything, budgets, policy)
     spilling = {unit.name for unit in trained(rest) if spills_grads and unit not in waiting}
@@ -289,12 +300,14 @@ def _spill_some(
     longest = max(unit.num_elements for unit in rest)
     room = budget - used
     slots = list[SlotPlan]()
+
     for updated in sorted({0, *(unit.num_trained for unit in rest)}):
         chunk, slots = chunk_slots(room, longest, updated, policy, spills_grads=spills_grads)
         homes, passing = _spill_beside(rest, slots, room, policy)
         updates = [unit.num_trained for unit in rest if unit.name in spilling or _spills(unit, homes, policy)]
         if total_bytes(slots) <= room and max(updates, default=0) <= updated:
             return homes, passing, chunk
+
     needed = used + total_bytes(slots)
     remedy = f"Raise tiers.ram to at least {at_least(needed)}{', or lower tiers.chunk' * bool(policy.chunk_elements)}."
     raise PlanError("RAM slots for what comes from NVMe", needed, budget, remedy)
@@ -310,6 +323,7 @@ def _spill_beside(
     homes = spill(rest, (room - total_bytes(others)) * in_ram, policy)
     if all(homes[unit.name, Kind.WEIGHT] is Tier.RAM for unit in rest):
         return homes, others
+
     return spill(rest, (room - total_bytes(slots)) * in_ram, policy), list(slots)
 
 
@@ -325,6 +339,7 @@ def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budg
         other = ", let NVMe hold state (tiers.nvme, tiers.state), so that sums go there, or lower train.groups."
     elif policy.deferred:
         other = ", or set train.clip to null and numerics.guard to off."
+
     return PlanError(what, used, budgets.ram, f"Raise tiers.ram to at least {at_least(used)}{other}")
 
 
@@ -336,6 +351,7 @@ def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budg
     if Tier.NVME in policy.state:
         remedy = "The state has no other home: give tiers.nvme a mount, or add ram to tiers.state."
         return PlanError("state on NVMe", spilled, budgets.nvme, remedy)
+
     needed = sum(state_bytes(unit, policy) + grad_bytes(unit, policy) for unit in units)
     remedy = f"Raise tiers.gpu to at least {at_least(needed)}, or add ram to tiers.state."
     return PlanError("state on the GPU", needed, budgets.gpu, remedy)
@@ -346,10 +362,12 @@ def _spill(units: Sequence[UnitSpec], room: int, policy: Policy) -> dict[tuple[s
     others = passing_kinds(split=policy.split)
     blocks = [(unit, Kind.WEIGHT) for unit in units] + [(unit, kind) for unit in trained(units) for kind in others]
     homes = {}
+
     for unit, kind in blocks:
         size = block_bytes(unit, kind, policy)
         homes[unit.name, kind] = Tier.RAM if size <= room else Tier.NVME
         room -= size if size <= room else 0
+
     return homes
 
 
@@ -363,9 +381,11 @@ def _spill_whole(units: Sequence[UnitSpec], room: int, policy: Policy) -> dict[t
         if (size := (2 if unit.num_trained else 1) * block_bytes(unit, Kind.WEIGHT, policy)) <= room:
             homes[unit.name, Kind.WEIGHT] = Tier.RAM
             room -= size
+
     for unit in trained(units):
         taken = 2 * block_bytes(unit, Kind.WEIGHT, policy) if homes[unit.name, Kind.WEIGHT] is Tier.RAM else 0
         if (size := state_bytes(unit, policy) - taken) <= room:
             homes |= {(unit.name, kind): Tier.RAM for kind in kinds_of(unit, policy)}
             room -= size
+
     return homes

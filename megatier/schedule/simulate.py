@@ -68,6 +68,7 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
     able = list(lanes)
     """Lanes whose first job may be able to begin: it has become the first, or a job that it waited for is over."""
     now = 0.0
+
     while True:
         for name in able:
             if not queues[name]:
@@ -79,6 +80,7 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
                 left[name] = jobs[index].amount / lanes[name].rate
             else:
                 waiting.setdefault(missing, []).append(name)
+
         if not left:
             break
         together = frozenset(left)
@@ -88,6 +90,7 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
         step = min([seconds / speed[name] for name, seconds in left.items()])
         now += step
         able = []
+
         for name in together:
             left[name] -= step * speed[name]
             if left[name] <= ENDED:
@@ -96,6 +99,7 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
                 ends[index] = now
                 is_over[index] = True
                 able += [name, *waiting.pop(index, ())]
+
     assert not any(queues.values()), "a job waits for one behind it on its lane"
     return list(zip(starts, ends, strict=True))
 
@@ -119,6 +123,7 @@ def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) ->
     is_carried = [False] * len(jobs)
     carried: dict[str, float] = {}
     """Per resource, seconds of all that the spine has waited for so far."""
+
     for index, job in enumerate(jobs):
         behind.append((*job.after, latest[job.lane]) if job.lane in latest else job.after)
         latest[job.lane] = index
@@ -134,8 +139,11 @@ def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) ->
                     for resource, share in lane.uses.items():
                         seconds = share * jobs[other].amount / lane.rate
                         carried[resource] = carried.get(resource, 0.0) + seconds
+
             start = max([start, *carried.values()])
+
         ends[index] = start + job.amount / lanes[job.lane].rate
+
     return ends[-1] if ends else 0.0
 
 
@@ -145,20 +153,25 @@ def _shared(together: Collection[str], lanes: Mapping[str, Lane]) -> dict[str, f
     rising = list(speeds)
     room = {resource: 1.0 for name in rising for resource in lanes[name].uses}
     level = 0.0
+
     while rising:
         pull = dict.fromkeys(room, 0.0)
         for name in rising:
             for resource, share in lanes[name].uses.items():
                 pull[resource] += share
+
         rise = min([1.0 - level, *(room[key] / pull[key] for key in room if pull[key] > 0)])
         level += rise
         full = set()
+
         for key in room:
             room[key] -= rise * pull[key]
             if pull[key] > 0 and room[key] <= ENDED:
                 full.add(key)
+
         for name in list(rising):
             if level >= 1.0 - ENDED or not full.isdisjoint(lanes[name].uses):
                 rising.remove(name)
                 speeds[name] = level
+
     return speeds

@@ -65,6 +65,7 @@ class Timeline:
         for update in self.updates:
             if update.load is not None:
                 found[update.load.access] = update
+
         return found
 
     def last_uses(self) -> dict[tuple[str, int], int]:
@@ -97,6 +98,7 @@ def build(
     for unit in dict.fromkeys(unit for unit in trained if unit not in updated):
         fed = placement.homes[unit, Kind.WEIGHT] is Tier.NVME
         planned.append(Update(unit, first_load[unit] if fed else None))
+
     fed_loads = {update.load for update in planned}
     return Timeline(tuple(accesses), tuple(load for load in loads if load not in fed_loads), tuple(planned))
 
@@ -108,18 +110,21 @@ def _assign(accesses: Sequence[Access], is_resident: Callable[[str], bool], num_
     occupants: list[str | None] = [None] * num_slots
     last_use = [-1] * num_slots
     loads = []
+
     for index, access in enumerate(accesses):
         if is_resident(access.unit):
             continue
         if access.unit in occupants:
             last_use[occupants.index(access.unit)] = index
             continue
+
         if not num_slots:
             raise PlanError(f"GPU slots for {access.unit}", 1, 0, "Raise tiers.gpu.")
         slot = max(range(num_slots), key=lambda s: _next_use(uses, occupants[s], index))
         loads.append(Load(access.unit, index, slot, occupants[slot], last_use[slot]))
         occupants[slot] = access.unit
         last_use[slot] = index
+
     return loads
 
 
