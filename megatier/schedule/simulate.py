@@ -1,8 +1,8 @@
 """Discrete-event simulation of lanes that share links, drives and memory. Pure.
 
-A lane does its jobs one after the other, in order; a job begins when those that it waits for are over. Jobs that run
-at once share resources: all speed up from nothing alike, each up to its lane's own rate, and where a resource is full
-those that use it keep the speed they have (max-min fairness on the share of each lane's own rate). Between two events,
+A lane does its jobs one after the other, in order. A job begins when those that it waits for are over. Jobs that run at
+once share resources by max-min fairness: the speeds of all lanes, as shares of their own rates, rise from nothing
+together. A lane stops rising at its own rate, or when a resource that it uses is full. Between two events, which are
 ends of jobs, speeds are constant.
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 ENDED = 1e-12
-"""What is left, of a job's seconds or of a resource, counts as nothing from here on."""
+"""A remainder of a job's seconds, or of a resource, that is no larger counts as nothing: rounding leaves some."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What does one job at a time.
+    """A worker that does one job at a time.
 
     Attributes:
         rate: amount a second with nothing else going on.
@@ -53,8 +53,8 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
         jobs: in the order of their lanes.
         lanes: by name.
     """
+    # The first job of a lane runs if the lane is in `left`, else it waits.
     queues: dict[str, deque[int]] = {name: deque() for name in lanes}
-    """The first job of a lane runs if the lane is in `left`, else it waits."""
     for index, job in enumerate(jobs):
         queues[job.lane].append(index)
     starts = [0.0] * len(jobs)
@@ -70,6 +70,7 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
     now = 0.0
 
     while True:
+        # Begin all that can. A lane waits under one missing job alone: when that is over, it looks for the next.
         for name in able:
             if not queues[name]:
                 continue
@@ -83,6 +84,8 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
 
         if not left:
             break
+
+        # All run until the first of them ends. The same lanes run together many times, and then at the same speeds.
         together = frozenset(left)
         if together not in speeds:
             speeds[together] = _shared(together, lanes)
@@ -111,6 +114,9 @@ def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) ->
     sooner than the latest of them would end with everything to itself, and no sooner than each resource could have
     carried them all. What a resource has carried is summed up for one lane, since from job to job it only grows.
 
+    For job j with amount a on a lane of rate r, end(j) = start(j) + a / r, and start(j) is the largest of end(k) over
+    all k that j waits for and, on the spine, of the seconds that each resource needs for all before j.
+
     Args:
         jobs: in the order of their lanes.
         lanes: by name.
@@ -128,6 +134,8 @@ def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) ->
         behind.append((*job.after, latest[job.lane]) if job.lane in latest else job.after)
         latest[job.lane] = index
         start = max([ends[other] for other in behind[index]], default=0.0)
+
+        # Walk back from here to all that was not counted yet. Each job is visited once in all.
         if job.lane == spine or index == len(jobs) - 1:
             found = list(behind[index])
             while found:
@@ -149,6 +157,7 @@ def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) ->
 
 def _shared(together: Collection[str], lanes: Mapping[str, Lane]) -> dict[str, float]:
     """The speeds of lanes that run at once, as shares of their own rates."""
+    # Sorted, since a set has no order that holds from process to process, and sums of floats depend on it.
     speeds = dict.fromkeys(sorted(together), 0.0)
     rising = list(speeds)
     room = {resource: 1.0 for name in rising for resource in lanes[name].uses}
@@ -160,6 +169,7 @@ def _shared(together: Collection[str], lanes: Mapping[str, Lane]) -> dict[str, f
             for resource, share in lanes[name].uses.items():
                 pull[resource] += share
 
+        # All rise together until one is at its own rate or a resource is full. Those that use that resource stay.
         rise = min([1.0 - level, *(room[key] / pull[key] for key in room if pull[key] > 0)])
         level += rise
         full = set()
