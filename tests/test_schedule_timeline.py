@@ -10,7 +10,7 @@ import pytest
 from small_timelines import accesses, placement
 
 from megatier.errors import PlanError
-from megatier.schedule.timeline import Load, Timeline, Update, build
+from megatier.schedule.timeline import Load, Timeline, build
 
 
 def fewest_loads(order: str, num_slots: int) -> int:
@@ -78,7 +78,6 @@ def test_units_at_home_on_the_gpu_are_never_loaded() -> None:
     assert [(load.unit, load.access) for load in timeline.loads] == [("b", 1)]
     everything = build(accesses("abcabc"), placement("abc", 0, gpu="abc"), updates=True)
     assert everything.loads == ()
-    assert everything.load_of() == [None] * 6
 
 
 def test_load_without_a_slot_is_refused() -> None:
@@ -102,9 +101,6 @@ def test_updates_feed_the_first_load_of_weights_from_nvme_alone() -> None:
         assert load.access == "abccba".index(unit)
         assert load not in timeline.loads
     assert sorted(load.access for load in timeline.loads) == [1, 4, 5]
-    found = timeline.load_of()
-    assert [isinstance(step, Update) for step in found] == [True, False, True, False, False, False]
-    assert [step is None for step in found] == [False, False, False, True, False, False]
     every = [*timeline.loads, *(load for load in fed.values() if load is not None)]
     check_loads(timeline, every, 1)
 

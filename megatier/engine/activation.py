@@ -42,7 +42,8 @@ class Rebinding:
 
     def __init__(self, module_name: str, *regions: Tensor) -> None:
         """Whose forward; contiguous regions: the unit's weight slot and, where it is offloaded, the unit's input."""
-        self._module_name, self._regions = module_name, regions
+        self._module_name = module_name
+        self._regions = regions
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -70,6 +71,7 @@ class Rebinding:
             raise refused(self._module_name)
         region = self._regions[packed.region].view(-1).view(torch.uint8)
         start = (int(region.storage_offset()) + packed.offset) // packed.dtype.itemsize
+
         return region.view(packed.dtype).as_strided(packed.size, packed.stride, start)
 
 

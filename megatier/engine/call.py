@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,44 +19,77 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers.utils.output_capturing import _active_collector
 
 from megatier.engine.carried import Arguments, Written
+from megatier.engine.rows import Rows
+from megatier.engine.stage import Stage
 from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from megatier.guards.crossing import check_inside, claim
 from megatier.tier import Phase
-
-if TYPE_CHECKING:
-    from megatier.engine.node import Node
 
 collector: ContextVar[dict[str, Any] | None] = _active_collector  # type: ignore[assignment]
 """Where Hugging Face collects what its hooks capture, such as router logits."""
 
 
-@dataclass(slots=True)
-class Call:
-    """One use of a node in one group."""
+class Called(Protocol):
+    """What a call needs of the node that it calls.
 
-    node: Node
+    Attributes:
+        stage: what all nodes of the model share.
+        unit: name of the unit that brings the weights.
+        module_name: for messages.
+        rows: which arguments and results of the module have the batch in front.
+    """
+
+    stage: Stage
+    unit: str
+    module_name: str
+    rows: Rows
+
+    def leaves(self, weights: Tensor) -> list[Tensor]:
+        """Views of the unit's parameters in a slot."""
+
+    def run(self, leaves: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """The module's own forward with these weights bound."""
+
+
+N = TypeVar("N", bound=Called)
+
+
+@dataclass(slots=True)
+class Call(Generic[N]):
+    """One use of a node in one group.
+
+    Attributes:
+        node: the node that is used.
+        arguments: all that the module was called with, taken apart.
+        flat: the leaves of the arguments, in order.
+        differentiable: positions of the inputs that require a gradient. Their places in `flat` are empty in a training
+            call.
+        collected: keys under which Hugging Face collects by hooks in this pass (router logits). A recompute must
+            collect them again.
+        captured: the outputs so collected, as a key and their number.
+        outgoing: how the module's result is nested.
+        written: what the last slice wrote into containers.
+    """
+
+    node: N
     arguments: Arguments
     flat: list[Any]
     differentiable: list[int]
-    """Positions of the inputs that require a gradient; their places in `flat` are empty in a training call."""
     collected: tuple[str, ...]
-    """What Hugging Face collects by hooks in this pass (router logits); a recompute must collect it again."""
     captured: list[tuple[str, int]] = field(default_factory=list)
-    """Outputs so collected: key and how many."""
     outgoing: TreeSpec | None = None
-    """How what the module returns is nested."""
     written: Written | None = None
-    """What the last slice wrote into containers."""
 
     @property
     def num_slices(self) -> int:
-        """1 where no argument is batched, such as for position embeddings."""
-        count, batched = self.node.stage.slices, self.node.rows.batched
+        """Slices of this call: 1 if no argument is batched, such as for position embeddings."""
+        count = self.node.stage.slices
+        batched = self.node.rows.batched
         assert count == 1 or batched is not None, "slices are learnt before training"
         return count if batched is None or any(batched) else 1
 
     def cut(self, inputs: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Any]]]:
-        """Per slice: the differentiable inputs, detached and requiring a gradient, and all flat arguments."""
+        """Yield, per slice, the differentiable inputs, detached and requiring a gradient, and all flat arguments."""
         for index in range(self.num_slices):
             leaves = [
                 claim(self._part(tensor, i, index).detach().requires_grad_(), self.node.module_name)
@@ -76,15 +109,23 @@ class Call:
                 f"train.slices: argument {position} of {self.node.module_name} was not there in the first step, so "
                 "megatier does not know how to cut it. Give every batch the same keys, or set train.slices to 1."
             )
+
         if not is_cut:
             return value
         rows, rest = divmod(value.shape[0], count)
         if rest:
             raise ConfigError(f"train.slices is {count}, but a group has {value.shape[0]} rows; it must divide them.")
+
         return value[index * rows : (index + 1) * rows]
 
     def run(self, leaves: Sequence[Tensor], flat: Sequence[Any]) -> list[Tensor | None]:
-        """Outputs, captured outputs, and what was written into containers, of one slice."""
+        """Run the module on one slice: its outputs, captured outputs, and the tensors it wrote into containers.
+
+        Raises:
+            NonFiniteError: a weight or an output is not finite, and the stage looks for that.
+            UnsupportedModelError: the slices of a batch write to different places.
+        """
+        # The forward writes into copies of the containers, so that a recompute finds them as the first run did.
         copy = self.arguments.copy(flat)
         outputs = self._run(leaves, copy.args, copy.kwargs)
         written, tensors = copy.written(self.node.module_name)
@@ -93,6 +134,7 @@ class Call:
                 f"{self.node.module_name} writes other things into its arguments for other rows of a batch; set "
                 "train.slices to 1."
             )
+
         self.written = written
         outputs += tensors
         if self.node.stage.checks_finite:
@@ -101,12 +143,16 @@ class Call:
 
     def _run(self, leaves: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor | None]:
         """Outputs and captured outputs."""
+        # Hugging Face's hooks would append to its own collector, once more in each slice and in each recompute. And a
+        # tensor from inside the node has a graph that ends there: it has to be an output of the node.
         caught: dict[str, list[Tensor]] = {key: [] for key in self.collected}
         token = collector.set(caught)
+
         try:
             output = self.node.run(leaves, args, kwargs)
         finally:
             collector.reset(token)
+
         self.captured = [(key, len(value)) for key, value in caught.items() if value]
         outputs, self.outgoing = tree_flatten(output)
         others = sorted({type(x).__name__ for x in outputs if x is not None and not torch.is_tensor(x)})
@@ -115,15 +161,17 @@ class Call:
                 f"{self.node.module_name} returns something other than tensors ({', '.join(others)}); it cannot be "
                 "streamed."
             )
+
         return outputs + [tensor for values in caught.values() for tensor in values]
 
     def _check(self, leaves: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
+        """Refuse a weight or an output that is not finite. The host waits for the device at each."""
         for what, tensors in (("a weight", leaves), ("an output", outputs)):
             if any(t is not None and t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors):
                 raise NonFiniteError(f"{what} of unit {self.node.unit} ({self.node.module_name}) is not finite")
 
     def evaluate(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """As Hugging Face runs it: once, uncut, and on the very containers that it was given."""
+        """Run the module as Hugging Face does: once, uncut, and on the very containers that it was given."""
         with self._weights() as leaves:
             results = self._run(leaves, args, kwargs)
             if self.node.stage.checks_finite:
@@ -131,11 +179,13 @@ class Call:
         return self.unpack(results)
 
     def run_plain(self, *, is_cut: bool) -> Any:  # noqa: ANN401
-        """Without a backward; uncut for learning what is batched."""
+        """Run the module without a backward; uncut, to learn which arguments are batched."""
         stage = self.node.stage
         with self._weights() as leaves:
             parts = [flat for _, flat in self.cut(())] if is_cut else [self.flat]
             results = join([self.run(leaves, flat) for flat in parts])
+
+        # Nothing that it was given requires a gradient, so a result that does came by another way.
         if any(x is not None and x.requires_grad for x in results):
             check_inside(self.node.module_name, results, (), stage.model)
         return self.unpack(results)
@@ -151,8 +201,14 @@ class Call:
             use.leave()
 
     def unpack(self, results: list[Tensor | None]) -> Any:  # noqa: ANN401
-        """What the module returns; the rest goes to Hugging Face's collector and into the containers."""
-        written, self.written = self.written, None
+        """The module's result; the other outputs go to Hugging Face's collector and into the containers.
+
+        Args:
+            results: what the module returns, what was captured, and what it wrote into containers, in this order.
+        """
+        # The call lives until the backward, where a recompute notes again what it writes.
+        written = self.written
+        self.written = None
         learnt = self.node.stage.learnt
         if written is not None:
             results, tensors = _split(results, len(written.places))
@@ -161,25 +217,28 @@ class Call:
             elif self.num_slices > 1:
                 self.node.rows.check_joined(written)
             self.arguments.write(written, tensors)
+
         if learnt is not None:
             self.node.rows.learn_outputs(learnt, results)
         results, caught = _split(results, sum(number for _, number in self.captured))
         outer = collector.get()
+
         for key, number in self.captured:
             if outer is not None:
                 outer[key].extend(caught[:number])
             caught = caught[number:]
+
         assert self.outgoing is not None, "a call is unpacked when it has run"
         return tree_unflatten(results, self.outgoing)
 
 
 def _split(results: list[Tensor | None], last: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """The last ones apart."""
+    """Split off so many from the end."""
     return results[: len(results) - last], results[len(results) - last :]
 
 
 def join(parts: list[list[Any]]) -> list[Any]:
-    """Slices end to end along the batch."""
+    """Lay the outputs of slices end to end along the batch."""
     if len(parts) == 1:
         return parts[0]
     return [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]

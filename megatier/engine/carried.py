@@ -100,12 +100,14 @@ class _Walk:
             if not spec.is_leaf():
                 forms = (self.take(x, f"{path}[{n}]", is_inside=is_inside) for n, x in enumerate(children))
                 return _Tuple(spec, tuple(forms))
+
         form = _Leaf(len(self.leaves))
         self.leaves.append(value)
         if is_inside:
             self.inside.append(form.index)
             if torch.is_tensor(value):
                 self.known[id(value)] = form
+
         return form
 
     def _take_container(self, value: Any, path: str) -> _Form:  # noqa: ANN401
@@ -117,6 +119,7 @@ class _Walk:
         for (kind, key), child in _contents(value).items():
             at = f"{path}[{key!r}]" if kind == "item" else f"{path}.{key}"
             contents[kind, key] = self.take(child, at, is_inside=True)
+
         return form
 
 
@@ -200,7 +203,9 @@ class Copy:
         carried: frozenset[int],
     ) -> None:
         """Made from forms and leaves."""
-        self._containers, self._leaves, self._carried = containers, leaves, carried
+        self._containers = containers
+        self._leaves = leaves
+        self._carried = carried
         self._held = [_empty(container) for container in containers]
         made = _Maker(leaves, self._held, ())
         self._before = [made.contents(container.contents) for container in containers]
@@ -219,17 +224,21 @@ class Copy:
         """
         self._check_in_place(module_name)
         walk = _Walk(known={id(held): _Held(index) for index, held in enumerate(self._held)})
-        walk.containers, count = list(self._containers), len(self._containers)
+        walk.containers = list(self._containers)
+        count = len(self._containers)
         walk.known |= {id(x): _Given(i) for i, x in self._tensors()}
         now = [_contents(held) for held in self._held]
         changed: dict[int, dict[Place, _Form]] = {}
         places: list[tuple[int, str]] = []
+
         for index, (before, after) in enumerate(zip(self._before, now, strict=True)):
             if list(before) == list(after) and all(before[place] is after[place] for place in before):
                 continue
-            path, first = self._containers[index].path, len(walk.leaves)
+            path = self._containers[index].path
+            first = len(walk.leaves)
             changed[index] = {place: walk.take(x, path, is_inside=True) for place, x in after.items()}
             places += [(n, path) for n, x in enumerate(walk.leaves[first:], first) if torch.is_tensor(x)]
+
         tensors = [walk.leaves[position] for position, _ in places]
         rest = [None if torch.is_tensor(x) else x for x in walk.leaves]
         return Written(changed, walk.containers[count:], rest, places), tensors
@@ -237,6 +246,7 @@ class Copy:
     def _check_in_place(self, module_name: str) -> None:
         changed = [i for i, version in self._versions.items() if self._leaves[i]._version != version]
         drawn_in = [i for i, x in self._tensors() if x.requires_grad and i not in self._required]
+
         for position in [*changed, *drawn_in]:
             shape = tuple(self._leaves[position].shape)
             raise UnsupportedModelError(
@@ -285,15 +295,18 @@ def _find_base(kind: type) -> type | None:
     for base in BASES:
         if issubclass(kind, base):
             return base
+
     is_called = any("__call__" in owner.__dict__ for owner in kind.__mro__)
     has_fields = kind.__dictoffset__ or any(True for _ in _slots(kind))
     is_python = kind.__module__.partition(".")[0] in sys.stdlib_module_names
     if is_called or not has_fields or (is_python and not issubclass(kind, UserDict | UserList)):
         return None
+
     try:
         object.__new__(kind)
     except TypeError:  # made in C, or a kind of number: who knows what it holds
         return None
+
     return object
 
 
@@ -315,6 +328,7 @@ def _contents(container: Any) -> dict[Place, Any]:  # noqa: ANN401
         found = {("item", key): base.__getitem__(container, key) for key in base.__iter__(container)}
     elif issubclass(base, list | deque):
         found = {("item", number): value for number, value in enumerate(base.__iter__(container))}
+
     if base is defaultdict:
         found["field", "default_factory"] = container.default_factory
     found |= {("field", name): value for name, value in getattr(container, "__dict__", {}).items()}
@@ -339,6 +353,7 @@ def _fill(container: Any, contents: Mapping[Place, Any]) -> None:  # noqa: ANN40
     for name in _slots(type(container)):
         if hasattr(container, name):
             object.__delattr__(container, name)
+
     for (kind, key), value in contents.items():
         if kind == "field":
             object.__setattr__(container, cast("str", key), value)

@@ -63,6 +63,7 @@ class ExpertsNode(Node):
         before = {name: getattr(self.module, name) for name in settings if hasattr(self.module, name)}
         for name in before:
             setattr(self.module, name, settings[name])
+
         try:
             yield
         finally:

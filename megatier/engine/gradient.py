@@ -56,7 +56,10 @@ class Gradients:
         groups: int,
     ) -> None:
         """Layouts of what is trained; the compute dtype; who takes gradients and their norm; the groups of a step."""
-        self._layouts, self._dtype, self._sink, self._norm = layouts, dtype, sink, norm
+        self._layouts = layouts
+        self._dtype = dtype
+        self._sink = sink
+        self._norm = norm
         self._groups = groups
         self._gaps = {name: _gaps(layout) for name, layout in layouts.items()}
         self._summands: Counter[str] = Counter()
@@ -76,7 +79,9 @@ class Gradients:
 
     def begin_group(self, group: int) -> None:
         """Forget what an abandoned group left behind."""
-        self.group, self._is_watched, self._is_over = group, False, False
+        self.group = group
+        self._is_watched = False
+        self._is_over = False
         if not group:
             self._shipped.clear()
         for counts in (self._summands, self._added, self._left):
@@ -113,6 +118,7 @@ class Gradients:
         if self.group == self._groups - 1:
             for unit in list(self._shipped):
                 self._catch_up(unit, self._groups)
+
         self._is_over = True
 
     def add(self, unit: str, parts: Sequence[tuple[str, Tensor | None]]) -> None:
@@ -122,7 +128,10 @@ class Gradients:
         if self._added[unit] == self._summands[unit]:
             self._write(unit, grads)
             return
-        firsts, sums = self._firsts.setdefault(unit, {}), self._sums.setdefault(unit, {})
+
+        firsts = self._firsts.setdefault(unit, {})
+        sums = self._sums.setdefault(unit, {})
+
         for name, grad in grads.items():
             if name in sums:
                 sums[name].add_(grad)
@@ -153,10 +162,12 @@ class Gradients:
     def _write(self, unit: str, grads: Mapping[str, Tensor]) -> None:
         """Lay the last summand and what the others made into the sink's buffer, rounded once."""
         self._catch_up(unit, self.group)
-        buffer, adds = self._take(unit), self._adds(unit, self.group)
+        buffer = self._take(unit)
+        adds = self._adds(unit, self.group)
         before = {**self._firsts.pop(unit, {}), **self._sums.pop(unit, {})}
         for start, stop in () if adds else self._gaps[unit]:
             buffer[start:stop].zero_()
+
         for tensor in self._layouts[unit].tensors:
             piece = buffer[tensor.start : tensor.stop]
             summands = [found[tensor.name] for found in (before, grads) if tensor.name in found]
@@ -191,15 +202,19 @@ class Gradients:
                 rounded = buffer.to(self._dtype)
                 buffer = buffer.view(self._dtype)[: rounded.numel()].copy_(rounded)
             self._norm.measure(unit, buffer)
+
         self._sink.ship_grad(unit, group=group)
         self._shipped[unit] = group + 1
 
 
 def _gaps(layout: Layout) -> list[tuple[int, int]]:
     """Padding between and after tensors."""
-    gaps, offset = [], 0
+    gaps = []
+    offset = 0
+
     for tensor in layout.tensors:
         if tensor.start > offset:
             gaps.append((offset, tensor.start))
         offset = tensor.stop
+
     return [*gaps, (offset, layout.num_elements)] if offset < layout.num_elements else gaps

@@ -28,7 +28,8 @@ from megatier.models.decoder import Unit, decoder_layers
 
 IGNORED = -100
 """Label of a token that does not count."""
-ROWS, TOKENS = 2, 3
+ROWS = 2
+TOKENS = 3
 """Of the batch that the forward is asked with."""
 ROUNDING = 64
 """Units in the last place by which two ways of computing a logit may differ."""
@@ -57,7 +58,8 @@ def check_fusable(model: PreTrainedModel, units: Sequence[Unit]) -> None:
     Raises:
         UnsupportedModelError: something that a fused loss does not; the message says what.
     """
-    name, head = type(model).__name__, model.get_output_embeddings()
+    name = type(model).__name__
+    head = model.get_output_embeddings()
     if not _calls_loss_function(model):
         raise UnsupportedModelError(f"{name} of transformers {transformers.__version__} takes its loss by itself.")
     if not any(model.get_submodule(module) is head for unit in units for module in unit.module_names):
@@ -101,6 +103,7 @@ def without_softcap(model: PreTrainedModel) -> Iterator[float | None]:
     before = [holder[CAP] for holder in holders]
     for holder in holders:
         holder[CAP] = None
+
     try:
         yield cap or None
     finally:
@@ -155,12 +158,15 @@ class _Passage:
         if (len(self.given), len(self.arrived)) != (1, 1):
             counts = f"{len(self.given)} times, and the loss function {len(self.arrived)} times"
             raise UnsupportedModelError(f"the forward of {name} calls the head {counts}, rather than each once.")
+
         if self.ignored != {IGNORED}:
             raise UnsupportedModelError(f"{name} leaves labels other than {IGNORED} out of its loss.")
-        given, arrived = self.given[0], self.arrived[0]
+        given = self.given[0]
+        arrived = self.arrived[0]
         if arrived.shape[-1] != given.shape[-1]:
             widths = f"the loss function {arrived.shape[-1]} numbers a token where the head gave {given.shape[-1]}"
             raise UnsupportedModelError(f"{name} hands {widths}.")
+
         if arrived.numel() != given.numel():
             raise UnsupportedModelError(f"{name} hands the logits of some tokens only to the loss.")
         if torch.is_tensor(loss) and loss.requires_grad:
@@ -171,11 +177,14 @@ class _Passage:
 
 def _ask(model: PreTrainedModel, head: nn.Linear, width: int) -> tuple[Tensor, Tensor]:
     """One forward: what the head gave, and what reached the loss function of it, fp64 [tokens, width]."""
-    name, passage = type(model).__name__, _Passage()
+    name = type(model).__name__
+    passage = _Passage()
     ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
     hidden = torch.empty(ROWS, TOKENS, head.in_features, device="meta")
-    own_loss, loss = model.loss_function, None
+    own_loss = model.loss_function
+    loss = None
     model.loss_function = passage.loss
+
     try:
         with (
             reading(f"the forward of {name} cannot be asked without its decoder", UnsupportedModelError),
@@ -191,14 +200,17 @@ def _ask(model: PreTrainedModel, head: nn.Linear, width: int) -> tuple[Tensor, T
             raise
     finally:
         model.loss_function = own_loss
+
     passage.check(name, loss)
-    given, arrived = passage.given[0], passage.arrived[0]
+    given = passage.given[0]
+    arrived = passage.arrived[0]
     return given.double().flatten(0, -2), arrived.double().reshape(-1, given.shape[-1])
 
 
 def _body(model: PreTrainedModel, head: nn.Linear) -> nn.Module:
     """What the forward calls for its hidden states: the outermost module round the layers that leaves out the head."""
-    layers, module = decoder_layers(model), cast("nn.Module", model)
+    layers = decoder_layers(model)
+    module = cast("nn.Module", model)
     while True:
         module = next(child for child in module.children() if any(inside is layers for inside in child.modules()))
         if not any(inside is head for inside in module.modules()):
@@ -210,6 +222,7 @@ def _calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Inside, the module's forward is another."""
     before = module.__dict__.get("forward")
     module.forward = forward
+
     try:
         yield
     finally:

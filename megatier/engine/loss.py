@@ -42,7 +42,8 @@ class FusedLoss:
             head: node of the output embedding; its unit holds the head's weight (an embedding's, when tied).
             chunk: tokens per chunk.
         """
-        self._head, self._chunk = head, chunk
+        self._head = head
+        self._chunk = chunk
         self._names = {leaf: tensor.name for _, leaf, tensor in head.bindings}
         with without_softcap(model) as cap:
             self._cap = cap
@@ -82,11 +83,13 @@ class FusedLoss:
         counted = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
         count = torch.zeros((), dtype=torch.float64, device=hidden.device) + counted
         stage = self._head.stage
+
         if not torch.is_grad_enabled():
             use = stage.source.enter(self._head.unit, Phase.FORWARD, stage.gradients.group)
             loss = self._forward(hidden, self._weights(use.bytes), targets, count, None)
             use.leave()
             return loss
+
         if self._head.trains:
             stage.gradients.expect(self._head.unit, 1)
         result: Tensor = _LossFunction.apply(self, hidden, stage.anchor, targets, count)  # type: ignore[no-untyped-call]
@@ -101,6 +104,7 @@ class FusedLoss:
         for leaf, tensor in weights.items():
             if self._head.is_trained[self._names[leaf]]:
                 grads.of_head[leaf] = torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
+
         loss = self._forward(hidden, weights, targets, count, grads)
         use.leave()
         return loss, grads
@@ -121,7 +125,9 @@ class FusedLoss:
     ) -> Tensor:
         loss = hidden.new_zeros((), dtype=torch.float32)
         scale = count.reciprocal().float()
-        weight, bias = weights["weight"], weights.get("bias")
+        weight = weights["weight"]
+        bias = weights.get("bias")
+
         with self._head.stage.arithmetic():
             for start in range(0, hidden.shape[0], self._chunk):
                 rows = slice(start, start + self._chunk)
@@ -129,9 +135,11 @@ class FusedLoss:
                 if grads is None:
                     loss += cross_entropy(logits, targets[rows], self._cap)
                     continue
+
                 part, slope = self._slopes(logits, targets[rows], self._cap, scale)
                 loss += part
                 grads.add(rows, slope, hidden, weight)
+
         return loss / count.float()
 
 
@@ -198,11 +206,13 @@ class StepLoss:
         # In place is how most models add to it, so that the same tensor may come back with another value.
         if share == 1 or (len(losses) == 1 and total is losses[0][1] and not total._version):
             return total
+
         if len(losses) != 1:
             raise UnsupportedModelError(
                 f"the model calls its loss function {len(losses)} times in a forward, so that groups cannot share the "
                 "rest of its loss; set train.groups to 1."
             )
+
         # In fp32, (1 - share) + share is 1: the gradient of the loss function's part is what it was, bit by bit.
         rounded = torch.tensor(share, dtype=torch.float32).item()
         return torch.lerp(losses[0][0], total, rounded)
@@ -218,7 +228,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, cap: float | None) -> Tensor:
 def slopes(logits: Tensor, targets: Tensor, cap: float | None, scale: Tensor) -> tuple[Tensor, Tensor]:
     """The loss as above, and `scale` times its derivative by the logits (before the cap), in their dtype [N, V]."""
     z = capped(logits.float(), cap)
-    counted, index = targets != IGNORED, targets.clamp(min=0)[:, None]
+    counted = targets != IGNORED
+    index = targets.clamp(min=0)[:, None]
     norms = torch.logsumexp(z, -1, keepdim=True)
     loss = torch.where(counted, (norms - z.gather(1, index))[:, 0], 0.0).sum()
     # A comparison, not a scatter: deterministic, and one pass when compiled.
@@ -226,6 +237,7 @@ def slopes(logits: Tensor, targets: Tensor, cap: float | None, scale: Tensor) ->
     slope = torch.exp(z - norms) - is_target.to(z.dtype)
     if cap:
         slope = slope * (1 - (z / cap) ** 2)
+
     return loss, (slope * (counted[:, None] * scale)).to(logits.dtype)
 
 
@@ -243,12 +255,14 @@ class _LossFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fused: FusedLoss, hidden: Tensor, anchor: Tensor, targets: Tensor, count: Tensor) -> Tensor:  # noqa: ANN401
         loss, grads = fused.run(hidden.detach(), targets, count, passes=ctx.needs_input_grad[1])
-        ctx.fused, ctx.grads = fused, grads
+        ctx.fused = fused
+        ctx.grads = grads
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        fused, grads = ctx.fused, ctx.grads
+        fused = ctx.fused
+        grads = ctx.grads
         ctx.fused = ctx.grads = None
         if grads.of_head:
             fused.deliver({leaf: found.mul_(grad) for leaf, found in grads.of_head.items()})

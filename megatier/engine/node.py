@@ -39,7 +39,20 @@ CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 
 
 class Node:
-    """One module of one unit, streamed."""
+    """One module of one unit, whose weights are bound only while it runs.
+
+    Attributes:
+        stage: what all nodes of the model share.
+        unit: name of the unit that brings the weights.
+        module_name: name of the module in the model, for messages.
+        module: the module itself; its `forward` on the instance is this node.
+        bindings: for each place of a weight in the module, the dictionary, the key and the slice of the unit's layout.
+        activations: policy between forward and backward.
+        rows: which arguments and results of the module have the batch in front.
+        is_trained: by parameter name, in the order of `leaves`, whether the parameter is trained.
+        is_new: whether this is one of the module's first forwards, which are looked at closely.
+        is_written: whether a forward of the module has written a weight's own bits into it.
+    """
 
     def __init__(
         self,
@@ -53,7 +66,10 @@ class Node:
         compiles: bool = True,
     ) -> None:
         """Replace the module's forward on the instance."""
-        self.stage, self.unit, self.module_name, self.module = stage, unit, module_name, module
+        self.stage = stage
+        self.unit = unit
+        self.module_name = module_name
+        self.module = module
         self.activations = activations
         self.bindings = bindings
         self._forward: Callable[..., Any] = module.forward
@@ -61,34 +77,38 @@ class Node:
         if compiles and stage.compilation is not None and not isinstance(module, nn.Embedding):
             self._compiled = stage.compilation(module.forward, type(module).__name__)
         self._leaves: dict[int, list[Tensor]] = {}
+        """Views of the weights, by the address of the slot that they lie in."""
         self._held: list[Tensor] = []
-        """What lies in the module, one per binding: its unbound parameters, or weights."""
+        """The tensors that lie in the module now, one per binding: its unbound parameters, or weights."""
         self._forwards: Counter[bool] = Counter()
-        """With a gradient and without."""
+        """Number of forwards, with a gradient (True) and without."""
         self.is_new = True
-        """Whether this is one of the first of them, which are looked at closely."""
         self.is_written = False
-        """Whether its forward has written a weight's own bits into it."""
+
+        # A tied weight may have several bindings in one module; it has one slice.
         self._slices = {tensor.name: tensor for _, _, tensor in bindings}
         self.is_trained = {name: stage.gradients.takes(unit, name) for name in self._slices}
-        """Of each parameter, in the order of `leaves`."""
         self.rows = Rows(module_name)
+
         for parameters, leaf, tensor in bindings:
             unbound = parameters[leaf]
             assert unbound is not None
             is_in_fp32 = tensor.name in stage.in_fp32
             make_unbound(unbound, stage.device, torch.float32 if is_in_fp32 else stage.dtype, tensor.name)
             self._held.append(unbound)
+
         module.forward = self.__call__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
         """The module's forward, with streamed weights."""
-        stage, training = self.stage, torch.is_grad_enabled()
+        stage = self.stage
+        training = torch.is_grad_enabled()
         if training:
             # A replay would append keys and values a second time: the same loss, wrong gradients.
             kwargs = {k: None if k in CACHE_ARGUMENTS else v for k, v in kwargs.items()}
             if kwargs.get("use_cache"):
                 kwargs["use_cache"] = False
+
         self._forwards[training] += 1
         self.is_new = self._forwards[training] <= CHECKED
         arguments = Arguments(args, kwargs)
@@ -97,6 +117,9 @@ class Node:
             raise UnsupportedModelError(f"{self.module_name} was given a tensor on meta, made from an unbound weight.")
         if stage.learnt is not None:
             self.rows.learn(stage.learnt, flat)
+
+        # Hugging Face takes hidden states by hooks on whole layers, which run outside of the node, as in any model.
+        # Only what hooks take inside of the module has to be handed out.
         collected = tuple(key for key, value in (collector.get() or {}).items() if isinstance(value, list))
         differentiable = [i for i, x in enumerate(flat) if torch.is_tensor(x) and x.requires_grad]
         call = Call(self, arguments, flat, differentiable, tuple(key for key in collected if key != "hidden_states"))
@@ -106,28 +129,39 @@ class Node:
             return call.evaluate(args, kwargs)
         if not (self.trains or call.differentiable):  # no gradient passes: no backward
             return call.run_plain(is_cut=True)
+
+        # The call lives until the backward. An input that it held would live as long, though a policy drops it.
         inputs = [flat[i] for i in call.differentiable]
         for i in call.differentiable:
             call.flat[i] = None
+
+        # The backward counts down what is announced here, so it is announced before autograd knows of the call.
         if self.trains:
             stage.gradients.expect(self.unit, call.num_slices)
         results = _UnitFunction.apply(call, stage.anchor, *inputs)  # type: ignore[no-untyped-call]
+
         return call.unpack(list(results))
 
     def leaves(self, weights: Tensor) -> list[Tensor]:
         """Views of the unit's parameters in a slot, one per tensor, each an autograd leaf; cached by address.
 
         Those that are frozen require no gradient.
+
+        Args:
+            weights: uint8 [block], the slot or the home in which the unit's weights lie on the GPU.
         """
+        # Slots are pieces of one arena that lives as long as the run, so an address never comes to mean other memory.
         key = weights.data_ptr()
         if key not in self._leaves:
             # `.data`, for a version counter of its own: all slots of an arena share one, and a load into a neighbour
             # must not look like a change of weights that autograd has saved. Nor must one weight look like another.
-            plane, name = weights.data.view(self.stage.dtype), self.module_name
+            plane = weights.data.view(self.stage.dtype)
+            name = self.module_name
             self._leaves[key] = [
                 claim(plane[t.start : t.stop].view(t.shape).data, name).requires_grad_(self.is_trained[t.name])
                 for t in self._slices.values()
             ]
+
         return self._leaves[key]
 
     def forget_leaves(self) -> None:
@@ -140,11 +174,13 @@ class Node:
         Raises:
             UnsupportedModelError: it changes one of them.
         """
-        # A cast that autograd knows: the gradient comes back in the compute copy's dtype, rounded once, as all others.
+        # Autograd knows this cast: the gradient comes back in the compute copy's dtype, rounded once, as all others.
         in_fp32 = self.stage.in_fp32
         weights = [leaf.float() if name in in_fp32 else leaf for name, leaf in zip(self._slices, leaves, strict=True)]
         unchanged = Unchanged(self.names, weights, by_bits=self.is_new or self.is_written)
+
         with self._bound(weights), self.stage.arithmetic():
+            # Evaluation runs uncompiled: the training graph alone is compiled, so no second one has to agree with it.
             forward = self._compiled if self._compiled is not None and torch.is_grad_enabled() else self._forward
             try:
                 result = forward(*args, **kwargs)
@@ -154,14 +190,19 @@ class Node:
                 raise UnsupportedModelError(
                     f"{self.module_name} changes a weight or an argument in place in its forward. {REMEDY}"
                 ) from error
+
         self.is_written = unchanged.check(self.module_name) or self.is_written
         return result
 
     @contextlib.contextmanager
     def _bound(self, leaves: Sequence[Tensor]) -> Iterator[None]:
-        by_name, before = dict(zip(self._slices, leaves, strict=True)), self._held
+        by_name = dict(zip(self._slices, leaves, strict=True))
+        before = self._held
+
+        # Looked at before and after: a parameter that somebody put here would be lost when ours take its place.
         self._check_held()
         self._hold([by_name[tensor.name] for _, _, tensor in self.bindings])
+
         try:
             yield
             self._check_held()
@@ -174,7 +215,11 @@ class Node:
             parameters[leaf] = tensor
 
     def _check_held(self) -> None:
-        """Nobody has put another parameter in the place of one."""
+        """Check that nobody has put another parameter in the place of one.
+
+        Raises:
+            UnsupportedModelError: somebody has.
+        """
         for (parameters, leaf, tensor), held in zip(self.bindings, self._held, strict=True):
             if parameters.get(leaf) is not held:
                 raise refused(self.module_name, tensor.name)
@@ -182,6 +227,7 @@ class Node:
     @property
     def keeps_graph(self) -> bool:
         """Whether the forward's graph stays for the backward, rather than being made again there."""
+        # A compiled forward that saves its inputs alone computes again by itself, inside its own backward.
         lean = self._compiled is not None and self._compiled.saves_inputs_alone
         return lean or self.activations.keeps_graph
 
@@ -192,7 +238,7 @@ class Node:
 
     @property
     def trained(self) -> list[str]:
-        """Those of them that are trained."""
+        """Names of the parameters that are trained, in the order of `leaves`."""
         return [name for name in self._slices if self.is_trained[name]]
 
     @property
@@ -202,9 +248,9 @@ class Node:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Copies of the weights lie in the module inside, for code that computes with them past its forward.
+        """Inside, copies of the weights lie in the module, for code that computes with them past its forward.
 
-        They live until the backward, beside the slots.
+        They live until the backward, in addition to the slots.
         """
         if self.trains and torch.is_grad_enabled():
             self.stage.gradients.expect(self.unit, 1)
@@ -216,13 +262,16 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The graph of one slice, from its forward to its backward. Edges, since tensors would keep their memory."""
+    """The graph of one slice, from its forward to its backward.
+
+    Outputs are kept as edges, since tensors would keep their memory.
+    """
 
     inputs: list[Tensor]
     leaves: list[Tensor]
     outputs: list[GradientEdge | None]
     rows: list[int]
-    """Of each output."""
+    """Number of rows of each output."""
     rebinding: Rebinding
 
 
@@ -231,16 +280,25 @@ class _UnitFunction(torch.autograd.Function):
     """Forward and backward of one use of one unit."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
-        node, stage = call.node, call.node.stage
-        ctx.call, ctx.kept, ctx.replays = call, [], []
+    def forward(ctx: Any, call: Call[Node], anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+        node = call.node
+        stage = call.node.stage
+        ctx.call = call
+        ctx.kept = []
+        ctx.replays = []
         present = _stash(ctx, inputs)
+
+        # Asked once: a compiler that refuses the module changes the answer in the forward below.
         keep = node.keeps_graph
+
+        # No `finally` gives the weights back. After an error the step is abandoned, and the player takes back all.
         use = stage.source.enter(node.unit, Phase.FORWARD, stage.gradients.group)
         leaves = node.leaves(use.bytes)
         parts = []
+
         for slice_inputs, flat in call.cut(present):
             rebinding = Rebinding(node.module_name, use.bytes, *([] if ctx.stashed is None else [present[ctx.stashed]]))
+            # Taken for each slice: each draws its own random numbers.
             if not keep:
                 ctx.replays.append(Replay(stage.device))
             with torch.enable_grad(), rebinding.hooks() if keep else dropping(node.module_name):
@@ -253,34 +311,48 @@ class _UnitFunction(torch.autograd.Function):
                 edges = [get_gradient_edge(x) if x is not None and x.requires_grad else None for x in outputs]
                 rows = [0 if x is None or not x.dim() else x.shape[0] for x in outputs]
                 ctx.kept.append(_Kept(slice_inputs, leaves, edges, rows, rebinding))
+
             parts.append([None if x is None else x.detach() for x in outputs])
+
+        # Given back before the slices are joined, so that the next load into this slot may start.
         use.leave()
         results = join(parts)
         saved = [None if i == ctx.stashed else x for i, x in enumerate(present)]
         ctx.save_for_backward(*(() if keep else saved))
         ctx.mark_non_differentiable(*[x for x in results if x is not None and not x.is_floating_point()])
+
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        call: Call = ctx.call
-        node, stage = call.node, call.node.stage
+        call: Call[Node] = ctx.call
+        node = call.node
+        stage = call.node.stage
         stage.gradients.watch_backward()
+
+        # With CUDA this is autograd's thread. It is the one that computes now: the main thread waits in `backward`.
         fetched = _fetch(ctx)
         use = stage.source.enter(node.unit, Phase.BACKWARD, stage.gradients.group)
         input_grads: list[list[Tensor | None]] = []
         pieces = iter(()) if ctx.kept else call.cut(_saved_inputs(ctx, fetched))
         outputs: Sequence[Tensor | GradientEdge | None]
+
         for index in range(call.num_slices):
             if ctx.kept:
                 kept: _Kept = ctx.kept[index]
-                slice_inputs, leaves, outputs, rows = kept.inputs, kept.leaves, kept.outputs, kept.rows
+                slice_inputs = kept.inputs
+                leaves = kept.leaves
+                outputs = kept.outputs
+                rows = kept.rows
                 kept.rebinding.bind(use.bytes, *fetched)
+
+                # Autograd frees what it saved as it goes, but only if nobody else holds the graph.
                 ctx.kept[index] = kept = None  # type: ignore[assignment]
             else:
                 slice_inputs, flat = next(pieces)
                 leaves = node.leaves(use.bytes)
                 rebinding = Rebinding(node.module_name, use.bytes)
+
                 # Autograd would take a weight's own bits, written into it, for a change since it was saved.
                 hooks = rebinding.hooks() if node.is_written else contextlib.nullcontext()
                 with torch.enable_grad(), ctx.replays[index].again(), hooks:
@@ -289,13 +361,18 @@ class _UnitFunction(torch.autograd.Function):
                 rows = [0 if x is None or not x.dim() else x.shape[0] for x in made]
                 outputs = [x if x is not None and x.requires_grad else None for x in made]
                 del made
+
             with stage.arithmetic():
                 wanted = [*slice_inputs, *(leaf for leaf in leaves if leaf.requires_grad)]
                 found = _grads(outputs, _cut_grads(grads, rows, index, call.num_slices), wanted)
+
+            # The graph of this slice goes before the gradients are summed and before the next slice makes its own.
             del outputs
             if node.trains:
                 stage.gradients.add(node.unit, list(zip(node.trained, found[len(slice_inputs) :], strict=True)))
             input_grads.append(list(found[: len(slice_inputs)]))
+
+        # The weights first: `close` may wait for the sum of the group before, and no load should wait for that.
         use.leave()
         if node.trains:
             stage.gradients.close(node.unit)
@@ -310,16 +387,21 @@ class _Lent(torch.autograd.Function):
         ctx.node = node
         use = node.stage.source.enter(node.unit, Phase.FORWARD, node.stage.gradients.group)
         leaves = node.leaves(use.bytes)
+
+        # Slots are filled again when the use is over; these outlive it.
         copies = tuple(leaf.detach().clone() for leaf in leaves)
         use.leave()
         frozen = (copy for copy, leaf in zip(copies, leaves, strict=True) if not leaf.requires_grad)
         ctx.mark_non_differentiable(*frozen)
+
         return copies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:  # noqa: ANN401
         node: Node = ctx.node
         node.stage.gradients.watch_backward()
+
+        # The weights are not asked for: the copies were enough for whoever computed with them.
         parts = zip(node.names, grads, strict=True)
         node.stage.gradients.add(node.unit, [(name, grad) for name, grad in parts if node.is_trained[name]])
         node.stage.gradients.close(node.unit)
@@ -327,20 +409,23 @@ class _Lent(torch.autograd.Function):
 
 
 def _stash(ctx: Any, inputs: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401
-    """Where the policy says so, start offloading the largest input, and note which; returns the inputs to work with."""
+    """If the policy says so, start offloading the largest input, and note which; returns the inputs to work with."""
     node: Node = ctx.call.node
-    ctx.stashed, result = None, list(inputs)
+    ctx.stashed = None
+    result = list(inputs)
+
     # What lies in a container stays: other units read it as well.
     own = [i for i, position in enumerate(ctx.call.differentiable) if position not in ctx.call.arguments.carried]
     if node.activations.offloads_input and own:
         ctx.stashed = max(own, key=lambda i: inputs[i].numel())
         tensor = result[ctx.stashed] = inputs[ctx.stashed].detach().contiguous()
         node.stage.source.stash(node.unit, tensor)
+
     return result
 
 
 def _fetch(ctx: Any) -> list[Tensor]:  # noqa: ANN401
-    """The offloaded input, if any."""
+    """Bring the offloaded input back, if there is one."""
     if ctx.stashed is None:
         return []
     node: Node = ctx.call.node
@@ -348,6 +433,7 @@ def _fetch(ctx: Any) -> list[Tensor]:  # noqa: ANN401
 
 
 def _saved_inputs(ctx: Any, fetched: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401
+    """The inputs of the forward, with the offloaded one in its place."""
     inputs = list(ctx.saved_tensors)
     if ctx.stashed is not None:
         inputs[ctx.stashed] = fetched[0]
@@ -355,6 +441,7 @@ def _saved_inputs(ctx: Any, fetched: Sequence[Tensor]) -> list[Tensor]:  # noqa:
 
 
 def _cut_grads(grads: Sequence[Tensor | None], rows: Sequence[int], index: int, count: int) -> list[Tensor | None]:
+    """The rows of each output's gradient that belong to one slice of so many."""
     if count == 1:
         return list(grads)
     return [
@@ -366,6 +453,7 @@ def _cut_grads(grads: Sequence[Tensor | None], rows: Sequence[int], index: int, 
 def _grads(
     outputs: Sequence[Tensor | GradientEdge | None], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
+    """Gradients of the inputs; None for those that no output depends on."""
     pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None]
     if not pairs:
         return [None] * len(inputs)
@@ -373,8 +461,8 @@ def _grads(
     return torch.autograd.grad(edges, inputs, [g for _, g in pairs], allow_unused=True)
 
 
-def _join_grads(parts: list[list[Tensor | None]], call: Call) -> list[Tensor | None]:
-    """Gradients of batched inputs end to end, of shared ones added up."""
+def _join_grads(parts: list[list[Tensor | None]], call: Call[Node]) -> list[Tensor | None]:
+    """Lay gradients of batched inputs end to end, and add up those of inputs that all slices share."""
     if len(parts) == 1:
         return parts[0]
     joined: list[Tensor | None] = []
@@ -385,8 +473,10 @@ def _join_grads(parts: list[list[Tensor | None]], call: Call) -> list[Tensor | N
         elif call.node.rows.are_cut(position):
             joined.append(torch.cat(present))
         else:
+            # In the order of the slices, always: a sum in another order has other bits.
             total = present[0]
             for grad in present[1:]:
                 total = total + grad
             joined.append(total)
+
     return joined

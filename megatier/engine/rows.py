@@ -41,6 +41,7 @@ class Rows:
         if self._module_name not in learnt:
             learnt[self._module_name] = shapes
             return
+
         one = learnt[self._module_name]
         if len(one) != len(shapes) or any(
             a is not None and b is not None and a[1:] != b[1:] for a, b in zip(one, shapes, strict=True)
@@ -48,6 +49,7 @@ class Rows:
             raise ConfigError(
                 f"train.slices: the arguments of {self._module_name} cannot be cut along the batch; set it to 1."
             )
+
         self.batched = [None if a is None or b is None else a[0] != b[0] for a, b in zip(one, shapes, strict=True)]
 
     def learn_outputs(self, learnt: dict[str, Shapes], outputs: Sequence[Tensor | None]) -> None:
@@ -62,6 +64,7 @@ class Rows:
             # A batched argument that the module does not use (BioGPT's mask, for its positions): it runs uncut.
             self.batched = [False] * len(self.batched or ())
             return
+
         doubled = [None if shape is None else (2 * shape[0], *shape[1:]) if shape else shape for shape in one]
         if not all(shape and shape == found for shape, found in zip(doubled, shapes, strict=True) if found is not None):
             raise ConfigError(

@@ -43,6 +43,7 @@ def check_inside(module_name: str, outputs: Iterable[Tensor | None], own: Sequen
     """
     ours = {id(leaf) for leaf in own}
     steps = _steps(outputs)
+
     for leaf in _ends(steps):
         if id(leaf) in ours:
             continue
@@ -60,7 +61,8 @@ class OutputCheck:
 
     def __init__(self, model: nn.Module) -> None:
         """Nothing is looked at yet."""
-        self._model, self._left = model, CHECKED
+        self._model = model
+        self._left = CHECKED
 
     def __call__(self, outputs: Any) -> None:  # noqa: ANN401 - whatever the model gives
         """After a forward with gradients.
@@ -72,6 +74,7 @@ class OutputCheck:
             return
         self._left -= 1
         steps = _steps(x for x in tree_leaves(outputs) if torch.is_tensor(x))
+
         for leaf in _ends(steps):
             if (maker := getattr(leaf, OWNER, None)) is not None:
                 raise UnsupportedModelError(
@@ -93,11 +96,13 @@ def _steps(outputs: Iterable[Tensor | None]) -> set[Step]:
     """All steps of the graphs behind tensors."""
     found: set[Step] = set()
     waiting = [x.grad_fn for x in outputs if x is not None and x.grad_fn is not None]
+
     while waiting:
         step = waiting.pop()
         if step not in found:
             found.add(step)
             waiting.extend(before for before, _ in step.next_functions if before is not None)
+
     return found
 
 
@@ -115,4 +120,5 @@ def _name(model: nn.Module, steps: set[Step]) -> str:
             for tensor in tree_leaves(value) if isinstance(value, list | tuple | dict | Tensor) else ():
                 if torch.is_tensor(tensor) and tensor.grad_fn in steps:
                     return f"{module_name}.{attribute} {tuple(tensor.shape)}".lstrip(".")
+
     return "it comes by no attribute of a module, so by a closure, a global or a context variable"

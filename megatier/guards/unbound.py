@@ -64,10 +64,13 @@ class Unbound(nn.Parameter):
             raise UnsupportedModelError(
                 f"the weight {target.full_name} is changed where it is not bound, which would change nothing. {REMEDY}"
             )
+
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)
         if function in ALIASES:
-            result.__class__, result.__dict__ = type(args[0]), dict(vars(args[0]))
+            result.__class__ = type(args[0])
+            result.__dict__ = dict(vars(args[0]))
+
         return result
 
 
@@ -89,6 +92,7 @@ class Guarded(Unbound):
             result = super().__torch_function__(function, types, args, kwargs)
             if not torch.is_tensor(result) or isinstance(result, Unbound) or function in HARMLESS:
                 return result
+
         raise UnsupportedModelError(
             "this model computes with a weight outside of the module that owns it, where it is not bound. "
             "Set model.expert_parts to 1: then a layer is one unit."
@@ -99,7 +103,9 @@ def make_unbound(parameter: Tensor, device: torch.device, dtype: torch.dtype, na
     """Turn a parameter on meta into one, in place."""
     parameter.__class__ = Unbound
     unbound = cast("Unbound", parameter)
-    unbound.streams_to, unbound.streams_as, unbound.full_name = device, dtype, name
+    unbound.streams_to = device
+    unbound.streams_as = dtype
+    unbound.full_name = name
 
 
 def _targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Unbound]:  # noqa: ANN401

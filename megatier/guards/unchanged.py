@@ -28,7 +28,8 @@ class Unchanged:
 
     def __init__(self, names: Sequence[str], leaves: Sequence[Tensor], *, by_bits: bool) -> None:
         """Names and weights, in the same order; whether to take sums too."""
-        self._names, self._leaves = names, leaves
+        self._names = names
+        self._leaves = leaves
         self._versions = [leaf._version for leaf in leaves]
         self._sums = _sums(leaves) if by_bits else None
 

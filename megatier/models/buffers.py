@@ -82,9 +82,11 @@ def initialise_buffers(model: PreTrainedModel) -> None:
                 module._buffers[leaf] = unset[f"{module_name}.{leaf}".lstrip(".")] = _unset(
                     torch.empty_like(buffer, device="cpu")
                 )
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model.initialize_weights()
+
     for name, buffer in unset.items():
         if bool(_is_unset(buffer).any()):
             raise UnsupportedModelError(f"{type(model).__name__}: nothing initialises the buffer {name}.")
@@ -106,6 +108,7 @@ class _Filled(TorchFunctionMode):
         # Hugging Face finds out by `torch.tensor([])` that a model is built on meta.
         if not 0 < made.numel() <= MOST_ELEMENTS:
             return made
+
         return function(*args, **{**(kwargs or {}), "device": "cpu"})
 
 
@@ -117,6 +120,7 @@ def _to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> 
     placed.__dict__.update(parameter.__dict__)
     if parameter.numel() <= MOST_KEPT:
         placed.constructed = parameter.detach()  # type: ignore[attr-defined]
+
     return placed
 
 

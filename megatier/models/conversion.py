@@ -71,10 +71,13 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, A
     state = model.state_dict(keep_vars=True)
     assemblies: dict[str, Assembly] = {}
     parts: defaultdict[str, defaultdict[str, list[Assembly]]] = defaultdict(lambda: defaultdict(list))
+
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if target not in state and name in state:
-            target, pattern = name, None
+            target = name
+            pattern = None
+
         whole = Assembly(stored[name], (Run(name, 0, math.prod(stored[name])),))
         if pattern is not None:
             parts[target][pattern].append(whole)
@@ -82,9 +85,11 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, A
             assemblies[target] = whole
         else:
             raise UnsupportedModelError(f"{target}: two tensors of the checkpoint claim to be it; one is {name}.")
+
     for target, by_pattern in parts.items():
         expected = tuple(state[target].shape) if target in state else None
         assemblies |= _converted(converter_of[next(iter(by_pattern))], target, by_pattern, expected)
+
     return assemblies
 
 
@@ -107,9 +112,11 @@ def hub_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[st
             assemblies = assemble(model, shapes)
         except UnsupportedModelError:
             continue
+
         made = {name: assembly.shape for name, assembly in assemblies.items()}
         if made == {name: tuple(tensor.shape) for name, tensor in own.items()}:
             return _inverted(assemblies, shapes)
+
     raise UnsupportedModelError(f"{type(model).__name__}: no checkpoint layout is known that loads back unchanged.")
 
 
@@ -145,6 +152,7 @@ def _converted(
                 f"{target}: the checkpoint stores it in a form that only transformers can convert ({operation}). "
                 "Load it with from_pretrained and save it with save_pretrained(save_original_format=False)."
             )
+
     patterns = converter.target_patterns
     if len(lists) != len(patterns):
         raise UnsupportedModelError(f"{target}: parts of it are missing in the checkpoint.")
@@ -164,6 +172,7 @@ def _concatenate(target: str, tensors: Sequence[Assembly], dim: int) -> Assembly
         raise UnsupportedModelError(
             f"{target}: the checkpoint's parts have different shapes, which do not fit together."
         )
+
     first = tensors[0].shape
     feeds = [(deque(tensor.runs), math.prod(tensor.shape[dim:])) for tensor in tensors]
     runs = [run for _ in range(math.prod(first[:dim])) for feed, count in feeds for run in _take(feed, count)]
@@ -174,21 +183,25 @@ def _chunk(target: str, tensor: Assembly, num_chunks: int, dim: int) -> list[Ass
     shape = tensor.shape
     if dim >= len(shape) or shape[dim] % num_chunks:
         raise UnsupportedModelError(f"{target}: shape {shape} cannot be cut into {num_chunks} equal parts.")
-    feed, count = deque(tensor.runs), math.prod(shape[dim:]) // num_chunks
+    feed = deque(tensor.runs)
+    count = math.prod(shape[dim:]) // num_chunks
     runs: list[list[Run]] = [[] for _ in range(num_chunks)]
     for _ in range(math.prod(shape[:dim])):
         for chunk in runs:
             chunk.extend(_take(feed, count))
+
     part = (*shape[:dim], shape[dim] // num_chunks, *shape[dim + 1 :])
     return [Assembly(part, tuple(chunk)) for chunk in runs]
 
 
 def _transpose(target: str, tensor: Assembly, dim0: int, dim1: int) -> Assembly:
     *stack, rows, columns = tensor.shape
-    feed, runs = deque(tensor.runs), list[Run]()
+    feed = deque(tensor.runs)
+    runs = list[Run]()
     if {dim0 % len(tensor.shape), dim1 % len(tensor.shape)} == {len(stack), len(stack) + 1}:
         for _ in range(math.prod(stack)):
             runs += [replace(run, num_columns=columns) for run in _take(feed, rows * columns) if not run.num_columns]
+
     if len(runs) != math.prod(stack):
         raise UnsupportedModelError(f"{target}: shape {tensor.shape} is stored transposed in a way that is not known.")
     return Assembly((*stack, columns, rows), tuple(runs))
@@ -203,6 +216,7 @@ def _take(feed: deque[Run], num_elements: int) -> Iterable[Run]:
             if run.num_columns:
                 raise UnsupportedModelError(f"{run.name} is stored transposed, and would have to be cut.")
             feed.appendleft(Run(run.name, run.start + taken, run.num_elements - taken))
+
         num_elements -= taken
         yield replace(run, num_elements=taken)
 
@@ -216,6 +230,7 @@ def _inverted(assemblies: Mapping[str, Assembly], shapes: Mapping[str, Shape]) -
             rows = run.num_elements // run.num_columns if run.num_columns else 0
             pieces[run.name].append((run.start, Run(own_name, position, run.num_elements, rows)))
             position += run.num_elements
+
     return {
         name: Assembly(shape, tuple(run for _, run in sorted(pieces[name], key=lambda piece: piece[0])))
         for name, shape in shapes.items()

@@ -78,16 +78,19 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
             f"{config.model_type}: the config is quantised, so full-precision weights are missing. "
             "Use a bf16 or fp32 version of the model."
         )
+
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{config.model_type} is an encoder-decoder; only decoder-only models are streamed."
         )
+
     with reading(f"{config.model_type} cannot be built from this config", UnsupportedModelError):
         with parameters_on_meta(), counted():
             options = {"dtype": torch.float32, "attn_implementation": _attention_of(config, attention)}
             model = auto_class(config).from_config(config, **options)  # type: ignore[no-untyped-call]
         assert isinstance(model, PreTrainedModel)
         initialise_buffers(model)
+
     model.config.use_cache = False
     return model
 
@@ -118,6 +121,7 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
     layers = {id(layer) for layer in decoder_layers(model)}
     units: dict[str, Unit] = {}
     unit_of: dict[str, str] = {}
+
     for module_name, module in _unit_modules(model, layers):
         is_round = id(module) not in layers and any(id(child) in layers for child in module.modules())
         owned = module.parameters(recurse=not is_round)
@@ -125,12 +129,14 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
         if is_round:
             _refuse_large(model, shapes)
         shared = sorted({unit_of[name] for name in shapes if name in unit_of})
+
         if not shared:
             unit_of.update(dict.fromkeys(shapes, module_name))
             layout = Layout.of(shapes.items(), frozen)
             unit = Unit(module_name, (module_name,), layout, id(module) in layers, is_round=is_round)
             units[module_name] = unit if module_name else replace(unit, name=type(model).__name__)
             continue
+
         first = units[shared[0]]
         whole = set(shapes) == {t.name for t in first.layout.tensors}
         embedding = model.get_submodule(first.module_names[0]) is model.get_input_embeddings()
@@ -140,7 +146,9 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
                 next(name for name in shapes if name in unit_of),
                 f"is used by {first.name} and by {module_name}; only a head tied to the embedding may share",
             )
+
         units[first.name] = replace(first, module_names=(first.name, module_name))
+
     return tuple(units.values())
 
 
@@ -234,6 +242,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no list of *Layer or *Block modules below its decoder: nothing to stream."
         )
+
     return max(lists, key=len)
 
 
@@ -256,7 +265,9 @@ def _first_owners(model: PreTrainedModel) -> dict[int, str]:
 
 def _unit_modules(model: PreTrainedModel, layers: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """Layers, and the outermost other modules that own parameters or, outside the decoder, hold no list; in order."""
-    inside, decoder = None, {id(module) for module in model.get_decoder().modules()}
+    inside = None
+    decoder = {id(module) for module in model.get_decoder().modules()}
+
     for name, module in model.named_modules():
         owned = [leaf for leaf, parameter in module._parameters.items() if parameter is not None]
         is_whole = id(module) in layers or owned or (id(module) not in decoder and _is_one_piece(module))
@@ -265,6 +276,7 @@ def _unit_modules(model: PreTrainedModel, layers: set[int]) -> Iterator[tuple[st
         if id(module) not in layers and any(id(child) in layers for child in module.modules()):
             yield name, module  # with what it owns itself; what is below it follows
             continue
+
         inside = f"{name}."
         yield name, module
 

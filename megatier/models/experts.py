@@ -41,6 +41,7 @@ def cut_units(model: PreTrainedModel, parts: int) -> tuple[Unit, ...]:
         raise UnsupportedModelError(
             f"model.expert_parts is {parts}, but {type(model).__name__} has no fused experts. {WHOLE}"
         )
+
     return tuple(found)
 
 
@@ -63,11 +64,13 @@ def _cut(model: PreTrainedModel, unit: Unit, parts: int) -> Iterator[Unit]:
     if not unit.is_layer:
         yield unit
         return
+
     layer = model.get_submodule(unit.name)
     fused = {f"{unit.name}.{name}": module for name, module in _experts_in(layer)}
     if not fused:
         yield unit
         return
+
     for name, module in fused.items():
         _check(name, module, parts)
     inside = tuple(f"{name}." for name in fused)
@@ -75,6 +78,7 @@ def _cut(model: PreTrainedModel, unit: Unit, parts: int) -> Iterator[Unit]:
     modules = tuple(_others(unit.name, layer, inside))
     frozen = {tensor.name for tensor in unit.layout.tensors} - {tensor.name for tensor in unit.layout.trained.tensors}
     yield replace(unit, module_names=modules, layout=Layout.of([(t.name, t.shape) for t in others], frozen))
+
     for name, module in fused.items():
         tensors = [tensor for tensor in unit.layout.tensors if tensor.name.startswith(f"{name}.")]
         bounds = [part * _count(module) // parts for part in range(parts + 1)]
@@ -116,7 +120,9 @@ def _others(name: str, layer: nn.Module, inside: tuple[str, ...]) -> Iterator[st
         if not any(experts.startswith(f"{child_name}.") for experts in inside):
             yield child_name
             continue
+
         yield from _others(child_name, child, inside)
+
     owned = [leaf for leaf, parameter in layer._parameters.items() if parameter is not None]
     if owned:
         raise UnsupportedModelError(
@@ -126,7 +132,8 @@ def _others(name: str, layer: nn.Module, inside: tuple[str, ...]) -> Iterator[st
 
 def _check(name: str, module: nn.Module, parts: int) -> None:
     """What transformers does not mark as fused may use its parameters in any way, so it is not cut."""
-    kind, count = type(module).__name__, _count(module)
+    kind = type(module).__name__
+    count = _count(module)
     if parts > count:
         raise ConfigError(f"model.expert_parts is {parts}, but {name} has {count} experts: set it to at most {count}.")
     if not hasattr(module, "is_transposed"):

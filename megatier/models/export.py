@@ -67,10 +67,12 @@ def export(
     outgoing = _Outgoing(model, units, dtype)
     shards = _cut(outgoing.num_bytes, shard_bytes)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+
     with becoming(partial, folder, "the export"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
-        total, free = sum(outgoing.num_bytes.values()), shutil.disk_usage(folder.parent).free
+        total = sum(outgoing.num_bytes.values())
+        free = shutil.disk_usage(folder.parent).free
         if free < total:
             raise CapacityError(str(folder.parent), total, free, "Free space on this disk, or export to another one.")
         partial.mkdir()
@@ -123,10 +125,12 @@ class _Outgoing:
         with path.open("wb") as file:
             tensors = {name: self._layout[name] for name in names}
             file.write(write_header((name, self._dtype_of(tensor), tensor.shape) for name, tensor in tensors.items()))
+
             for tensor in tensors.values():
                 for run in tensor.runs:
                     for piece in self._pieces(run, read):
                         file.write(piece.contiguous().view(torch.uint8).numpy().data)
+
             file.flush()
             os.fsync(file.fileno())
 
@@ -139,10 +143,12 @@ class _Outgoing:
         return self._buffers[source].dtype if source in self._buffers else self._dtype
 
     def _pieces(self, run: Run, read: Read) -> Iterator[Tensor]:
-        first, last = run.start, run.start + run.num_elements
+        first = run.start
+        last = run.start + run.num_elements
         if run.num_columns:
             yield by_columns(torch.cat(list(self._elements(run.name, first, last, read))), run.num_columns)
             return
+
         for start, stop in chunks(run.num_elements):
             yield from self._elements(run.name, first + start, first + stop, read)
 
@@ -151,8 +157,10 @@ class _Outgoing:
         if name in self._buffers:
             yield self._buffers[name].flatten()[first:last]
             return
+
         for unit, tensor in self._places[name]:
-            lower, upper = max(first, tensor.elements[0]), min(last, tensor.elements[1])
+            lower = max(first, tensor.elements[0])
+            upper = min(last, tensor.elements[1])
             if lower < upper:
                 yield read(unit, tensor.place(lower), tensor.place(upper)).to(self._dtype)
 
@@ -161,12 +169,14 @@ def _cut(num_bytes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]
     """Names by file: consecutive tensors up to `shard_bytes`, which only a tensor larger than that exceeds."""
     shards: list[list[str]] = []
     room = 0
+
     for name, size in num_bytes.items():
         if size > room:
             shards.append([])
             room = shard_bytes
         shards[-1].append(name)
         room -= size
+
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
     return {f"model-{k + 1:05d}-of-{len(shards):05d}.safetensors": names for k, names in enumerate(shards)}
@@ -183,7 +193,9 @@ def _write_settings(
 ) -> None:
     """Config, generation settings, tokenizer. The cache that training switched off is on again."""
     config = copy.deepcopy(model.config)
-    config.dtype, config.architectures, config.use_cache = dtype, [type(model).__name__], True
+    config.dtype = dtype
+    config.architectures = [type(model).__name__]
+    config.use_cache = True
     # Not save_pretrained(), which refuses settings that loading accepts: too late to refuse after a training run.
     config.to_json_file(folder / "config.json", use_diff=True)
     if model.can_generate():

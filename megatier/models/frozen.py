@@ -44,6 +44,7 @@ def freeze(model: nn.Module, patterns: str | Sequence[str], setting: str = "mode
             raise ConfigError(f"{setting}: {pattern!r} names no parameter of this model. {_nearest(model, wanted)}")
         for parameter in found:
             parameter.requires_grad_(pattern != wanted)
+
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             f"{setting}: every parameter of this model is frozen, so there is nothing to train. Name what is trained "

@@ -60,7 +60,8 @@ def counted() -> Iterator[None]:
     Raises:
         UnsupportedModelError: too many modules or parameters, or buffers too large.
     """
-    count, thread = _Count(), threading.get_ident()
+    count = _Count()
+    thread = threading.get_ident()
 
     def here(add: Any) -> Any:  # noqa: ANN401  torch's hooks have three types
         return lambda owner, name, value: add(value) if threading.get_ident() == thread else None

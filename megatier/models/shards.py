@@ -64,6 +64,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         if file_bytes < 8 or header_bytes > min(file_bytes - 8, TABLE_BYTES_MAX):
             raise UnsupportedModelError(f"{path} is no safetensors file, or is cut off: its header does not fit.")
         raw = file.read(header_bytes)
+
     header = parse_json(raw, f"{path}: the safetensors header", UnsupportedModelError)
     if not isinstance(header, dict):
         raise UnsupportedModelError(f"{path}: the safetensors header is no JSON object.")
@@ -72,6 +73,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         _checked(path, name, entry, start, file_bytes) for name, entry in header.items() if name != "__metadata__"
     ]
     _refuse_overlap(tensors)
+
     return {tensor.name: tensor for tensor in tensors}
 
 
@@ -82,10 +84,12 @@ def write_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) ->
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
+
     for name, dtype, shape in tensors:
         stop = offset + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, stop]}
         offset = stop
+
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     return len(raw).to_bytes(8, "little") + raw
@@ -95,7 +99,8 @@ def _checked(path: Path, name: str, entry: object, start: int, file_bytes: int) 
     """One header entry; `type(x) is int` because True is an int too."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
-            numbers, tensor = (*shape, begin, end), f"{path}: tensor {shown(name)}"
+            numbers = (*shape, begin, end)
+            tensor = f"{path}: tensor {shown(name)}"
             whole = len(shape) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
             if whole and begin <= end <= file_bytes - start:
                 stored = StoredTensor(path, name, dtype, tuple(shape), start + begin, end - begin)

@@ -47,7 +47,8 @@ class Initialiser:
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         """Keep the skeleton, whose parameters are back on meta after each read."""
-        self._model, self._seed = model, seed
+        self._model = model
+        self._seed = seed
         self._pretrained = {name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)}
 
     def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
@@ -63,6 +64,7 @@ class Initialiser:
                 raise UnsupportedModelError(
                     f"{type(self._model).__name__} has no initial value for {tensor.name}. Start from a checkpoint."
                 )
+
             for start, stop in chunks(tensor.num_elements):
                 yield tensor.start + start, value[start:stop]
 
@@ -77,6 +79,7 @@ class Initialiser:
         }
         for parameters, leaf, tensor in places:
             parameters[leaf] = values[tensor.name]
+
         try:
             # Modules above the unit initialise what they own as well. That lies on meta, where writing changes nothing,
             # and where a streamed model would refuse it.
@@ -87,11 +90,13 @@ class Initialiser:
         finally:
             for (parameters, leaf, _), parameter in zip(places, kept, strict=True):
                 parameters[leaf] = parameter
+
         return {name: value.detach().flatten() for name, value in values.items()}
 
     def _constructed(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """What the model's constructor gave a parameter, else NaN: a part of one, such as of experts, has nothing."""
-        value, initial = constructed_value(self._model.get_parameter(name)), torch.full(shape, math.nan)
+        value = constructed_value(self._model.get_parameter(name))
+        initial = torch.full(shape, math.nan)
         return initial if value is None or value.shape != shape else initial.copy_(value)
 
     def _init_weights(self, name: str, *, alone: bool) -> None:
@@ -143,10 +148,13 @@ class Checkpoint:
         """Their elements in the wanted dtype. The two buffers are reused, so a piece is valid until the next."""
         most = min(CHUNK_ELEMENTS, max((run.num_elements for run in runs), default=0))
         widest = max((DTYPES[self._stored[run.name].dtype].itemsize for run in runs), default=0)
-        raw, values = torch.empty(most * widest, dtype=torch.uint8), torch.empty(most, dtype=wanted)
+        raw = torch.empty(most * widest, dtype=torch.uint8)
+        values = torch.empty(most, dtype=wanted)
+
         for run in runs:
             stored = self._stored[run.name]
             dtype = DTYPES[stored.dtype]
+
             with stored.path.open("rb", buffering=0) as file:
                 file.seek(stored.offset + run.start * dtype.itemsize)
                 if run.num_columns:
@@ -154,6 +162,7 @@ class Checkpoint:
                     _read_exactly(file, matrix, stored)
                     yield from by_columns(matrix.view(dtype), run.num_columns).to(wanted).split(CHUNK_ELEMENTS)
                     continue
+
                 for start, stop in chunks(run.num_elements):
                     piece = raw[: (stop - start) * dtype.itemsize]
                     _read_exactly(file, piece, stored)
@@ -170,6 +179,7 @@ class Checkpoint:
                 f"{self._where(unknown[0])} is not part of {type(model).__name__} "
                 f"({len(unknown)} such tensors). Does config.json belong to these files?"
             )
+
         state = model.state_dict()
         for names in aliases.values():
             found = [name for name in names if name in self._assemblies]
@@ -188,12 +198,14 @@ class Checkpoint:
             raise UnsupportedModelError(
                 f"{self._where(name)} has shape {assembly.shape}; the config asks for {tuple(tensor.shape)}."
             )
+
         for stored in (self._stored[run.name].dtype for run in assembly.runs):
             if tensor.is_floating_point() and stored not in FULL_PRECISION:
                 raise UnsupportedModelError(
                     f"{self._where(name)} is {shown(stored)}; full-precision training starts from "
                     f"{', '.join(FULL_PRECISION)}."
                 )
+
             if not tensor.is_floating_point() and not _is_held_by(stored, tensor.dtype):
                 raise UnsupportedModelError(
                     f"{self._where(name)} is {shown(stored)}; the model takes {tensor.dtype} there."
@@ -201,7 +213,8 @@ class Checkpoint:
 
     def _refuse_unequal(self, first: str, second: str) -> None:
         """A tied weight that is stored twice must be stored with the same values, else one of them would be lost."""
-        one, other = self._assemblies[first].runs, self._assemblies[second].runs
+        one = self._assemblies[first].runs
+        other = self._assemblies[second].runs
         pairs = zip(self._read(one), self._read(other), strict=True)
         if not all(torch.equal(*pair) for pair in pairs):
             raise UnsupportedModelError(
@@ -213,7 +226,8 @@ class Checkpoint:
         for name, buffer in model.state_dict().items():
             if name not in parameters:
                 wanted = torch.float32 if buffer.is_floating_point() else buffer.dtype
-                flat, position = buffer.view(-1), 0
+                flat = buffer.view(-1)
+                position = 0
                 for piece in self._read(self._assemblies[name].runs, wanted):
                     flat[position : position + piece.numel()] = piece
                     position += piece.numel()
@@ -234,6 +248,7 @@ def resolve(path_or_id: str) -> Path:
     with contextlib.suppress(OSError):  # a name that is too long, for one
         if folder.is_dir():
             return folder
+
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id) or path_or_id.startswith("."):
         raise ConfigError(f"no such model folder: {shown(path_or_id)}")
     # Only here: the client is slow to import, and most runs never need it.
@@ -252,15 +267,18 @@ def resolve(path_or_id: str) -> Path:
 
 def _headers(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of a folder by their stored name."""
-    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    single = folder / SINGLE_FILE
+    index = folder / INDEX_FILE
     if single.is_file():
         return read_header(single)
     if not index.is_file():
         raise UnsupportedModelError(
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}. Convert other formats with save_pretrained()."
         )
+
     stored: dict[str, StoredTensor] = {}
     weight_map = _weight_map(index)
+
     for file_name in sorted(set(weight_map.values())):
         # Names only: the hub's cache links files to another folder, so a resolved path says nothing.
         if Path(file_name).name != file_name or not _is_file(folder / file_name):
@@ -269,9 +287,11 @@ def _headers(folder: Path) -> dict[str, StoredTensor]:
             if name in stored:
                 raise UnsupportedModelError(f"{tensor.path}: tensor {shown(name)} is also in {stored[name].path}.")
             stored[name] = tensor
+
     for name, file_name in weight_map.items():
         if name not in stored or stored[name].path.name != file_name:
             raise UnsupportedModelError(f"{folder / file_name}: tensor {shown(name)} is missing; the index lists it.")
+
     return stored
 
 
@@ -298,6 +318,7 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
             found = GenerationConfig.from_pretrained(folder)
             found.to_json_string()  # now, not when the trained model is written
             return found
+
     return None
 
 
@@ -321,6 +342,7 @@ def _read_exactly(file: RawIOBase, piece: Tensor, stored: StoredTensor) -> None:
             count = file.readinto(view)
         except OSError as error:
             raise TransferError("reading weights", "disk", str(stored.path), position, error.errno or 0) from error
+
         if not count:
             raise TransferError("reading weights", "disk", str(stored.path), position, 0)
         view = view[count:]

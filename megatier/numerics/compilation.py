@@ -63,7 +63,9 @@ class Compiled(Generic[P, R]):
 
     def __init__(self, function: Callable[P, R], name: str, *, saves_inputs_alone: bool) -> None:
         """Compiles at the first call. The name is for the warning."""
-        self._name, self._function, self.saves_inputs_alone = name, function, saves_inputs_alone
+        self._name = name
+        self._function = function
+        self.saves_inputs_alone = saves_inputs_alone
         self._run: Callable[P, R] = torch.compile(function, dynamic=False, fullgraph=True)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -75,7 +77,8 @@ class Compiled(Generic[P, R]):
                 raise
             reason = _cause(str(error))
             warnings.warn(f"{self._name} runs uncompiled, because torch.compile refuses it: {reason}", stacklevel=2)
-            self._run, self.saves_inputs_alone = self._function, False
+            self._run = self._function
+            self.saves_inputs_alone = False
             return self._function(*args, **kwargs)
 
 

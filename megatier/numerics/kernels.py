@@ -53,6 +53,7 @@ def adamw(planes: Planes, segments: Sequence[tuple[int, int, float]], scalars: S
         exp_avg_sq.view(torch.float32),
         grad.view(number),
     )
+
     for start, stop, decay in segments:
         pieces = tuple(None if view is None else view[start:stop] for view in views)
         launch = _update[(triton.cdiv(stop - start, BLOCK_ELEMENTS),)]
@@ -148,11 +149,13 @@ def _sum_spans(values: tl.tensor, count: tl.int64, partials: tl.tensor) -> None:
     start = span * SPAN_ELEMENTS
     left = tl.minimum(count - start, SPAN_ELEMENTS).to(tl.int32)
     lanes = tl.zeros([LANES], tl.float64)
+
     for row in range(0, left, LANES * ROWS_AHEAD):
         if left - row >= LANES * ROWS_AHEAD:
             lanes = _add_rows(lanes, values + start + row, None)
         else:
             lanes = _add_rows(lanes, values + start + row, left - row)
+
     tl.store(partials + span + tl.arange(0, 1), _fold(lanes))
 
 

@@ -45,6 +45,7 @@ class Fp32Products(TorchDispatchMode):
         results = func(*map(_widen, args), **{name: _widen(value) for name, value in kwargs.items()})
         if torch.is_tensor(results):
             return results.to(torch.bfloat16)
+
         return tuple(x.to(torch.bfloat16) if i in PRODUCTS[func] else x for i, x in enumerate(results))
 
 

@@ -89,7 +89,9 @@ class AdamW:
         """Read by `begin_step`, `revise` and `clip`; all but `deferred` may be others in the next step."""
         self.layouts = dict(layouts)
         """Trained tensors of each unit that has any."""
-        self._decayed, self._dtype, self._groups = decayed, dtype, groups
+        self._decayed = decayed
+        self._dtype = dtype
+        self._groups = groups
         self._split = dtype is torch.bfloat16
         self._pool = adamw_threads(num_threads)
         self._workers = ThreadPoolExecutor(num_threads, "megatier-gradient")
@@ -114,7 +116,8 @@ class AdamW:
 
     def revise(self, step: int, learning_rate: float) -> bool:
         """Note the scalars of the step begun anew; True where they are others, so that `unclipped` was wrong."""
-        before, self._begun = self._begun, self._scalars_of(step, learning_rate)
+        before = self._begun
+        self._begun = self._scalars_of(step, learning_rate)
         return self._begun != before
 
     def clip(self, norm: float) -> float:
@@ -164,15 +167,19 @@ class AdamW:
         if grad.is_cuda:
             self._sums[unit] = [self._kernels.sum_squares(grad[tensor.start : tensor.stop]) for tensor in tensors]
             return
+
         sums = torch.empty(sum(_num_spans(tensor) for tensor in tensors), dtype=torch.float64)
-        source, target = grad.data_ptr(), sums.data_ptr()
+        source = grad.data_ptr()
+        target = sums.data_ptr()
         pieces: list[tuple[int, int, bool, int]] = []
+
         for tensor in tensors:
             for start in range(0, tensor.num_elements, PIECE_ELEMENTS):
                 size = min(PIECE_ELEMENTS, tensor.num_elements - start)
                 first = source + (tensor.start + start) * grad.element_size()
                 pieces.append((first, size, self._split, target + start // SPAN_ELEMENTS * sums.element_size()))
             target += _num_spans(tensor) * sums.element_size()
+
         self._at_once(_native.sum_squares, pieces)
         self._sums[unit] = [sums]
 
@@ -187,7 +194,8 @@ class AdamW:
         """
         count = self.layouts[unit].num_elements
         runs = [(start, min(PIECE_ELEMENTS, count - start)) for start in range(0, count, PIECE_ELEMENTS)]
-        source, target = part.data_ptr(), total.data_ptr()
+        source = part.data_ptr()
+        target = total.data_ptr()
         self._at_once(
             _native.accumulate, [(target + 4 * start, source + 4 * start, size, group == 0) for start, size in runs]
         )
@@ -196,6 +204,7 @@ class AdamW:
         if self._split:  # by way of the part, because its pieces do not overlap where they are read and written
             self._at_once(_native.round_bf16, [(target + 4 * start, source + 2 * start, size) for start, size in runs])
             self._at_once(_native.copy, [(target + 2 * start, source + 2 * start, 2 * size) for start, size in runs])
+
         self.measure(unit, total.view(self._dtype)[:count])
 
     def _at_once(self, work: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
@@ -266,6 +275,7 @@ class AdamW:
             decay = factor if tensor.name in self._decayed else 1.0
             if not starts or starts[-1][1] != decay:
                 starts.append((tensor.start - start if starts else 0, decay))
+
         starts = starts or [(0, 1.0)]
         stops = [*(first for first, _ in starts[1:]), stop - start]
         return [(first, last, decay) for (first, decay), last in zip(starts, stops, strict=True)]
@@ -276,7 +286,8 @@ def step_scalars(
 ) -> tuple[float, float, float, float, float, float, float]:
     """What the kernels take of step 1, 2, ...: all of `Scalars.of_kernels` but the clip coefficient."""
     beta1, beta2 = betas
-    step_size, bias2_root = learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step)
+    step_size = learning_rate / (1 - beta1**step)
+    bias2_root = math.sqrt(1 - beta2**step)
     return (beta1, 1 - beta1, beta2, 1 - beta2, eps, step_size, bias2_root)
 
 
@@ -314,6 +325,7 @@ def begin_adamw(
         moments = planes[Kind.EXP_AVG], planes[Kind.EXP_AVG_SQ]
         kernels.adamw((planes[Kind.WEIGHT], remainder, *moments, grad), segments, scalars)
         return None
+
     sources = _addresses({**planes, **before})
     return pool.submit_adamw(
         (*_addresses(planes), grad.data_ptr()), remainder is not None, segments, scalars, before=sources
@@ -342,6 +354,7 @@ def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
         weight.copy_(planes[0])
         remainder.copy_(planes[1])
         return
+
     _native.split(master.data_ptr(), weight.data_ptr(), remainder.data_ptr(), master.numel())
 
 
@@ -361,6 +374,7 @@ def learning_rate(step: int, *, peak: float, schedule: str, warmup: int, steps: 
     if schedule == "constant":
         return peak
     fall = share if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * share))
+
     return peak * (1 - (1 - minimum_ratio) * fall)
 
 

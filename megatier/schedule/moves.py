@@ -149,6 +149,7 @@ class Moves:
             if update.load is not None:
                 yield from self.feed(update.unit)
                 yield from self.load_frozen(update.unit)
+
         for unit in gradients:
             yield from self.gradients(unit)
         for unit in updated:

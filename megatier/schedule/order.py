@@ -39,6 +39,7 @@ def passed_over(
         if (other.unit, other.group) not in known and (is_lost or other in used):
             raise _another_order(len(used), access, other)
         skipped.append(other)
+
     if access is not None:
         raise _another_order(len(used), access, None)
     return skipped
@@ -52,6 +53,7 @@ def _another_order(index: int, access: Access | None, recorded: Access | None) -
     else:
         assert recorded is not None
         what = f"the pass ended before {recorded.unit} ({recorded.phase}, group {recorded.group}), which step 1 used"
+
     return TimelineError(
         f"{what}. megatier needs the same order of units in every step. A step may leave units out, such as a vision "
         "tower where there is no image, if the first one used them: put an image into each batch of the first step."

@@ -53,40 +53,46 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where everything lives."""
+    """Where everything lives.
+
+    Attributes:
+        homes: home tier per unit and kind of state.
+        slots: equal slots for blocks that pass through a tier, one plan per tier and kind.
+        chunk_elements: elements of one update chunk.
+        grad_homes: per unit that is trained, where its finished gradient waits for its update. None: only in a slot.
+            On NVMe if RAM is too short for all.
+        sums_on_gpu: RAM is too short for the sums of several groups. Those of all units are taken in GPU slots, to
+            which they come again, from RAM or NVMe, for each group.
+        streamed: units at home in RAM whose state passes through GPU slots and is updated there, in forward order.
+        spilled: units with state on NVMe, in forward order; not those that are frozen whole.
+        generations: places on NVMe for the state of each unit that spills.
+        speculative: units that may be updated before the norm is known: those that spill, if any.
+        state_bytes: bytes of one generation of the state, per tier.
+        other_bytes: bytes of gradients, activations, slots and further generations, per tier.
+    """
 
     homes: Mapping[tuple[str, Kind], Tier]
-    """Home tier per unit and kind of state."""
     slots: tuple[SlotPlan, ...]
     chunk_elements: int
     grad_homes: Mapping[str, Tier | None]
-    """Where a finished gradient of a unit that is trained waits for its update; None: only in a slot. On NVMe where RAM
-    is too short for all."""
     sums_on_gpu: bool = False
-    """RAM is too short for the sums of several groups: those of all units are taken in GPU slots, to which they come
-    again, from RAM or NVMe, for each group."""
     streamed: tuple[str, ...] = ()
-    """Units at home in RAM whose state passes through GPU slots and is updated there, in forward order."""
     spilled: tuple[str, ...] = ()
-    """Units with state on NVMe, in forward order; not those that are frozen whole."""
     generations: int = 1
-    """Of the state of each unit that spills."""
     speculative: tuple[str, ...] = ()
-    """Units that may be updated before the norm is known: those that spill, if any."""
     state_bytes: Mapping[Tier, int] = field(default_factory=dict)
     other_bytes: Mapping[Tier, int] = field(default_factory=dict)
-    """Gradients, activations, slots and further generations."""
 
     def updater(self, unit: str) -> Tier:
-        """Where AdamW runs for a unit: gpu or ram."""
+        """The tier where AdamW runs for a unit: gpu or ram."""
         return Tier.GPU if self.homes[unit, Kind.WEIGHT] is Tier.GPU or unit in self.streamed else Tier.RAM
 
     def sums_at(self, unit: str) -> Tier:
-        """Where the gradients of several groups are added up for a unit that is trained: gpu or ram."""
+        """The tier where the gradients of several groups are added up for a unit that is trained: gpu or ram."""
         return Tier.GPU if self.grad_homes[unit] is Tier.GPU or self.sums_on_gpu else Tier.RAM
 
     def num_slots(self, tier: Tier, kind: Kind) -> int:
-        """Slots for one kind of block; 0 where none are planned."""
+        """The number of slots for one kind of block; 0 if none are planned."""
         return sum(plan.num_slots for plan in self.slots if (plan.tier, plan.kind) == (tier, kind))
 
 
@@ -96,41 +102,49 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     Raises:
         PlanError: it does not fit; names what is short, the figures, and what to change.
     """
+    # The GPU first. Its slots depend only on the units that are not at home there.
     on_gpu = _choose_gpu(units, budgets, policy)
     rest = [unit for unit in units if unit.name not in on_gpu]
     homes = {(unit.name, kind): Tier.GPU for unit in units if unit.name in on_gpu for kind in kinds_of(unit, policy)}
     homed = sum(state_bytes(unit, policy) + grad_bytes(unit, policy) for unit in units if unit.name in on_gpu)
     streamed = _choose_streamed(rest, homed, budgets, policy)
     slots = gpu_slots(rest, homed, streamed, budgets.gpu, policy)
+
+    # RAM next. Gradients come before state: they have to be somewhere between backward and update.
     names = tuple(unit.name for unit in streamed)
     shipped = {unit.name: unit for unit in trained(rest) if unit.name not in names}
     waiting, spills_grads = _waiting(units, rest, tuple(shipped.values()), budgets, policy)
     ram_homes, ram_slots, chunk = _fill_ram(units, rest, tuple(waiting.values()), budgets, policy, spills_grads)
-    if streamed and Tier.NVME in ram_homes.values():  # RAM is what is short
+
+    # RAM is too short for all state, and a streamed unit has to be at home there whole: so none is streamed.
+    if streamed and Tier.NVME in ram_homes.values():
         return place(units, budgets, replace(policy, streamed_share=0.0))
+
     homes |= ram_homes
     spilled = [unit for unit in trained(rest) if _spills(unit, homes, policy)]
     on_nvme = tuple(unit.name for unit in spilled)
     generations = policy.generations if policy.deferred else 1
-    state, again = _bytes_by_home(units, homes, policy), _bytes_by_home(spilled, homes, policy)
+    state = _bytes_by_home(units, homes, policy)
+
+    # An update into another generation leaves the one that holds as it is, in RAM too, so RAM has a second place.
+    again = _bytes_by_home(spilled, homes, policy)
     again[Tier.RAM] *= policy.speculates
     again[Tier.NVME] *= generations - 1
     again[Tier.NVME] += sum(grad_bytes(unit, policy) for unit in shipped.values() if unit.name not in waiting)
-    if state[Tier.NVME] + again[Tier.NVME] > budgets.nvme:
-        remedy = "Give tiers.nvme more space, raise tiers.ram, or train a smaller model."
-        if generations > 1 + policy.savepoints:
-            remedy = f"Set tiers.generations to {generations - 1}. {remedy}"
-        raise PlanError("state on NVMe", state[Tier.NVME] + again[Tier.NVME], budgets.nvme, remedy)
+    _check_nvme(state[Tier.NVME] + again[Tier.NVME], generations, budgets, policy)
+
     held = policy.deferred or policy.groups > 1
     on_ram = Tier.RAM if held else None
     grad_homes: dict[str, Tier | None] = {unit.name: Tier.GPU for unit in trained(units)}
     grad_homes |= {name: on_ram if name in waiting else Tier.NVME for name in shipped}
+
     other = Counter({Tier.GPU: 0, Tier.RAM: 0})
     other.update(again)
     for plan in (*slots, *ram_slots):
         other[plan.tier] += round_up(plan.slot_bytes) * plan.num_slots
     other[Tier.GPU] += sum(grad_bytes(unit, policy) for unit in units if unit.name not in shipped)
     other[Tier.RAM] += _ram_fixed(units, tuple(waiting.values()), policy)
+
     return Placement(
         homes,
         (*slots, *ram_slots),
@@ -146,12 +160,22 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     )
 
 
+def _check_nvme(needed: int, generations: int, budgets: Budgets, policy: Policy) -> None:
+    """Refuse state, generations and gradients that NVMe has no room for."""
+    if needed > budgets.nvme:
+        remedy = "Give tiers.nvme more space, raise tiers.ram, or train a smaller model."
+        if generations > 1 + policy.savepoints:
+            remedy = f"Set tiers.generations to {generations - 1}. {remedy}"
+        raise PlanError("state on NVMe", needed, budgets.nvme, remedy)
+
+
 def _spills(unit: UnitSpec, homes: Mapping[tuple[str, Kind], Tier], policy: Policy) -> bool:
+    """Whether any of a unit's state is at home on NVMe."""
     return any(homes[unit.name, kind] is Tier.NVME for kind in kinds_of(unit, policy))
 
 
 def _bytes_by_home(units: Iterable[UnitSpec], homes: Mapping[tuple[str, Kind], Tier], policy: Policy) -> Counter[Tier]:
-    """One generation of the units' state, by home."""
+    """Bytes of one generation of the units' state, by home."""
     total: Counter[Tier] = Counter()
     for unit in units:
         for kind in kinds_of(unit, policy):
@@ -160,31 +184,35 @@ def _bytes_by_home(units: Iterable[UnitSpec], homes: Mapping[tuple[str, Kind], T
 
 
 def _choose_gpu(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> set[str]:
-    """Units whose whole state fits beside the slots of the others: first those larger than most, then forward order.
+    """Choose units whose whole state fits in addition to the slots of the others.
 
-    Large ones (embeddings, heads) come first because one that is left out sets the size of every slot.
+    Those that are larger than most come first, then all others in forward order. Large ones (embeddings, heads) come
+    first because one that is left out sets the size of every slot.
     """
     chosen: set[str] = set()
     if Tier.GPU not in policy.state:
         return chosen
     used = 0
     usual = _usual_elements([unit.num_elements for unit in units])
+
+    # The sort is stable: among the large ones, and among the others, forward order stays.
     for unit in sorted(units, key=lambda unit: unit.num_elements <= usual):
         size = state_bytes(unit, policy) + grad_bytes(unit, policy)
         rest = [other for other in units if other.name not in chosen and other is not unit]
         if used + size + least_gpu_bytes(rest, policy) <= budgets.gpu:
             chosen.add(unit.name)
             used += size
+
     return chosen
 
 
 def _usual_elements(sizes: Sequence[int]) -> int:
-    """Twice the size of the middle unit: what is above is larger than most."""
+    """Twice the size of the middle unit. A unit above that is larger than most."""
     return 2 * sorted(sizes)[len(sizes) // 2] if sizes else 0
 
 
 def _choose_streamed(rest: Sequence[UnitSpec], homed: int, budgets: Budgets, policy: Policy) -> list[UnitSpec]:
-    """The first units in forward order, up to the share wanted and the room beside what is homed on the GPU.
+    """Choose the first units in forward order, up to the share wanted and to the room that homes on the GPU leave.
 
     Each has slots of its own, all of one size, so those larger than most (embeddings) are left to the CPU.
     """
@@ -197,17 +225,19 @@ def _choose_streamed(rest: Sequence[UnitSpec], homed: int, budgets: Budgets, pol
     room = budgets.gpu - homed - least_gpu_bytes(rest, policy)
     passing = sum(block_bytes(UnitSpec("", usual), kind, policy) for kind in passing_kinds(split=policy.split))
     chosen: list[UnitSpec] = []
+
     for unit in able:
         cost = passing + grad_bytes(unit, policy)
         if unit.num_trained <= usual and unit.num_trained <= wanted and cost <= room:
             chosen.append(unit)
             wanted -= unit.num_trained
             room -= cost
+
     return chosen
 
 
 def _ram_fixed(units: Sequence[UnitSpec], shipped: Sequence[UnitSpec], policy: Policy) -> int:
-    """RAM that does not depend on where the state lies: held gradients and offloaded activations."""
+    """Bytes of RAM that do not depend on where the state lies: held gradients and offloaded activations."""
     held = sum(grad_bytes(u, policy) for u in shipped) if policy.deferred or policy.groups > 1 else 0
     return held + sum(round_up(unit.activation_bytes) for unit in units)
 
@@ -219,29 +249,45 @@ def _waiting(
     budgets: Budgets,
     policy: Policy,
 ) -> tuple[dict[str, UnitSpec], bool]:
-    """Of the units whose gradients leave the GPU, those whose gradients wait in RAM, and whether others spill theirs.
+    """Choose the units whose gradients wait in RAM, and say whether others spill theirs to NVMe.
 
-    All wait there, but where there would be no room for update chunks beside them and NVMe can take the others. Where
-    sums of groups spill, RAM takes as many as it has room for; none is added up there.
+    All wait in RAM, unless they would leave no room for update chunks and NVMe can take some. If sums of groups spill,
+    RAM takes as many as it has room for, and none is added up there.
+
+    Args:
+        units: all units.
+        rest: those that are not at home on the GPU.
+        shipped: those whose gradients leave the GPU.
+        budgets: bytes of each tier.
+        policy: groups, and whether updates wait.
     """
     all_of_them = {unit.name: unit for unit in shipped}, False
     held = policy.deferred or policy.groups > 1
     if not (shipped and held and Tier.NVME in policy.state and budgets.nvme):
         return all_of_them
+
+    # Perhaps nothing spills: then no update chunk needs room either.
     room = budgets.ram - _ram_fixed(units, (), policy)
     wanted = sum(grad_bytes(unit, policy) for unit in shipped) + total_bytes(grad_slots(shipped, policy))
     if Tier.RAM in policy.state and wanted + sum(state_bytes(unit, policy) for unit in rest) <= room:
         return all_of_them
-    longest, updated = max(unit.num_elements for unit in rest), max(unit.num_trained for unit in rest)
+
+    # Perhaps state alone spills: then its update chunks need room, at their smallest.
+    longest = max(unit.num_elements for unit in rest)
+    updated = max(unit.num_trained for unit in rest)
     if wanted + total_bytes(update_slots(policy.align_elements, longest, updated, policy, spills_grads=False)) <= room:
         return all_of_them
+
+    # Gradients spill too. Chunks come first, at the size that drives need for full speed; gradients take what is left.
     chunk = round_up(policy.chunk_elements or min(longest, CHUNK_ELEMENTS_FAST), policy.align_elements)
     room -= total_bytes(update_slots(chunk, longest, updated, policy, spills_grads=True))
     waiting = {}
+
     for unit in shipped:
         if (size := grad_bytes(unit, policy)) <= room:
             waiting[unit.name] = unit
             room -= size
+
     return waiting, True
 
 
@@ -253,9 +299,18 @@ def _fill_ram(
     policy: Policy,
     spills_grads: bool,
 ) -> tuple[dict[tuple[str, Kind], Tier], tuple[SlotPlan, ...], int]:
-    """Homes of the state that is not on the GPU, the RAM slots, and the chunk size.
+    """Choose homes of the state that is not on the GPU, the RAM slots, and the chunk size.
 
-    `waiting` are the units whose gradients go to RAM; where others spill theirs, `spills_grads`.
+    Args:
+        units: all units.
+        rest: those that are not at home on the GPU.
+        waiting: those whose gradients go to RAM.
+        budgets: bytes of each tier.
+        policy: the tiers that may hold state, and all that decides sizes.
+        spills_grads: whether other units spill their gradients.
+
+    Raises:
+        PlanError: RAM is too short, and NVMe may not or cannot take what is left.
     """
     slots = [] if spills_grads else grad_slots(waiting, policy)
     used = _ram_fixed(units, waiting, policy) + total_bytes(slots)
@@ -263,12 +318,15 @@ def _fill_ram(
         raise _no_room_for_gradients(used, waiting, budgets, policy)
     longest = max((unit.num_elements for unit in rest), default=0)
     everything = sum(state_bytes(unit, policy) for unit in rest)
+
     if not rest or (Tier.RAM in policy.state and used + everything <= budgets.ram and not spills_grads):
         chunk = max(policy.chunk_elements or min(longest, CHUNK_ELEMENTS_MAX), policy.align_elements)
+        # Nothing else wants what is left of RAM: with more slots, gradients come while the CPU still adds up others.
         for plan in slots:
             spare = (budgets.ram - used - everything) // round_up(plan.slot_bytes)
             slots = [replace(plan, num_slots=min(GRAD_DEPTH, plan.num_slots + spare))]
         return {(unit.name, kind): Tier.RAM for unit in rest for kind in kinds_of(unit, policy)}, tuple(slots), chunk
+
     if Tier.NVME not in policy.state or not budgets.nvme:
         raise _no_room(units, used + everything, everything, budgets, policy)
     spilling = {unit.name for unit in trained(rest) if spills_grads and unit not in waiting}
@@ -279,18 +337,33 @@ def _fill_ram(
 def _spill_some(
     rest: Sequence[UnitSpec], spilling: Collection[str], used: int, budget: int, policy: Policy, spills_grads: bool
 ) -> tuple[dict[tuple[str, Kind], Tier], list[SlotPlan], int]:
-    """Homes where RAM is too short for all, the slots through which the rest passes, and the chunk size.
+    """Choose homes when RAM is too short for all, the slots through which the rest passes, and the chunk size.
 
     Slots take the largest unit that is updated through them. Which one that is depends on what they leave of RAM, so
-    the least size that holds is taken. The gradients of units in `spilling` are at home on NVMe.
+    the least size that holds is taken.
+
+    Args:
+        rest: units that are not at home on the GPU.
+        spilling: names of those whose gradients are at home on NVMe.
+        used: bytes of RAM that are taken already.
+        budget: bytes of RAM.
+        policy: all that decides sizes.
+        spills_grads: whether any gradient is at home on NVMe.
+
+    Raises:
+        PlanError: RAM has no room for the slots.
     """
-    longest, room, slots = max(unit.num_elements for unit in rest), budget - used, list[SlotPlan]()
+    longest = max(unit.num_elements for unit in rest)
+    room = budget - used
+    slots = list[SlotPlan]()
+
     for updated in sorted({0, *(unit.num_trained for unit in rest)}):
         chunk, slots = chunk_slots(room, longest, updated, policy, spills_grads=spills_grads)
         homes, passing = _spill_beside(rest, slots, room, policy)
         updates = [unit.num_trained for unit in rest if unit.name in spilling or _spills(unit, homes, policy)]
         if total_bytes(slots) <= room and max(updates, default=0) <= updated:
             return homes, passing, chunk
+
     needed = used + total_bytes(slots)
     remedy = f"Raise tiers.ram to at least {at_least(needed)}{', or lower tiers.chunk' * bool(policy.chunk_elements)}."
     raise PlanError("RAM slots for what comes from NVMe", needed, budget, remedy)
@@ -299,19 +372,25 @@ def _spill_some(
 def _spill_beside(
     rest: Sequence[UnitSpec], slots: Sequence[SlotPlan], room: int, policy: Policy
 ) -> tuple[dict[tuple[str, Kind], Tier], list[SlotPlan]]:
-    """Homes in what slots leave of the room, and the slots: none for weights where all of them are at home in RAM."""
+    """Choose homes in the room that slots leave; return them and the slots.
+
+    If all weights are at home in RAM, no slots for weights are needed, and their room is taken for homes.
+    """
     spill = _spill_whole if policy.speculates else _spill
     others = [plan for plan in slots if plan.kind is not Kind.WEIGHT]
     in_ram = Tier.RAM in policy.state
     homes = spill(rest, (room - total_bytes(others)) * in_ram, policy)
     if all(homes[unit.name, Kind.WEIGHT] is Tier.RAM for unit in rest):
         return homes, others
+
+    # Some weights pass through RAM after all, so their slots need room, and homes are chosen anew.
     return spill(rest, (room - total_bytes(slots)) * in_ram, policy), list(slots)
 
 
 def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> PlanError:
-    """Why RAM does not take them when NVMe takes none."""
-    what, other = "gradients and activations in RAM", "."
+    """The error that says why RAM does not take the gradients, when NVMe takes none."""
+    what = "gradients and activations in RAM"
+    other = "."
     if not waiting:  # no gradient counts
         other = ", set train.activations to recompute, or train on fewer tokens a step."
     elif policy.groups > 1:
@@ -320,47 +399,54 @@ def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budg
         other = ", let NVMe hold state (tiers.nvme, tiers.state), so that sums go there, or lower train.groups."
     elif policy.deferred:
         other = ", or set train.clip to null and numerics.guard to off."
+
     return PlanError(what, used, budgets.ram, f"Raise tiers.ram to at least {at_least(used)}{other}")
 
 
 def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budgets, policy: Policy) -> PlanError:
-    """Why state finds no home when NVMe takes none."""
+    """The error that says why state finds no home, when NVMe takes none."""
     mount = ", or give tiers.nvme a mount." if Tier.NVME in policy.state else ", or add nvme to tiers.state."
     if Tier.RAM in policy.state:
         return PlanError("state in RAM", in_ram, budgets.ram, f"Raise tiers.ram to at least {at_least(in_ram)}{mount}")
     if Tier.NVME in policy.state:
         remedy = "The state has no other home: give tiers.nvme a mount, or add ram to tiers.state."
         return PlanError("state on NVMe", spilled, budgets.nvme, remedy)
+
     needed = sum(state_bytes(unit, policy) + grad_bytes(unit, policy) for unit in units)
     remedy = f"Raise tiers.gpu to at least {at_least(needed)}, or add ram to tiers.state."
     return PlanError("state on the GPU", needed, budgets.gpu, remedy)
 
 
 def _spill(units: Sequence[UnitSpec], room: int, policy: Policy) -> dict[tuple[str, Kind], Tier]:
-    """Weight planes first, then the rest, unit by unit, as RAM takes it."""
+    """Fill the room with weight planes first, then with the other kinds, unit by unit. What does not fit is on NVMe."""
     others = passing_kinds(split=policy.split)
     blocks = [(unit, Kind.WEIGHT) for unit in units] + [(unit, kind) for unit in trained(units) for kind in others]
     homes = {}
+
     for unit, kind in blocks:
         size = block_bytes(unit, kind, policy)
         homes[unit.name, kind] = Tier.RAM if size <= room else Tier.NVME
         room -= size if size <= room else 0
+
     return homes
 
 
 def _spill_whole(units: Sequence[UnitSpec], room: int, policy: Policy) -> dict[tuple[str, Kind], Tier]:
-    """Weight planes first, twice; then the rest of whole units, whose second weight plane is not needed.
+    """Fill the room for speculative updates: a unit that spills has a second place for all that it has in RAM.
 
-    Frozen units have one, once.
+    Weight planes come first, twice, but once if the unit is frozen. Then come the other kinds of whole units. These
+    spill no more, so their second weight plane is not needed.
     """
     homes = dict.fromkeys(((unit.name, kind) for unit in units for kind in kinds_of(unit, policy)), Tier.NVME)
     for unit in units:
         if (size := (2 if unit.num_trained else 1) * block_bytes(unit, Kind.WEIGHT, policy)) <= room:
             homes[unit.name, Kind.WEIGHT] = Tier.RAM
             room -= size
+
     for unit in trained(units):
         taken = 2 * block_bytes(unit, Kind.WEIGHT, policy) if homes[unit.name, Kind.WEIGHT] is Tier.RAM else 0
         if (size := state_bytes(unit, policy) - taken) <= room:
             homes |= {(unit.name, kind): Tier.RAM for kind in kinds_of(unit, policy)}
             room -= size
+
     return homes

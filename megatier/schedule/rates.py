@@ -113,6 +113,7 @@ def read_rates(path: Path) -> Rates:
     if not isinstance(drives, list) or not all(isinstance(drive, dict) for drive in drives):
         raise ConfigError(f"{path}: drives is a list of drives, each with {', '.join(sorted(DRIVE_FIELDS))}.")
     found = tuple(DriveRates(**_figures(path, drive, DRIVE_FIELDS)) for drive in drives)
+
     return Rates(
         drives=found, **_figures(path, {k: v for k, v in parsed.items() if k != "drives"}, FIELDS - {"drives"})
     )
@@ -129,6 +130,7 @@ def _figures(path: Path, given: Mapping[str, Any], names: set[str]) -> dict[str,
         odd = [f"{name} is missing" for name in sorted(missing)]
         odd += [f"{name} is not known" for name in sorted(given.keys() - names, key=str)]
         raise ConfigError(f"{path}: {'; '.join(odd)}.")
+
     figures: dict[str, Any] = {}
     for name, value in given.items():
         if name == "directory" and not isinstance(value, str):
@@ -139,7 +141,9 @@ def _figures(path: Path, given: Mapping[str, Any], names: set[str]) -> dict[str,
         if figure is None and not (name in OPTIONAL and value is None):
             example = "8" if name == "io_threads" else '5.0e9 or "14GB"'
             raise ConfigError(f"{path}: {name} is {value!r}; a positive number is expected, such as {example}.")
+
         figures[name] = figure
+
     return figures
 
 
@@ -151,4 +155,5 @@ def _figure(value: object) -> float | None:
         figure = float(parse_bytes(value) if isinstance(value, str) else value)
     except (ConfigError, OverflowError):
         return None
+
     return figure if 0 < figure < math.inf else None

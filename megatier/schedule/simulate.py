@@ -1,8 +1,8 @@
 """Discrete-event simulation of lanes that share links, drives and memory. Pure.
 
-A lane does its jobs one after the other, in order; a job begins when those that it waits for are over. Jobs that run
-at once share resources: all speed up from nothing alike, each up to its lane's own rate, and where a resource is full
-those that use it keep the speed they have (max-min fairness on the share of each lane's own rate). Between two events,
+A lane does its jobs one after the other, in order. A job begins when those that it waits for are over. Jobs that run at
+once share resources by max-min fairness: the speeds of all lanes, as shares of their own rates, rise from nothing
+together. A lane stops rising at its own rate, or when a resource that it uses is full. Between two events, which are
 ends of jobs, speeds are constant.
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 ENDED = 1e-12
-"""What is left, of a job's seconds or of a resource, counts as nothing from here on."""
+"""A remainder of a job's seconds, or of a resource, that is no larger counts as nothing: rounding leaves some."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What does one job at a time.
+    """A worker that does one job at a time.
 
     Attributes:
         rate: amount a second with nothing else going on.
@@ -53,11 +53,12 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
         jobs: in the order of their lanes.
         lanes: by name.
     """
+    # The first job of a lane runs if the lane is in `left`, else it waits.
     queues: dict[str, deque[int]] = {name: deque() for name in lanes}
-    """The first job of a lane runs if the lane is in `left`, else it waits."""
     for index, job in enumerate(jobs):
         queues[job.lane].append(index)
-    starts, ends = [0.0] * len(jobs), [0.0] * len(jobs)
+    starts = [0.0] * len(jobs)
+    ends = [0.0] * len(jobs)
     is_over = [False] * len(jobs)
     waiting: dict[int, list[str]] = {}
     """Per job, the lanes whose first job waits for it, and perhaps for others."""
@@ -67,18 +68,24 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
     able = list(lanes)
     """Lanes whose first job may be able to begin: it has become the first, or a job that it waited for is over."""
     now = 0.0
+
     while True:
+        # Begin all that can. A lane waits under one missing job alone: when that is over, it looks for the next.
         for name in able:
             if not queues[name]:
                 continue
             index = queues[name][0]
             missing = next((other for other in jobs[index].after if not is_over[other]), None)
             if missing is None:
-                starts[index], left[name] = now, jobs[index].amount / lanes[name].rate
+                starts[index] = now
+                left[name] = jobs[index].amount / lanes[name].rate
             else:
                 waiting.setdefault(missing, []).append(name)
+
         if not left:
             break
+
+        # All run until the first of them ends. The same lanes run together many times, and then at the same speeds.
         together = frozenset(left)
         if together not in speeds:
             speeds[together] = _shared(together, lanes)
@@ -86,13 +93,16 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
         step = min([seconds / speed[name] for name, seconds in left.items()])
         now += step
         able = []
+
         for name in together:
             left[name] -= step * speed[name]
             if left[name] <= ENDED:
                 del left[name]
                 index = queues[name].popleft()
-                ends[index], is_over[index] = now, True
+                ends[index] = now
+                is_over[index] = True
                 able += [name, *waiting.pop(index, ())]
+
     assert not any(queues.values()), "a job waits for one behind it on its lane"
     return list(zip(starts, ends, strict=True))
 
@@ -103,6 +113,9 @@ def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) ->
     A job begins when all that it waits for is over, however far back, its lane's earlier jobs included. So it begins no
     sooner than the latest of them would end with everything to itself, and no sooner than each resource could have
     carried them all. What a resource has carried is summed up for one lane, since from job to job it only grows.
+
+    For job j with amount a on a lane of rate r, end(j) = start(j) + a / r, and start(j) is the largest of end(k) over
+    all k that j waits for and, on the spine, of the seconds that each resource needs for all before j.
 
     Args:
         jobs: in the order of their lanes.
@@ -116,10 +129,13 @@ def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) ->
     is_carried = [False] * len(jobs)
     carried: dict[str, float] = {}
     """Per resource, seconds of all that the spine has waited for so far."""
+
     for index, job in enumerate(jobs):
         behind.append((*job.after, latest[job.lane]) if job.lane in latest else job.after)
         latest[job.lane] = index
         start = max([ends[other] for other in behind[index]], default=0.0)
+
+        # Walk back from here to all that was not counted yet. Each job is visited once in all.
         if job.lane == spine or index == len(jobs) - 1:
             found = list(behind[index])
             while found:
@@ -131,31 +147,41 @@ def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) ->
                     for resource, share in lane.uses.items():
                         seconds = share * jobs[other].amount / lane.rate
                         carried[resource] = carried.get(resource, 0.0) + seconds
+
             start = max([start, *carried.values()])
+
         ends[index] = start + job.amount / lanes[job.lane].rate
+
     return ends[-1] if ends else 0.0
 
 
 def _shared(together: Collection[str], lanes: Mapping[str, Lane]) -> dict[str, float]:
     """The speeds of lanes that run at once, as shares of their own rates."""
+    # Sorted, since a set has no order that holds from process to process, and sums of floats depend on it.
     speeds = dict.fromkeys(sorted(together), 0.0)
     rising = list(speeds)
     room = {resource: 1.0 for name in rising for resource in lanes[name].uses}
     level = 0.0
+
     while rising:
         pull = dict.fromkeys(room, 0.0)
         for name in rising:
             for resource, share in lanes[name].uses.items():
                 pull[resource] += share
+
+        # All rise together until one is at its own rate or a resource is full. Those that use that resource stay.
         rise = min([1.0 - level, *(room[key] / pull[key] for key in room if pull[key] > 0)])
         level += rise
         full = set()
+
         for key in room:
             room[key] -= rise * pull[key]
             if pull[key] > 0 and room[key] <= ENDED:
                 full.add(key)
+
         for name in list(rising):
             if level >= 1.0 - ENDED or not full.isdisjoint(lanes[name].uses):
                 rising.remove(name)
                 speeds[name] = level
+
     return speeds

@@ -85,6 +85,7 @@ def gpu_slots(
         what = f"{GPU_SLOTS} for the largest unit, {largest.name}"
         remedy = f"Raise tiers.gpu to at least {at_least(used + least)}."
         raise PlanError(what, used + least, budget, remedy)
+
     weight = block_bytes(largest, Kind.WEIGHT, policy)
     grad, num_grads = _gpu_grads(rest, policy)
     num_weights = min(len(rest), (budget - used - num_grads * grad) // weight)
@@ -122,6 +123,7 @@ def chunk_slots(
     most = min(CHUNK_ELEMENTS_FAST, fits) if spills_grads else min(CHUNK_ELEMENTS_MAX, fits // 4)
     wanted = policy.chunk_elements or min(longest, most)
     chunk = min(max(align, wanted // align * align), round_up(longest, align))
+
     return chunk, update_slots(chunk, longest, updated, policy, spills_grads=spills_grads)
 
 
@@ -142,6 +144,7 @@ def update_slots(chunk: int, longest: int, updated: int, policy: Policy, *, spil
         sizes[Kind.GRAD] = min(chunk * (2 if policy.split else 4), grad_bytes(UnitSpec("", updated), policy))
     others = [SlotPlan(Tier.RAM, kind, size, depth) for kind, size in sizes.items() if size]
     weights = SlotPlan(Tier.RAM, Kind.WEIGHT, min(chunk, longest) * widths[Kind.WEIGHT], depth + SLOTS_MIN)
+
     return [weights, *others]
 
 
