@@ -162,6 +162,7 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
     if folder is not None:
         where = str(folder / CONFIG_FILE)
         settings = _settings_of(folder)
+
     check_counts(settings, where)
     what = f"{where}: transformers does not take this model config"
     with reading(what, UnsupportedModelError, _complaint, _hint(settings)):
@@ -170,6 +171,7 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
             if folder is not None
             else AutoConfig.for_model(**settings)
         )
+
     if folder is None:
         _check_keys(settings)
     return found
@@ -238,6 +240,7 @@ def _activations(units: Sequence[Unit], train: TrainConfig) -> dict[str, Activat
     others = Activations.KEEP if wanted is Activations.KEEP else Activations.RECOMPUTE
     policies: dict[str, Activations] = {}
     of_layer = others
+
     for unit in units:
         if unit.is_layer:
             policy = wanted if len(unit.module_names) == 1 else others
