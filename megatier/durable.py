@@ -128,6 +128,7 @@ def switch(first: Path, second: Path) -> bool:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:  # an old C library
         return False
+
     if not rename(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE):
         return True
     if (code := ctypes.get_errno()) in NO_SWITCH:
@@ -142,6 +143,7 @@ def _take_name(partial: Path, target: Path, replaces: bool) -> Path | None:
         return None
     if switch(partial, target):
         return partial
+
     replaced = target.with_name(f".{target.name}{REPLACED}")
     discard(replaced)
     target.rename(replaced)
@@ -150,4 +152,5 @@ def _take_name(partial: Path, target: Path, replaces: bool) -> Path | None:
     except BaseException:
         replaced.rename(target)
         raise
+
     return replaced

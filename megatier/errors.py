@@ -23,7 +23,10 @@ class PlanError(MegatierError):
 
     def __init__(self, what: str, needed_bytes: int, had_bytes: int, remedy: str) -> None:
         """Keep the figures; the message states them in MiB."""
-        self.what, self.needed_bytes, self.had_bytes, self.remedy = what, needed_bytes, had_bytes, remedy
+        self.what = what
+        self.needed_bytes = needed_bytes
+        self.had_bytes = had_bytes
+        self.remedy = remedy
         super().__init__(f"{what}: needs {mib(needed_bytes)}, there is {mib(had_bytes)}. {remedy}")
 
 
@@ -32,7 +35,10 @@ class CapacityError(MegatierError):
 
     def __init__(self, tier: str, needed_bytes: int, free_bytes: int, remedy: str) -> None:
         """Keep the figures; the message states them in MiB."""
-        self.tier, self.needed_bytes, self.free_bytes, self.remedy = tier, needed_bytes, free_bytes, remedy
+        self.tier = tier
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+        self.remedy = remedy
         super().__init__(f"tier {tier} is full: needs {mib(needed_bytes)}, {mib(free_bytes)} free. {remedy}")
 
 
@@ -74,7 +80,9 @@ class TransferError(MegatierError, OSError):
 
     def __init__(self, what: str, tier: str, path: str, offset: int, code: int) -> None:
         """Name tier, path, byte offset in the file and errno (0 when the system gave none)."""
-        self.tier, self.path, self.offset = tier, path, offset
+        self.tier = tier
+        self.path = path
+        self.offset = offset
         reason = os.strerror(code) if code else "the device ended early"
         remedy = REMEDIES.get(code, f"Check {path} and its drive.")
         super().__init__(code, f"{what} failed on tier {tier}, {path} at byte {offset}: {reason}. {remedy}")
@@ -89,7 +97,11 @@ class IntegrityError(MegatierError):
 
     def __init__(self, key: str, path: str, offset: int, expected: int, found: int) -> None:
         """Name block, file, byte offset of the chunk, and both checksums."""
-        self.key, self.path, self.offset, self.expected, self.found = key, path, offset, expected, found
+        self.key = key
+        self.path = path
+        self.offset = offset
+        self.expected = expected
+        self.found = found
         super().__init__(
             f"block {key} is damaged in {path} at byte {offset}: checksum {found:#010x}, expected {expected:#010x}. "
             "The drive or the file was changed from outside; nothing was overwritten."
@@ -114,7 +126,8 @@ class SavepointError(CheckpointError):
 
     def __init__(self, path: str, reason: str, before: str) -> None:
         """Name it, say why, and say what the run goes on from without it."""
-        self.path, self.before = path, before
+        self.path = path
+        self.before = before
         super().__init__(
             f"the run cannot go on from its savepoint {path}: {reason} Without it (move that folder away) the run "
             f"goes on from {before}."
@@ -126,7 +139,9 @@ class ExportError(MegatierError):
 
     def __init__(self, reason: str, step: int, saved: str) -> None:
         """Say why, which step was the last, and what is left of it and how to go on."""
-        self.reason, self.step, self.saved = reason, step, saved
+        self.reason = reason
+        self.step = step
+        self.saved = saved
         super().__init__(f"all {step} steps are done, and the model could not be written: {reason} {saved}")
 
 
@@ -179,7 +194,8 @@ class StallError(MegatierError):
 
     def __init__(self, quiet_s: float, path: str) -> None:
         """Keep the seconds without progress, and the file that has the state of every queue."""
-        self.quiet_s, self.path = quiet_s, path
+        self.quiet_s = quiet_s
+        self.path = path
         super().__init__(
             f"no transfer, update or use of weights moved on for {quiet_s:.0f} s, so the run stops. {path} says what "
             "each queue waits for: check that drive (dmesg, smartctl) or the GPU (nvidia-smi). If the machine is only "

@@ -31,6 +31,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     except OSError:
         os.close(file)
         raise
+
     return file
 
 

@@ -22,7 +22,8 @@ SETTINGS_BYTES_MAX = 4 << 20
 """Of a file of settings: a config, a chat template. The largest config of a model known has about 1 MB, of labels."""
 TABLE_BYTES_MAX = 100_000_000
 """Of a vocabulary, an index or a header, as the safetensors library has it; Gemma's tokenizer.json has 33 MB."""
-CONTAINERS_MAX, VALUES_MAX = 2_000_000, 8_000_000
+CONTAINERS_MAX = 2_000_000
+VALUES_MAX = 8_000_000
 """Lists and objects of a JSON file, and its values, which take RAM many times their text; Gemma's has 0.5 and 1.8
 million."""
 DEPTH_MAX = 50
@@ -125,6 +126,7 @@ def parse_json(raw: bytes, where: str, kind: Kind) -> Any:  # noqa: ANN401
         tree = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise kind(f"{where} is no valid JSON: {reason_of(error)}. Download or copy it again.") from error
+
     if _depth_exceeds(tree):
         raise kind(f"{where} holds lists or objects more than {DEPTH_MAX} deep.")
     return tree
@@ -185,5 +187,6 @@ def _depth_exceeds(tree: object) -> bool:
     depth = 0
     while level and depth <= DEPTH_MAX:
         inner = (item for node in level for item in (node.values() if isinstance(node, dict) else node))
-        level, depth = [item for item in inner if isinstance(item, dict | list)], depth + 1
+        level = [item for item in inner if isinstance(item, dict | list)]
+        depth = depth + 1
     return bool(level)

@@ -28,7 +28,8 @@ RAM_SHARE = 0.8
 PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """By generation, each way."""
 
-CUDA_DRIVER, ROCM_DEVICE = "libcuda.so.1", Path("/dev/kfd")
+CUDA_DRIVER = "libcuda.so.1"
+ROCM_DEVICE = Path("/dev/kfd")
 """Without either no build of torch sees a GPU."""
 
 SMI_SECONDS = 30
@@ -218,6 +219,7 @@ def pcie_links() -> dict[str, PcieLink]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
+
     rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
     return {
         uuid.removeprefix("GPU-"): PcieLink(*map(int, numbers))
@@ -278,6 +280,7 @@ def _groups(root: Path, controller: int) -> Iterator[tuple[_CgroupFiles, Path]]:
         base = top / names if names else top
         if names and not base.exists():
             base = top / version.controllers[controller]
+
         # A container often sees its own group as the root, under a path that exists on the host alone.
         group = base / path.lstrip("/")
         while group != base and group != group.parent:

@@ -42,7 +42,8 @@ UNBOUND_FORMAT = 2
 """Written before there were manifests."""
 NUM_THREADS = 4
 NAME = re.compile(r"step-(\d{8,})")
-WRITING, REMOVING = ".partial", ".removed"
+WRITING = ".partial"
+REMOVING = ".removed"
 """Ends of hidden names: a checkpoint that is not whole yet, and one that is not whole any more."""
 HIDDEN = re.compile(r"\.step-\d{8,}\.(partial|removed)")
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
@@ -79,7 +80,8 @@ def check_room(folder: Path, units: Sequence[Unit]) -> None:
     Raises:
         CapacityError: there is less room.
     """
-    needed, free = checkpoint_bytes(units), shutil.disk_usage(folder).free
+    needed = checkpoint_bytes(units)
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise CapacityError(f"a checkpoint in {folder}", needed, free, "Free space there, or name another directory.")
 
@@ -115,6 +117,7 @@ def find_checkpoint(path: Path) -> Path:
             f"{path} is no checkpoint and holds none. Name a run directory or one of its {CHECKPOINT_FOLDER}/step-... "
             "folders; a run writes them with output.checkpoint_every."
         )
+
     return found
 
 
@@ -187,13 +190,16 @@ def _read_root(path: Path) -> tuple[dict[str, Any], Manifest | None]:
     found = found.get("megatier") if isinstance(found, dict) else None
     if not isinstance(found, dict) or found.get("format") not in (FORMAT, UNBOUND_FORMAT):
         raise CheckpointError(f"{path} is no checkpoint that this version of megatier reads (format {FORMAT}).")
-    manifest, state = None, found.get("state")
+
+    manifest = None
+    state = found.get("state")
     digested: Any = state
     if found["format"] == FORMAT:
         manifest = Manifest.read(file, found.get("manifest"))
         digested = {"state": state, "manifest": found["manifest"]}
     elif any(read_json(path / name / METADATA_FILE).get("attributes") for name in ARRAYS):
         raise DamagedCheckpointError(str(file), "is of an older checkpoint than the arrays beside it")
+
     if not isinstance(state, dict) or found.get("digest") != digest_of(digested):
         raise CheckpointError(f"{file} is damaged: its digest is not that of its state.")
     if manifest is not None and NAME.fullmatch(path.name) and manifest.step != step_of(path):
@@ -207,10 +213,12 @@ def _open_arrays(path: Path, shapes: dict[tuple[str, str], tuple[int, ...]]) -> 
     Raises:
         CheckpointError: metadata is not what this model asks for, or not of this checkpoint.
     """
-    root, manifest = path.resolve(), _read_root(path)[1]
+    root = path.resolve()
+    manifest = _read_root(path)[1]
     grids = {place: _grid(root.joinpath(*place), shape) for place, shape in shapes.items()}
     if manifest is None:
         return {place: StoredArray(root.joinpath(*place), grid) for place, grid in grids.items()}
+
     manifest.check_folder(root, "", (METADATA_FILE,))
     for name in ARRAYS:
         manifest.check_metadata(root, name)
@@ -225,13 +233,15 @@ def restore(session: Session, path: Path) -> None:
         CheckpointError: the arrays are not those of this model or checkpoint, or damaged.
         TransferError: the drive failed.
     """
-    root, shapes = path.resolve(), arrays_of(session.units)
+    root = path.resolve()
+    shapes = arrays_of(session.units)
     for name, parameter in shapes:
         if not (root / name / parameter).exists() and (root / "params" / parameter).exists():
             raise CheckpointError(
                 f"{path} has no moments of {parameter}, which was frozen in its run. Freeze it as before, or export "
                 "the checkpoint and begin a run with that model."
             )
+
     with session.player.loading():
         _fill(session, _open_arrays(path, shapes))
         session.player.drain()
@@ -266,7 +276,8 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
         def read(unit: Unit, start: int, stop: int) -> Tensor:
             values = torch.zeros(stop - start)
             for tensor in unit.layout.tensors:
-                lower, upper = max(start, tensor.start), min(stop, tensor.stop)
+                lower = max(start, tensor.start)
+                upper = min(stop, tensor.stop)
                 if lower < upper:
                     first = tensor.offset + lower - tensor.start
                     readers[tensor.name].copy(first, values[lower - start : upper - start])
@@ -287,7 +298,8 @@ def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:
     """
     if os.path.realpath(folder) != str(folder):
         raise DamagedCheckpointError(str(folder), "leads out of its checkpoint by a link; it was not read")
-    found, grid = read_json(folder / METADATA_FILE), Grid.of(shape)
+    found = read_json(folder / METADATA_FILE)
+    grid = Grid.of(shape)
     expected = {
         "node_type": "array",
         "zarr_format": 3,
@@ -297,6 +309,7 @@ def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "codecs": CODECS,
     }
+
     for key, value in expected.items():
         if found.get(key) != value:
             raise CheckpointError(

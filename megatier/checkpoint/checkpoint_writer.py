@@ -82,8 +82,12 @@ class CheckpointWriter:
             state: what is no array; plain JSON.
             num_kept: of the whole checkpoints, this one included, at least 1; None: all.
         """
-        self.step, self.num_bytes, self.seconds = step, checkpoint_bytes(session.units), 0.0
-        self._session, self._folder, self._num_kept = session, folder, num_kept
+        self.step = step
+        self.num_bytes = checkpoint_bytes(session.units)
+        self.seconds = 0.0
+        self._session = session
+        self._folder = folder
+        self._num_kept = num_kept
         self._target = folder / f"step-{step:08d}"
         self._partial = folder / f".{self._target.name}{WRITING}"
         self._state = dict(state)
@@ -92,6 +96,7 @@ class CheckpointWriter:
         self._began = time.perf_counter()
         player = session.player
         last = player.read_state("begin", self._begin)
+
         for unit in _in_order(session):
             work = partial(self._write_unit, unit, player.blocks.valid[unit.name])
             last = player.read_state(unit.name, work, last, unit.name)
@@ -130,6 +135,7 @@ class CheckpointWriter:
         buffers = _Buffers(self._session, run_elements)
         self._opened.callback(buffers.close)
         kinds = {**{name: (kind,) for name, kind in ARRAYS.items()}, "params": self._session.master_kinds}
+
         for name in ARRAYS:
             files = self._opened.enter_context(ChunkFiles(chunk_elements, NUM_THREADS, num_staged))
             self._writers.append(_PlaneWriter(self._session, files, self._partial, name, kinds[name], buffers))
@@ -149,8 +155,10 @@ class CheckpointWriter:
                     writer.files.flush()
             finally:
                 self._opened.close()
+
             chunks = {node: values for writer in writers for node, values in writer.checksums.items()}
             _write_metadata(self._partial, self._session.units, self.step, self._state, chunks)
+
         if self._num_kept is not None:
             prune(self._folder, self._num_kept)
         self.seconds = time.perf_counter() - self._began
@@ -163,11 +171,13 @@ class _Buffers:
         """Allocate, unless all state is in RAM."""
         self.run_elements = run_elements
         self._places: dict[Kind, tuple[int, int]] = {}
-        kinds, num_bytes = session.player.blocks.kinds, 0
+        kinds = session.player.blocks.kinds
+        num_bytes = 0
         for kind in kinds:
             size = round_up(run_elements * bytes_per_element(kind, split=Kind.REMAINDER in kinds))
             self._places[kind] = num_bytes, size
             num_bytes += 2 * size
+
         passes = any(home is not Tier.RAM for home in session.placement.homes.values())
         is_cuda = session.store.device.type == "cuda"
         self._arena = Arena(num_bytes, torch.device("cpu"), pin=is_cuda) if passes else None
@@ -197,9 +207,15 @@ class _PlaneWriter:
         buffers: _Buffers,
     ) -> None:
         """For the arrays of one name in the folder of a checkpoint."""
-        self._player, self._store, self._blocks = session.player, session.store, session.player.blocks
-        self.files, self._folder, self._name, self._kinds = files, folder / name, name, kinds
-        self._buffers, self._weight_dtype = buffers, session.engine.options.dtype
+        self._player = session.player
+        self._store = session.store
+        self._blocks = session.player.blocks
+        self.files = files
+        self._folder = folder / name
+        self._name = name
+        self._kinds = kinds
+        self._buffers = buffers
+        self._weight_dtype = session.engine.options.dtype
         self._arrays: dict[str, ArrayWriter] = {}
         """Of parameters that are not whole yet."""
         self.checksums: dict[str, list[int]] = {}
@@ -212,7 +228,8 @@ class _PlaneWriter:
         with closing(self._runs(unit, generation)) as runs:
             for (start, stop), planes in runs:
                 for tensor, writer in zip(tensors, writers, strict=True):
-                    lower, upper = max(start, tensor.start), min(stop, tensor.stop)
+                    lower = max(start, tensor.start)
+                    upper = min(stop, tensor.stop)
                     for first, target in writer.rooms(upper - lower) if lower < upper else ():
                         _copy_fp32(planes, lower - start + first, target)
 
@@ -233,6 +250,7 @@ class _PlaneWriter:
             runs += self._cut(unit.layout.num_trained, unit.layout.num_elements)
         if not runs:
             return
+
         with ExitStack() as stack:
             ahead = self._ask(stack, unit, generation, runs[0], 0)
             for number, run in enumerate(runs):
@@ -241,6 +259,7 @@ class _PlaneWriter:
                 planes = ahead
                 if number + 1 < len(runs):
                     ahead = self._ask(stack, unit, generation, runs[number + 1], number + 1)
+
                 for _, transfer in planes:
                     if transfer is not None:
                         transfer.wait()
@@ -256,16 +275,19 @@ class _PlaneWriter:
         """Each plane of a run, and what brings it; of frozen elements there are weights alone."""
         found: list[tuple[Tensor, Transfer | None]] = []
         for kind in self._kinds if run[0] < unit.layout.num_trained else (Kind.WEIGHT,):
-            key, span = self._blocks.key(unit.name, kind, generation), self._blocks.span(unit.name, kind, run)
+            key = self._blocks.key(unit.name, kind, generation)
+            span = self._blocks.span(unit.name, kind, run)
             dtype = {Kind.WEIGHT: self._weight_dtype, Kind.REMAINDER: torch.int16}.get(kind, torch.float32)
             if self._blocks.placement.homes[unit.name, kind] is Tier.RAM:
                 lease = self._store.lease(key, Tier.RAM, span)
                 found.append((stack.enter_context(lease).bytes.view(dtype), None))
                 continue
+
             target = self._buffers.of(kind, number)
             transfer = self._store.copy_out(key, span, target)
             stack.callback(transfer.over)  # whatever happens, nothing fills a buffer that has gone to others
             found.append((target.view(dtype), transfer))
+
         return found
 
 
@@ -312,6 +334,7 @@ def _write_metadata(
     checksums = {name: [checksum_of(read_bytes(folder / name / METADATA_FILE))] for name in ARRAYS}
     for node, values in sorted(chunks.items()):
         checksums[node] = [checksum_of(read_bytes(folder / node / METADATA_FILE)), *values]
+
     manifest = Manifest(step, checksums).to_dict()
     digest = digest_of({"state": state, "manifest": manifest})
     sync_tree(folder)  # the manifest says that these files are there
@@ -330,7 +353,9 @@ def _create_arrays(folder: Path, groups: Mapping[str, Any], shapes: Mapping[tupl
             path.parent.mkdir(mode=0o700, exist_ok=True)
             shutil.copyfile(like[shape], path)
             continue
-        grid, like[shape] = Grid.of(shape), path
+
+        grid = Grid.of(shape)
+        like[shape] = path
         groups[name].create_array(
             parameter,
             shape=grid.shape,

@@ -89,8 +89,10 @@ class Grid:
         if not self.shape:
             yield Chunk("c", 0, 1)
             return
-        size, row = self.shape[self.axis], math.prod(self.shape[self.axis + 1 :])
+        size = self.shape[self.axis]
+        row = math.prod(self.shape[self.axis + 1 :])
         below = ["0"] * (len(self.shape) - self.axis - 1)
+
         for number, above in enumerate(product(*map(range, self.shape[: self.axis]))):
             for first in range(0, size, self.rows):
                 key = "/".join(["c", *map(str, above), str(first // self.rows), *below])
@@ -189,7 +191,8 @@ class ChunkFiles:
             TransferError: the file cannot be created.
         """
         staged.values(chunk_elements)[num_elements:] = 0
-        staged.path, staged.num_bytes = path, 4 * chunk_elements + CRC_BYTES
+        staged.path = path
+        staged.num_bytes = 4 * chunk_elements + CRC_BYTES
         checksum = staged.computed_crc()
         staged.crc().copy_(torch.tensor(list(checksum.to_bytes(CRC_BYTES, "little")), dtype=torch.uint8))
         try:
@@ -197,6 +200,7 @@ class ChunkFiles:
             staged.files.append(_create(path))
         except OSError as error:
             raise _failed("creating", path, 0, error.errno) from error
+
         self._flying.append(staged)
         self._submit(staged, [(staged.files[0], 0, staged.buffer.data_ptr(), round_up(staged.num_bytes))], write=True)
         return checksum
@@ -231,7 +235,9 @@ class ChunkFiles:
             for place, chunk in enumerate(array.grid.chunks())
             if start < chunk.start + chunk.num_elements and chunk.start < stop
         ]
-        waiting, reading = iter(chunks), deque[Staged]()
+        waiting = iter(chunks)
+        reading = deque[Staged]()
+
         for index, _, chunk in chunks:
             while self._free and (ahead := next(waiting, None)) is not None:
                 reading.append(self._begin_read(arrays[ahead[0]], ahead[1], ahead[2]))
@@ -260,12 +266,15 @@ class ChunkFiles:
             self._finish_read(staged)
         else:
             self._free.remove(staged)
+
         self._free.append(staged)
         return staged.values(array.grid.chunk_elements)
 
     def _begin_read(self, array: StoredArray, place: int, chunk: Chunk) -> Staged:
-        staged, path = self._free.popleft(), array.folder / chunk.key
-        staged.path, staged.num_bytes = path, 4 * array.grid.chunk_elements + CRC_BYTES
+        staged = self._free.popleft()
+        path = array.folder / chunk.key
+        staged.path = path
+        staged.num_bytes = 4 * array.grid.chunk_elements + CRC_BYTES
         staged.expected = None if array.checksums is None else array.checksums[place]
         try:
             if os.path.realpath(path) != str(path):
@@ -275,11 +284,13 @@ class ChunkFiles:
             staged.files.append(_open(path))
         except OSError as error:
             raise DamagedCheckpointError(str(path), f"cannot be read: {os.strerror(error.errno or 0)}") from error
+
         found = os.fstat(staged.files[0])
         if not stat.S_ISREG(found.st_mode) or found.st_size != staged.num_bytes:
             what = f"has {found.st_size} bytes instead of {staged.num_bytes}; it is damaged"
             raise DamagedCheckpointError(str(path), what)
-        start, address = staged.num_bytes // PAGE_BYTES * PAGE_BYTES, staged.buffer.data_ptr()
+        start = staged.num_bytes // PAGE_BYTES * PAGE_BYTES
+        address = staged.buffer.data_ptr()
         end = (staged.files[1], start, address + start, staged.num_bytes - start)
         self._submit(staged, [(staged.files[0], 0, address, start), end], write=False)
         return staged
@@ -292,6 +303,7 @@ class ChunkFiles:
         _check(staged, "reading")
         if (found := staged.stored_crc()) != staged.computed_crc():
             raise DamagedCheckpointError(str(staged.path), "is damaged: its checksum is not that of its bytes")
+
         # A write that a drive misdirected or lost leaves whole bytes of another place or time, with their own checksum.
         if staged.expected is not None and found != staged.expected:
             what = f"holds other bytes than were written there: their checksum is {found:#010x}, noted"
@@ -322,8 +334,11 @@ class ArrayWriter:
 
     def __init__(self, files: ChunkFiles, folder: Path, grid: Grid) -> None:
         """Nothing is written before the first chunk is full."""
-        self._files, self._folder, self._grid = files, folder, grid
-        self._chunks, self._chunk = grid.chunks(), Chunk("", 0, 0)
+        self._files = files
+        self._folder = folder
+        self._grid = grid
+        self._chunks = grid.chunks()
+        self._chunk = Chunk("", 0, 0)
         self._staged: Staged | None = None
         self._filled = 0
         self.checksums: list[int] = []
@@ -338,12 +353,17 @@ class ArrayWriter:
         done = 0
         while done < num_elements:
             if self._staged is None:
-                self._chunk, self._staged, self._filled = next(self._chunks), self._files.stage(), 0
+                self._chunk = next(self._chunks)
+                self._staged = self._files.stage()
+                self._filled = 0
+
             count = min(num_elements - done, self._chunk.num_elements - self._filled)
             yield done, self._staged.values(self._filled + count)[self._filled :]
-            self._filled, done = self._filled + count, done + count
+            self._filled = self._filled + count
+            done = done + count
             if self._filled == self._chunk.num_elements:
-                path, whole = self._folder / self._chunk.key, self._grid.chunk_elements
+                path = self._folder / self._chunk.key
+                whole = self._grid.chunk_elements
                 self.checksums.append(self._files.write(self._staged, path, self._filled, whole))
                 self._staged = None
 
@@ -353,7 +373,8 @@ class ArrayReader:
 
     def __init__(self, files: ChunkFiles, array: StoredArray) -> None:
         """Nothing is read."""
-        self._files, self._array = files, array
+        self._files = files
+        self._array = array
         self._chunks = list(array.grid.chunks())
 
     def copy(self, first: int, target: Tensor) -> None:
@@ -366,7 +387,8 @@ class ArrayReader:
         index = bisect_right(self._chunks, first, key=lambda chunk: chunk.start) - 1
         while index < len(self._chunks) and (chunk := self._chunks[index]).start < stop:
             values = self._files.fetch(self._array, index, chunk)
-            lower, upper = max(first, chunk.start), min(stop, chunk.start + chunk.num_elements)
+            lower = max(first, chunk.start)
+            upper = min(stop, chunk.start + chunk.num_elements)
             target[lower - first : upper - first] = values[lower - chunk.start : upper - chunk.start]
             index += 1
 
@@ -378,6 +400,7 @@ def _create(path: Path) -> int:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
+
     with contextlib.suppress(FileNotFoundError):
         path.unlink()  # the refused attempt may have made it
     return os.open(path, flags, 0o600)

@@ -50,7 +50,8 @@ class Manifest:
             DamagedCheckpointError: it is no manifest.
         """
         try:
-            step, digits = int(stored["step"]), dict(stored["checksums"])
+            step = int(stored["step"])
+            digits = dict(stored["checksums"])
             found = {str(node): np.frombuffer(bytes.fromhex(text), CHECKSUM).tolist() for node, text in digits.items()}
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise DamagedCheckpointError(str(path), "is damaged: it has no manifest") from error
@@ -69,6 +70,7 @@ class Manifest:
         noted = self.checksums.get(node, ())
         if len(noted) != len(keys):
             raise DamagedCheckpointError(str(root / node), f"is noted in the manifest with {len(noted)} checksums")
+
         for found in _files(root / node):
             if found not in keys:
                 raise _stranger(root / node / found)
@@ -80,7 +82,8 @@ class Manifest:
         Raises:
             DamagedCheckpointError: it is another one.
         """
-        path, noted = root / node / METADATA_FILE, self.checksums.get(node)
+        path = root / node / METADATA_FILE
+        noted = self.checksums.get(node)
         if not noted or checksum_of(read_bytes(path)) != noted[0]:
             raise DamagedCheckpointError(str(path), "is not the one that was written there, by its checksum")
 

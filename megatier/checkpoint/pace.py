@@ -36,7 +36,8 @@ class Pace:
         """
         self.cost_s = cost_s
         """Of the next one: what the last one cost."""
-        self._clock, self._began = clock, clock()
+        self._clock = clock
+        self._began = clock()
         self._last: float | None = None
         self._spent_s = 0.0
         self._plain: deque[float] = deque(maxlen=STEPS)

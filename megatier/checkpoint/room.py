@@ -67,7 +67,8 @@ class Room:
         Raises:
             CapacityError: there is less room.
         """
-        needed, free = self.needed_bytes(num_kept), self.free_bytes
+        needed = self.needed_bytes(num_kept)
+        free = self.free_bytes
         if self.export_bytes > free:
             raise CapacityError(f"the export in {self.directory}", self.export_bytes, free, REMEDY)
         if needed > free:

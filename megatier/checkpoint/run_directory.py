@@ -25,8 +25,14 @@ from megatier.foreign import read_text
 from megatier.private import lock_directory
 from megatier.store.leftovers import is_abandoned
 
-CONFIG_FILE, METRICS_FILE, TRACE_FILE, STALL_FILE = "config.yaml", "metrics.jsonl", "trace.json", "stall.txt"
-MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER, SAVEPOINT_FOLDER = "model", "data", "checkpoints", "savepoints"
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+TRACE_FILE = "trace.json"
+STALL_FILE = "stall.txt"
+MODEL_FOLDER = "model"
+DATA_FOLDER = "data"
+CHECKPOINT_FOLDER = "checkpoints"
+SAVEPOINT_FOLDER = "savepoints"
 TENSORBOARD_FOLDER = "tensorboard"
 NUMBERS_FILE = "numbers.json"
 RUN_ID_FILE = "run-id"
@@ -43,14 +49,17 @@ class RunDirectory:
             ConfigError: it cannot be written, or holds a run already; or it holds none to go on with.
             RunLockedError: a run is going on in it.
         """
-        self.path, self._resumes = Path(config.output.directory), resumes
+        self.path = Path(config.output.directory)
+        self._resumes = resumes
         self._is_new = not self.path.exists()
         if resumes and not (self.path / CONFIG_FILE).is_file():
             raise ConfigError(f"{self.path} holds no run to go on with: {CONFIG_FILE} is missing.")
+
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"output.directory: cannot create {self.path.parent}: {error.strerror}.") from error
+
         self._lock = lock_directory(self.path)
         try:
             if resumes:

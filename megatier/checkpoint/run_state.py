@@ -81,6 +81,7 @@ class RunState:
                 raise CheckpointError(f"the checkpoint is damaged: {name} is {str(stored.get(name))[:100]!r}.")
         if not all(isinstance(settings, dict) for settings in stored["config"].values()):
             raise CheckpointError("the checkpoint is damaged: its config has a section that is none.")
+
         if stored["step"] < 0:
             raise CheckpointError(f"the checkpoint is damaged: step is {stored['step']}.")
         return cls(**{name: stored[name] for name in FIELDS})
@@ -110,7 +111,8 @@ class RunState:
 
     def changes_of_tiers(self, config: RunConfig) -> list[str]:
         """What differs in the section `tiers`."""
-        before, now = self.config.get("tiers", {}), _plain(config)["tiers"]
+        before = self.config.get("tiers", {})
+        now = _plain(config)["tiers"]
         return [f"tiers.{change}" for change in _differences(before, now)]
 
     def check_text(self, found: dict[str, Any]) -> None:
@@ -169,6 +171,7 @@ def check_numbers(path: Path, config: RunConfig, *, accepts_changes: bool) -> li
         return []
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}. Move it away.") from error
+
     note = _noted_numbers(text)
     now = _numeric(_plain(config))
     changes = [f"{path.name} is damaged"] if note is None else list(_differences(note["config"], now))
@@ -177,6 +180,7 @@ def check_numbers(path: Path, config: RunConfig, *, accepts_changes: bool) -> li
             f"these are not the numbers that {path.parent} began with: {'; '.join(changes)}. Set config.yaml there as "
             "it was, or add --accept-changes to begin with what it says now."
         )
+
     return changes
 
 

@@ -62,7 +62,9 @@ from megatier.store.blockfile import Extent
 from megatier.tier import Kind, Tier
 
 FORMAT = 2
-MANIFEST_FILE, STATE_FOLDER, CHECKSUM_FOLDER = "manifest.json", "state", "checksums"
+MANIFEST_FILE = "manifest.json"
+STATE_FOLDER = "state"
+CHECKSUM_FOLDER = "checksums"
 FIELDS = {"state": dict, "placement": str, "generations": dict}
 UNBOUND_FORMAT = 1
 """Written before there were manifests of files."""
@@ -102,7 +104,8 @@ class Savepoint:
         Raises:
             SavepointError: it is damaged.
         """
-        path, checkpoint = last_checkpoint(run / SAVEPOINT_FOLDER), last_checkpoint(run / CHECKPOINT_FOLDER)
+        path = last_checkpoint(run / SAVEPOINT_FOLDER)
+        checkpoint = last_checkpoint(run / CHECKPOINT_FOLDER)
         if path is None or (checkpoint is not None and step_of(checkpoint) >= step_of(path)):
             return None
         before = "its start" if checkpoint is None else str(checkpoint)
@@ -122,6 +125,7 @@ class Savepoint:
             changes = "; ".join(self.state.changes_of_tiers(config)) or "by other settings, or rates of the drives"
             reason = f"its blocks lay elsewhere ({changes}). Give it what it had."
             raise SavepointError(str(self.path), reason, self.before)
+
         with _refusing(self.path, self.before):
             session.store.seal()
 
@@ -140,6 +144,7 @@ class Savepoint:
             for unit in session.placement.spilled:  # other places hold what no checksum is known of
                 blocks.share_frozen(unit)
             session.player.drain()
+
         prune(self.path.parent, 1)
 
 
@@ -172,6 +177,7 @@ def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str
         with contextlib.suppress(TransferError):
             _keep_files(session, bool(checkpoints(folder)))
         raise
+
     session.player.blocks.keep()
     prune(folder, 1)
     return num_bytes
@@ -288,6 +294,7 @@ def _read_manifest(path: Path) -> tuple[RunState, str, dict[str, int], Manifest 
     found = {name: stored.get(name) for name in fields}
     if any(type(found[name]) is not kind for name, kind in fields.items()) or stored.get("digest") != digest_of(found):
         raise DamagedCheckpointError(str(path), "is damaged: its digest is not that of its content")
+
     manifest = Manifest.read(path, stored["manifest"]) if "manifest" in fields else None
     if manifest is not None and manifest.step != step_of(path.parent):
         raise DamagedCheckpointError(str(path), f"is of another savepoint: that of step {manifest.step}")
@@ -311,6 +318,7 @@ def _write_arrays(session: Session, folder: Path) -> tuple[int, dict[str, list[i
             words = torch.from_numpy(table.view(np.int32))
             checksums[CHECKSUM_FOLDER] = _write_words(files, folder / CHECKSUM_FOLDER, words)
         files.flush()
+
     return sum(plane.num_bytes for plane in resident) + table.nbytes, checksums
 
 
@@ -329,6 +337,7 @@ def _read_arrays(session: Session, folder: Path, manifest: Manifest | None) -> N
     sizes = {f"{STATE_FOLDER}/{plane.name}": plane.num_bytes for plane in resident}
     if table.size:
         sizes[CHECKSUM_FOLDER] = table.nbytes
+
     arrays = [_array(manifest, folder, node, size) for node, size in sizes.items()]
     with _files([*(plane.num_bytes for plane in resident), table.nbytes]) as files:
         for index, first, values in files.read(arrays):
@@ -340,8 +349,10 @@ def _read_arrays(session: Session, folder: Path, manifest: Manifest | None) -> N
             with session.store.lease(plane.key, plane.home, span, fresh=True) as lease:
                 lease.bytes.copy_(values.view(torch.uint8))
             session.store.mark_dirty(plane.key, plane.home, span)
+
     for extent in extents:
-        extent.checksums[:], table = table[: extent.checksums.size], table[extent.checksums.size :]
+        extent.checksums[:] = table[: extent.checksums.size]
+        table = table[extent.checksums.size :]
 
 
 def _array(manifest: Manifest | None, folder: Path, node: str, num_bytes: int) -> StoredArray:
@@ -360,13 +371,15 @@ def _files(sizes: list[int]) -> ChunkFiles:
 
 def _verify(session: Session) -> None:
     """Read everything that was kept on NVMe once, a chunk ahead; the store compares its checksums."""
-    blocks, store = session.player.blocks, session.store
+    blocks = session.player.blocks
+    store = session.store
     runs: list[tuple[str, tuple[int, int], list[Kind]]] = []
     for unit in blocks.units:
         spilled = blocks.spilled(unit)
         for elements, kinds in blocks.runs(unit):
             if kept := [kind for kind in kinds if kind in spilled]:
                 runs.append((unit, elements, kept))
+
     for index, (unit, elements, kept) in enumerate(runs):
         for name, ahead, ahead_kinds in runs[index + 1 : index + 2]:
             for kind in ahead_kinds:

@@ -90,12 +90,14 @@ class Turns:
     def _message(self, turn: object, place: str) -> dict[str, Any]:
         if not isinstance(turn, dict):
             raise DataError(f"{place}: a turn is {_shown(turn)}, not an object.")
-        role, content = turn.get(self.role), turn.get(self.content)
+        role = turn.get(self.role)
+        content = turn.get(self.content)
         rest = {key: value for key, value in turn.items() if value is not None and key not in (self.role, self.content)}
         known = dict(self.roles)
         if not isinstance(role, str) or (known and role not in known):
             names = f"one of {', '.join(known)}" if known else "text"
             raise DataError(f"{place}: a turn's {self.role} is {_shown(role)}; it must be {names}.")
+
         role = known.get(role, role)
         if content is None and "tool_calls" in rest:
             return {"role": role, **rest}
@@ -149,11 +151,13 @@ def _conversation(messages: list[dict[str, Any]], tools: Any, place: str) -> Con
             )
         found = f"; its roles are {', '.join(roles)}" if roles else ""
         raise DataError(f"{place}: no turn of the assistant, so nothing to learn{found}. {remedy}")
+
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
             raise DataError(f"{place}: the tools are no valid JSON: {error.msg}.") from error
+
     if tools and not isinstance(tools, list):
         raise DataError(f"{place}: the tools are {_shown(tools)}, not a list.")
     return Conversation(messages, tools or None, place)

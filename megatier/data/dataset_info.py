@@ -38,11 +38,13 @@ def describe(file: Path, name: str) -> tuple[Path, Shape]:
         datasets = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"data.files: cannot read {file}: {error}.") from error
+
     dataset = datasets.get(name) if isinstance(datasets, dict) else None
     if not isinstance(dataset, dict):
         known = ", ".join(sorted(datasets)) if isinstance(datasets, dict) else "none"
         raise DataError(f"{place}: there is no such dataset. Names: {known}.")
-    columns, tags = dataset.get("columns", DEFAULT_COLUMNS), dataset.get("tags", DEFAULT_TAGS)
+    columns = dataset.get("columns", DEFAULT_COLUMNS)
+    tags = dataset.get("tags", DEFAULT_TAGS)
     _check(place, dataset, columns, tags)
     return file.parent / dataset["file_name"], _shape(place, dataset.get("formatting", "alpaca"), columns, tags)
 
@@ -61,12 +63,14 @@ def _check(place: str, dataset: dict[str, Any], columns: object, tags: object) -
 def _shape(place: str, formatting: object, columns: dict[str, str], tags: dict[str, str]) -> Shape:
     system = columns.get("system")
     if formatting == "alpaca":
-        prompt, response = columns.get("prompt"), columns.get("response")
+        prompt = columns.get("prompt")
+        response = columns.get("response")
         if prompt is None:
             raise DataError(f"{place}: columns has no prompt.")
         if response is None:  # for pre-training
             return Text(prompt)
         return Alpaca(prompt, columns.get("query"), response, system, columns.get("history"))
+
     missing = [key for key in ("role_tag", "content_tag", "user_tag", "assistant_tag") if key not in tags]
     if formatting != "sharegpt" or "messages" not in columns or missing:
         what = f"tags has no {missing[0]}" if missing else f"formatting {formatting!r} without a messages column"

@@ -29,7 +29,8 @@ IGNORED = -100
 """Label of a token that is not learnt, as Hugging Face has it."""
 
 MARK_BITS = 2
-LEARNT, FIRST = 1, 2
+LEARNT = 1
+FIRST = 2
 """Marks below a token's id: its label counts; a document begins with it."""
 
 WINDOW_ROWS = 32
@@ -44,7 +45,8 @@ class Packer:
 
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         """At the beginning of a row."""
-        self._config, self._tokenizer = config, tokenizer
+        self._config = config
+        self._tokenizer = tokenizer
         self._row = config.sequence_length
         self._left = self._row
         """Tokens that fit in the row that was begun."""
@@ -60,6 +62,7 @@ class Packer:
             if is_window(self._config, len(self._window), self._window_bytes):
                 yield from self._lay_window()
             return
+
         yield from self._lay_window()
         first = FIRST
         for piece in _marked(document, self._config, self._tokenizer):
@@ -80,7 +83,9 @@ class Packer:
             return
         yield from self._end_row()
         pieces = [piece for made in _tokenise_chats(self._window, self._tokenizer) for piece in _cut(made, self._row)]
-        self._window, self._window_bytes = [], 0
+        self._window = []
+        self._window_bytes = 0
+
         for numbers in best_fit([len(piece) for piece in pieces], self._row):
             for number in numbers:
                 yield pieces[number]
@@ -124,6 +129,7 @@ def best_fit(sizes: Sequence[int], row: int) -> list[list[int]]:
             rows.append([])
         rows[number].append(piece)
         bisect.insort(rooms, (left - sizes[piece], number))
+
     return sorted(sorted(pieces) for pieces in rows)
 
 

@@ -67,6 +67,7 @@ class TokenSpan:
                     row[:] = np.frombuffer(file.read(length * self.dtype.itemsize), self.dtype)
         except (OSError, ValueError) as error:
             raise DataError(f"cannot read tokens from {self.path}: {error}. Something outside changed it.") from error
+
         return columns_of(rows, is_apart=self.is_apart)
 
     def batches(self, batch: int, length: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -160,6 +161,7 @@ def tokenise(
             write_note(directory, settings, FILES, contents)
     except OSError as error:
         raise DataError(f"cannot write tokens to {directory}: {error.strerror}.") from error
+
     train, held_out = (
         TokenSpan(directory / name, dtype, 0, content.num_bytes // dtype.itemsize, config.is_apart, content.crc32)
         for name, content in zip(FILES, contents, strict=True)
@@ -200,6 +202,7 @@ def _write_tokens(
             writer.write(writer.packer.end())
             writer.file.flush()
             os.fsync(writer.file.fileno())
+
     for path, name in zip(partial, FILES, strict=True):
         path.rename(directory / name)
     return [Content(writer.num_bytes, writer.crc32) for writer in writers]
@@ -233,6 +236,7 @@ def _sorted_out(config: DataConfig) -> Iterator[tuple[bool, str | Conversation]]
         rows = read_rows(config, split, dataset.take(config.holdout_rows))
         yield from ((True, document) for document in rows if document)
         return
+
     for number, document in enumerate(documents(config)):
         yield split is None and is_held_out(number, config.holdout_fraction, config.seed), document
     if split is not None:
@@ -257,7 +261,8 @@ def shuffled(position: int, count: int, key: tuple[int, ...]) -> int:
     half_bits = max(1, -(-(count - 1).bit_length() // 2))
     mask = (1 << half_bits) - 1
     while True:
-        left, right = position >> half_bits, position & mask
+        left = position >> half_bits
+        right = position & mask
         for turn in range(SHUFFLE_ROUNDS):
             left, right = right, left ^ (_hash((*key, turn, right)) & mask)
         position = (left << half_bits) | right

@@ -41,7 +41,8 @@ def saved_files(folder: Path) -> list[Path] | None:
     Raises:
         DataError: its list of files is damaged, or it holds several splits.
     """
-    state, splits = folder / "state.json", folder / "dataset_dict.json"
+    state = folder / "state.json"
+    splits = folder / "dataset_dict.json"
     try:
         if splits.is_file():
             names = ", ".join(json.loads(splits.read_text("utf-8"))["splits"])
@@ -91,12 +92,14 @@ def _read_table(path: Path, file_format: str) -> Iterator[Any]:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         raise DataError(f"{path} needs pyarrow: pip install 'megatier[data]'.") from error
+
     try:
         if file_format == "parquet":
             with parquet.ParquetFile(path) as file:
                 for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
                     yield from batch.to_pylist()
             return
+
         with arrow.memory_map(str(path)) as source, _open_arrow(arrow, source) as batches:
             for batch in batches:
                 for start in range(0, batch.num_rows, ROWS_AT_ONCE):

@@ -98,7 +98,8 @@ class TextStream:
             DataError: the dataset cannot be read, or is not that of the state.
             CheckpointError: the state is damaged.
         """
-        self._config, self._tokenizer = config, tokenizer
+        self._config = config
+        self._tokenizer = tokenizer
         self._settings = hashlib.blake2b(settings_of(config, tokenizer).encode(), digest_size=16).hexdigest()
         self._position, commit = self._start(state, accepts_changes=accepts_changes)
         self._checks = not accepts_changes
@@ -108,6 +109,7 @@ class TextStream:
         self._check_held_out(state)
         if config.holdout_split is None and config.holdout_rows:  # with none, skip would still keep the shards' order
             self._dataset = self._dataset.skip(config.holdout_rows)
+
         self._sequences = self._read_sequences(self._position)
         self._ahead: deque[Future[list[tuple[NDArray[np.int64], Position]]]] = deque()
         self._thread = ThreadPoolExecutor(1, "megatier-stream")
@@ -153,6 +155,7 @@ class TextStream:
             if not isinstance(commit, str | None):
                 raise CheckpointError(f"the checkpoint is damaged: the stream's commit is {str(commit)[:100]}.")
             return Position.read(state.get("position")), commit
+
         if accepts_changes:
             return Position(), None
         raise DataError(
@@ -172,7 +175,8 @@ class TextStream:
 
     def _read_sequences(self, start: Position) -> Generator[tuple[NDArray[np.int64], Position]]:
         """Sequences behind a position, each with the position where it ends; without end."""
-        length, sequence = self._config.sequence_length, list[NDArray[np.int64]]()
+        length = self._config.sequence_length
+        sequence = list[NDArray[np.int64]]()
         for end, part in self._parts(start):
             sequence.append(part)
             if sum(map(len, sequence)) == length:
@@ -181,7 +185,9 @@ class TextStream:
 
     def _parts(self, start: Position) -> Iterator[tuple[Position, NDArray[np.int64]]]:
         """Tokens behind a position in parts that end where a sequence does, or before; each behind where it ends."""
-        length, left, left_out = self._config.sequence_length, self._config.sequence_length, start.used
+        length = self._config.sequence_length
+        left = self._config.sequence_length
+        left_out = start.used
         for position, documents in self._windows(start):
             for tokens in self._pack(position, documents):
                 while len(tokens):
@@ -194,6 +200,7 @@ class TextStream:
                         yield position, part
                     elif position.used == left_out:
                         self._check(position, start)
+
             if position.used < left_out:
                 self._check(position, start)
             left_out = 0
@@ -207,7 +214,8 @@ class TextStream:
 
     def _windows(self, start: Position) -> Iterator[tuple[Position, list[str | Conversation]]]:
         """Each window's documents, behind the position before it; epoch by epoch."""
-        config, position = self._config, start
+        config = self._config
+        position = start
         while True:
             self._dataset.set_epoch(position.epoch)
             if position.dataset is not None:
@@ -219,6 +227,7 @@ class TextStream:
                 found |= bool(documents)
                 yield replace(position, used=0, crc32=0), documents
                 position = replace(position, window=position.window + 1, dataset=self._dataset.state_dict())
+
             if not found:
                 raise DataError(
                     f"no text in {config.dataset} ({config.split}) behind the rows held out. Check data.dataset, "
@@ -227,19 +236,23 @@ class TextStream:
             position = Position(position.epoch + 1)
 
     def _read_window(self, rows: Iterator[str | Conversation]) -> list[str | Conversation]:
-        window, num_bytes = list[str | Conversation](), 0
+        window = list[str | Conversation]()
+        num_bytes = 0
         for document in rows:
             window.append(document)
             stays_whole = self._config.is_apart and isinstance(document, Conversation)
             num_bytes += document.num_bytes if isinstance(document, Conversation) else 0
             if is_window(self._config, len(window), num_bytes if stays_whole else None):
                 break
+
         return window
 
     def _pack(self, position: Position, documents: list[str | Conversation]) -> Iterator[NDArray[np.int64]]:
         """Tokens of a window, its documents shuffled; whole sequences, where documents stay whole."""
-        config, count = self._config, len(documents)
-        packer, key = Packer(config, self._tokenizer), (config.seed, position.epoch, position.window)
+        config = self._config
+        count = len(documents)
+        packer = Packer(config, self._tokenizer)
+        key = (config.seed, position.epoch, position.window)
         for number in range(count):
             yield from packer.lay(documents[shuffled(number, count, key)])
         if config.chat is not None:

@@ -42,13 +42,16 @@ def tokenise_chats(
     if not tokenizer.is_fast:
         name = tokenizer.name_or_path
         raise DataError(f"the tokenizer {name} does not say which characters a token has. Use a fast one for chat.")
-    batch, num_characters = list[_Rendered](), 0
+    batch = list[_Rendered]()
+    num_characters = 0
     for conversation in conversations:
         batch.append(_Rendered(conversation.place, *_Template(conversation, tokenizer).rendered()))
         num_characters += len(batch[-1].text)
         if num_characters >= BATCH_CHARACTERS:
             yield from _tokenised(batch, tokenizer)
-            batch, num_characters = [], 0
+            batch = []
+            num_characters = 0
+
     if batch:
         yield from _tokenised(batch, tokenizer)
 
@@ -77,6 +80,7 @@ def _tokenised(
             raise DataError(
                 f"{rendered.place}: no token of the assistant. Leave the record out if its answers are empty. {REMEDY}"
             )
+
         yield np.asarray(ids, np.int64), learnt
 
 
@@ -95,7 +99,8 @@ class _Template:
 
     def rendered(self) -> tuple[str, list[Span]]:
         """The text, and the assistant's spans."""
-        messages, is_marked = self._conversation.messages, "endgeneration" in self._source
+        messages = self._conversation.messages
+        is_marked = "endgeneration" in self._source
         text, spans = self._render(messages, return_assistant_tokens_mask=is_marked)
         return text, spans if is_marked else list(self._turns(text))
 
@@ -103,7 +108,8 @@ class _Template:
         """Where each turn of the assistant begins and ends."""
         for index, message in enumerate(self._conversation.messages):
             if message["role"] == ASSISTANT:
-                start, stop = self._start(index), self._stop(index, text)
+                start = self._start(index)
+                stop = self._stop(index, text)
                 if stop is None or stop < len(start) or not text.startswith(start):
                     raise DataError(
                         f"{self._conversation.place}: the chat template writes turn {index + 1} in another way when "
@@ -131,6 +137,7 @@ class _Template:
             through, _ = self._render(messages[: index + 2])
         except DataError:  # turns that must alternate, for one
             return None
+
         added = without.removeprefix(before)
         is_sure = added and without.startswith(before) and through.endswith(added) and text.startswith(through)
         return len(through) - len(added) if is_sure else None
@@ -145,5 +152,6 @@ class _Template:
                 **self._tokens,
                 **options,
             )
+
         texts, spans = made
         return texts[0], spans[0] if spans else []

@@ -62,7 +62,8 @@ def documents(config: DataConfig, split: str | None = None) -> Iterator[str | Co
     Raises:
         DataError: a path is missing or unreadable, a record is malformed, or there is no document at all.
     """
-    left, found = config.max_bytes, False
+    left = config.max_bytes
+    found = False
     for document in _read(config, split or config.split):
         if left is not None:
             document, left = _cut(document, left)
@@ -71,10 +72,13 @@ def documents(config: DataConfig, split: str | None = None) -> Iterator[str | Co
             yield document
         if left == 0:
             return
+
     if not found:
-        what, names = "data.files, data.suffixes", ", ".join(config.files)
+        what = "data.files, data.suffixes"
+        names = ", ".join(config.files)
         if config.dataset is not None:
-            what, names = "data.dataset, data.split", config.dataset
+            what = "data.dataset, data.split"
+            names = config.dataset
         raise DataError(f"no text in {names}. Check {what} and data.text_field.")
 
 
@@ -126,6 +130,7 @@ def _sources(entry: str, config: DataConfig) -> Iterator[Source]:
     if is_described := bool(mark) and Path(file).name == DATASET_INFO:
         path, shape = describe(Path(file).expanduser(), name)
         entry = str(path)
+
     holds_records = is_described or config.chat is not None
     suffixes = tuple(s for s in config.suffixes if s in RECORD_FORMATS) if holds_records else config.suffixes
     for path in _expand(entry, suffixes):
@@ -154,6 +159,7 @@ def _expand(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
             found = [file for file in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if file.is_file()]
     except OSError as error:
         raise DataError(f"data.files: cannot read {entry}: {error.strerror}.") from error
+
     if not found:
         what = f"holds no file in {' '.join(suffixes)}" if path.is_dir() else "matches no file or folder"
         raise DataError(f"data.files: {entry} {what}.")

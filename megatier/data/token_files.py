@@ -60,11 +60,13 @@ def read_contents(directory: Path, settings: str, names: Sequence[str]) -> tuple
         found = [content_of(path) for path in paths]
         write_note(directory, settings, names, found)
         return found, None
+
     note = _parsed(text)
     if note is None:
         return None, str(directory / NOTE_FILE)
     if note["settings"] != settings:
         return None, None
+
     found = [content_of(path) for path in paths]
     for path, content in zip(paths, found, strict=True):
         if note["files"].get(path.name) != list(astuple(content)):
@@ -82,9 +84,11 @@ def content_of(path: Path) -> Content:
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             while piece := file.read(PIECE_BYTES):
-                size, crc32 = size + len(piece), zlib.crc32(piece, crc32)
+                size = size + len(piece)
+                crc32 = zlib.crc32(piece, crc32)
     except OSError as error:
         raise _unreadable(path, error) from error
+
     return Content(size, crc32)
 
 

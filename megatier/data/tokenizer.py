@@ -93,7 +93,9 @@ def _load(name: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         # What no constructor looked at shows here, not in the middle of the text.
         tokenizer(["a b"], add_special_tokens=False)
-        end, template = tokenizer.eos_token_id, tokenizer.chat_template
+        end = tokenizer.eos_token_id
+        template = tokenizer.chat_template
+
     if end is None:
         raise DataError(f"the tokenizer at {name} has no eos_token, which ends each document; set it in its config.")
     if type(end) is not int or not isinstance(template, str | dict | None):
@@ -127,9 +129,11 @@ def _check_files(folder: Path | None) -> list[str]:
     found = []
     for name in (*OBJECTS, *TABLES, *TEXTS):
         with contextlib.suppress(FileNotFoundError):
-            path, most = folder / name, SETTINGS_BYTES_MAX if name in SMALL else TABLE_BYTES_MAX
+            path = folder / name
+            most = SETTINGS_BYTES_MAX if name in SMALL else TABLE_BYTES_MAX
             read_object(path, most, DataError) if name in OBJECTS else read_input(path, most, DataError)
             found.append(name)
+
     return found
 
 

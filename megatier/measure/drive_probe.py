@@ -90,10 +90,12 @@ def check_mount(mount: MountBudget) -> int:
         ConfigError: it is no directory on a drive, or the size is too small to measure anything.
         CapacityError: the mount has less room.
     """
-    directory, num_bytes = mount.directory, mount.num_bytes or 0
+    directory = mount.directory
+    num_bytes = mount.num_bytes or 0
     check_directory(directory, "--nvme")
     if num_bytes < (least := BLOCKS_MIN * IoOptions().chunk_bytes):
         raise ConfigError(f"--nvme: {at_least(num_bytes)} on {directory} is too small; give {at_least(least)} or more.")
+
     room = os.statvfs(directory)
     if num_bytes > (free := room.f_bavail * room.f_frsize):
         raise CapacityError("nvme", num_bytes, free, f"Free space on {directory}, or give it less: {directory}:SIZE.")
@@ -127,16 +129,22 @@ def probe_drive(
     options = options or IoOptions()
     num_bytes = check_mount(mount)
     block_bytes = min(BLOCK_BYTES, num_bytes // BLOCKS_MIN // options.chunk_bytes * options.chunk_bytes)
-    device, directory = block_device(mount.directory), mount.directory
+    device = block_device(mount.directory)
+    directory = mount.directory
     with BlockTraffic(directory, num_bytes // block_bytes, block_bytes, options, pin=pin) as traffic:
         sustained = traffic.sustained(sustained_bytes) if sustained_bytes else ()
-        is_direct, io_threads = traffic.is_direct, options.num_threads
+        is_direct = traffic.is_direct
+        io_threads = options.num_threads
         trials = try_threads(traffic, seconds * TRIAL_SHARE) if is_direct else {}  # else RAM answers for a part
         if trials:
             io_threads = fewest_threads(trials)
             traffic.set_threads(io_threads)
+
         # Anew, and for long: the best of several short trials is too good a figure.
-        write, mixed, read = traffic.write(seconds), traffic.updated(seconds, threads), traffic.read(seconds)
+        write = traffic.write(seconds)
+        mixed = traffic.updated(seconds, threads)
+        read = traffic.read(seconds)
+
     knee_step = knee(sustained)
     figures = DriveFigures(
         directory=str(directory),
@@ -168,6 +176,7 @@ def try_threads(traffic: BlockTraffic, seconds: float) -> dict[int, tuple[float,
         for count in THREADS[first:] + THREADS[:first]:
             traffic.set_threads(count)
             found[count].append((traffic.mixed(seconds).bytes_per_s, traffic.write(seconds).bytes_per_s))
+
     return {
         count: (statistics.median(m for m, _ in r), statistics.median(w for _, w in r)) for count, r in found.items()
     }
@@ -193,6 +202,7 @@ def drive_flags(figures: DriveFigures) -> tuple[str, ...]:
         elif flow.device_bytes is not None and flow.num_bytes > UNCOUNTED_SHARE_MAX * flow.device_bytes:
             share = flow.device_bytes / flow.num_bytes
             flags.append(f"{name}: the device moved {share:.0%} of the bytes: the page cache answered for the rest")
+
     if not figures.is_direct and figures.read.device_bytes is None:
         flags.append("through the page cache, and no counter tells how much the drive really moved")
     return tuple(flags)
@@ -206,6 +216,7 @@ def drive_notes(figures: DriveFigures) -> tuple[str, ...]:
     if figures.block_bytes < BLOCK_BYTES:
         least = at_least(BLOCKS_MIN * BLOCK_BYTES)
         notes.append(f"blocks smaller than the store's, {at_least(BLOCK_BYTES)}: give {least} or more")
+
     if (figures.logical_block_bytes or 0) > PAGE_BYTES:
         notes.append(f"the device wants transfers of {figures.logical_block_bytes} bytes; the store's may be smaller")
     flows = (figures.read, figures.write, figures.mixed)

@@ -33,7 +33,8 @@ BLOCK_BYTES = STRIPE_BYTES
 BYTES_OF_MOMENT = 4
 DEPTH = 4
 """Blocks in flight in each direction."""
-MIXED_READS, MIXED_WRITES = 7, 6
+MIXED_READS = 7
+MIXED_WRITES = 6
 """14 to 12: what a spilled parameter is read and written in a step."""
 UPDATED_AT = (6, 12)
 """Operations of a mixed turn at which AdamW gets another chunk."""
@@ -109,7 +110,8 @@ class BlockTraffic:
             ConfigError, CapacityError, TransferError: the mount cannot be used, is full, or failed.
         """
         run_id = f"bench-{secrets.token_hex(6)}"
-        self._block_bytes, self._stamp_words = block_bytes, options.chunk_bytes // 8
+        self._block_bytes = block_bytes
+        self._stamp_words = options.chunk_bytes // 8
         self._device = block_device(directory)
         self._arena = Arena(2 * DEPTH * block_bytes, torch.device("cpu"), pin=pin)
         try:
@@ -117,12 +119,14 @@ class BlockTraffic:
         except BaseException:
             self._arena.close()
             raise
+
         try:
             self._extents = [self._files.reserve(block_bytes) for _ in range(num_blocks)]
             self._files.allocate()
             noise = np.random.default_rng(0).bytes(block_bytes)  # a drive may compress, or skip zeros
             for slot in range(2 * DEPTH):
                 self._slot(slot).numpy()[:] = np.frombuffer(noise, dtype=np.uint8)
+
             began_ns = time.perf_counter_ns()
             self._run(((True, index) for index in range(num_blocks)), DEPTH)
             self.fill_bytes_per_s = num_blocks * block_bytes * 1e9 / (time.perf_counter_ns() - began_ns)
@@ -186,7 +190,8 @@ class BlockTraffic:
 
     def _turns(self) -> Iterator[Operation]:
         half = len(self._extents) // 2
-        reads, writes = self._reads(half), itertools.cycle(range(half, len(self._extents)))
+        reads = self._reads(half)
+        writes = itertools.cycle(range(half, len(self._extents)))
         for turn in itertools.count():
             if turn % (MIXED_READS + MIXED_WRITES) % 2:
                 yield True, next(writes)
@@ -201,14 +206,18 @@ class BlockTraffic:
         """Ways: 0, reading; 1, writing; or both. With the rates of windows so long, if that is given."""
         if not self.is_direct:
             self._leave_page_cache()
-        before, began = self._device.moved_bytes(), time.perf_counter_ns()
+        before = self._device.moved_bytes()
+        began = time.perf_counter_ns()
         spans = self._run(operations, DEPTH * len(ways), began + int(seconds * 1e9))
         if not self.is_direct:
             self._leave_page_cache()  # what is written counts once it is on the drive
-        ended, after = time.perf_counter_ns(), self._device.moved_bytes()
+
+        ended = time.perf_counter_ns()
+        after = self._device.moved_bytes()
         counted = None if before is None or after is None else sum(after[way] - before[way] for way in ways)
         times = sorted((end - start) / 1e6 for start, end in spans)
-        p50, p99 = quantile(times, 0.5), quantile(times, 0.99)
+        p50 = quantile(times, 0.5)
+        p99 = quantile(times, 0.99)
         ends = [end for _, end in spans]
         windows = () if window_s is None else window_rates(began, ends, self._block_bytes, window_s)
         return Flow(len(spans) * self._block_bytes, (ended - began) / 1e9, p50, p99, counted, windows)
@@ -230,15 +239,20 @@ class BlockTraffic:
             if is_over and number >= MIXED_READS + MIXED_WRITES:
                 break
             flying.append(self._submit(write, index, number % window))
+
         while flying:
             land()
         return spans
 
     def _submit(self, write: bool, index: int, slot: int) -> FileBatch:
         view = self._slot(slot)
-        key, extent, size, address = f"block {index}", self._extents[index], self._block_bytes, view.data_ptr()
+        key = f"block {index}"
+        extent = self._extents[index]
+        size = self._block_bytes
+        address = view.data_ptr()
         if not write:
             return self._files.read(key, extent, 0, size, address)
+
         view.view(torch.int64)[:: self._stamp_words] = index  # a block read from another's place has wrong checksums
         return self._files.write(key, extent, 0, size, address)
 
@@ -277,10 +291,13 @@ def window_rates(began_ns: int, ends_ns: Iterable[int], block_bytes: int, second
         seconds: of a stretch.
     """
     rates: list[float] = []
-    start, count = began_ns, 0
+    start = began_ns
+    count = 0
     for end in sorted(ends_ns):
         count += 1
         if end - start >= seconds * 1e9 and count >= MIXED_READS + MIXED_WRITES:
             rates.append(count * block_bytes * 1e9 / (end - start))
-            start, count = end, 0
+            start = end
+            count = 0
+
     return tuple(rates)

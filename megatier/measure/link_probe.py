@@ -151,10 +151,12 @@ class CopyTraffic:
 
     def _run(self, way: int, until: Callable[[], bool]) -> float:
         flying: deque[Transfer] = deque()
-        done, began = 0, time.perf_counter()
+        done = 0
+        began = time.perf_counter()
         for piece in itertools.cycle(range(COPY_PIECES)):
             offset = way * self._way_bytes + piece * self._piece
-            host, device = self._host.view(offset, self._piece), self._device.view(offset, self._piece)
+            host = self._host.view(offset, self._piece)
+            device = self._device.view(offset, self._piece)
             copy = self._lanes.to_ram("copy", host, device) if way else self._lanes.to_gpu("copy", device, host)
             flying.append(copy)
             if len(flying) == COPY_DEPTH:
@@ -162,6 +164,7 @@ class CopyTraffic:
                 done += self._piece
                 if until():
                     break
+
         while flying:
             flying.popleft().wait()
             done += self._piece
@@ -230,7 +233,8 @@ class UpdateTraffic:
 
     def _on_cpu(self, pool: _native.ThreadPool, until: Callable[[], bool]) -> float:
         flying: deque[_native.Batch] = deque()
-        done, began = 0, time.perf_counter()
+        done = 0
+        began = time.perf_counter()
         chunks = range(self.num_elements // self._chunk)
         depth = min(2, len(chunks))  # the next chunk is queued while one is worked on; never one chunk twice
         for chunk in itertools.cycle(chunks):
@@ -240,6 +244,7 @@ class UpdateTraffic:
                 done += self._chunk
                 if until():
                     break
+
         while flying:
             flying.popleft().wait()
             done += self._chunk
@@ -273,13 +278,16 @@ def _repeats_per_s(work: Callable[[], None], device: torch.device, seconds: floa
     work()  # compiles kernels, wakes threads
     if has_stream:
         torch.cuda.synchronize()
-    done, began = 0, time.perf_counter()
+
+    done = 0
+    began = time.perf_counter()
     while not done or time.perf_counter() - began < seconds:
         for _ in range(in_a_row):
             work()
         if has_stream:
             torch.cuda.synchronize()
         done += in_a_row
+
     return done / (time.perf_counter() - began)
 
 
@@ -306,11 +314,14 @@ def probe_links(
         CapacityError: there is not even so much memory.
     """
     part = ram_available_bytes() // RAM_PARTS
-    copy_bytes, update_elements = min(copy_bytes, part // 2), min(update_elements, part // STATE_BYTES_PER_PARAMETER)
+    copy_bytes = min(copy_bytes, part // 2)
+    update_elements = min(update_elements, part // STATE_BYTES_PER_PARAMETER)
     devices = [torch.device(device)]
     if device == "cuda":
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    host, has_gpu = torch.device("cpu"), device == "cuda"
+
+    host = torch.device("cpu")
+    has_gpu = device == "cuda"
     others = tuple(_probe_copies(other, copy_bytes, seconds) for other in devices[1:])
     with (
         CopyTraffic(devices[0], copy_bytes) as copies,
@@ -318,6 +329,7 @@ def probe_links(
     ):
         first = _copy_figures(devices[0], copies, seconds)
         updates = tuple(_update_figures(update, copies, count, seconds) for count in sorted(set(threads)))
+
     size = matmul_size or MATMUL_SIZE[device]
     matmul = matmul_flops_per_s(devices[0], size, seconds)
     gpu_update = UpdateTraffic(devices[0], update_elements).on_gpu(seconds) if has_gpu else None

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from megatier.measure.drive_probe import DriveFigures
     from megatier.measure.link_probe import LinkFigures
 
-IO_THREADS, IO_THREADS_MAX = 4, 256
+IO_THREADS = 4
+IO_THREADS_MAX = 256
 """Where nothing was measured, and of all drives together."""
 
 
@@ -33,7 +34,8 @@ def rates_of(drives: Iterable[DriveFigures], links: LinkFigures) -> Rates:
 
     Mounts of one file system get equal shares of its rates, since a plan adds them up.
     """
-    copies, update = links.copies[0], links.updates[-1]
+    copies = links.copies[0]
+    update = links.updates[-1]
     found = [drive.rates for drive in drives]
     gpus = hardware.gpus()
     return Rates(
@@ -62,7 +64,9 @@ def machine_facts(device: str) -> dict[str, Any]:
 
 def mount_facts(directory: Path) -> dict[str, Any]:
     """What tells the file system under a directory from others."""
-    mount, status, room = hardware.mount_of(directory), directory.stat(), os.statvfs(directory)
+    mount = hardware.mount_of(directory)
+    status = directory.stat()
+    room = os.statvfs(directory)
     return {
         "mount": str(mount.directory),
         "file_system": mount.file_system,
@@ -88,7 +92,8 @@ def cache_rates(rates: Rates, device: str, path: Path | None = None) -> Path:
     Raises:
         OSError: it cannot be written.
     """
-    path, machine = path or cache_path(), machine_facts(device)
+    path = path or cache_path()
+    machine = machine_facts(device)
     drives = [
         {"facts": mount_facts(Path(drive.directory)), "rates": dataclasses.asdict(drive)} for drive in rates.drives
     ]
@@ -105,6 +110,7 @@ def cache_rates(rates: Rates, device: str, path: Path | None = None) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Written whole and then renamed: two commands at once leave one of the two lists, never a mixture.
     written = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+
     try:
         written.write_text(json.dumps([*others, entry], indent=2) + "\n", encoding="utf-8")
         written.replace(path)
@@ -131,12 +137,14 @@ def cached_rates(directories: Sequence[Path], device: str, path: Path | None = N
             facts = [mount_facts(directory) for directory in directories]
         except OSError:  # such as a name too long, or a folder that is not ours to look into
             return None
+
         known = [drive["facts"] for drive in entry["drives"]]
         if any(asked not in known for asked in facts):
             return None
         drives = [DriveRates(**entry["drives"][known.index(asked)]["rates"]) for asked in facts]
         named = [dataclasses.replace(drive, directory=str(d)) for drive, d in zip(drives, directories, strict=True)]
         return Rates(drives=_shared(named, facts), **entry["links"])
+
     return None
 
 

@@ -66,7 +66,8 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
         compiles: whether layers are compiled.
     """
     text = model.config.get_text_config()
-    item, width = COMPUTE_DTYPES[config.model.compute_dtype].itemsize, boundary_width(model)
+    item = COMPUTE_DTYPES[config.model.compute_dtype].itemsize
+    width = boundary_width(model)
     boundary = work.rows * config.data.sequence_length * width * item
     layers = [unit for unit in work.units if _is_of_layer(unit)]
     lowest = next((i for i, unit in enumerate(work.units) if unit.layout.num_trained), 0)

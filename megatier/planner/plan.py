@@ -188,9 +188,11 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
     """
     trial = Trial.of(model, cut_units(model, config.model.expert_parts), config, rates, budgets, compiles=compiles)
     try:
-        work, placement = trial.work, trial.placed()
+        work = trial.work
+        placement = trial.placed()
     except PlanError as short:
         raise with_parts(short, model, config, rates, budgets, compiles=compiles) from short
+
     made = trial.forecast(placement)
     units = {spec.name: spec for spec in work.specs}
     state: Counter[tuple[Tier, Kind]] = Counter()
@@ -198,6 +200,7 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         state[home, kind] += units[name].elements_of(kind) * bytes_per_element(kind, split=work.policy.split)
     moves = Moves(units, placement, work.policy)
     gradients = by_lane(move for unit in units for move in moves.gradients(unit))
+
     tokens = config.train.batch * config.data.sequence_length
     num_bytes = checkpoint_bytes(work.units)
     written_s = checkpoint_seconds(num_bytes, placement.state_bytes.get(Tier.NVME, 0), rates.drives)
@@ -274,7 +277,9 @@ def hidden_at(trial: Trial, placement: Placement, tokens: int) -> int | None:
         times *= 2
         if times > TIMES_MAX:
             return None
-    low, high = times / 2, times
+
+    low = times / 2
+    high = times
     for _ in range(HALVINGS if times > 1 else 0):
         middle = (low + high) / 2
         low, high = (low, middle) if is_hidden(middle) else (middle, high)
@@ -290,10 +295,12 @@ def _changes(trial: Trial, tokens: int, tokens_per_s: float, *, spills: bool) ->
         ("a quarter more GPU memory for state", replace(trial, budgets=replace(budgets, gpu=budgets.gpu * 5 // 4)), 1),
     ]
     policy = trial.work.policy
+
     if spills and policy.deferred and not policy.speculates:
         count = 2 + policy.savepoints
         more = replace(trial.work, policy=replace(policy, generations=count))
         tried.append((f"updates in the backward (tiers.generations {count})", replace(trial, work=more), 1))
+
     if trial.rates.drives:
         drives = (*trial.rates.drives, trial.rates.drives[0])
         tried.append(("one more drive", replace(trial, rates=replace(trial.rates, drives=drives)), 1))
@@ -304,4 +311,5 @@ def _changes(trial: Trial, tokens: int, tokens_per_s: float, *, spills: bool) ->
         except PlanError:  # more state on the GPU than activations leave room for
             continue
         changes.append(Change(what, rate, rate / tokens_per_s - 1))
+
     return tuple(sorted(changes, key=lambda change: -change.gain))

@@ -50,7 +50,8 @@ class Correction:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        planned, measured = self.planned_bytes_per_s / 1e9, self.measured_bytes_per_s / 1e9
+        planned = self.planned_bytes_per_s / 1e9
+        measured = self.measured_bytes_per_s / 1e9
         return (
             f"the plan said {self.planned_seconds:.3g} s a step with drives that do {planned:.3g} GB/s; in this run "
             f"they do {measured:.3g} GB/s: {self.seconds:.3g} s"
@@ -71,8 +72,10 @@ class Prediction:
             forecast: a step.
             seconds_range: of it, shortest and longest, as the drives waver.
         """
-        self._trial, self._placement = trial, placement
-        self.forecast, self.seconds_range = forecast, seconds_range
+        self._trial = trial
+        self._placement = placement
+        self.forecast = forecast
+        self.seconds_range = seconds_range
         self._num_seen = 0
         self._rates: list[float] = []
 
@@ -96,7 +99,8 @@ class Prediction:
 
     def _corrected(self, rate: float) -> Correction:
         planned = self.forecast
-        made, factor = planned, 1.0
+        made = planned
+        factor = 1.0
         for _ in range(ROUNDS):
             # A drive that was planned to do much less may become so fast that it takes no time.
             factor *= rate / (planned_rate(made) or rate)
@@ -104,7 +108,9 @@ class Prediction:
             made = replace(self._trial, rates=rates).forecast(self._placement)
             if abs(planned_rate(made) / rate - 1) < CLOSE:
                 break
-        self.forecast, self.seconds_range = made, (made.seconds, made.seconds)
+
+        self.forecast = made
+        self.seconds_range = (made.seconds, made.seconds)
         return Correction(planned.seconds, planned_rate(planned), made.seconds, rate)
 
 
@@ -124,7 +130,8 @@ def planned_rate(made: Forecast) -> float:
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
     """Length of the union of spans, each a start and an end."""
-    total, until = 0.0, float("-inf")
+    total = 0.0
+    until = float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
         until = max(until, end)

@@ -88,6 +88,7 @@ def search(
     refused: PlanError | None = None
     seen: list[tuple[Mapping[tuple[str, Phase], float], Placement]] = []
     """Compute and placement of the trials so far: all that a forecast depends on."""
+
     for settings, wanted in sorted(trials, key=lambda one: one[1].compute_seconds):
         limit = best.seconds * (1 - WORTH) if best is not None else float("inf")
         if wanted.compute_seconds >= limit:
@@ -98,16 +99,19 @@ def search(
         except PlanError as error:
             refused = error
             continue
+
         if (trial.seconds, placement) in seen:
             continue
         seen.append((trial.seconds, placement))
         if best is not None and trial.floor(placement) >= limit:
             continue
+
         made = trial.forecast(placement)
         if made.seconds < limit:
             chosen = {**settings, "tiers.gpu": trial.budgets.gpu}
             free = {name: value for name, value in chosen.items() if name not in fixed}
             best = Choice(free, trial, placement, made, tokens / made.seconds)
+
     if best is None:
         assert refused is not None, "there is at least one trial"
         raise with_parts(refused, model, config, rates, budgets, compiles=compiles)
@@ -149,6 +153,7 @@ def _placed(config: RunConfig, budgets: Budgets, fixed: frozenset[str], *, defer
     spills = defers and "nvme" in state and budgets.nvme > 0
     if config.output.savepoint_every:
         fixed |= {"tiers.generations"}
+
     kinds = {
         "tiers.streamed_share": STREAMED if streams else STREAMED[:1],
         "tiers.generations": GENERATIONS if spills else GENERATIONS[:1],
@@ -182,6 +187,7 @@ def _fitted(trial: Trial) -> Trial:
         return trial
     left = int(trial.gpu_bytes * (1 - MARGIN) - trial.activations.peak)
     if left <= 0:
-        needed, had = round(trial.activations.peak), round(trial.gpu_bytes)
+        needed = round(trial.activations.peak)
+        had = round(trial.gpu_bytes)
         raise PlanError("GPU memory for activations", needed, had, "An estimate. Train on fewer tokens a step.")
     return replace(trial, budgets=replace(trial.budgets, gpu=left))

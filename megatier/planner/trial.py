@@ -103,6 +103,7 @@ class Trial:
                 "An estimate. Lower tiers.gpu, the tokens of a group (train.groups) or of a slice (train.slices), or "
                 "model.saved_share, or set train.activations to offload.",
             )
+
         return placement
 
     def forecast(self, placement: Placement) -> Forecast:
@@ -173,6 +174,7 @@ def _accesses(head: str, config: RunConfig, work: Workload) -> tuple[Access, ...
     first = next(index for index, (unit, _) in enumerate(uses) if unit in trained)
     back = [use for use in reversed(uses[first:]) if use[1] != head or not config.model.fused_loss]
     steps = []
+
     for group in range(config.train.groups):
         steps += [Access(unit, Phase.FORWARD, group) for unit, _ in uses]
         steps += [Access(unit, Phase.BACKWARD, group) for unit, _ in back]
@@ -195,6 +197,7 @@ def _compute_seconds(
     head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     pairs = (4 if config.has_mask else 2) * sequence * text.num_attention_heads * head_width
     seconds: dict[tuple[str, Phase], float] = {}
+
     for unit in work.units:
         products = _active_elements(unit.layout, experts, chosen) * 2 * tokens
         idle = products - _active_elements(unit.layout.trained, experts, chosen) * 2 * tokens
@@ -211,6 +214,7 @@ def _compute_seconds(
             backward = each if idle else 2 * each
             seconds[unit.name, Phase.FORWARD] = each + backward if fused else each
             seconds[unit.name, Phase.BACKWARD] = 0.0 if fused else backward
+
     return seconds
 
 

@@ -11,9 +11,13 @@ from statistics import fmean
 from megatier.report.html import NUM_TONES, legend
 from megatier.report.svg import plain, ticks
 
-WIDTH, HEIGHT = 580, 230
+WIDTH = 580
+HEIGHT = 230
 """Pixels of a chart."""
-LEFT, RIGHT, TOP, BOTTOM = 64, 552, 10, 200
+LEFT = 64
+RIGHT = 552
+TOP = 10
+BOTTOM = 200
 """Pixels: the edges of what is drawn inside; numbers stand left of it and below it."""
 POINTS_MAX = 400
 """Of a line. More are drawn as means of equally many steps each, with a band from the least to the most."""
@@ -77,18 +81,23 @@ def draw(title: str, lines: Sequence[Line], marks: Sequence[Mark] = (), *, from_
     if not buckets:
         return ""
     axes = _Axes.of(buckets, from_zero=from_zero)
-    parts, entries, tone = [*axes.draw()], [], -1
+    parts = [*axes.draw()]
+    entries = []
+    tone = -1
+
     for line, runs in drawn.items():
         tone += not line.is_dashed
         name = f"tone{tone % NUM_TONES}"
         entries.append((name + " dashed" * line.is_dashed, line.name))
         for run in runs:
             parts += _run(run, axes, name, is_dashed=line.is_dashed)
+
     for mark in marks:
         entries.append((f"tone{mark.tone} dashed", mark.name))
         places = sorted({round(axes.x(step)) for step in mark.steps if axes.first <= step <= axes.last})
         path = "".join(f"M{x} {TOP}V{BOTTOM}" for x in places)
         parts.append(f'<path class="tone{mark.tone} dashed" d="{path}"/>')
+
     svg = f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{plain(title)}">'
     return "\n".join([f"<div><p><b>{plain(title)}</b></p>", legend(entries), svg, *parts, "</svg></div>"])
 
@@ -104,7 +113,8 @@ class _Axes:
 
     @classmethod
     def of(cls, buckets: Sequence[_Bucket], *, from_zero: bool) -> _Axes:
-        low, high = min(bucket.low for bucket in buckets), max(bucket.high for bucket in buckets)
+        low = min(bucket.low for bucket in buckets)
+        high = max(bucket.high for bucket in buckets)
         low = min(low, 0.0) if from_zero else low
         if high <= low:
             low, high = (low, low + 1) if from_zero else (low - 0.5, low + 0.5)

@@ -135,15 +135,20 @@ class History:
             raise ValueError(step)
         if record.get("run") == "begins":
             self.openings.append(_opening(step, record))
-            self.outcome, self.moved_bytes, self.demanded_bytes = "", {}, {}
+            self.outcome = ""
+            self.moved_bytes = {}
+            self.demanded_bytes = {}
         elif "run" in record:
             self.outcome = _text(record["run"])
-            self.moved_bytes, self.demanded_bytes = _amounts(record, "moved_bytes"), _amounts(record, "demanded_bytes")
+            self.moved_bytes = _amounts(record, "moved_bytes")
+            self.demanded_bytes = _amounts(record, "demanded_bytes")
         elif "loss" in record:
-            moved, demanded = _amounts(record, "moved_bytes"), _amounts(record, "demanded_bytes")
+            moved = _amounts(record, "moved_bytes")
+            demanded = _amounts(record, "demanded_bytes")
             made = _grown(self.moved_bytes, moved), _grown(self.demanded_bytes, demanded)
             self.steps.append(_step(step, record, *made))
-            self.moved_bytes, self.demanded_bytes = moved, demanded
+            self.moved_bytes = moved
+            self.demanded_bytes = demanded
         elif "heldout_loss" in record:
             self.heldout.append((step, float(record["heldout_loss"])))
         elif "correction" in record:
@@ -176,6 +181,7 @@ def read_history(path: Path) -> History:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}. Give the directory of a run that has begun."
         ) from error
+
     return history
 
 
@@ -198,13 +204,15 @@ def opening(
         expected: a step as planned, if it was.
         changes: of numbers, since the step that the run goes on from.
     """
-    placement, device = session.placement, session.engine.options.device
+    placement = session.placement
+    device = session.engine.options.device
     homes = {unit.name: {str(kind): str(tier) for kind, tier in _homes(session, unit.name)} for unit in session.units}
     forecast = None
     if expected is not None:
         names = ("seconds", "bound_by", "busy_seconds", "moved_bytes")
         forecast = {name: getattr(expected.forecast, name) for name in names}
         forecast["seconds_range"] = expected.seconds_range
+
     return {
         "run": "begins",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -253,7 +261,8 @@ def _tier(found: Mapping[str, Any]) -> TierState:
 
 
 def _expected(found: Mapping[str, Any]) -> Expected:
-    lanes, queues = _amounts(found, "busy_seconds"), _amounts(found, "moved_bytes")
+    lanes = _amounts(found, "busy_seconds")
+    queues = _amounts(found, "moved_bytes")
     if not (seconds := _figure(found["seconds"])):
         raise ValueError(found)
     low, high = map(_figure, found.get("seconds_range", (seconds, seconds)))  # older versions wrote none

@@ -65,6 +65,7 @@ def _rules() -> Iterator[str]:
         yield f"i.{tone} {{ background: var(--{tone}); color: var(--{tone}); }}"
     for tone in TIER_TONES:
         yield f".map .{tone} {{ fill: var(--{tone}); }} i.{tone} {{ background: var(--{tone}); }}"
+
     yield "@media (prefers-color-scheme: dark) {"
     for colour, dark in IN_THE_DARK.items():
         yield f'.timeline [fill="{colour}"] {{ fill: {dark}; }} .timeline [stroke="{colour}"] {{ stroke: {dark}; }}'

@@ -58,6 +58,7 @@ class MetricsLog:
             self._file = _append_to(self._path)
         except OSError as error:
             raise self._refused(error) from error
+
         return [number for number, its in enumerate(steps, 1) if not math.isfinite(its)]
 
     def close(self) -> None:

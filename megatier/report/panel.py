@@ -41,6 +41,7 @@ class Course:
         self._waiting.append(value)
         if len(self._waiting) < self._values_per_point:
             return
+
         self.points.append(math.fsum(self._waiting) / len(self._waiting))
         self._waiting.clear()
         if len(self.points) == WIDTH:
@@ -51,7 +52,8 @@ class Course:
 
 def sparkline(points: Sequence[float]) -> str:
     """Points as characters whose heights go from the least to the most."""
-    low, high = min(points, default=0.0), max(points, default=0.0)
+    low = min(points, default=0.0)
+    high = max(points, default=0.0)
     scale = (len(LEVELS) - 1) / (high - low) if high > low else 0.0
     return "".join(LEVELS[round((point - low) * scale)] for point in points)
 
@@ -84,6 +86,7 @@ def panel(report: StepReport, num_steps: int, seconds_left: float, losses: Cours
     stalled = sum(report.stall_seconds.values())
     shares = f"{format_seconds(stalled)}, {format_share(stalled, report.seconds)}"
     _row(grid, "bound by", Text(bound_of(report)), f"stalled {shares}")
+
     for use in report.tiers:
         share = format_share(use.used_bytes, use.budget_bytes)
         _row(grid, use.tier, _bar(use.used_bytes, use.budget_bytes), f"{share} of {mib(use.budget_bytes)}")

@@ -31,11 +31,13 @@ LANES = (
 )
 """Rows from top to bottom: towards compute, then away from it. Other lanes come after these."""
 
-LEFT, PLOT = 130, 830
+LEFT = 130
+PLOT = 830
 """Pixels: where the time axis begins and how long it is."""
 FIGURES_RIGHT = (1056, 1122, 1184)
 """Where the columns busy, share and at once end."""
-ROW, BAR = 30, 20
+ROW = 30
+BAR = 20
 NAME_MAX = 15
 """Characters of a row's name."""
 GAP_MIN = 0.3
@@ -103,6 +105,7 @@ def read_trace(path: Path) -> dict[int, list[TraceEvent]]:
         ) from error
     except (ValueError, OverflowError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no trace of megatier. Give a run directory, or the trace.json in it.") from error
+
     return steps
 
 
@@ -135,11 +138,14 @@ def draw(events: Sequence[TraceEvent], title: str) -> str:
         events: of one step, in any order.
         title: stands above the picture; a long one is cut.
     """
-    uses, seconds, stalls = lane_uses(events), step_seconds(events), stall_seconds(events)
+    uses = lane_uses(events)
+    seconds = step_seconds(events)
+    stalls = stall_seconds(events)
     colours = _colours(events)
     legend, top = _legend(colours, stalls)
     bottom = top + ROW * len(uses)
     parts = [text(16, 48, _summary(uses, seconds, stalls)), *legend]
+
     for right, name in zip(FIGURES_RIGHT, ("busy", "share", "at once"), strict=True):
         parts.append(text(right, top - 6, name, "end"))
     for index, use in enumerate(uses):
@@ -162,12 +168,14 @@ def _row(events: Sequence[TraceEvent], use: LaneUse, colours: Mapping[str, str],
         if _row_lane(event) == use.lane:
             left, right = ((ns - start_ns) * scale for ns in (event.start_ns, event.end_ns))
             spans[_label(event)].append((LEFT + left, LEFT + max(right, left + GAP_MIN)))
+
     yield text(LEFT - 10, middle + 4, use.lane, "end", NAME_MAX)
     yield bar(LEFT, middle - BAR / 2, PLOT, BAR, TRACK)
     for label, found in spans.items():  # stalls come last in `colours`: nothing covers them
         if found:
             path = "".join(f"M{left:.1f} {middle:g}H{right:.1f}" for left, right in _merged(found, GAP_MIN))
             yield f'<path d="{path}" stroke="{colours[label]}" stroke-width="{BAR}"/>'
+
     figures = format_seconds(use.busy_seconds), format_share(use.busy_seconds, step_seconds(events)), use.at_once
     for right, figure in zip(FIGURES_RIGHT, figures, strict=True):
         yield text(right, middle + 4, figure, "end")
@@ -184,15 +192,19 @@ def _axis(seconds: float, top: int, bottom: int) -> Iterator[str]:
 
 def _legend(colours: Mapping[str, str], stalls: Mapping[str, float]) -> tuple[list[str], int]:
     """A square and a name for each colour, in as many lines as they need, and the y at which the rows begin."""
-    parts, x, y = [], 16.0, 74
+    parts = []
+    x = 16.0
+    y = 74
     for label, colour in colours.items():
         cause = label.removeprefix(STALL)
         name = label if label == cause else f"{label} {format_seconds(stalls[cause])}"
         width = 18 + LETTER * len(name) + 18
         if x + width > WIDTH:
-            x, y = 16.0, y + 20
+            x = 16.0
+            y = y + 20
         parts += [bar(x, y - 10, 12, 12, colour), text(x + 18, y, name)]
         x += width
+
     return parts, y + 32
 
 
@@ -219,7 +231,8 @@ def _label(event: TraceEvent) -> str:
 
 def _event(lane: str, row: Mapping[str, Any]) -> TraceEvent:
     """A span of the file, whose times are microseconds."""
-    start, end = round(row["ts"] * 1000), round((row["ts"] + row["dur"]) * 1000)
+    start = round(row["ts"] * 1000)
+    end = round((row["ts"] + row["dur"]) * 1000)
     if end < start:
         raise ValueError(row)
     details = row["args"]

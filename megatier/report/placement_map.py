@@ -10,7 +10,9 @@ from megatier.report.html import legend
 from megatier.report.svg import plain
 from megatier.tier import STATE_KINDS, Kind
 
-WIDTH, LEFT, TOP = 1200, 110, 8
+WIDTH = 1200
+LEFT = 110
+TOP = 8
 """Pixels: of the map, and where its cells begin."""
 ROW = 26
 CELL_MAX = 90
@@ -32,7 +34,8 @@ MEANINGS = {"gpu": "gpu", "ram": "ram", "nvme": "nvme", "slot": "in a slot until
 def draw(opening: Opening) -> str:
     """The map with its legend."""
     kinds = [kind for kind in KINDS if any(kind in homes for homes in opening.homes.values())]
-    units, bottom = list(opening.homes), TOP + ROW * len(kinds)
+    units = list(opening.homes)
+    bottom = TOP + ROW * len(kinds)
     width = min(CELL_MAX, (WIDTH - LEFT) / max(len(units), 1))
     parts = []
     for number, kind in enumerate(kinds):
@@ -41,6 +44,7 @@ def draw(opening: Opening) -> str:
         for column, unit in enumerate(units):
             if kind in opening.homes[unit]:
                 parts += _cell(LEFT + column * width, y, width, opening.homes[unit][kind], f"{unit} {kind}")
+
     names = [unit.removeprefix("model.") for unit in units]
     parts += _names(names, width, bottom)
     height = bottom + 24 + LETTER_HEIGHT * min(NAME_MAX, max(map(len, names), default=0))
@@ -63,6 +67,7 @@ def _names(names: list[str], width: float, top: float) -> Iterator[str]:
     """Names of units, slanted, below their columns; of many units so many that they keep apart."""
     every = math.ceil(len(names) / NAMES_MAX)
     for column in range(0, len(names), every or 1):
-        x, y = LEFT + (column + 0.5) * width, top + 14
+        x = LEFT + (column + 0.5) * width
+        y = top + 14
         name = plain(names[column], NAME_MAX)
         yield f'<text x="{x:.1f}" y="{y}" text-anchor="end" transform="rotate(-50 {x:.1f} {y})">{name}</text>'

@@ -14,11 +14,14 @@ from megatier.measure.drive_traffic import SUSTAINED_STEP_BYTES
 from megatier.measure.link_probe import LinkFigures
 from megatier.report.svg import bar, grid_line, page, text, ticks
 
-LEFT, PLOT = 230, 640
+LEFT = 230
+PLOT = 640
 """Pixels: where bars begin, and how long the longest is."""
 COLUMNS_RIGHT = (964, 1064, 1184)
 """Where the columns of figures end."""
-ROW, BAR, INNER = 26, 18, 8
+ROW = 26
+BAR = 18
+INNER = 8
 """Pixels: from row to row, a bar's height, and that of the bar inside it."""
 CURVE = 150
 """Height of the long write."""
@@ -27,8 +30,14 @@ NAME_MAX = 32
 STEP_MIN = 2
 """Steps of a long write that make a curve."""
 
-READ, WRITE, MIXED, INSIDE, FLAG = "#2f6fb5", "#ee8a22", "#5b6470", "#1f2933", "#d00000"
-TO_GPU, TO_RAM, UPDATE = "#2f6fb5", "#ee8a22", "#2f9e55"
+READ = "#2f6fb5"
+WRITE = "#ee8a22"
+MIXED = "#5b6470"
+INSIDE = "#1f2933"
+FLAG = "#d00000"
+TO_GPU = "#2f6fb5"
+TO_RAM = "#ee8a22"
+UPDATE = "#2f9e55"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,8 @@ def draw(drives: Sequence[DriveFigures], links: LinkFigures, title: str) -> str:
         title: stands above the picture; a long one is cut.
     """
     parts: list[str] = []
-    y, columns = 64.0, ("GB/s", "p50 a block", "p99 a block")
+    y = 64.0
+    columns = ("GB/s", "p50 a block", "p99 a block")
     fastest = max((row.value for drive in drives for row in _drive_bars(drive)), default=0.0)
     for drive in drives:
         parts += _section(_heading(drive), columns, _drive_bars(drive), drive.flags, y, fastest)
@@ -60,6 +70,7 @@ def draw(drives: Sequence[DriveFigures], links: LinkFigures, title: str) -> str:
         if len(drive.sustained_bytes_per_s) >= STEP_MIN:
             parts += _curve(drive, y)
             y += CURVE + 76
+
     for heading, rows, flags in (
         ("copies, GB/s (inner bar: both ways at once)", _copy_bars(links), links.flags),
         ("AdamW on the CPU, Gparam/s (inner bar: beside copies both ways)", _update_bars(links), ()),
@@ -98,6 +109,7 @@ def _copy_bars(links: LinkFigures) -> list[Bar]:
             ("GPU to RAM", TO_RAM, copies.to_ram_bytes_per_s, copies.to_ram_both_bytes_per_s),
         ):
             rows.append(_compared(f"{name}: {way}", alone, both, colour))
+
     return rows
 
 
@@ -131,10 +143,12 @@ def _section(
         yield text(16, y, f"not to be believed: {flag}", colour=FLAG)
     top = y + 14
     bottom = top + ROW * len(bars)
+
     for tick in ticks(most):
         x = LEFT + PLOT * tick / most
         yield grid_line(x, top, bottom + 4)
         yield text(x, bottom + 20, f"{tick:g}", "middle")
+
     for right, name in zip(COLUMNS_RIGHT, columns, strict=False):
         yield text(right, y, name, "end")
     for index, row in enumerate(bars):
@@ -151,19 +165,24 @@ def _curve(drive: DriveFigures, y: float) -> Iterator[str]:
     """The rate of each GiB of the long write over what was written; where the write cache ends, a line."""
     rates = [rate / 1e9 for rate in drive.sustained_bytes_per_s]
     step = max(SUSTAINED_STEP_BYTES, drive.block_bytes) / (1 << 30)
-    most, total = max(rates), len(rates) * step
-    top, bottom = y + 14.0, y + 14.0 + CURVE
+    most = max(rates)
+    total = len(rates) * step
+    top = y + 14.0
+    bottom = y + 14.0 + CURVE
     across = [LEFT + PLOT * index / len(rates) for index in range(len(rates) + 1)]
     heights = [bottom - CURVE * rate / most for rate in rates]
     yield text(16, y, "sustained write: GB/s of each GiB, over GiB written")
+
     for tick in ticks(most)[::2]:
         level = bottom - CURVE * tick / most
         yield text(LEFT - 10, level + 4, f"{tick:g}", "end")
         yield f'<path d="M{LEFT} {level:.1f}H{LEFT + PLOT}" stroke="#1f2933" stroke-opacity="0.2"/>'
+
     for tick in ticks(total):
         x = LEFT + PLOT * tick / total
         yield grid_line(x, bottom, bottom + 4)
         yield text(x, bottom + 20, f"{tick:g}", "middle")
+
     levels = "".join(f"V{level:.1f}H{right:.1f}" for level, right in zip(heights, across[1:], strict=True))
     yield f'<path d="M{LEFT} {heights[0]:.1f}{levels}" fill="none" stroke="{WRITE}" stroke-width="2"/>'
     found = "no knee"
@@ -171,5 +190,6 @@ def _curve(drive: DriveFigures, y: float) -> Iterator[str]:
         found = f"write cache ends after {mib(drive.knee_bytes)}"
         x = LEFT + PLOT * drive.knee_bytes / (1 << 30) / total
         yield f'<path d="M{x:.1f} {top:g}V{bottom:g}" stroke="{FLAG}" stroke-dasharray="4 3"/>'
+
     yield text(COLUMNS_RIGHT[-1], top + 10, f"{min(rates):.2f} to {most:.2f} GB/s", "end")
     yield text(COLUMNS_RIGHT[-1], top + 28, found, "end")

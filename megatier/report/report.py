@@ -95,9 +95,12 @@ class Progress:
             num_steps: the last step's number.
             line_seconds: least time between two plain lines.
         """
-        self._console, self._num_steps, self._line_seconds = console, num_steps, line_seconds
+        self._console = console
+        self._num_steps = num_steps
+        self._line_seconds = line_seconds
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-        self._num_reports, self._seconds_per_step = 0, 0.0
+        self._num_reports = 0
+        self._seconds_per_step = 0.0
         self._losses = Course()
         self._shown_at: float | None = None
 
@@ -124,6 +127,7 @@ class Progress:
         pause = self._line_seconds if self._live is None else REDRAW_SECONDS
         if self._shown_at is not None and report.step < self._num_steps and now - self._shown_at < pause:
             return
+
         self._shown_at = now
         if self._live is None:
             self.note(step_line(report, self._num_steps, left))
@@ -147,7 +151,9 @@ def print_placement(console: Console, tiers: Sequence[TierState]) -> None:
     for tier in tiers:
         share = format_share(tier.state_bytes, total)
         table.add_row(tier.tier, mib(tier.state_bytes), share, mib(tier.other_bytes), mib(tier.budget_bytes))
-    others, budgets = sum(tier.other_bytes for tier in tiers), sum(tier.budget_bytes for tier in tiers)
+
+    others = sum(tier.other_bytes for tier in tiers)
+    budgets = sum(tier.budget_bytes for tier in tiers)
     table.add_section()
     table.add_row("all", mib(total), format_share(total, total), mib(others), mib(budgets))
     console.print(table)
@@ -172,6 +178,7 @@ def _figures(report: StepReport, num_steps: int, seconds_left: float) -> list[tu
     ]
     if report.gradient_norm is not None:
         figures.append(("norm", f"{report.gradient_norm:.3f}"))
+
     figures += [
         ("tokens/s", f"{report.num_tokens / report.seconds:,.0f}" if report.seconds > 0 else "-"),
         ("s/step", f"{report.seconds:.3f}"),

@@ -65,7 +65,9 @@ def build(directory: Path) -> str:
     """
     if not (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"{directory} holds no run: {CONFIG_FILE} is missing. Give a run's output.directory.")
-    config, metrics, trace = load(directory / CONFIG_FILE), directory / METRICS_FILE, directory / TRACE_FILE
+    config = load(directory / CONFIG_FILE)
+    metrics = directory / METRICS_FILE
+    trace = directory / TRACE_FILE
     history = read_history(metrics) if metrics.exists() else History()
     run = _Run(directory, config, history, picture.read_trace(trace) if trace.exists() else {})
     return page(f"run {directory.resolve().name}", [_status(run), cards(_figures(run)), *_sections(run)])
@@ -87,7 +89,9 @@ def _sections(run: _Run) -> Iterator[str]:
 
 
 def _status(run: _Run) -> str:
-    steps, openings, planned = run.steps, run.history.openings, run.config.train.steps
+    steps = run.steps
+    openings = run.history.openings
+    planned = run.config.train.steps
     last = steps[-1].step if steps else 0
     outcomes = {"whole": "The run is whole", "stopped": "The run was stopped"}
     said = outcomes.get(run.history.outcome, "The run goes on, or was killed or ended by an error")
@@ -95,11 +99,13 @@ def _status(run: _Run) -> str:
     if openings:
         began = openings[0].time.replace("T", " ").replace("+00:00", " UTC")
         words.append(f"On {openings[-1].device}, begun {began}.")
+
     if len(openings) > 1:
         words.append(f"It went on after step {', '.join(f'{opening.step:,}' for opening in openings[1:][-5:])}.")
     for opening in openings:
         if opening.changes:
             words.append(f"After step {opening.step:,} its numbers changed, as accepted: {'; '.join(opening.changes)}.")
+
     if run.history.is_cut:
         words.append(f"The last line of {METRICS_FILE} is cut, as where a process is killed, and left out.")
     if skipped := sum(step.skipped is not None for step in steps):
@@ -109,18 +115,22 @@ def _status(run: _Run) -> str:
 
 def _figures(run: _Run) -> Iterator[tuple[str, str, str]]:
     """Large figures; those that are missing are left out."""
-    model, opening = run.config.model, run.opening
+    model = run.config.model
+    opening = run.opening
     size = f"{format_count(opening.num_parameters)} parameters, " if opening is not None else ""
     name = Path(model.path).name if model.path is not None else str((model.config or {}).get("model_type", "model"))
     yield "model", name, f"{size}{model.compute_dtype}"
     if not run.steps:
         return
-    seconds, last = median(step.seconds for step in run.steady), run.steps[-1]
+
+    seconds = median(step.seconds for step in run.steady)
+    last = run.steps[-1]
     yield "tokens/s", f"{median(map(_speed, run.steady)):,.0f}", "median"
     yield "a step", format_seconds(seconds), f"median; {format_seconds(sum(s.seconds for s in run.steps))} in all"
     attainments = [step.attainment for step in run.steady if step.attainment is not None]
     if attainments and opening is not None and opening.expected is not None:
         yield "attainment", f"{median(attainments):.0%}", f"bound by {opening.expected.bound_by}, as planned"
+
     stalls = _totals(run.steady, lambda step: step.stall_seconds)
     share = format_share(sum(stalls.values()), sum(step.seconds for step in run.steady))
     yield "compute waits", share, f"of the time, most for {max(stalls, key=stalls.__getitem__)}" if stalls else ""
@@ -140,6 +150,7 @@ def _course(run: _Run) -> str:
     speed = [Line("measured", _points(run, _speed))]
     if expected is not None:
         speed.append(Line("as planned", _points(run, lambda step: step.tokens / expected.seconds), is_dashed=True))
+
     marks = [
         Mark("went on", [opening.step for opening in run.history.openings[1:]], tone=7),
         Mark("left out", [step.step for step in run.steps if step.skipped is not None], tone=3),
@@ -154,12 +165,14 @@ def _memory(run: _Run) -> str:
         return note(OLDER if run.steps else NO_STEP)
     words = "What a tier holds is reserved before the first step and stays: blocks pass through slots that are counted."
     held = {tier.tier: tier.state_bytes + tier.other_bytes for tier in run.opening.tiers}
-    on_gpu, in_ram = held.get(Tier.GPU, 0), held.get(Tier.RAM, 0)
+    on_gpu = held.get(Tier.GPU, 0)
+    in_ram = held.get(Tier.RAM, 0)
     has_gpu = any(step.gpu_bytes for step in run.steps)
     lines = [
         Line("resident in RAM", _points(run, lambda step: step.resident_bytes)),
         Line("of it tiers", _points(run, lambda step: in_ram if has_gpu else in_ram + on_gpu), is_dashed=True),
     ]
+
     if has_gpu:
         lines += [
             Line("on the GPU, held by torch", _points(run, lambda step: step.gpu_bytes)),
@@ -178,11 +191,13 @@ def _tiers(opening: Opening) -> str:
 
 def _moves(run: _Run) -> str:
     """Bytes per queue, moved and demanded."""
-    moved, demanded = run.history.moved_bytes, run.history.demanded_bytes
+    moved = run.history.moved_bytes
+    demanded = run.history.demanded_bytes
     if not run.steps or (run.opening is not None and run.steps[-1].step <= run.opening.step):
         return note(NO_STEP if not run.steps else "No step of the last process is on file yet.")
     if not moved:
         return note("Nothing moved: all state is at home on the GPU.")
+
     queues = [queue for queue in QUEUES if moved.get(queue) or demanded.get(queue)]
     columns = ("queue", "a step", "moved in all", "demanded", "difference")
     rows = []
@@ -191,6 +206,7 @@ def _moves(run: _Run) -> str:
         difference = moved.get(queue, 0.0) - demanded.get(queue, 0.0)
         whole = mib(round(moved.get(queue, 0.0))), mib(round(demanded.get(queue, 0.0)))
         rows.append((queue, mib(round(a_step)), *whole, f"{difference:+,.0f} B" if difference else "none"))
+
     words = (
         "Bytes since the last process began; a step's are the median. What the placement says must move is demanded; "
         "a run that goes on or was cut off has some of it under way. Moves of an evaluation count to the next step."
@@ -203,9 +219,11 @@ def _stalls(run: _Run) -> str:
     """Time that compute waited, by cause."""
     if not run.steps:
         return note(NO_STEP)
-    totals, seconds = _totals(run.steps, lambda step: step.stall_seconds), sum(step.seconds for step in run.steps)
+    totals = _totals(run.steps, lambda step: step.stall_seconds)
+    seconds = sum(step.seconds for step in run.steps)
     if not totals:
         return note("Compute waited for nothing.")
+
     causes = sorted(totals, key=totals.__getitem__, reverse=True)
     worst = {cause: max(step.stall_seconds.get(cause, 0.0) for step in run.steps) for cause in causes}
     rows = [
@@ -228,6 +246,7 @@ def _plan(run: _Run) -> str:
     expected = run.opening.expected
     if expected is None:
         return note("Nothing was planned: `megatier bench` measures the machine, and from then on `train` plans.")
+
     if not run.steps:
         planned = f"{format_seconds(expected.seconds)} a step{wavering(expected.seconds_range)}"
         return note(f"Planned: {planned}, bound by {expected.bound_by}. {NO_STEP}")
@@ -236,19 +255,22 @@ def _plan(run: _Run) -> str:
     for lane in picture.in_row_order(lanes):
         busy = median(step.busy_seconds.get(lane, 0.0) for step in run.steady)
         rows.append(_compared(f"{lane} busy", expected.busy_seconds[lane], busy, format_seconds))
+
     for queue in (queue for queue in QUEUES if expected.moved_bytes.get(queue)):
         moved = median(step.moved_bytes.get(queue, 0.0) for step in run.steady)
         rows.append(_compared(f"{queue} moves", expected.moved_bytes[queue], moved, lambda size: mib(round(size))))
     words = f"Bound by {expected.bound_by}, as planned. Measured: medians of all steps but each process's first."
     if waver := wavering(expected.seconds_range):
         words += f" Planned{waver}."
+
     if run.history.corrections:
         words += f" {_correction(run.history.corrections[-1])}"
     return table(("", "planned", "measured", "measured to planned"), rows) + note(words)
 
 
 def _correction(made: Corrected) -> str:
-    planned, measured = made.planned_bytes_per_s / 1e9, made.measured_bytes_per_s / 1e9
+    planned = made.planned_bytes_per_s / 1e9
+    measured = made.measured_bytes_per_s / 1e9
     return (
         f"Step {made.step:,} corrected the plan: drives that do {measured:.3g} GB/s in this run, not {planned:.3g}, "
         f"make it {format_seconds(made.seconds)} a step; attainments after it are of that."
@@ -280,7 +302,8 @@ def _placement(run: _Run) -> str:
 
 
 def _saved(run: _Run) -> str:
-    output, history = run.config.output, run.history
+    output = run.config.output
+    history = run.history
     checkpoint = _saved_table(history.checkpoints, "checkpoint", run.directory / CHECKPOINT_FOLDER)
     savepoint = _saved_table(history.savepoints, "savepoint", run.directory / SAVEPOINT_FOLDER)
     if checkpoint or savepoint:

@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterable
 from xml.sax.saxutils import escape
 
-INK, PAPER, TRACK = "#1f2933", "#ffffff", "#eef1f5"
+INK = "#1f2933"
+PAPER = "#ffffff"
+TRACK = "#eef1f5"
 """Colours of text and lines, of the ground, and of an empty row."""
 WIDTH = 1200
 """Pixels."""

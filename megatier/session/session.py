@@ -87,12 +87,14 @@ class Session:
 
         parts = model_config.expert_parts
         work = cut(parts)
-        self.model, self.units = model, work.units
+        self.model = model
+        self.units = work.units
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         device = choose_device(tiers)
         gpu, ram = budgets_of(tiers, device)
         if device.type == "cuda":
             _limit_gpu(tiers.gpu_limit)
+
         layouts = {unit.name: unit.layout.trained for unit in self.units if unit.layout.num_trained}
         with ExitStack() as stack:
             self.rates = _measured(tiers, device)
@@ -105,11 +107,14 @@ class Session:
             )
             self.store = stack.enter_context(store)
             budgets = Budgets(gpu, ram, store.usage(Tier.NVME)["budget"])
+
             try:
                 self.placement: Placement = place(work.specs, budgets, work.policy)
             except PlanError as short:
                 raise advised(short, model, parts, lambda n: place(cut(n).specs, budgets, work.policy)) from short
-            decay, deferred = train.weight_decay, work.policy.deferred
+
+            decay = train.weight_decay
+            deferred = work.policy.deferred
             hyper = Hyperparameters(train.beta1, train.beta2, train.eps, decay, train.clip, deferred)
             threads = tiers.update_threads or cores_usable()
             self.optimizer = AdamW(layouts, decays(model), hyper, dtype=dtype, groups=train.groups, num_threads=threads)
@@ -131,6 +136,7 @@ class Session:
             self.engine = Engine(model, self.units, self.player, self.optimizer, engine_options)
             stack.callback(self.engine.close)
             self._opened = stack.pop_all()
+
         self._dtype = dtype
 
     def __enter__(self) -> Self:
@@ -176,7 +182,8 @@ class Session:
 
     def _fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]]) -> None:
         ahead: tuple[int, Tensor] | None = None
-        runs, is_master = list(self._runs(unit)), Kind.WEIGHT in kinds
+        runs = list(self._runs(unit))
+        is_master = Kind.WEIGHT in kinds
         buffer = torch.empty(max(stop - start for start, stop in runs))
         for elements in runs:
             is_frozen = elements[0] >= unit.layout.num_trained
@@ -185,13 +192,16 @@ class Session:
             values = buffer[: elements[1] - elements[0]]
             ahead = _assemble(values, elements, pieces, ahead)
             planes = (Kind.WEIGHT,) if is_frozen else kinds
+
             with self.player.blocks.open_state(unit.name, elements, planes, fresh=planes) as state:
                 if Kind.REMAINDER in planes:
-                    weight, remainder = state.planes[Kind.WEIGHT], state.planes[Kind.REMAINDER]
+                    weight = state.planes[Kind.WEIGHT]
+                    remainder = state.planes[Kind.REMAINDER]
                     split_master(values, weight.view(self._dtype), remainder.view(torch.int16))
                 else:
                     state.planes[planes[0]].view(self._dtype if is_master else torch.float32).copy_(values)
                 state.write_back()
+
         if is_master:
             self.player.blocks.share_frozen(unit.name)
 
@@ -223,12 +233,14 @@ class Session:
         result = torch.empty(stop - start, dtype=dtype)
         blocks = self.player.blocks
         for (first, last), _ in blocks.runs(unit.name):
-            lower, upper = max(first, start), min(last, stop)
+            lower = max(first, start)
+            upper = min(last, stop)
             if lower >= upper:
                 continue
             with blocks.open_state(unit.name, (first, last), [kind]) as state:
                 plane = state.planes[kind].view(dtype)
                 result[lower - start : upper - start].copy_(plane[lower - first : upper - first])
+
         return result
 
 
@@ -282,6 +294,7 @@ def budgets_of(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
             f"tiers.ram is {mib(tiers.ram)}, but this machine, or its container, has {mib(total_bytes)} of RAM. Lower "
             "it, or leave it out for what is free."
         )
+
     if tiers.gpu is not None and tiers.ram is not None:
         return tiers.gpu, tiers.ram
     machine = default_budgets(device.type)
@@ -306,6 +319,7 @@ def _limit_gpu(limit_bytes: int | None) -> None:
             f"tiers.gpu_limit is {mib(limit_bytes or 0)}, but the GPU's driver and other programs hold "
             f"{mib(context_bytes)} already; raise it."
         )
+
     torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 
@@ -317,13 +331,16 @@ def _assemble(
     done = start
     while (piece := ahead or next(pieces, None)) is not None:
         first, values = piece
-        lower, upper = max(first, start), min(first + values.numel(), stop)
+        lower = max(first, start)
+        upper = min(first + values.numel(), stop)
         if lower < upper:
             master[done - start : lower - start] = 0
             master[lower - start : upper - start] = values[lower - first : upper - first]
             done = upper
+
         if first + values.numel() > stop or first >= stop:
             break
         ahead = None
+
     master[done - start :] = 0
     return piece

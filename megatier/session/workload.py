@@ -161,6 +161,7 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
     if folder is not None:
         where = str(folder / CONFIG_FILE)
         settings = _settings_of(folder)
+
     check_counts(settings, where)
     what = f"{where}: transformers does not take this model config"
     with reading(what, UnsupportedModelError, _complaint, _hint(settings)):
@@ -169,6 +170,7 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
             if folder is not None
             else AutoConfig.for_model(**settings)
         )
+
     if folder is None:
         _check_keys(settings)
     return found
@@ -237,6 +239,7 @@ def _activations(units: Sequence[Unit], train: TrainConfig) -> dict[str, Activat
     others = wanted.without_offload
     policies: dict[str, Activations] = {}
     of_layer = others
+
     for unit in units:
         if unit.is_layer:
             policy = wanted if len(unit.module_names) == 1 else others

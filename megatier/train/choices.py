@@ -68,12 +68,15 @@ def plan_choices(config: RunConfig, given: frozenset[str], console: Console) -> 
         if device.type == "cuda":
             console.print("`megatier bench` would measure this machine and let the planner choose what is not given")
         return config, None
-    budgets, compiled = budgets_here(config.tiers, device), compiles(config.model, device)
+
+    budgets = budgets_here(config.tiers, device)
+    compiled = compiles(config.model, device)
     try:
         choice = search(skeleton_of(config.model), config, rates, budgets, compiles=compiled, fixed=given)
     except PlanError as error:
         console.print(f"no plan fits by estimate, so the settings stay as they are: {error}", highlight=False)
         return config, None
+
     words = "".join(f" --{name} {value}" for name, value in choice.settings.items())
     prediction = Prediction.of(choice)
     said = f"planned, {choice.seconds:.3g} s a step{wavering(prediction.seconds_range)}{':' * bool(words)}{words}"
@@ -104,6 +107,7 @@ def _describe_hidden(console: Console, choice: Choice, tokens: int) -> None:
     least = hidden_at(choice.trial, choice.placement, tokens)
     if least is None:
         return
+
     text = f"from N* = {least:,} tokens a step on; this run has {tokens:,}"
     if least == tokens:
         text = f"at this run's {tokens:,} tokens a step"

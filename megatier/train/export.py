@@ -65,15 +65,18 @@ def export_checkpoint(
     state = RunState.read(read_state(checkpoint))
     if not is_bound(checkpoint):
         console.print(UNBOUND.format(checkpoint.name), markup=False, highlight=False, soft_wrap=True)
+
     _mention_later_steps(console, path, state.step)
     config = from_dict(state.config)
     model, _ = open_model(config)
-    units, tokenizer = find_units(model), load_tokenizer(config)
+    units = find_units(model)
+    tokenizer = load_tokenizer(config)
     if not state.origin:
         console.print(UNKNOWN.format(checkpoint.name), markup=False, highlight=False, soft_wrap=True)
     elif not accepts_changes:
         changes = differences(exported(state.origin), exported(origin_of(config, model, tokenizer)))
         check_origin(changes, config, remedy=", or add --accept-changes to export it with these")
+
     try:
         with open_masters(checkpoint, units) as read:
             write_model(
@@ -107,8 +110,10 @@ def export_end(
     def say(words: str) -> None:
         console.print(words, markup=False, highlight=False, soft_wrap=True)
 
-    directory, step = Path(config.output.directory), config.train.steps
-    folder, dtype = directory / MODEL_FOLDER, config.output.export_dtype
+    directory = Path(config.output.directory)
+    step = config.train.steps
+    folder = directory / MODEL_FOLDER
+    dtype = config.output.export_dtype
     try:
         session.player.drain()
         write_model(console, folder, session.model, session.units, session.read_master, tokenizer, dtype)
@@ -124,6 +129,7 @@ def _way_on(directory: Path, saved: Path | None) -> str:
         steps = [step_of(path) for path in kept if path is not None]
         before = f"step {max(steps)}" if steps else "its start"
         return f"Nothing more could be saved; `megatier resume {directory}` goes on from {before}."
+
     finish = f"They are kept in {saved}: `megatier resume {directory}` writes the model once that is mended"
     if saved.parent.name == CHECKPOINT_FOLDER:
         finish += f", `megatier export {directory} FOLDER` writes it elsewhere"

@@ -61,8 +61,14 @@ class Loop:
             watchdog: watches passes.
             saves: made as the run goes on.
         """
-        self._config, self._console, self._session, self._text = config, console, session, text
-        self._record, self._expected, self._watchdog, self._saves = record, expected, watchdog, saves
+        self._config = config
+        self._console = console
+        self._session = session
+        self._text = text
+        self._record = record
+        self._expected = expected
+        self._watchdog = watchdog
+        self._saves = saves
         self._last_step = 0
         self._device = session.engine.options.device
         self._moved_before = session.store.moved_bytes.copy()
@@ -75,8 +81,10 @@ class Loop:
             seed(train.seed)
         else:
             state.set_random(self._device)
+
         self._last_step = 0 if state is None else state.step
-        first, stops = self._last_step + 1, False
+        first = self._last_step + 1
+        stops = False
         with Progress(self._console, train.steps) as progress, StopRequest(progress.note) as stop:
             for step in range(first, train.steps + 1):
                 try:
@@ -85,6 +93,7 @@ class Loop:
                     if self._session.optimizer.hyper.deferred:  # then no weight has changed
                         self._saves.behind(step, progress.note)
                     raise
+
                 is_last = step == train.steps
                 if is_last or (train.evaluate_every and step % train.evaluate_every == 0):
                     self._evaluate(step, progress)
@@ -92,16 +101,20 @@ class Loop:
                 self._saves.after(step, progress.note, is_last=is_last, stops=stops)
                 if stops:
                     break
+
             self._saves.end(progress.note)
+
         return not stops
 
     def report(self, outcome: str) -> None:
         """How the run ended, and what moved, against what the placement demands."""
-        store, player = self._session.store, self._session.player
+        store = self._session.store
+        player = self._session.player
         moved = store.moved_bytes - self._moved_before
         rows = [QueueBytes(queue, moved[queue], player.demanded[queue]) for queue in QUEUES]
         if self._session.placement.speculative:
             _describe_speculation(self._console, player.updates.speculation)
+
         shown = [row for row in rows if row.queue != "nvme_to_gpu" or store.gpu_path is not None]
         is_streamed = bool(self._session.placement.streamed)
         print_moves(self._console, [row for row in shown if is_streamed or not row.queue.startswith("state")])
@@ -115,21 +128,25 @@ class Loop:
         return {"moved_bytes": dict(moved), "demanded_bytes": dict(self._session.player.demanded)}
 
     def _step(self, step: int, progress: Progress) -> None:
-        train, session = self._config.train, self._session
+        train = self._config.train
+        session = self._session
         began = time.perf_counter()
         rate = rate_of(step, train)
         batch = self._text.batch(step - 1, train.batch)
         waited = time.perf_counter() - began
         columns = [value.chunk(train.groups) for value in batch.values()]
         groups = [dict(zip(batch, parts, strict=True)) for parts in zip(*columns, strict=True)]
+
         with self._watchdog.watch(session.player):
             result = session.engine.train_step(step, rate, groups)
         seconds = time.perf_counter() - began
         events = session.player.take_events()
         self.traced = [*self.traced[1 - TRACED_STEPS :], (step, events)]
-        stalls, busy = stall_seconds(events), busy_seconds(events)
+        stalls = stall_seconds(events)
+        busy = busy_seconds(events)
         if self._config.data.streaming:
             stalls["data"] = waited
+
         self._saves.step(seconds, stalls.get("checkpoint", 0.0), learnt=result.skipped is None)
         count = num_real_tokens(batch)
         tiers = tuple(TierUse(tier, used, budget) for tier, used, budget in _tier_uses(session))
@@ -144,6 +161,7 @@ class Loop:
         if result.skipped is not None:
             what = "the loss" if result.skipped == "loss" else f"the gradient of {result.skipped}"
             progress.note(f"step {step} is left out, so that no weight changes: {what} is not finite")
+
         self._record(
             {
                 "step": step,
@@ -173,6 +191,7 @@ class Loop:
         correction = self._expected.observe(events)
         if correction is None:
             return
+
         self._watchdog.expect(correction.seconds)
         if correction.is_worth_saying:
             progress.note(str(correction))
@@ -184,6 +203,7 @@ class Loop:
         if not batches:
             progress.note("no held-out text to evaluate on")
             return
+
         began = time.perf_counter()
         with self._watchdog.watch(self._session.player):
             loss = self._session.engine.evaluate(batches)
@@ -211,7 +231,8 @@ def nvme_path(store: TieredStore) -> str:
 
 
 def _describe_speculation(console: Console, speculation: Speculation) -> None:
-    kept, void = speculation.outcomes["kept"], speculation.outcomes["void"]
+    kept = speculation.outcomes["kept"]
+    void = speculation.outcomes["void"]
     console.print(
         f"updates in the backward: kept in {kept} steps, void in {void} that clipped or were left out, which moved "
         f"{mib(speculation.void_bytes)} in vain",

@@ -129,6 +129,7 @@ def _tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Origin:
             continue
         with contextlib.suppress(FileNotFoundError):
             found[f"{path.name} of the tokenizer"] = _checksum(read_input(path, TABLE_BYTES_MAX, DataError))
+
     if config.data.chat_template is not None:
         found["data.chat_template"] = _checksum(json.dumps(tokenizer.chat_template).encode())
     return found

@@ -32,7 +32,8 @@ class Outlet(io.TextIOBase):
             OSError: it has none.
             ValueError: it is closed.
         """
-        self._descriptor, self.encoding = stream.fileno(), stream.encoding
+        self._descriptor = stream.fileno()
+        self.encoding = stream.encoding
         self._poll = select.poll()
         self._poll.register(self._descriptor, select.POLLOUT)
 

@@ -59,12 +59,19 @@ class Saves:
             watchdog: watches what is waited for.
             record: keeps the figures of what was saved.
         """
-        self._config, self._session, self._text, self._watchdog = config, session, text, watchdog
-        self._record, self._origin = record, origin
-        self._room, self._num_kept, self._pace = room, num_kept, pace
+        self._config = config
+        self._session = session
+        self._text = text
+        self._watchdog = watchdog
+        self._record = record
+        self._origin = origin
+        self._room = room
+        self._num_kept = num_kept
+        self._pace = pace
         self._device = session.engine.options.device
         directory = Path(config.output.directory)
-        self._folder, self._savepoints = directory / CHECKPOINT_FOLDER, directory / SAVEPOINT_FOLDER
+        self._folder = directory / CHECKPOINT_FOLDER
+        self._savepoints = directory / SAVEPOINT_FOLDER
         self._has_learnt = False
         """A weight has changed since the last checkpoint."""
         self._may_fail = False
@@ -125,9 +132,11 @@ class Saves:
             self._session.player.drain()
         num_kept = self._num_kept if prunes else None
         self.writer = CheckpointWriter(self._session, self._folder, step, self._state(step), num_kept)
-        self._has_learnt, self._may_fail = False, False
+        self._has_learnt = False
+        self._may_fail = False
         self._session.player.take_events()
-        self._outside, self._inside = time.perf_counter() - began, 0.0
+        self._outside = time.perf_counter() - began
+        self._inside = 0.0
 
     def _begin_by_time(self, step: int, say: Say) -> None:
         """Begin one that nobody asked for, if the drive has room for it."""
@@ -135,9 +144,11 @@ class Saves:
         self.end(say)
         self._pace.begin()
         if not self._room.takes_another(self._num_kept):
-            free, size = mib(self._room.free_bytes), mib(self._room.checkpoint_bytes)
+            free = mib(self._room.free_bytes)
+            size = mib(self._room.checkpoint_bytes)
             say(f"step {step}: no checkpoint: {self._folder} takes {size} and has {free} free; tried again later")
             return
+
         self._begin(step, say)
         self._may_fail = True
 
@@ -150,7 +161,8 @@ class Saves:
         writer = self.writer
         if writer is None or not (waits or writer.is_over()):
             return
-        began, self.writer = time.perf_counter(), None
+        began = time.perf_counter()
+        self.writer = None
         try:
             with self._watchdog.watch(self._session.player):
                 writer.wait()
@@ -160,11 +172,14 @@ class Saves:
             self._has_learnt = True
             say(f"step {writer.step}: no checkpoint, tried again later: {error}")
             return
+
         self._outside += time.perf_counter() - began
         if self._pace is not None:
             self._pace.end(self._outside, writer.seconds)
         paused = self._outside + self._inside
-        size, seconds, waited = mib(writer.num_bytes), format_seconds(writer.seconds), format_seconds(paused)
+        size = mib(writer.num_bytes)
+        seconds = format_seconds(writer.seconds)
+        waited = format_seconds(paused)
         say(f"step {writer.step}: checkpoint written ({size} in {seconds}; training waited {waited})")
         self._record(
             {
@@ -222,6 +237,7 @@ class Saves:
             return last_checkpoint(self._folder)
         except (MegatierError, OSError) as error:
             say(f"step {step}: no checkpoint: {error}")
+
         if not self._config.output.savepoint_every:
             return None
         try:
@@ -242,7 +258,8 @@ def expected_cost(session: Session, expected: Forecast | None) -> float:
         session: of the run.
         expected: the planned step, where the machine was measured.
     """
-    num_bytes, spilled = checkpoint_bytes(session.units), session.placement.state_bytes.get(Tier.NVME, 0)
+    num_bytes = checkpoint_bytes(session.units)
+    spilled = session.placement.state_bytes.get(Tier.NVME, 0)
     drives = () if session.rates is None else session.rates.drives
     written_s = checkpoint_seconds(num_bytes, spilled, drives)
     if written_s is None:
@@ -261,13 +278,16 @@ def promise(output: OutputConfig, room: Room, num_kept: int, cost_s: float) -> s
     """
     if not num_kept:
         beside = " beside the export" if output.export else ""
-        needed, free = mib(room.needed_bytes(1)), mib(room.free_bytes)
+        needed = mib(room.needed_bytes(1))
+        free = mib(room.free_bytes)
         return (
             f"no checkpoint is written: {room.directory} has {free} free, and two of them{beside} take {needed}; "
             "a kill loses what is trained from here on. Name an output.directory with more room"
         )
+
     last = "the last one is" if num_kept == 1 else f"the last {num_kept} are"
-    first, every = about(first_seconds(cost_s)), about(every_seconds(cost_s))
+    first = about(first_seconds(cost_s))
+    every = about(every_seconds(cost_s))
     return (
         f"a checkpoint ({mib(room.checkpoint_bytes)}) is written after about {first}, then every {every} or so, for "
         f"{SHARE * 100:.0f} % of the run's time at most; {last} kept; output.checkpoint_every: 0 turns that off"

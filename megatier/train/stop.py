@@ -26,7 +26,8 @@ class StopRequest:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         """`say` tells the user what happens now."""
-        self._say, self.is_asked = say, False
+        self._say = say
+        self.is_asked = False
         self._first = 0, 0.0
         self._before: dict[signal.Signals, object] = {}
 
@@ -45,7 +46,8 @@ class StopRequest:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self.is_asked:
-            self.is_asked, self._first = True, (number, now)
+            self.is_asked = True
+            self._first = (number, now)
             self._say("stopping after this step, with a checkpoint; once more to stop at once")
         elif number != self._first[0] or now - self._first[1] >= REPEAT_S:
             before = self._before.get(signal.Signals(number))

@@ -90,10 +90,12 @@ def train(
         watchdog = stack.enter_context(Watchdog(stall_file, config.train.stall_timeout, expected_s))
         run_directory = stack.enter_context(RunDirectory(config, resumes=resumes))
         directory = run_directory.path
-        checkpoint, savepoint = last_checkpoint(directory / CHECKPOINT_FOLDER), Savepoint.last(directory)
+        checkpoint = last_checkpoint(directory / CHECKPOINT_FOLDER)
+        savepoint = Savepoint.last(directory)
         state = _state_of(checkpoint, savepoint)
         if resumes:
             _check_resumes(directory, config, state, console)
+
         changes = _check_changes(state, config, directory, accepts_changes)
         model, reader = open_model(config)
         tokenizer = load_tokenizer(config)
@@ -102,6 +104,7 @@ def train(
             changes += _check_origin(state, origin, config, directory, console, accepts_changes)
         else:
             write_numbers(directory / NUMBERS_FILE, config, origin)
+
         _check_borders(model, config)
         _check_evaluations(model, config.data)
         session = _open_session(stack, model, config, run_directory, savepoint)
@@ -117,6 +120,7 @@ def train(
         cost_s = expected_cost(session, None if expected is None else expected.forecast)
         if config.output.saves_by_time and not is_done:
             console.print(promise(config.output, room, num_kept, cost_s), markup=False, highlight=False, soft_wrap=True)
+
         _fill(console, session, reader, checkpoint, savepoint)
         if resumes:  # nothing refuses these settings any more
             write_numbers(directory / NUMBERS_FILE, config, origin)
@@ -127,6 +131,7 @@ def train(
         scalars = None
         if config.output.tensorboard:
             scalars = stack.enter_context(Scalars(directory / TENSORBOARD_FOLDER, last_step + 1))
+
         log.write({"step": last_step, **opening(session, _tier_states(session), expected, changes)})
         record = _recorder(log, scalars)
         pace = Pace(cost_s) if config.output.saves_by_time and num_kept else None
@@ -135,12 +140,14 @@ def train(
         run = Loop(config, console, session, text, record, expected, watchdog, saves)
         is_whole = run.steps(state)
         run.report("whole" if is_whole else "stopped")
+
         if not is_whole:
             console.print(f"stopped; `megatier resume {directory}` goes on", highlight=False, soft_wrap=True)
         else:
             if config.output.export:
                 export_end(console, config, session, tokenizer, saves)
             drop_savepoint(session, directory / SAVEPOINT_FOLDER)
+
         if config.output.trace:
             write_trace(directory / TRACE_FILE, run.traced)
 
@@ -169,6 +176,7 @@ def _open_session(
     stack.enter_context(session)
     if savepoint is not None:
         savepoint.check(session, config)
+
     return session
 
 
@@ -189,6 +197,7 @@ def _open_text(
     found = text.state
     if state is not None and not accepts_changes:
         state.check_text(found)
+
     return text
 
 
@@ -222,6 +231,7 @@ def _check_room(config: RunConfig, session: Session, room: Room, is_done: bool) 
     num_kept = output.keep_checkpoints if output.checkpoint_every != 0 else 0
     if output.checkpoint_every == "auto":
         num_kept = room.num_that_fit(num_kept) if output.saves_by_time else 0
+
     room.check(num_kept)
     if output.savepoint_every:
         check_savepoint_room(session, Path(output.directory) / SAVEPOINT_FOLDER)
@@ -268,6 +278,7 @@ def _describe(
     tokens = "a stream of tokens to train on"
     if isinstance(text, PackedText):
         tokens = f"{format_count(text.num_tokens)} tokens to train on"
+
     num_parameters = sum(tensor.num_elements for unit in session.units for tensor in unit.layout.tensors)
     num_trained = sum(tensor.num_elements for unit in session.units for tensor in unit.layout.trained.tensors)
     trained = f" ({format_count(num_trained)} trained)" if num_trained < num_parameters else ""
@@ -281,11 +292,13 @@ def _describe(
     placement = session.placement
     if config.tiers.gpu_limit is not None and session.engine.options.device.type != "cuda":
         console.print("tiers.gpu_limit is ignored: there is no GPU in this run", highlight=False)
+
     if config.tiers.streamed_share:  # given up where no update waits for the norm, RAM spills, or the GPU has no room
         count = len(placement.streamed)
         console.print(f"{count} units stream their state through the GPU to be updated there", highlight=False)
     if placement.spilled:
         console.print(_safety(config, placement, num_kept), highlight=False, soft_wrap=True)
+
     if count := sum(home is Tier.NVME for home in placement.grad_homes.values()):
         words = "sums of groups" if placement.sums_on_gpu else "gradients"
         console.print(f"{words} of {count} units lie on NVMe, because RAM is too short for them", highlight=False)
@@ -300,11 +313,13 @@ def _io_threads(session: Session) -> str:
 def _safety(config: RunConfig, placement: Placement, num_kept: int) -> str:
     """How state on NVMe is updated, and what that leaves of a run that is killed."""
     output = config.output
-    how, last = "in place", "begins again (output.checkpoint_every would save it)"
+    how = "in place"
+    last = "begins again (output.checkpoint_every would save it)"
     if placement.speculative:
         how = "in the backward, before the norm is known"
     elif output.savepoint_every:
         how = "when the norm is known, beside the savepoint"
+
     if output.savepoint_every:
         last = f"goes on from its last savepoint ({output.savepoint_every} steps apart)"
     elif num_kept:
@@ -340,6 +355,7 @@ def _check_state(state: RunState, config: RunConfig, directory: Path, accepts_ch
             f"{directory} goes on from step {state.step}, and train.steps is {config.train.steps}: nothing is left to "
             "do. Raise train.steps to train on, with --accept-changes, since the learning rate depends on it."
         )
+
     return changes
 
 
@@ -378,6 +394,7 @@ def _check_resumes(directory: Path, config: RunConfig, state: RunState | None, c
         if state is None:
             remedy = "It has no checkpoint to go on from: train its model in another run, with model.path."
         raise ConfigError(f"{directory} holds a whole run: {MODEL_FOLDER} is there. {remedy}")
+
     if state is None:
         console.print("no checkpoint yet: the run begins again")
 
@@ -397,11 +414,13 @@ def _fill(
     else:
         session.load(reader)
         what = "weights"
+
     console.print(f"{what} in place ({format_seconds(time.perf_counter() - began)})", highlight=False)
 
 
 def _tier_states(session: Session) -> list[TierState]:
-    state, other = session.placement.state_bytes, session.placement.other_bytes
+    state = session.placement.state_bytes
+    other = session.placement.other_bytes
     return [
         TierState(tier, state.get(tier, 0), other.get(tier, 0), session.store.usage(tier)["budget"]) for tier in Tier
     ]

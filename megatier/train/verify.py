@@ -18,7 +18,8 @@ from megatier.session.session import Session
 from megatier.tier import Activations, Kind, Tier
 
 STEPS = 5
-SEQUENCES, SEQUENCE_LENGTH = 4, 32
+SEQUENCES = 4
+SEQUENCE_LENGTH = 32
 MODEL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 512,
@@ -64,6 +65,7 @@ def verify(device: str, directory: Path, console: Console) -> bool:
                 verdict = "[green]equal[/]" if digest == expected else "[red]different[/]"
                 mode = "global" if clip is not None else "off"
                 table.add_row(name, activations, mode, f"{moved / 1e6:.1f} MB", digest, verdict)
+
     console.print(table)
     total = len(PLACEMENTS) * len(Activations) * 2
     outcome = "bit-identical" if agree else "NOT identical; please report this with `megatier doctor`"
@@ -87,6 +89,7 @@ def _run(device: str, directory: Path, placement: str, activations: str, clip: f
     train = TrainConfig(steps=STEPS, batch=SEQUENCES, activations=activations, clip=clip, weight_decay=0.1)  # type: ignore[arg-type]
     digest = hashlib.sha256()
     numerics = NumericsConfig(guard=clip is not None)  # without both, updates run inside the backward
+
     with Session(model, ModelConfig(config=MODEL), tiers, train, numerics, SEQUENCE_LENGTH) as session:
         session.load(Initialiser(model, seed=0))
         torch.manual_seed(0)
@@ -95,13 +98,16 @@ def _run(device: str, directory: Path, placement: str, activations: str, clip: f
             tokens = torch.randint(0, 512, (SEQUENCES, SEQUENCE_LENGTH), generator=generator)
             result = session.engine.train_step(step, 1e-3, [{"input_ids": tokens, "labels": tokens}])
             digest.update(repr((result.loss, result.grad_norm)).encode())
+
         session.player.drain()
         for unit in session.units:
             for kind in (Kind.WEIGHT, Kind.REMAINDER, Kind.EXP_AVG, Kind.EXP_AVG_SQ):
                 plane = session.read_plane(unit, kind, 0, unit.layout.num_elements)
                 digest.update(plane.view(torch.uint8).numpy().tobytes())
+
         if state == ("gpu", "ram", "nvme"):
             assert all(session.placement.state_bytes.get(tier) for tier in Tier), "this placement is meant to be mixed"
         assert bool(session.placement.streamed) is bool(share and clip), "this placement is meant to stream"
         moved = session.store.moved_bytes
+
     return digest.hexdigest()[:8], moved["nvme_to_ram"] + moved["ram_to_nvme"]

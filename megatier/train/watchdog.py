@@ -51,7 +51,8 @@ class Patience:
 
     def __init__(self, least_s: float, expected_s: float) -> None:
         """expected_s: that it may take in any case; 0: not known."""
-        self._least_s, self._longest_s = least_s, 0.0
+        self._least_s = least_s
+        self._longest_s = 0.0
         self.expected_s = expected_s
         self._seen: object = None
         self.quiet_s = 0.0
@@ -61,7 +62,8 @@ class Patience:
         """True when what is seen was the same for too long; `seconds` have passed since the last look."""
         if seen is None or seen != self._seen:
             self._longest_s = max(self._longest_s, self.quiet_s)
-            self._seen, self.quiet_s = seen, 0.0
+            self._seen = seen
+            self.quiet_s = 0.0
             return False
         self.quiet_s += seconds
         return self.quiet_s >= max(self._least_s, MULTIPLE * max(self._longest_s, self.expected_s))
@@ -78,7 +80,8 @@ class Watchdog:
             least_s: seconds without progress before which it does not act; 0: it never does.
             expected_s: of a step as predicted; 0: not known.
         """
-        self._path, self._patience = path, Patience(least_s, expected_s)
+        self._path = path
+        self._patience = Patience(least_s, expected_s)
         self._look_s = min(LOOK_S_MAX, least_s / LOOKS_MIN)
         self._player: Player | None = None
         self._error: StallError | None = None
@@ -138,6 +141,7 @@ class Watchdog:
                 if not self._patience.ends(progress(self._player), self._look_s):
                     continue
                 self._stop(self._player)
+
             if not self._closed.wait(GRACE_S):
                 self._exit()
             return
@@ -213,6 +217,7 @@ def describe_queue(state: QueueState, cause: str | None) -> Iterator[str]:
             yield from (
                 f"    {word} {line}" for line in shortened([other for other in others if not other.seen_done()])
             )
+
     yield from (f"    in flight: {line}" for line in shortened(state.in_flight))
 
 
@@ -228,7 +233,8 @@ def shortened(transfers: Sequence[Transfer]) -> Iterator[str]:
 
 def describe_compute(player: Player) -> Iterator[str]:
     """Lines on the pass and on who waits for compute."""
-    entered, planned = tuple(player.accesses), player.timeline.accesses if player.timeline is not None else ()
+    entered = tuple(player.accesses)
+    planned = player.timeline.accesses if player.timeline is not None else ()
     names = [f"{access.unit} ({access.phase}, group {access.group})" for access in (*entered, *planned[len(entered) :])]
     last = f", the last is {names[len(entered) - 1]}" if entered else ""
     yield f"compute: {len(entered)} accesses begun{last}; {player.gate.count} are over"
