@@ -1,6 +1,6 @@
 """What each lever is worth: rows of bench_step.py with one thing changed, beside what was expected of it.
 
-python bench/ablation.py [NAME ...]        writes bench/results/ablation_<date>.json
+python bench/ablation.py [NAME ...]        writes bench/results/<machine>/ablation.json
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from record import RESULTS, facts
+from record import facts, folder_of, write_row
 
 GIB = 1 << 30
 SCRIPT = Path(__file__).parent / "bench_step.py"
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"changes to measure, of {', '.join(CHANGES)} (default: all)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each (default 4)")
-    parser.add_argument("--output", type=Path, help="JSON file (default: in bench/results/)")
+    parser.add_argument("--output", type=Path, help="JSON file (default: bench/results/<machine>/ablation.json)")
     options = parser.parse_args()
     if unknown := set(options.names) - set(CHANGES):
         parser.error(f"no such change: {', '.join(sorted(unknown))}")
@@ -78,8 +78,8 @@ def main() -> None:
             results[name]["error"] = run.stderr.strip().splitlines()[-1:]
         found = measured.get("median_seconds", float("nan"))
         print(f"{name:18} predicted {change.predicted_s:.2f} s, measured {found:.3f} s", flush=True)
-        path = options.output or RESULTS / f"ablation_{known['date'][:10]}.json"
-        path.write_text(json.dumps(known | {"changes": results}, indent=2, default=str) + "\n", encoding="utf-8")
+        path = options.output or folder_of(known["machine"]) / "ablation.json"
+        write_row(known | {"changes": results}, path)
 
 
 if __name__ == "__main__":

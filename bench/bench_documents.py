@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from peers.shapes import SHAPES, llama_config
-from record import RESULTS, facts, write_row
+from record import facts, folder_of, write_row
 
 from megatier.config.schema import DataConfig, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import build_skeleton
@@ -78,14 +78,14 @@ def main() -> None:
     parser.add_argument("--shape", default="3b", choices=SHAPES)
     for name, value in {"layers": 4, "batch": 4, "sequence": 8192, "document": 1024, "steps": 6, "gpu": 30}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--output", type=Path, help="default: bench/results/documents_<date>.json")
+    parser.add_argument("--output", type=Path, help="default: bench/results/<machine>/documents.json")
     arguments = parser.parse_args()
     variants = [name for name in VARIANTS if torch.cuda.is_available() or name != "apart_flex"]
     runs = [(name, measure(arguments, name)) for _ in range(2) for name in variants]
     found = {name: [run for other, run in runs if other == name] for name in variants}
     settings = {key: value for key, value in vars(arguments).items() if key != "output"}
     known = facts()
-    path = arguments.output or RESULTS / f"documents_{known['date'][:10]}.json"
+    path = arguments.output or folder_of(known["machine"]) / "documents.json"
     write_row(known | {"settings": settings, "variants": found}, path)
     print(path)
 

@@ -7,29 +7,24 @@ Both train the same Llama from the same weights on the same tokens in one proces
 
 A megatier step carries the update of the step before it, so in a row of steps each has exactly one.
 
-python bench/bench_overhead.py                 the comparison; writes bench/results/step_overhead_<date>.json
+python bench/bench_overhead.py                 the comparison; writes bench/results/<machine>/step_overhead.json
 python bench/bench_overhead.py --profile       cost of streaming per use of a unit, on tiny tensors
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
-import platform
-import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
 import torch
+from record import facts, folder_of, write_row
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -250,31 +245,7 @@ def _watch(stack: ExitStack, kind: type[Any], name: str) -> list[int]:
     return times
 
 
-# ---------------------------------------------------------------------- the record
-
-
-def facts() -> dict[str, Any]:
-    """Where and with what this was measured."""
-    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    models = Counter(line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
-    folder = Path(__file__).parent
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=folder)
-    changes = subprocess.run(["git", "status", "--short"], capture_output=True, text=True, check=False, cwd=folder)
-    packages = ("torch", "transformers", "numpy")
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-        "is_changed": bool(changes.stdout.strip()),
-        "command": " ".join(["python", *sys.argv]),
-        "machine": {
-            "cpu": next(iter(models), platform.processor()),
-            "cores": cores_usable(),
-            "ram_bytes": psutil.virtual_memory().total,
-            "load_before": psutil.getloadavg(),
-        },
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in packages},
-    }
+# ---------------------------------------------------------------------- the command
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -296,7 +267,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--fused-loss", action=argparse.BooleanOptionalAction, default=True, help="megatier's loss node"
     )
     parser.add_argument("--profile", action="store_true", help="cost per use of a unit instead")
-    parser.add_argument("--output", type=Path, help="JSON file (default: bench/results/ by kind and date)")
+    parser.add_argument("--output", type=Path, help="JSON file (default: bench/results/<machine>/, by kind)")
     return parser.parse_args(argv)
 
 
@@ -313,9 +284,8 @@ def main() -> None:
         medians = result["median_seconds"]
         print(f"plain {medians['plain']:.3f} s, megatier {medians['megatier']:.3f} s, ratio {result['ratio']:.3f}")
     kind = "step_profile" if options.profile else "step_overhead"
-    path = options.output or Path(__file__).parent / "results" / f"{kind}_{result['date'][:10]}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2, default=str) + "\n", encoding="utf-8")
+    path = options.output or folder_of(result["machine"]) / f"{kind}.json"
+    write_row(result, path)
     print(f"written to {path}")
 
 

@@ -5,7 +5,7 @@ of steps each has exactly one. Weights are one random block repeated, laid strai
 depend on their values, and a real initialisation takes longer than the steps. The compute-only bound of the same shape
 is measured in the same run, before the model is built.
 
-python bench/bench_step.py --row 1 [--steps 6]          writes bench/results/megatier_row1_<date>.json
+python bench/bench_step.py --row 1 [--steps 6]          writes bench/results/<machine>/row1.json
 python bench/bench_step.py --row 11 --nvme DIR          rows 11 to 16 need a directory on the drive
 python bench/bench_step.py --row 11 --plan MACHINE.yaml forecasts the row, without a GPU
 """
@@ -13,7 +13,6 @@ python bench/bench_step.py --row 11 --plan MACHINE.yaml forecasts the row, witho
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ import torch
 import yaml
 from bound import bound_of
 from peers.shapes import SHAPES, TFLOPS_FORMULA, llama_config, peak_gpu_bytes, peak_ram_bytes
-from record import RESULTS, Row, row, write_row
+from record import RESULTS, Row, default_output, row, write_row
 
 from megatier.config.schema import DataConfig, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.hardware import set_cuda_defaults
@@ -312,15 +311,15 @@ def main() -> None:
     parser.add_argument("--bound", action=argparse.BooleanOptionalAction, default=True, help="measure the bound too")
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--trace", type=Path, help="write the last step in the Chrome trace format")
-    parser.add_argument("--output", type=Path, help="JSON file (default: bench/results/megatier_row<N>_<date>.json)")
+    parser.add_argument("--output", type=Path, help="JSON file (default: bench/results/<machine>/row<N>.json)")
     parser.add_argument("--nvme", type=Path, help="directory for block files, on the drive to measure")
     parser.add_argument("--plan", type=Path, metavar="MACHINE", help="do not run: forecast the row on this machine")
     options = parser.parse_args()
     run = changed(ROWS[options.row], options.set)
     if options.plan is not None:
         made = forecast(run, options.plan)
-        path = options.output or RESULTS / f"plan_row{options.row}.json"
-        path.write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+        path = options.output or RESULTS / options.plan.stem / "plans" / f"row{options.row}.json"
+        write_row(made, path)
         print({key: made[key] for key in ("seconds", "tokens_per_s", "attainment", "bound_by", "hidden_at_tokens")})
         return
     if run.nvme and options.nvme is None:
@@ -337,7 +336,7 @@ def main() -> None:
     )
     result["row"] = options.row
     picture = draw(events, f"{run.shape}, {run.batch} x {run.sequence} tokens, {run.what}")
-    path = options.output or RESULTS / f"megatier_row{options.row}_{result['date'][:10]}.json"
+    path = options.output or default_output(result)
     write_row(result, path)
     path.with_suffix(".svg").write_text(picture, encoding="utf-8")
     if options.trace is not None:

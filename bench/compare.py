@@ -1,12 +1,12 @@
 """Systems side by side: one table of measured rows, each against a baseline at the same shape and tokens a step.
 
-python bench/compare.py                                     every row in bench/results/
+python bench/compare.py                                     the newest rows of every machine in bench/results/
 python bench/compare.py A.json B.json --baseline fsdp2_offload
 python bench/compare.py --run fsdp2_offload,deepspeed_zero3,megatier --shape 3b --batch 16 --seq 1024 --rounds 3
 
 With --run each system runs in a process of its own, one after the other, round by round in turned order; the rounds of
-a system make one row in bench/results/. A system that fails gets a row that says so. Rows with a `source` are quoted,
-not run: the table marks them as stored. The baseline, unless named, is the fastest peer.
+a system make one row in bench/results/<machine>/. A system that fails gets a row that says so. Rows with a `source` are
+quoted, not run: the table marks them as stored. The baseline, unless named, is the fastest peer.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def sources(rows: Sequence[Row]) -> list[str]:
 
 
 def run_all(options: argparse.Namespace) -> list[Row]:
-    """Every chosen system in alternated rounds; a row of each, written to `--directory`."""
+    """Measure every chosen system in alternated rounds; write and return one row of each."""
     names = [name for name in options.run.split(",") if name]
     commands = {name: command_of(name, options) for name in names}
     rounds: dict[str, list[Row]] = {name: [] for name in names}
@@ -144,10 +144,21 @@ def run_all(options: argparse.Namespace) -> list[Row]:
             rounds[name].append(run_one(name, commands[name], options))
     rows = [merged(parts) for parts in rounds.values()]
     for row in rows:
-        path = options.directory / default_output(row).name
+        path = output_of(row, options.directory)
         write_row(row, path)
         print(f"written to {path}")
     return rows
+
+
+def output_of(row: Row, directory: Path | None) -> Path:
+    """File of a merged row, in the directory or else in its machine's folder.
+
+    A row of `bench_step.py` gets another name than that script's own result, so that it does not take its place.
+    """
+    path = default_output(row)
+    if "row" in row:
+        path = path.with_stem(f"{path.stem}_beside_peers")
+    return path if directory is None else directory / path.name
 
 
 def command_of(name: str, options: argparse.Namespace) -> list[str]:
@@ -217,19 +228,22 @@ def merged(parts: Sequence[Row]) -> Row:
 
 
 def load(files: Sequence[Path]) -> list[Row]:
-    """Rows of the files, or of every file in `bench/results/` that has some.
+    """Rows of the files, or of the newest results that have some: those of all machines, and the quoted ones.
+
+    What lies deeper in `bench/results/` is not read: plans, and the experiments of the log.
 
     Raises:
         RowError: a file that cannot be read, or with rows that lack something.
     """
-    chosen = files or [path for path in sorted(RESULTS.glob("*.json")) if has_rows(path)]
+    newest = sorted([*RESULTS.glob("*.json"), *RESULTS.glob("*/*.json")])
+    chosen = files or [path for path in newest if has_rows(path)]
     return [row for path in chosen for row in read_rows(path)]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, metavar="RESULT.json", help="default: all in bench/results/")
+    parser.add_argument("files", nargs="*", type=Path, metavar="RESULT.json", help="default: all newest results")
     parser.add_argument("--baseline", metavar="NAME", help="system that ratios refer to (default: the fastest peer)")
     parser.add_argument("--run", metavar="NAMES", help=f"measure first; of {', '.join(SCRIPTS)}, with commas between")
     parser.add_argument("--rounds", type=int, default=1, help="with --run: alternated rounds (default 1)")
@@ -241,7 +255,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--row", type=int, help="row of bench_step.py (default: free budgets at the shape)")
     parser.add_argument("--path", type=Path, help="a directory on a real drive, for NVMe")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds a run may take (default 1800)")
-    parser.add_argument("--directory", type=Path, default=RESULTS, help="where --run writes (default bench/results/)")
+    parser.add_argument("--directory", type=Path, help="where --run writes (default bench/results/<machine>/)")
     options = parser.parse_args(argv)
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")

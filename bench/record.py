@@ -152,10 +152,25 @@ def failed_row(system: str, shape: str, *, batch: int, sequence_length: int, err
     return known | {"tokens_per_step": batch * sequence_length, "error": error} | facts()
 
 
+def folder_of(where: dict[str, Any]) -> Path:
+    """Folder of a machine's results: named after its first GPU (`h200`), or after its cores if it has none (`2_cores`).
+
+    Args:
+        where: what `machine` returned.
+    """
+    gpu = (where["gpu"] or "").partition(",")[0].removeprefix("NVIDIA ")
+    name = re.sub(r"\W+", "_", gpu).lower() or f"{where['cores']}_cores"
+    return RESULTS / name
+
+
 def default_output(result: Row) -> Path:
-    """File of a row in `bench/results/`: by system, its own row number if it has one, shape, tokens a step and date."""
-    who = result["system"] + (f"_row{result['row']}" if "row" in result else "")
-    return RESULTS / f"{who}_{result['shape']}_{result['tokens_per_step']}_{result['date'][:10]}.json"
+    """File of a row in its machine's folder: by its row number, or by system, shape and tokens a step if it has none.
+
+    The name holds no date or commit, so a newer result takes the place of the older one.
+    """
+    peer = f"{result['system']}_{result['shape']}_{result['tokens_per_step']}"
+    name = f"row{result['row']}" if "row" in result else peer
+    return folder_of(result["machine"]) / f"{name}.json"
 
 
 def write_row(result: Row, path: Path) -> None:

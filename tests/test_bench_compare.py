@@ -13,7 +13,19 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import compare
 from peers.shapes import SHAPES, Shape, build
-from record import COMMON_KEYS, MEASURED_KEYS, RESULTS, Row, RowError, facts, has_rows, read_rows, row, write_row
+from record import (
+    COMMON_KEYS,
+    MEASURED_KEYS,
+    RESULTS,
+    Row,
+    RowError,
+    default_output,
+    facts,
+    has_rows,
+    read_rows,
+    row,
+    write_row,
+)
 
 
 def made_up(system: str, seconds: float, batch: int = 2, shape: str = "3b", **more: object) -> Row:
@@ -107,7 +119,7 @@ def test_results_of_the_repository_are_read_and_stored_ones_are_flagged(capsys: 
     text = capsys.readouterr().out
     assert "stored, not rerun" in text
     assert "stored: measured by us on one H200" in text
-    assert not has_rows(RESULTS / "h200_llama8b_ram.json")
+    assert not has_rows(RESULTS / "h200" / "bounds.json")
 
 
 def test_row_written_and_read_again_is_the_same(tmp_path: Path) -> None:
@@ -213,5 +225,25 @@ def test_facts_name_the_command_without_where_its_result_went(
 
 
 def test_stored_results_name_no_path_of_a_machine() -> None:
-    texts = {path.name: path.read_text(encoding="utf-8") for path in RESULTS.glob("*.json")}
+    texts = {path: path.read_text(encoding="utf-8") for path in RESULTS.rglob("*.json*")}
+    assert texts
     assert not [name for name, text in texts.items() if re.search(r"/(root|home|tmp)/", text)]
+
+
+def test_stored_results_are_all_in_the_index_and_the_index_names_no_other() -> None:
+    index = (RESULTS / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"\]\(([\w./-]+\.jsonl?)\)", index)
+    stored = [path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.json*")]
+    assert sorted(named) == sorted(stored)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "folder"),
+    [("NVIDIA H200, 580.159.04", "h200"), ("NVIDIA GeForce RTX 4090, 1.2", "geforce_rtx_4090"), (None, "2_cores")],
+)
+def test_default_output_is_in_the_folder_of_the_machine(gpu: str | None, folder: str) -> None:
+    peer = made_up("fast", 2.0, machine={"gpu": gpu, "cores": 2})
+    ours = made_up("megatier", 2.0, machine={"gpu": gpu, "cores": 2}, row=5)
+    assert default_output(peer) == RESULTS / folder / "fast_3b_200.json"
+    assert default_output(ours) == RESULTS / folder / "row5.json"
+    assert compare.output_of(ours, None) == RESULTS / folder / "row5_beside_peers.json"

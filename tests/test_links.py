@@ -11,7 +11,10 @@ from test_docs import ROOT
 
 PAGES = sorted(
     page.relative_to(ROOT).as_posix()
-    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.md"))
+    for page in (
+        *ROOT.glob("*.md"),
+        *(page for folder in ("docs", "bench", ".github") for page in (ROOT / folder).rglob("*.md")),
+    )
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)

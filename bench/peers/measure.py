@@ -33,7 +33,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--groups", type=int, default=1, help="forward and backward passes a step (default 1)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps, after a first one (default 4)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a smoke run (default cuda)")
-    parser.add_argument("--output", type=Path, help="JSON file (default: in bench/results/)")
+    parser.add_argument("--output", type=Path, help="JSON file (default: in bench/results/<machine>/)")
     return parser
 
 

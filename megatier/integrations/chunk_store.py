@@ -1,7 +1,7 @@
 """The chunks of an optimizer in a store of their own.
 
-Between steps every chunk is at home, in RAM or on NVMe, or on its way there. For its update it comes to the tier where
-its parameters are. On a GPU it passes through slots in GPU memory, and from NVMe through RAM slots as well.
+Between steps every chunk is at home, in RAM or on NVMe, or on its way there. For its update it comes to the tier of
+its parameters. For a GPU it passes through slots in GPU memory, and a chunk from NVMe through RAM slots as well.
 """
 
 from __future__ import annotations
@@ -19,32 +19,36 @@ from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 
 
 class ChunkStore:
-    """State of zeros, to begin with. Use it from one thread.
+    """The chunks of a plan, which hold zeros at first. Use it from one thread.
 
     Attributes:
-        chunks: all of them, in the order of the parameters.
-        tier: where they are updated.
+        chunks: all chunks, in the order of the parameters.
+        tier: the tier in which they are updated.
     """
 
     def __init__(self, plan: ChunkPlan, nvme: Sequence[str], device: torch.device, tier: Tier) -> None:
         """Allocate all memory and files of a plan.
 
         Args:
-            plan: cuts and homes.
-            nvme: mounts, used if something lies there.
-            device: of the gpu tier.
-            tier: where chunks are updated; ram or gpu.
+            plan: cuts and homes of the chunks.
+            nvme: mounts, which are opened only if a chunk lies there.
+            device: device of the gpu tier.
+            tier: the tier in which chunks are updated; ram or gpu.
 
         Raises:
             CapacityError: the system has less memory or disk than the budgets say.
             TransferError: a drive failed while its file was filled.
         """
-        self.chunks, self.tier = plan.chunks, tier
-        gpu_slots, ram_slots = SLOTS if tier is Tier.GPU else 0, plan.num_ram_slots
+        self.chunks = plan.chunks
+        self.tier = tier
+        gpu_slots = SLOTS if tier is Tier.GPU else 0
+        ram_slots = plan.num_ram_slots
         slot_bytes = max(PAGE_BYTES, round_up(plan.slot_bytes))
         ram = plan.num_bytes(Tier.RAM) + ram_slots * slot_bytes
         drives = nvme if plan.num_bytes(Tier.NVME) else ()
         self._store = TieredStore.open(gpu=gpu_slots * slot_bytes, ram=ram, nvme=drives, device=str(device))
+
+        # The store has created files by now, which only `close` removes.
         try:
             for chunk in self.chunks:
                 self._store.register(BlockSpec(chunk.key, chunk.num_bytes, chunk.home, Kind.MOMENTS))
@@ -58,15 +62,16 @@ class ChunkStore:
     # ------------------------------------------------------------------ for updates
 
     def prefetch(self, chunk: Chunk) -> None:
-        """Start bringing a chunk to where it is updated."""
+        """Start bringing a chunk to the tier in which it is updated."""
         self._store.prefetch(chunk.key, self.tier, wait=True)
 
     def lease(self, chunk: Chunk) -> Lease:
-        """A chunk where it is updated."""
+        """Wait for a chunk in the tier in which it is updated, and return the right to use it."""
         return self._store.lease(chunk.key, self.tier, wait=True)
 
     def give_back(self, chunk: Chunk, lease: Lease) -> None:
-        """The chunk was changed: start its way home."""
+        """Give a chunk back that was changed, and start its way home."""
+        # Dirty before the lease ends: a slot that is neither leased nor dirty may be taken for another chunk.
         self._store.mark_dirty(chunk.key, self.tier)
         lease.release()
         self._leave(chunk, self.tier)
@@ -74,10 +79,15 @@ class ChunkStore:
     # ------------------------------------------------------------------ for saving and loading
 
     def read(self) -> Generator[tuple[Chunk, Tensor]]:
-        """Every chunk in RAM, uint8, one after another, each valid until the next. Close it: none is kept then."""
+        """Yield every chunk with its bytes in RAM, uint8, each valid until the next one.
+
+        Close the generator if you do not exhaust it, because it holds the lease of the chunk that it gave last.
+        """
         for number, chunk in enumerate(self.chunks):
             for ahead in self.chunks[number : number + AHEAD + 1]:
                 self._store.prefetch(ahead.key, Tier.RAM, wait=True)
+
+            # What the caller raises meets a chunk that is only read, so that nothing is half done then.
             tear = self._store.tear
             with tear.call, self._store.lease(chunk.key, Tier.RAM, wait=True) as lease, tear.waiting():
                 yield chunk, lease.bytes
@@ -85,7 +95,7 @@ class ChunkStore:
 
     @contextmanager
     def overwrite(self, chunk: Chunk) -> Iterator[Tensor]:
-        """A chunk in RAM, uint8, every byte of which is new afterwards."""
+        """Yield the bytes of a chunk in RAM, uint8, every one of which the caller overwrites."""
         with self._store.lease(chunk.key, Tier.RAM, fresh=True, wait=True) as lease:
             yield lease.bytes
             self._store.mark_dirty(chunk.key, Tier.RAM)
@@ -93,22 +103,26 @@ class ChunkStore:
 
     @property
     def is_torn(self) -> bool:
-        """Something broke off while a chunk was taken or given back."""
+        """Whether something broke off while a chunk was taken or given back."""
         return self._store.tear.is_torn
 
     def reset(self) -> None:
-        """After something broke off: nobody has a chunk any more. Overwrite all of them."""
+        """Take all chunks back after something broke off. Overwrite all of them afterwards."""
         self._store.reset()
 
     def close(self) -> None:
-        """Finish all moves, remove the files, free the memory. Safe to call twice."""
+        """Finish all moves, remove the files and free the memory. Closing twice is safe."""
         self._store.close()
 
     def _leave(self, chunk: Chunk, tier: Tier) -> None:
-        """Free the chunk's slot in a tier, behind the move of what home has not."""
+        """Free the chunk's slot in a tier, after the bytes that home does not have yet have left it."""
         if chunk.home is tier:
             return
+
+        # Neither call waits for the move: a copy that is evicted while it is written stays until that went well.
         self._store.write_back(chunk.key, tier, wait=True)
         self._store.evict(chunk.key, tier)
+
+        # From the GPU a chunk at home on NVMe comes into a RAM slot, from which it has to go on.
         if tier is Tier.GPU:
             self._leave(chunk, Tier.RAM)

@@ -1,8 +1,8 @@
 """Chunks: how the state of an optimizer's parameters is cut, and where each piece lies. Pure arithmetic.
 
-A chunk is one block of the store: both moments of so many elements, of one parameter or of several, and beside a bf16
-parameter the remainder of its fp32 master. Chunks at home in RAM and on NVMe alternate as evenly as the budget allows,
-so that the drive works while those in RAM are updated.
+A chunk is one block of the store. It holds both moments of so many elements, of one parameter or of several, and for
+bf16 parameters also the remainder of the fp32 master. Chunks at home in RAM and on NVMe alternate as evenly as the
+budget allows, so that the drive works while those in RAM are updated.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from megatier.schedule.sizes import bytes_per_element, state_kinds
 from megatier.tier import Kind, Tier, round_up
 
 CHUNK_ELEMENTS_MAX = 4 << 20
-"""32 to 40 MiB: drives and links are at full speed well below it."""
+"""Elements of a chunk at most: 32 to 40 MiB, and drives and links are at full speed well below that."""
 CHUNK_ELEMENTS_MIN = 2048
+"""Elements of a chunk at least, however small the RAM budget is; a multiple of the alignment."""
 AHEAD = 2
 """Chunks on their way while one is updated."""
 SLOTS = 5
 """Chunks in slots at once: AHEAD, the one that is updated, the one whose update begins, and one that leaves."""
 SLOTS_SHARE = 2
-"""Chunks are so small that slots take at most one part in so many of the RAM budget."""
+"""Chunks are cut so small that slots take at most one part in so many of the RAM budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSize:
-    """What cutting needs to know of a parameter."""
+    """The facts of a parameter that decide how its state is cut."""
 
     index: int
-    """Among all parameters of the optimizer."""
+    """Number of the parameter among all parameters of the optimizer."""
     num_elements: int
     is_split: bool
-    """bf16, with a remainder; else fp32, its own master."""
+    """True for bf16, whose master has a remainder; False for fp32, which is its own master."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,14 @@ class Run:
     stop: int
     is_split: bool
     offset: int
-    """First byte in the chunk."""
+    """First byte of the run in the chunk."""
 
     @property
     def planes(self) -> dict[Kind, tuple[int, int]]:
         """Bytes [start, stop) of the chunk by kind; each plane starts at a multiple of 256 bytes."""
-        found, offset, padded = {}, self.offset, round_up(self.stop - self.start, ALIGN_ELEMENTS)
+        found = {}
+        offset = self.offset
+        padded = round_up(self.stop - self.start, ALIGN_ELEMENTS)
         for kind, width in _widths(self.is_split).items():
             found[kind] = (offset, offset + width * (self.stop - self.start))
             offset += width * padded
@@ -59,13 +62,13 @@ class Run:
 
     @property
     def num_bytes(self) -> int:
-        """With the padding behind each plane."""
+        """Bytes of the run, with the padding at the end of each plane."""
         return sum(_widths(self.is_split).values()) * round_up(self.stop - self.start, ALIGN_ELEMENTS)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What moves at once."""
+    """A piece of state that moves at once: a block of the store."""
 
     key: str
     runs: tuple[Run, ...]
@@ -79,12 +82,12 @@ class ChunkPlan:
 
     chunks: tuple[Chunk, ...]
     slot_bytes: int
-    """Of the largest chunk."""
+    """Bytes of the largest chunk, before they are rounded up to pages."""
     num_ram_slots: int
-    """0 where all are at home in RAM."""
+    """Slots in RAM for chunks at home on NVMe; 0 if all chunks are at home in RAM."""
 
     def num_bytes(self, home: Tier) -> int:
-        """Bytes of the chunks at home in a tier, in whole pages."""
+        """Return the bytes of the chunks at home in a tier, in whole pages."""
         return sum(round_up(chunk.num_bytes) for chunk in self.chunks if chunk.home is home)
 
 
@@ -92,13 +95,14 @@ def plan_chunks(sizes: Sequence[ParameterSize], ram: int, nvme: int) -> ChunkPla
     """Cut the state and give each chunk its home.
 
     Args:
-        sizes: of the parameters.
-        ram: budget in bytes, slots included.
-        nvme: budget in bytes.
+        sizes: the parameters, in the order in which they are updated.
+        ram: RAM budget in bytes, slots included.
+        nvme: NVMe budget in bytes.
 
     Raises:
         PlanError: the state does not fit the budgets.
     """
+    # All of it in RAM needs no slots, so chunks may have their largest size.
     whole = _cut(sizes, CHUNK_ELEMENTS_MAX)
     needed = sum(round_up(size) for _, size in whole)
     if needed <= ram:
@@ -107,12 +111,15 @@ def plan_chunks(sizes: Sequence[ParameterSize], ram: int, nvme: int) -> ChunkPla
         raise PlanError(
             "optimizer state in RAM", needed, ram, f"Raise ram to at least {at_least(needed)}, or name a drive in nvme."
         )
+
+    # Slots have the size of the largest chunk and come out of the RAM budget, so with little RAM chunks are smaller.
     per_element = sum(_widths(any(size.is_split for size in sizes)).values())
     fits = ram // (SLOTS_SHARE * SLOTS * per_element) // CHUNK_ELEMENTS_MIN * CHUNK_ELEMENTS_MIN
     pieces = _cut(sizes, min(max(fits, CHUNK_ELEMENTS_MIN), CHUNK_ELEMENTS_MAX))
     slots = SLOTS * round_up(max(size for _, size in pieces))
     if slots > ram:
         raise PlanError("RAM slots for state on NVMe", slots, ram, f"Raise ram to at least {at_least(slots)}.")
+
     plan = _plan(pieces, _spread([round_up(size) for _, size in pieces], ram - slots), SLOTS)
     if (spilled := plan.num_bytes(Tier.NVME)) > nvme:
         raise PlanError("optimizer state on NVMe", spilled, nvme, "Give nvme more space, or raise ram.")
@@ -120,6 +127,7 @@ def plan_chunks(sizes: Sequence[ParameterSize], ram: int, nvme: int) -> ChunkPla
 
 
 def _plan(pieces: Sequence[tuple[tuple[Run, ...], int]], homes: Sequence[Tier], num_ram_slots: int) -> ChunkPlan:
+    """Name the pieces, in order, and give each its home."""
     chunks = [
         Chunk(f"chunk{number}", runs, size, home)
         for number, ((runs, size), home) in enumerate(zip(pieces, homes, strict=True))
@@ -128,26 +136,37 @@ def _plan(pieces: Sequence[tuple[tuple[Run, ...], int]], homes: Sequence[Tier], 
 
 
 def _cut(sizes: Iterable[ParameterSize], chunk_elements: int) -> list[tuple[tuple[Run, ...], int]]:
-    """Runs and bytes of each chunk. Large parameters are cut, small ones share a chunk."""
+    """Return runs and bytes of each chunk. Large parameters are cut, and small ones share a chunk."""
     pieces: list[tuple[tuple[Run, ...], int]] = []
     runs: list[Run] = []
-    room, offset = chunk_elements, 0
+    room = chunk_elements
+    offset = 0
     for size in sizes:
         start = 0
         while start < size.num_elements:
             run = Run(size.index, start, min(size.num_elements, start + room), size.is_split, offset)
             runs.append(run)
-            start, offset = run.stop, offset + run.num_bytes
+            start = run.stop
+            offset += run.num_bytes
+
+            # Padding takes room too. Chunks have a multiple of the alignment, so the room comes to exactly 0.
             room -= round_up(run.stop - run.start, ALIGN_ELEMENTS)
             if not room:
                 pieces.append((tuple(runs), offset))
-                runs, room, offset = [], chunk_elements, 0
+                runs = []
+                room = chunk_elements
+                offset = 0
     return [*pieces, (tuple(runs), offset)] if runs else pieces
 
 
 def _spread(sizes: Sequence[int], room: int) -> list[Tier]:
-    """Homes of chunks of these bytes: RAM for as many as fit, evenly among the others."""
-    homes, total, credit = [], sum(sizes), 0
+    """Return the homes of chunks of these bytes: RAM for as many as fit, spread evenly among the others."""
+    homes = []
+    total = sum(sizes)
+
+    # Each chunk earns its share of the room and pays its whole size to be in RAM. The credit, counted in bytes times
+    # `total` so that it is a whole number, is never below 0: so those in RAM never take more than the room.
+    credit = 0
     for size in sizes:
         credit += size * room
         homes.append(Tier.RAM if credit >= size * total else Tier.NVME)
@@ -156,6 +175,6 @@ def _spread(sizes: Sequence[int], room: int) -> list[Tier]:
 
 
 def _widths(is_split: bool) -> dict[Kind, int]:
-    """Bytes an element by kind, of the state that lies beside the parameter."""
+    """Return the bytes an element by kind, of the state without the weights, which are the parameter itself."""
     kinds = (kind for kind in state_kinds(split=is_split) if kind is not Kind.WEIGHT)
     return {kind: bytes_per_element(kind, split=is_split) for kind in kinds}

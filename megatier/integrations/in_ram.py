@@ -12,25 +12,32 @@ from megatier.models.decoder import Unit
 
 
 class InRam:
-    """The weights of a model in RAM, a source for `Session.load`."""
+    """The weights of a model in RAM, as a source for `Session.load`. The model is only read."""
 
     def __init__(self, model: PreTrainedModel, skeleton: PreTrainedModel) -> None:
-        """Copy buffers, generation settings, and which parameters are frozen.
+        """Give the skeleton the model's buffers, its generation settings and its choice of frozen parameters.
+
+        Args:
+            model: the model in RAM.
+            skeleton: a model of the same config on meta, whose weights will be read from here.
 
         Raises:
-            UnsupportedModelError: the model is not what its config makes.
+            UnsupportedModelError: the model is not the one that its config makes.
         """
+        # The skeleton comes from the config alone. A subclass or a wrapper would compute something else than it.
         if type(model) is not type(skeleton):
             raise UnsupportedModelError(
                 f"{type(model).__name__} is not the language or vision-language model that transformers loads for its "
                 f"config ({type(skeleton).__name__}); only these are streamed."
             )
+
         self._parameters = dict(model.named_parameters())
         if absent := [name for name, _ in skeleton.named_parameters() if name not in self._parameters]:
             raise UnsupportedModelError(
                 f"{type(model).__name__} has no parameter {absent[0]}, which its config makes. Merge adapters "
                 "into it first."
             )
+
         for name, buffer in model.named_buffers():
             skeleton.get_buffer(name).copy_(buffer)
         for name, parameter in skeleton.named_parameters():
@@ -39,6 +46,7 @@ class InRam:
 
     def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
         """Yield (first element in the unit's layout, flat tensor), in order."""
+        # A unit may have only some rows of a parameter, such as those of a part of a layer's experts.
         for tensor in unit.layout.tensors:
             start, stop = tensor.elements
             yield tensor.start, self._parameters[tensor.name].detach().flatten()[start:stop]

@@ -3,8 +3,8 @@
     with megatier.stream("path", accumulation_steps=2) as streamed:
         Trainer(strategy=MegatierStrategy(streamed), accumulate_grad_batches=2).fit(Module(streamed), loader)
 
-The LightningModule holds `streamed.model`, and its `configure_optimizers` gives `streamed.optimizer`. Needs the extra
-`lightning`.
+The LightningModule holds `streamed.model`, and its `configure_optimizers` gives `streamed.optimizer`. The strategy
+needs the extra `lightning`.
 """
 
 from __future__ import annotations
@@ -26,31 +26,37 @@ from megatier.errors import ConfigError
 from megatier.integrations.streamed import Streamed
 
 LIGHTNING_FILE = "lightning.ckpt"
-"""In a checkpoint: what Lightning keeps, beside masters and moments."""
+"""File in a checkpoint's folder with all that Lightning itself keeps."""
 
 
 class MegatierStrategy(SingleDeviceStrategy):
     """Lightning's loop, data, schedules, callbacks and logs over megatier's step.
 
-    Clipping and accumulation are those of the Trainer. A checkpoint is a folder: Lightning's file, and `step-...` with
-    masters and moments; one of weights alone has an export for `from_pretrained` instead, from which nothing resumes.
+    Clipping and accumulation are those of the Trainer. A checkpoint is a folder with Lightning's file and `step-...`,
+    which holds masters and moments. A checkpoint of weights alone has an export for `from_pretrained` instead, from
+    which nothing resumes.
+
+    Attributes:
+        streamed: the streamed model.
+        parallel_devices: the devices that the Trainer was told to use; the Trainer sets it.
+        num_nodes: the number of nodes that the Trainer was told to use; the Trainer sets it.
     """
 
     parallel_devices: tuple[torch.device, ...] = ()
-    """Those that the Trainer was told, set by it."""
     num_nodes = 1
 
     def __init__(self, streamed: Streamed) -> None:
-        """Take a streamed model; it stays open after the run."""
-        is_cuda = streamed.device.type == "cuda"  # Lightning wants the GPU's number
+        """Take a streamed model, which stays open after the run."""
+        # Lightning wants the number of the GPU, which the device of a streamed model does not have.
+        is_cuda = streamed.device.type == "cuda"
         super().__init__(torch.device("cuda", torch.cuda.current_device()) if is_cuda else streamed.device)
         self.streamed = streamed
 
     def setup(self, trainer: Trainer) -> None:
-        """Lightning's, and what a run that broke off left of a step is dropped.
+        """Check Trainer and LightningModule, and drop the part of a step that a run before has left.
 
         Raises:
-            ConfigError: Trainer or LightningModule ask for what a streamed model has not.
+            ConfigError: Trainer or LightningModule ask for something that a streamed model does not have.
         """
         module = self.lightning_module
         _refuse(
@@ -67,16 +73,21 @@ class MegatierStrategy(SingleDeviceStrategy):
                 f"{type(module).__name__} does not hold the streamed model: make streamed.model an attribute of it.",
             ),
         )
+
+        # A run that broke off may have left a step open, in which nothing could be evaluated.
         self.streamed.abandon()
         super().setup(trainer)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """What training needs beyond evaluating.
+        """Check what training needs beyond evaluating, and take the Trainer's clipping.
 
         Raises:
-            ConfigError: Trainer or LightningModule ask for what a streamed model has not.
+            ConfigError: Trainer or LightningModule ask for something that a streamed model does not have.
         """
-        module, declared = self.lightning_module, self.streamed.accumulation_steps
+        module = self.lightning_module
+        declared = self.streamed.accumulation_steps
+
+        # Parameters of a head or an adapter of the module's own would be in nobody's optimizer.
         with self._without_model():
             others = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         _refuse(
@@ -96,8 +107,12 @@ class MegatierStrategy(SingleDeviceStrategy):
             ),
             (bool(others), f"{', '.join(others)}: only streamed parameters are trained; freeze all others."),
         )
+
+        # The update itself clips; Lightning's own clipping finds no gradients to scale. 0 means off there.
         self.streamed.clip = trainer.gradient_clip_val or None
         super().setup_optimizers(trainer)
+
+        # Known only now, since the call above asks the module for its optimizers.
         _refuse(
             (
                 self.optimizers != [self.streamed.optimizer],
@@ -106,29 +121,33 @@ class MegatierStrategy(SingleDeviceStrategy):
         )
 
     def on_train_start(self) -> None:
-        """Batches must make whole steps.
+        """Check that batches make whole steps.
 
         Raises:
-            ConfigError: an epoch, or what is trained between two validations, ends within a step.
+            ConfigError: an epoch, or the training between two validations, ends within a step.
         """
-        trainer, steps = self.lightning_module.trainer, self.streamed.accumulation_steps
+        trainer = self.lightning_module.trainer
+        steps = self.streamed.accumulation_steps
+
+        # Lightning would call `optimizer.step` after fewer backwards at the end of an epoch; a validation would find
+        # a step open, in which weights cannot be read.
         counts = {"an epoch": trainer.num_training_batches}
         if trainer.enable_validation:
             counts["val_check_interval"] = trainer.val_check_batch
         for what, count in counts.items():
-            if isinstance(count, int) and count % steps:  # of an iterable dataset nobody knows
+            if isinstance(count, int) and count % steps:  # an iterable dataset does not say how many there are
                 raise ConfigError(
                     f"{what} has {count} batches, no multiple of accumulate_grad_batches ({steps}), and every step of "
                     "a streamed model has as many. Set limit_train_batches or val_check_interval to a multiple."
                 )
 
     def on_validation_start(self) -> None:
-        """Weights are read next."""
+        """Drop a step that was cut short, because a validation reads weights."""
         self._drop_cut_step()
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """What cannot be trained is refused before state is loaded."""
+        """True, so that `setup` refuses what cannot be trained before state is loaded."""
         return True
 
     def save_checkpoint(
@@ -137,67 +156,76 @@ class MegatierStrategy(SingleDeviceStrategy):
         filepath: str | os.PathLike[str],
         storage_options: Any = None,  # noqa: ANN401 - Lightning's
     ) -> None:
-        """Write a folder; it takes the place of one of that name, which stays whole until the new one is on the drive.
+        """Write a folder in the place of one of that name, which stays whole until the new one is on the drive.
 
         Raises:
-            StreamedModelError: in the middle of a step.
+            StreamedModelError: a step is open.
             CapacityError, TransferError: see `Streamed.save` and `Streamed.export`.
         """
         self._drop_cut_step()
         target = Path(filepath)
         partial = target.with_name(f".{target.name}.partial")
+
+        # With save_weights_only Lightning leaves out the optimizer, and nothing will ask for moments.
         write = self.streamed.save if "optimizer_states" in checkpoint else self.streamed.export
         with becoming(partial, target, "a checkpoint", replaces=True):
             target.parent.mkdir(parents=True, exist_ok=True)
             settle(target)
-            discard(partial)  # of a process that was killed
+            discard(partial)  # left by a process that was killed
             write(partial)
             super().save_checkpoint(checkpoint, partial / LIGHTNING_FILE, storage_options)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Masters, moments and the number of the step; Lightning takes the rest from what this returns.
+        """Load masters, moments and the number of the step, and return Lightning's file, from which it takes the rest.
 
         Raises:
             CheckpointError: see `Streamed.restore`.
         """
+        # A process that was killed between the two renames of a switch left the old folder under another name.
         settle(Path(checkpoint_path))
         self.streamed.restore(checkpoint_path)
         loaded: dict[str, Any] = super().load_checkpoint(Path(checkpoint_path) / LIGHTNING_FILE, weights_only)
         return loaded
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Of what the LightningModule has beside the streamed model: metrics, frozen modules."""
+        """Return the state of all that the LightningModule has but the streamed model: metrics, frozen modules."""
         with self._without_model():
             state: dict[str, Any] = super().lightning_module_state_dict()
         return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """The same."""
+        """Load the state that `lightning_module_state_dict` returned."""
         with self._without_model():
             super().load_model_state_dict(checkpoint, strict)
 
     def model_to_device(self) -> None:
-        """The same."""
+        """Move all that the LightningModule has but the streamed model."""
         with self._without_model():
             super().model_to_device()
 
     def teardown(self) -> None:
-        """Lightning's; the streamed model stays where it is."""
+        """Tear down as Lightning does; the streamed model stays where it is."""
         with self._without_model():
             super().teardown()
 
     def _drop_cut_step(self) -> None:
-        """Lightning may end between the backwards of a step (max_time, an exception); it makes no update of them."""
+        """Drop the open step if Lightning is ending.
+
+        It may end between the backwards of a step (max_time, an exception), and makes no update of them then. If it
+        goes on, an open step is a mistake, which the streamed model refuses by name.
+        """
         trainer = self.lightning_module.trainer
         if trainer.should_stop or trainer.interrupted:
             self.streamed.abandon()
 
     @contextlib.contextmanager
     def _without_model(self) -> Iterator[None]:
-        """Inside, the LightningModule is without the streamed model, which moves nowhere and has no state dict."""
+        """Take the streamed model out of the LightningModule inside: it moves nowhere and has no state dict."""
         module: LightningModule = self.lightning_module
+
+        # A module may hold it under several names. All of them come back, also after an error.
         names = [name for name, child in module._modules.items() if child is self.streamed.model]
         for name in names:
             setattr(module, name, None)
@@ -209,6 +237,7 @@ class MegatierStrategy(SingleDeviceStrategy):
 
 
 def _refuse(*refusals: tuple[bool, str]) -> None:
+    """Raise a ConfigError with the message of the first refusal that holds."""
     for holds, message in refusals:
         if holds:
             raise ConfigError(message)

@@ -1,4 +1,4 @@
-"""What TieredAdamW asks of parameters, and the order in which it takes their elements: that of memory."""
+"""The parameters that TieredAdamW can take, and the order in which it takes their elements, which is that of memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatier.errors import OptimizerError
 
 
 class Form(NamedTuple):
-    """What of a parameter the state depends on."""
+    """The properties of a parameter on which its state depends."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -24,18 +24,24 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
     """Refuse parameters that cannot be taken.
 
     Raises:
-        OptimizerError: one is not bf16 or fp32, no plain dense tensor, or elsewhere than the others.
+        OptimizerError: one is not bf16 or fp32, no plain dense tensor, or on another device than the others.
     """
+    # The kernels get an address and a length, so the elements have to fill one piece of memory without gaps.
     for parameter in parameters:
         if parameter.dtype not in (torch.bfloat16, torch.float32):
-            what, remedy = f"is {parameter.dtype}", "Convert it to bfloat16 or float32"
+            what = f"is {parameter.dtype}"
+            remedy = "Convert it to bfloat16 or float32"
         elif type(parameter.detach()) is not Tensor or parameter.layout is not torch.strided:
-            what, remedy = f"is a {type(parameter.detach()).__name__}", "Use plain dense tensors"
+            what = f"is a {type(parameter.detach()).__name__}"
+            remedy = "Use plain dense tensors"
         elif torch.empty_like(parameter, device="meta").stride() != parameter.stride():
-            what, remedy = f"has strides {parameter.stride()}, with gaps or overlaps", "Make it contiguous"
+            what = f"has strides {parameter.stride()}, with gaps or overlaps"
+            remedy = "Make it contiguous"
         else:
             continue
         raise OptimizerError(f"a parameter of shape {tuple(parameter.shape)} {what}. {remedy}, or leave it out.")
+
+    # Kernels, and slots in GPU memory, use the current device.
     devices = {parameter.device for parameter in parameters}
     taken = {torch.device("cpu")}
     if any(device.type == "cuda" for device in devices):
@@ -48,15 +54,21 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
 
 
 def form_of(parameter: Tensor) -> Form:
-    """What its state depends on, as it is now."""
+    """Return the properties on which a parameter's state depends, as they are now."""
     return Form(parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
 
 
 def in_order(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor of the parameter's shape, flat [n], in the order in which the parameter's elements lie in memory.
+    """Return a tensor of the parameter's shape as flat [n], in the order of the parameter's elements in memory.
 
-    A view where the tensor's lie so too.
+    Args:
+        parameter: a dense tensor, whose strides say the order.
+        tensor: a tensor of its shape.
+
+    Returns:
+        A view of the tensor if its elements lie in the same order, else a view of a copy.
     """
+    # A gradient may come in another memory format than its parameter, such as channels last.
     if tensor.stride() != parameter.stride():
         size, stride = parameter.size(), parameter.stride()
         tensor = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

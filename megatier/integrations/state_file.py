@@ -1,7 +1,7 @@
 """A state_dict written to a file that `torch.load` reads, without ever being in RAM.
 
-torch lays the file out from a description, tensors without numbers, and leaves their places empty. Then the file is
-mapped, and the numbers are written where they belong.
+torch lays the file out from a description, which is tensors without numbers, and leaves their places empty. Then the
+file is mapped, and the numbers are written into their places.
 """
 
 from __future__ import annotations
@@ -28,30 +28,36 @@ def write_state_file(
     """Write a file under a hidden name, and rename it when all of it is on the drive.
 
     Args:
-        path: of the file; one that is there is replaced.
-        describe: makes the state_dict; its tensors get no memory.
+        path: the file; one that is there is replaced.
+        describe: makes the state_dict. It is called in a mode in which tensors get no memory.
         fill: writes the numbers into the state_dict that it is given.
 
     Raises:
-        TransferError: the file cannot be written. What was at `path` is still there.
+        TransferError: the file cannot be written. A file that was at `path` is still there.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial")
     with becoming(partial, target, "optimizer state"):
-        partial.touch(0o600)  # torch would not say what is wrong with it
+        # If the file cannot be created, this says why, which torch would not.
+        partial.touch(0o600)
         with FakeTensorMode():
             described = describe()
         _lay_out(described, partial)
+
+        # The file is sparse now. On a full drive, writing to a mapped page without room would kill the process, so
+        # all room is taken first, where a lack of it is an error.
         with partial.open("r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)  # where a page had no room, writing would kill
+            os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
+
+        # Shared, so that numbers that are written to the tensors go to the file.
         with set_default_mmap_options(mmap.MAP_SHARED):
             fill(torch.load(partial, mmap=True))
 
 
 def _lay_out(described: StateDict, path: Path) -> None:
-    """A file with everything but the tensors' numbers."""
+    """Write a file with everything but the tensors' numbers."""
     try:
         with skip_data(materialize_fake_tensors=True):
             torch.save(described, path)
-    except RuntimeError as error:  # torch does not pass the system's error on
+    except RuntimeError as error:  # torch's own, which does not name the system's error
         raise TransferError("writing optimizer state", "disk", str(path), 0, 0) from error

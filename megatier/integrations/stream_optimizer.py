@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, Protocol, overload
 
 import torch
 from torch.optim.optimizer import Optimizer
+from transformers import PreTrainedModel
 
 from megatier.config.schema import TrainConfig
 from megatier.errors import StreamedModelError
 from megatier.models.decoder import decays
 
-if TYPE_CHECKING:
-    from megatier.integrations.streamed import Streamed
-
 SHARED = ("lr", "betas", "eps")
 """Settings that all groups share."""
+
+
+class Stepped(Protocol):
+    """The streamed model as its optimizer sees it: a model, and the two ways in which a step ends."""
+
+    model: PreTrainedModel
+
+    def finish_step(self) -> object:
+        """Clip, and make the step's updates due."""
+
+    def drop_gradients(self) -> None:
+        """Give up the step that has begun."""
 
 
 class StreamedAdamW(Optimizer):
     """AdamW of a streamed model.
 
-    It has two groups, parameters with weight decay and those without (biases, norms); frozen ones are in neither.
-    Learning rate, betas, eps and decay are read by `step`, whenever the updates run. `state` is empty, and `state_dict`
-    holds the settings alone: the moments are in `Streamed.save`.
+    It has two groups, the parameters with weight decay and those without it (biases, norms). Frozen ones are in
+    neither. `step` reads learning rate, betas, eps and decay, whenever the updates themselves run. `state` is empty and
+    `state_dict` holds only the settings, because `Streamed.save` writes the moments.
     """
 
-    def __init__(self, streamed: Streamed, train: TrainConfig) -> None:
-        """Made by Streamed."""
+    def __init__(self, streamed: Stepped, train: TrainConfig) -> None:
+        """Sort the parameters into two groups, with the settings to begin with; only `Streamed` makes one."""
         self._streamed = streamed
+
+        # torch wants the parameters themselves. They lie on meta, so the groups say which weights decay and hold none.
         decayed = decays(streamed.model)
         parameters = [(name, p) for name, p in streamed.model.named_parameters() if p.requires_grad]
         groups = [
@@ -48,7 +60,7 @@ class StreamedAdamW(Optimizer):
         """End the step: its updates run ahead of the next forward, with the settings of this moment.
 
         Args:
-            closure: makes the step's forwards and backwards.
+            closure: makes the step's forwards and backwards, and returns the loss.
 
         Raises:
             StreamedModelError, TimelineError, NonFiniteError: see `Streamed.finish_step`.
@@ -57,25 +69,32 @@ class StreamedAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+
         self._streamed.finish_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of a step that `step` has not ended; after `step` there are none."""
+        """Drop the gradients of a step that `step` has not ended. After `step` there are none to drop."""
         self._streamed.drop_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused, but for the groups it is made with."""
+        """Refuse any group but the two that the optimizer is made with.
+
+        Raises:
+            StreamedModelError: it has both of them already.
+        """
+        # torch's own constructor adds the two groups by this method.
         if len(self.param_groups) == 2:
             raise StreamedModelError("the optimizer of a streamed model has all its parameters; no group can be added.")
         super().add_param_group(param_group)
 
     def settings(self) -> tuple[float, float, float, float, float]:
-        """Learning rate, beta1, beta2, eps and weight decay as the groups say now.
+        """Return learning rate, beta1, beta2, eps and weight decay as the groups have them now.
 
         Raises:
-            StreamedModelError: the groups differ where they cannot.
+            StreamedModelError: the groups differ in a setting that they have to share.
         """
+        # The kernels take one set of scalars for all units, and decay is on or off for each parameter.
         decayed, others = self.param_groups
         if different := [name for name in SHARED if decayed[name] != others[name]]:
             raise StreamedModelError(
@@ -83,14 +102,16 @@ class StreamedAdamW(Optimizer):
             )
         if others["weight_decay"]:
             raise StreamedModelError("biases and norms of a streamed model do not decay: set weight_decay in group 0.")
+
         beta1, beta2 = decayed["betas"]
         return float(decayed["lr"]), beta1, beta2, decayed["eps"], decayed["weight_decay"]
 
     def saved_settings(self) -> list[dict[str, Any]]:
-        """All settings of each group, schedulers' own included, as plain JSON."""
+        """Return all settings of each group as plain JSON, those that schedulers add included."""
         return [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
 
     def take_saved_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """What `saved_settings` gave."""
+        """Take back the settings that `saved_settings` returned."""
+        # JSON has no tuples, so the betas come back as a list.
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({name: tuple(value) if name == "betas" else value for name, value in saved.items()})

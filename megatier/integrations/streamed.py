@@ -5,9 +5,9 @@
         loss.backward()                       # twice: each backward is one group
         streamed.optimizer.step()
 
-The step is that of `engine.step`, cut at the user's calls: the first forward begins it, each forward with gradients
-begins a group, `optimizer.step` ends it. Its updates run ahead of the next forward; whatever reads weights, an
-evaluation, a checkpoint, an export, waits for them.
+The step is that of `engine.step`, cut at the user's calls. The first forward begins it, each forward with gradients
+begins a group, and `optimizer.step` ends it. Its updates run ahead of the next forward. Evaluations, checkpoints,
+exports and all else that reads weights wait for them.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ from megatier.session.workload import COMPUTE_DTYPES, read_model_config
 from megatier.train.export import SHARD_BYTES
 
 TRACED_STEPS = 3
+"""How many of the last steps `Streamed.write_trace` writes."""
 
 
 def stream(
@@ -88,24 +89,28 @@ def stream(
     Args:
         model: a folder in Hugging Face's format or a hub id, whose weights stream in; or a model in RAM, which is
             copied and stays as it is. Its parameters that require no gradient are frozen.
-        tiers: budgets and mounts; None: from the machine, without NVMe.
+        tiers: budgets and mounts; None: taken from the machine, without NVMe.
         accumulation_steps: backwards per `optimizer.step`, at least 1. Each is one pass over the units.
         lr: learning rate; schedulers drive it, and the next three, in `optimizer.param_groups`.
         betas: decay of the moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled, of matrices (not of biases and norms).
         clip: global gradient norm to clip to; None: off. `Streamed.clip` changes it.
-        compute_dtype: of weights and activations; masters and moments are fp32.
-        activations: kept between forward and backward, or computed again.
-        fused_loss: head and loss as one chunked node: the model takes labels and gives a loss, and no logits. A model
-            that does more between the two than scale and cap logits once runs without it, with a warning.
-        compile: compile layers and loss; None: on a GPU.
-        attention: of transformers.
-        frozen: names or patterns of parameters that are not trained, or after "!" are (`models.frozen`); or one.
-        expert_parts: units that the experts of a layer are cut into, where slots shall not take all of them at once.
+        compute_dtype: type of weights and activations; masters and moments are fp32.
+        activations: whether activations are kept between forward and backward, or computed again.
+        fused_loss: whether head and loss are one chunked node. The model then takes labels and gives a loss, but no
+            logits. A model that does more between the two than scale and cap logits once runs without it, with a
+            warning.
+        compile: whether layers and loss are compiled; None: on a GPU.
+        attention: the attention implementation of transformers.
+        frozen: names or patterns of parameters that are not trained, or, after "!", that are trained all the same
+            (`models.frozen`). A single one may be given as text.
+        expert_parts: number of units that the experts of a layer are cut into, so that slots need not take all of them
+            at once.
 
     Raises:
-        PlanError, CapacityError, ConfigError, UnsupportedModelError: before weights are read.
+        PlanError, CapacityError, ConfigError, UnsupportedModelError: the model or a setting cannot be taken. This is
+            found before weights are read.
     """
     if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
@@ -113,6 +118,7 @@ def stream(
             "frozen; of one with adapters, what merging them gives."
         )
     require(accumulation_steps >= 1, "accumulation_steps", accumulation_steps, "at least 1")
+
     model = model if isinstance(model, PreTrainedModel) else resolve(os.fspath(model))
     model_config = ModelConfig(  # for how it computes; the path is not read
         path="",
@@ -123,9 +129,13 @@ def stream(
         expert_parts=expert_parts,
     )
     config = model.config if isinstance(model, PreTrainedModel) else read_model_config(model_config, model)
+
+    # The reader comes before `freeze`: a model in RAM says which of its parameters are frozen, and the patterns that
+    # the caller names win over that.
     skeleton = build_skeleton(config, attention)
     reader: WeightReader = InRam(model, skeleton) if isinstance(model, PreTrainedModel) else Checkpoint(model, skeleton)
     freeze(skeleton, frozen, "frozen")
+
     train = TrainConfig(
         batch=accumulation_steps,
         groups=accumulation_steps,
@@ -137,9 +147,12 @@ def stream(
         eps=eps,
         clip=clip,
     )
+
     share_interpreter()
     # The guard: updates wait for the norm, because `optimizer.step` comes after the last backward.
     session = Session(skeleton, model_config, tiers or TiersConfig(), train, NumericsConfig(guard=True), tokens=1)
+
+    # The session owns files on the drives, which nobody would remove if loading fails or is interrupted.
     try:
         session.store.seal()
         session.load(reader)
@@ -153,29 +166,38 @@ class Streamed:
     """A model whose weights, gradients and state stream, for any loop. Use it from one thread.
 
     Attributes:
-        model: Hugging Face's, for forwards; its parameters lie on meta. A forward with gradients is one group of a
-            step and wants its backward; one under `torch.no_grad` is an evaluation.
-        optimizer: what schedulers, trainers and loops take.
+        model: the Hugging Face model, for forwards; its parameters lie on meta. A forward with gradients is one group
+            of a step and needs its backward. A forward under `torch.no_grad` is an evaluation.
+        optimizer: the optimizer that schedulers, trainers and loops take.
         clip: global gradient norm to clip to, read by `optimizer.step`; None: off.
-        accumulation_steps: backwards per `optimizer.step`.
-        steps: that were ended by `optimizer.step`, those that were left out included.
-        last: the last one: norm, clip coefficient, whether it was left out. Its loss is NaN: the loop knows it.
+        accumulation_steps: number of backwards per `optimizer.step`.
+        steps: number of steps that `optimizer.step` has ended, those that were left out included.
+        last: result of the last step: its norm, its clip coefficient, and whether it was left out. Its loss is NaN,
+            because only the loop knows the loss. None before the first step.
     """
 
     def __init__(self, session: Session, train: TrainConfig, *, has_logits: bool) -> None:
-        """Take over a loaded session; `stream` makes one."""
-        self._session, self._engine, self._has_logits = session, session.engine, has_logits
-        self.model, self.clip, self.accumulation_steps = session.model, train.clip, train.groups
+        """Take over a loaded session, which `close` ends; `stream` makes one."""
+        self._session = session
+        self._engine = session.engine
+        self._has_logits = has_logits
+        self.model = session.model
+        self.clip = train.clip
+        self.accumulation_steps = train.groups
         self.optimizer = StreamedAdamW(self, train)
+
         self.steps = 0
         self.last: StepResult | None = None
         self._groups = 0
         """Forwards with gradients since the last step; 0: no step is open."""
         self._norm: float | None = None
+        """Norm of the open step's gradients, once it was measured."""
         self._is_inside = False
-        """A forward is running."""
+        """Whether a forward is running."""
         self._events: list[tuple[int, list[TraceEvent]]] = []
+        """The last steps by number, with what happened in them."""
         self._is_closed = False
+
         # A function, no method: accelerate would bind a method to the model.
         self.model.forward = _entering(self._forward, self.model.forward)
         self.model.register_state_dict_pre_hook(_refuse_state_dict)
@@ -187,32 +209,37 @@ class Streamed:
         self.close()
 
     def close(self) -> None:
-        """Free the memory and remove the block files; the weights go with them. Safe to call twice."""
+        """Free the memory and remove the block files. The weights go with them. Closing twice is safe."""
         if not self._is_closed:
             self._is_closed = True
             self._session.close()
 
     @property
     def device(self) -> torch.device:
-        """Where batches belong."""
+        """Device on which the model computes, and to which batches belong."""
         return self._engine.options.device
 
     @property
     def has_logits(self) -> bool:
-        """Whether the model gives logits beside the loss."""
+        """Whether the model gives logits as well as the loss."""
         return self._has_logits
 
     # ------------------------------------------------------------------ a step
 
     def grad_norm(self) -> float:
-        """The exact global norm of the step's gradients, before they are clipped. After the last backward.
+        """Return the exact global norm of the step's gradients, before they are clipped.
+
+        Call it after the last backward of the step. The host waits for the device.
 
         Raises:
             StreamedModelError: a backward is missing.
-            TimelineError: the step used its units in another order than the first.
+            TimelineError: the step used its units in another order than the first one.
         """
+        # Trainers ask for the norm before `optimizer.step` asks again. The pass can be ended only once.
         if self._norm is None:
             self._check_whole()
+
+            # A step whose pass has ended cannot be measured again, so whatever fails here gives the step up.
             try:
                 self._norm = self._engine.measure(self.steps + 1)
             except BaseException:
@@ -221,54 +248,70 @@ class Streamed:
         return self._norm
 
     def finish_step(self) -> StepResult:
-        """What `optimizer.step` does: clip, and make the updates due with the settings of this moment.
+        """Clip, and make the updates due with the settings of this moment; `optimizer.step` calls this.
 
-        A step whose norm is not finite is left out: no weight changes.
+        A step whose norm is not finite is left out: it changes no weight.
 
         Raises:
             StreamedModelError: a backward is missing, or a setting cannot be taken.
             NonFiniteError: too many steps in a row were not finite.
         """
-        norm, rate, step = self.grad_norm(), self._take_settings(), self.steps + 1
-        self.steps, self._groups, self._norm = step, 0, None
+        norm = self.grad_norm()
+        rate = self._take_settings()
+        step = self.steps + 1
+
+        # The step is over for this object before the engine ends it: its number counts also if the engine raises
+        # because too many steps were left out, and a second `optimizer.step` must not end the same step again.
+        self.steps = step
+        self._groups = 0
+        self._norm = None
+
+        # The loop alone knows the loss, so the guard gets one that is finite and judges by the norm.
         result = self._engine.finish_step(step, rate, norm, 0.0)
         self.last = replace(result, loss=float("nan"))
         self._events = [*self._events[1 - TRACED_STEPS :], (step, self._session.player.take_events())]
         return self.last
 
     def abandon(self) -> None:
-        """Forget the forwards and backwards since the last step; no weight changes."""
+        """Forget the forwards and backwards since the last step. No weight changes."""
         if self._groups:
-            self._groups, self._norm = 0, None
+            self._groups = 0
+            self._norm = None
             self._engine.abandon()
 
     def drop_gradients(self) -> None:
-        """What `optimizer.zero_grad` does: abandon the step, unless its first forward still waits for its backward."""
+        """Abandon the step, unless its first forward still waits for its backward; `optimizer.zero_grad` calls this."""
+        # Loops call zero_grad also between the forward and the backward of a step, where there is no gradient yet.
         if not (self._groups == 1 and self._engine.awaits_backward):
             self.abandon()
 
     @contextlib.contextmanager
     def one_forward(self, evaluation: str = "evaluate") -> Iterator[None]:
-        """One forward inside: a group of a step, or an evaluation. The model's own comes by here.
+        """Run one forward inside, as a group of a step or as an evaluation. The model's own forward does so too.
 
         Args:
-            evaluation: name of all evaluations that use the units in this one's order.
+            evaluation: the name that all evaluations share which use the units in the same order.
         """
+        # A trainer that opens this calls the model's forward in it, which opens it once more for the same group.
         if self._is_inside:
             yield
             return
+
         self._check_open()
         if torch.is_grad_enabled():
             self._begin_group()
             run = refused_outside(self.model)
         else:
+            # It reads the weights of the last step, whose updates may still wait for the next forward.
             self._settle("An evaluation")
             run = self._engine.evaluation(evaluation)
+
+        # A forward that failed or was interrupted can have no backward, and its group cannot be repeated by itself.
         try:
             self._is_inside = True
             with run:
                 yield
-            if not self._groups:  # of evaluations nobody asks for a trace
+            if not self._groups:  # nobody asks for a trace of evaluations, so their events would pile up
                 self._session.player.take_events()
         except BaseException:
             self.abandon()
@@ -277,27 +320,31 @@ class Streamed:
             self._is_inside = False
 
     def lent_head(self) -> contextlib.AbstractContextManager[None]:
-        """Inside a forward: the head's weight is a tensor on the device, until the backward."""
+        """Make the head's weight a tensor on the device, inside a forward and until its backward."""
         return self._engine.lent_head()
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """The model's own forward."""
+        """Run the model's own forward as a group of a step, or as an evaluation."""
         if not self._has_logits and kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
             raise StreamedModelError(
                 "the model was opened with fused_loss and gives no logits: pass labels, or call megatier.stream with "
                 "fused_loss=False."
             )
+
+        # With images an evaluation uses other units than without, so each kind has an order of its own.
         sees = sorted(name for name, value in kwargs.items() if name.startswith("pixel_values") and value is not None)
-        with self.one_forward(" ".join(["evaluate", *sees])):  # with images, evaluations use other units
+        with self.one_forward(" ".join(["evaluate", *sees])):
             outputs = forward(*args, **kwargs)
             if torch.is_grad_enabled():
                 self._engine.check_outputs(outputs)
             return self._without_logits(outputs)
 
     def _without_logits(self, outputs: Any) -> Any:  # noqa: ANN401
-        """What the model gives; where the loss is fused, hidden states stand under the name of logits."""
+        """Return the model's outputs, without logits if it has none."""
         if self._has_logits:
             return outputs
+
+        # Head and loss are one node, so hidden states stand under the name of logits, where a metric would take them.
         if not isinstance(outputs, ModelOutput):
             return (outputs[0], None, *outputs[2:])
         return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
@@ -308,18 +355,22 @@ class Streamed:
                 "the last forward has had no backward. Call loss.backward() before the next forward, evaluate under "
                 "torch.no_grad(), or drop it with abandon()."
             )
+
+        # A unit is updated by its gradient of the last group, so the engine has to know which one that is.
         if self._groups == self.accumulation_steps:
             raise StreamedModelError(
                 f"accumulation_steps is {self.accumulation_steps}, and so many backwards were made: call "
                 "optimizer.step(), or name the right number in megatier.stream."
             )
+
+        # The settings that stand now count for speculative updates; `finish_step` voids those if they have changed.
         if not self._groups:
             self._engine.begin_step(self.steps + 1, self._take_settings())
         self._engine.begin_group(self._groups)
         self._groups += 1
 
     def _take_settings(self) -> float:
-        """Hand the optimizer's settings of this moment to AdamW; returns the learning rate."""
+        """Hand the optimizer's settings of this moment to AdamW, and return the learning rate."""
         rate, beta1, beta2, eps, weight_decay = self.optimizer.settings()
         adamw = self._session.optimizer
         adamw.hyper = replace(adamw.hyper, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, clip=self.clip)
@@ -327,6 +378,8 @@ class Streamed:
 
     def _check_whole(self) -> None:
         self._check_open()
+
+        # The last forward counts only when all of its backward is done, which an interrupt may have cut short.
         made = self._groups - (1 if self._groups and self._engine.awaits_backward else 0)
         if made < self.accumulation_steps:
             raise StreamedModelError(
@@ -342,7 +395,15 @@ class Streamed:
     # ------------------------------------------------------------------ weights and state
 
     def read(self, name: str) -> Tensor:
-        """The fp32 master of a parameter, by its name in the model, after all steps so far; a copy on the CPU."""
+        """Return the fp32 master of a parameter after all steps so far, as a copy on the CPU.
+
+        Args:
+            name: the parameter's name in the model; a tied one has its first name.
+
+        Raises:
+            BlockNotFoundError: the model has no parameter of that name.
+            StreamedModelError: a step is open.
+        """
         self._settle("Reading weights")
         places = places_of(self._session.units)
         if name not in places:
@@ -352,22 +413,26 @@ class Streamed:
         return self._read(places[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All fp32 masters by name, a tied one once, and persistent buffers; copies on the CPU.
+        """Return all fp32 masters by name, a tied one once, and persistent buffers, as copies on the CPU.
 
         Raises:
             CapacityError: they do not fit RAM; `export` and `save` stream.
+            StreamedModelError: a step is open.
         """
         self._settle("Reading weights")
         places = places_of(self._session.units)
+
+        # Checked before the first copy: a process that runs out of RAM half way is killed, and says nothing.
         needed = 4 * sum(tensor.num_elements for parts in places.values() for _, tensor in parts)
         if needed > (free := ram_available_bytes()):
             raise CapacityError("ram", needed, free, "Write the weights to files with export(folder): that streams.")
+
         state = self.model.state_dict(keep_vars=True)
         buffers = {name: tensor.cpu() for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
         return {name: self._read(parts) for name, parts in places.items()} | buffers
 
     def _read(self, parts: Sequence[tuple[Unit, TensorSlice]]) -> Tensor:
-        """A whole parameter."""
+        """Read a whole parameter, whose parts may lie in several units (experts that were cut)."""
         read = self._session.read_master
         found = [read(unit, tensor.start, tensor.stop) for unit, tensor in parts]
         return (found[0] if len(found) == 1 else torch.cat(found)).view(parts[0][1].parameter_shape)
@@ -379,12 +444,12 @@ class Streamed:
         dtype: Literal["bf16", "fp32"] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """Write a folder that `from_pretrained` loads, piece by piece.
+        """Write a folder that `from_pretrained` loads. The weights are written piece by piece.
 
         Args:
-            folder: new or empty.
-            dtype: of the written weights; fp32 writes the masters, None takes the compute dtype.
-            tokenizer: written along.
+            folder: a new or empty folder.
+            dtype: type of the written weights; fp32 writes the masters, None takes the compute dtype.
+            tokenizer: a tokenizer to write into the folder too.
 
         Raises:
             ConfigError, CapacityError, TransferError: see `models.export.export`.
@@ -397,7 +462,10 @@ class Streamed:
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write a checkpoint, `step-...` in the folder: weights and moments in fp32, settings, the number of the step.
 
-        It takes the place of one of the same step, which stays whole until the new one is on the drive.
+        It takes the place of a checkpoint of the same step, which stays whole until the new one is on the drive.
+
+        Returns:
+            The path of the checkpoint.
 
         Raises:
             CapacityError, TransferError: see `CheckpointWriter.wait`.
@@ -405,20 +473,24 @@ class Streamed:
         self._settle("A checkpoint")
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
+
+        # A process that was killed between the two renames of a switch has left the old checkpoint under another name.
         settle_replaced(target)
         state = {"streamed": self.optimizer.saved_settings()}
         return CheckpointWriter(self._session, target, self.steps, state).wait()
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
-        """Go on from the last checkpoint of a folder, bit by bit, on whatever tiers.
+        """Take the state of the last checkpoint of a folder, bit by bit. The tiers may be others than those it is from.
 
-        It also mends a model that was interrupted while state was changed (`TornStateError`).
+        This also mends a model that was interrupted while state was changed (`TornStateError`).
 
         Raises:
-            CheckpointError: there is none, or it is of another model, or damaged.
+            CheckpointError: there is no checkpoint, or it is of another model, or it is damaged.
         """
+        # Not `_settle`: a torn state refuses to be drained. `loading` drains a whole one, and resets a torn one.
         self._check_between_steps("Restoring a checkpoint")
         settle_replaced(Path(folder))
+
         if (checkpoint := last_checkpoint(Path(folder))) is None:
             raise CheckpointError(f"{folder} holds no checkpoint of a streamed model; Streamed.save writes them.")
         settings = read_state(checkpoint).get("streamed")
@@ -426,6 +498,8 @@ class Streamed:
             raise CheckpointError(f"{checkpoint} is of a `megatier train` run; go on with `megatier resume`.")
         if not is_bound(checkpoint):
             warnings.warn(UNBOUND.format(checkpoint), stacklevel=2)
+
+        # Settings and the number of the step belong to the state: if one of them cannot be taken, the state is torn.
         with self._session.player.loading():
             restore(self._session, checkpoint)
             self.optimizer.take_saved_settings(settings)
@@ -440,7 +514,11 @@ class Streamed:
         write_trace(Path(path), self._events)
 
     def _settle(self, what: str) -> None:
-        """Finish all updates that are due."""
+        """Finish all updates that are due, so that weights may be read.
+
+        Args:
+            what: the subject of the refusal, if a step is open.
+        """
         self._check_between_steps(what)
         self._session.player.drain()
 
@@ -453,7 +531,7 @@ class Streamed:
 
 
 def _entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward by way of `enter`, with its own signature: trainers look at that."""
+    """Return a forward that goes through `enter` and keeps its own signature, at which trainers look."""
 
     @functools.wraps(forward)
     def entering(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -463,7 +541,8 @@ def _entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callabl
 
 
 def _refuse_state_dict(_: nn.Module, __: str, keep_vars: bool) -> None:
-    if not keep_vars:  # what asks for the places, not for the weights
+    # Whoever asks with keep_vars wants names and places, as `Streamed.state_dict` does, not the weights.
+    if not keep_vars:
         raise StreamedModelError(
             "the weights lie on megatier's tiers, not in the model: take them from Streamed.state_dict(), or write "
             "them with Streamed.export(folder)."

@@ -3,8 +3,8 @@
     with megatier.stream("path", accumulation_steps=args.gradient_accumulation_steps) as streamed:
         MegatierTrainer(streamed, args, train_dataset=...).train()
 
-`StreamedTraining` is the mixin for other trainers on top of it: `class Mine(StreamedTraining, SFTTrainer)`. Needs the
-extra `trainer` (accelerate).
+`StreamedTraining` is the mixin for trainers that derive from it: `class Mine(StreamedTraining, SFTTrainer)`. Both need
+the extra `trainer` (accelerate).
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from megatier.errors import ConfigError
 from megatier.integrations.streamed import Streamed
 
 STATE_FOLDER = "megatier"
-"""In a checkpoint of the Trainer: masters and moments."""
+"""Folder in a checkpoint of the Trainer, with masters and moments."""
 
-if TYPE_CHECKING:  # what the mixin is laid over
+# The mixin comes before some Trainer among the bases of a class, and is none itself.
+if TYPE_CHECKING:
     Base = Trainer
 else:
     Base = object
@@ -34,33 +35,42 @@ class StreamedTraining(Base):
     """Mixin: the Trainer's loop, data, schedules, callbacks and logs over megatier's step.
 
     Learning rate, schedule, betas, decay, clipping and accumulation are those of TrainingArguments. Checkpoints hold an
-    export for `from_pretrained` and, for resuming, megatier's own with masters and moments; both are streamed.
+    export for `from_pretrained` and, for resuming, megatier's own with masters and moments. Both are streamed.
+
+    Attributes:
+        streamed: the streamed model.
     """
 
     def __init__(self, model: Streamed, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the Trainer's
-        """Take a streamed model where the Trainer takes a model, and all that the Trainer takes.
+        """Take a streamed model in the place of the Trainer's model, and all other arguments of the Trainer.
 
         Raises:
-            ConfigError: an argument of the Trainer asks for what a streamed model has not.
+            ConfigError: an argument of the Trainer asks for something that a streamed model does not have.
         """
         self.streamed = model
+
         # Two places: the Trainer and accelerate then move nothing, and split no batch over several GPUs.
         model.model.hf_device_map = {"streamed": "disk", "bound": str(model.device)}  # type: ignore[assignment]
         super().__init__(model.model, *args, **kwargs)
         self._check_arguments()
+
+        # The update clips by the exact norm. In TrainingArguments 0 means off.
         model.clip = self.args.max_grad_norm or None
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The streamed model's own, with the settings of TrainingArguments."""
+        """Return the streamed model's own optimizer, with the settings of TrainingArguments."""
         if self.optimizer is None:
-            args, self.optimizer = self.args, self.streamed.optimizer
+            args = self.args
+            self.optimizer = self.streamed.optimizer
+
+            # The second group are biases and norms, which do not decay.
             betas = (args.adam_beta1, args.adam_beta2)
             for group, decay in zip(self.optimizer.param_groups, (args.weight_decay, 0.0), strict=True):
                 group.update(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, weight_decay=decay)
         return self.optimizer
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The Trainer's; its batches must make whole steps.
+        """Return the Trainer's own loader, whose batches must make whole steps.
 
         Raises:
             ConfigError: the last step of an epoch would have fewer backwards than the others.
@@ -69,8 +79,10 @@ class StreamedTraining(Base):
         steps = self.args.gradient_accumulation_steps
         try:
             rest = len(loader) % steps
-        except TypeError:  # of an iterable dataset nobody knows
+        except TypeError:  # an iterable dataset does not say how many there are
             rest = 0
+
+        # At the end of an epoch the Trainer calls `optimizer.step` after fewer backwards than the step needs.
         if rest:
             raise ConfigError(
                 f"an epoch has {len(loader)} batches, no multiple of gradient_accumulation_steps ({steps}), and every "
@@ -80,41 +92,51 @@ class StreamedTraining(Base):
         return loader
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
-        """The exact norm; the update clips by it."""
+        """Return the exact norm, by which the update clips; no gradient is scaled here."""
         return self.streamed.grad_norm()
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
         return self.streamed.grad_norm() if grad_norm is None else grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """The Trainer's files about the run; the weights are an export."""
+        """Write the Trainer's files about the run, with an export as the weights."""
         folder = Path(output_dir or self.args.output_dir or ".")
+
+        # An export wants an empty folder, and the Trainer's may hold files already. So the export gets a folder of
+        # its own, and its files move from there.
         export = folder / ".export"
-        discard(export)  # of a process that was killed
+        discard(export)  # left by a process that was killed
         self.streamed.export(export)
         for file in export.iterdir():
             file.replace(folder / file.name)
         export.rmdir()
+
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         torch.save(self.args, folder / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """What resuming needs: the Trainer's files, of which the optimizer's has settings alone, and all state."""
+        """Write the Trainer's files for resuming, whose optimizer has settings alone, and masters and moments."""
         super()._save_optimizer_and_scheduler(output_dir)
         self.streamed.save(Path(output_dir) / STATE_FOLDER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Masters, moments and the number of the step; the Trainer loads the rest."""
+        """Load masters, moments and the number of the step; the Trainer loads the rest."""
         self.streamed.restore(Path(resume_from_checkpoint) / STATE_FOLDER)
 
     def _load_best_model(self) -> None:
-        """As the checkpoint has it, with its moments."""
+        """Load the best checkpoint's masters, with its moments."""
         assert self.state.best_model_checkpoint is not None
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _check_arguments(self) -> None:
-        args, declared = self.args, self.streamed.accumulation_steps
+        """Refuse arguments of the Trainer that a streamed model cannot follow.
+
+        Raises:
+            ConfigError: names the first one, and what to set instead.
+        """
+        args = self.args
+        declared = self.streamed.accumulation_steps
         given = args.gradient_accumulation_steps
         gives_optimizer = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         wants_logits = self.compute_metrics is not None and not self.streamed.has_logits
@@ -137,6 +159,7 @@ class StreamedTraining(Base):
                 "load_best_model_at_end needs the state that save_only_model leaves out.",
             ),
         )
+
         for holds, message in refusals:
             if holds:
                 raise ConfigError(message)
