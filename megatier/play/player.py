@@ -25,14 +25,14 @@ from megatier.play.blocks import UnitBlocks, grad_key
 from megatier.play.gate import Gate
 from megatier.play.offload import Offload
 from megatier.play.optimizer import Optimizer
+from megatier.play.passes import Orders, Pass
 from megatier.play.trace import Recorder, TraceEvent
 from megatier.play.updates import Updates
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Moves
-from megatier.schedule.order import passed_over
 from megatier.schedule.placement import Placement
 from megatier.schedule.sizes import Policy, UnitSpec
-from megatier.schedule.timeline import Access, Load, Timeline, Update, build
+from megatier.schedule.timeline import Access, Load, Timeline, Update
 from megatier.store.lease import Lease
 from megatier.store.store import TieredStore
 from megatier.store.transfer import Instant, Queue, Transfer, mark
@@ -47,30 +47,26 @@ class Use:
 
     Attributes:
         bytes: uint8 [weight block] on the GPU.
+        access: the use of the pass that this is.
+        lease: holds the weights.
+        asked: when compute asked for them.
+        entered: when it got them.
+        cause: the lane that it waited for longest in between.
     """
 
     def __init__(self, player: Player, access: Access, lease: Lease, asked: Instant, cause: str) -> None:
         """Only Player.enter makes one."""
         self._player = player
-        self._access = access
-        self._lease = lease
-        self._asked = asked
-        self._cause = cause
-        self._entered = Instant(player.store.clock)
+        self.access = access
+        self.lease = lease
+        self.asked = asked
+        self.cause = cause
+        self.entered = Instant(player.store.clock)
         self.bytes = lease.bytes
 
     def leave(self) -> None:
         """Give the weights back; their slot may be filled again once compute enqueued so far is over."""
-        left = Instant(self._player.store.clock)
-        with self._player.tear.change:
-            self._lease.release()
-            self._player.held.remove(self._lease)
-
-        self._player.recorder.access(self._access, self._cause, self._asked, self._entered, left)
-        # The gate opens after the release: a load that it lets through evicts these weights, and a lease forbids that.
-        self._player.gate.open_to(len(self._player.accesses))
-        if self._player.timeline is None:  # nothing is known of the next use: make room
-            self._player.blocks.drop_weights(self._access.unit)
+        self._player.leave(self)
 
 
 class Player:
@@ -82,9 +78,6 @@ class Player:
         placement: homes and slots.
         policy: dtype, groups, clip.
         tear: the store's. If something breaks off a change it is torn; `begin` and `drain` refuse it until `reset`.
-        timeline: the pass that is being played; None while a pass is recorded.
-        accesses: uses of this pass so far, in order.
-        held: leases of the weights that compute has in its hands.
         busy: per lane, the queue or wait that it is at: the cause of a stall that waits for this lane.
         gate: counts the accesses of this pass that are over.
         recorder: collects the events of the trace.
@@ -109,35 +102,23 @@ class Player:
         self.units = {unit.name: unit for unit in units}
         self._trained = frozenset(placement.grad_homes)
 
-        # The plan, which outlives a pass.
-        self._orders: dict[str, tuple[Access, ...]] = {}
-        """The recorded order of each pass, by its name."""
-        self._timelines: dict[tuple[str, frozenset[str]], Timeline] = {}
-        """By the name of the pass and the units that it updates."""
-
         # The present pass.
-        self.timeline: Timeline | None = None
-        self._grad_makers: frozenset[int] = frozenset()
+        self._orders = Orders(self.units.keys(), placement)
+        self._pass = Pass("")
+        self._sums_ahead: frozenset[int] = frozenset()
         """Accesses of this pass for whose gradient the sum of the groups before comes to the GPU, ahead."""
-        self.accesses: list[Access] = []
-        self._pass = ""
-        self._is_open = False
-        """A pass has begun, and neither ended nor been cancelled."""
-        self._loads: dict[int, Transfer] = {}
-        """Loads of this pass, by the index of the access that needs them."""
+        self._held: list[Lease] = []
+        """Weights that compute has in its hands."""
         self._grads: dict[str, Lease] = {}
         """GPU buffers in which compute makes gradients now, by unit."""
-        self.held: list[Lease] = []
         self._demand = Demand(Moves(self.units, placement, policy), placement, policy)
         self._offload = Offload(store, self.units, self._demand)
 
-        # The present step, and what its pass leaves out.
+        # The present step.
         self._summed: set[str] = set()
         """Units that have handed over a group's gradient in this step."""
         self._final: set[str] = set()
         """Units whose gradient of this step is final."""
-        self._left_out: set[tuple[str, int]] = set()
-        """Units that this pass did not use, though its record has them, with their group."""
         self._updates_due: frozenset[str] = frozenset()
         """The last step's updates wait for a pass, or for `drain`, to submit them."""
 
@@ -149,6 +130,16 @@ class Player:
         self._lane = Queue("load")  # it only decides and waits: no stream
         self._checkpoints = Queue("checkpoint")
         self.is_closed = False
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The pass that is being played; None while a pass is recorded."""
+        return self._pass.timeline
+
+    @property
+    def accesses(self) -> list[Access]:
+        """Uses of units in this pass so far, in order."""
+        return self._pass.accesses
 
     @property
     def queues(self) -> tuple[Queue, ...]:
@@ -179,31 +170,28 @@ class Player:
         #    slot for that copy waits for update lanes alone, which in the backward wait for no access any more.
         # 6. What breaks the order off (`cancel`, `close`) abandons the gate, so that no load waits for ever.
         self._leave_open_pass()
-        self._pass = name
-        self.accesses = []
-        self._loads = {}
+        self._pass = Pass(name)
         self._offload.clear()
-        self._left_out.clear()
         self.gate.reset()
 
         # Nobody waits for the exchange, so its error would be lost.
         if (exchange := self.updates.exchange) is not None and exchange.failed():
             exchange.wait()
 
-        if name not in self._orders:
+        if not self._orders.knows(name):
             self.drain()
-        self.timeline = self._planned(name, self._updates_due)
-        self._is_open = True  # before anything is submitted: an interrupt from here on is followed by `cancel`
-        self._grad_makers = self._awaiting_sums()
+        self._pass.timeline = self._orders.timeline(name, self._updates_due - self.updates.speculation.updated)
+        self._pass.is_open = True  # before anything is submitted: an interrupt from here on is followed by `cancel`
+        self._sums_ahead = self._orders.sums_ahead(self._pass)
 
         # An interrupt in here leaves some of the updates submitted and others not, and nothing says which.
         with self.tear.change:
-            if name == "train":
+            if self._pass.trains:
                 self._summed.clear()
                 self._final.clear()
                 self.updates.speculation.begin()
-            if self.timeline is not None:
-                self._submit(self.timeline)
+            if self._pass.timeline is not None:
+                self._submit(self._pass.timeline)
             self._updates_due = frozenset()
 
     def _submit(self, timeline: Timeline) -> None:
@@ -211,7 +199,7 @@ class Player:
         # The second half of the proof in `begin`. A lane works in the order of submission, and both updates and loads
         # come in the order of the accesses that they serve. So whatever is ahead of an item in its lane serves an
         # earlier access, and waits for less.
-        self._demand.begin_pass(timeline, trains=self._pass == "train")
+        self._demand.begin_pass(timeline, trains=self._pass.trains)
         streamed = [update for update in timeline.updates if update.unit in self.placement.streamed]
         gradients = mark(self.store.clock, "gradients")
 
@@ -228,7 +216,7 @@ class Player:
         first_loads: dict[str, Transfer] = {}
         for load in timeline.loads:
             transfer = self._lane.submit(load.unit, 0, partial(self._load, load))
-            self._loads[load.access] = transfer
+            self._pass.loads[load.access] = transfer
             first_loads.setdefault(load.unit, transfer)
 
         # c. A streamed unit is updated in the slot into which its weights are loaded: its update waits for that load,
@@ -237,28 +225,8 @@ class Player:
             self.updates.submit(update, gradients, first_loads[update.unit])
 
         # d. The exchange comes last in its lane and waits for the CPU's update lanes, which never wait for it.
-        if self._pass == "train":
+        if self._pass.trains:
             self.updates.submit_exchange(goes_home=bool(self._updates_due), comes_again=True)
-
-    def _planned(self, name: str, due: frozenset[str]) -> Timeline | None:
-        """The pass's timeline; None before its order is known."""
-        if name not in self._orders:
-            return None
-
-        due -= self.updates.speculation.updated
-        if (name, due) not in self._timelines:
-            others = self.units.keys() - due
-            planned = build(self._orders[name], self.placement, updates=bool(due), updated=others)
-            self._timelines[name, due] = planned
-        return self._timelines[name, due]
-
-    def _awaiting_sums(self) -> frozenset[int]:
-        """Accesses whose backward adds to a sum that left the GPU after the group before."""
-        if self.timeline is None or self._pass != "train" or not self.placement.sums_on_gpu:
-            return frozenset()
-        shipped = {unit for unit, home in self.placement.grad_homes.items() if home is not Tier.GPU}
-        uses = self.timeline.last_uses().items()
-        return frozenset(index for (unit, group), index in uses if group and unit in shipped)
 
     def end(self) -> None:
         """End a pass: its order is known from now on, and no weights stay in GPU slots.
@@ -266,7 +234,7 @@ class Player:
         Raises:
             TimelineError: units were used in a forward, and not in the backward that the recorded order has.
         """
-        played = self.timeline
+        played = self._pass.timeline
         if played is not None:
             try:
                 self._pass_over(None)
@@ -276,16 +244,16 @@ class Player:
         else:
             on_demand = [
                 Load(access.unit, index, 0, None, -1)
-                for index, access in enumerate(self.accesses)
+                for index, access in enumerate(self._pass.accesses)
                 if self.placement.homes[access.unit, Kind.WEIGHT] is not Tier.GPU
             ]
-            played = Timeline(tuple(self.accesses), tuple(on_demand), ())
-            self._demand.begin_pass(played, trains=self._pass == "train")
+            played = Timeline(tuple(self._pass.accesses), tuple(on_demand), ())
+            self._demand.begin_pass(played, trains=self._pass.trains)
 
-        self._demand.end_pass(played, self._final, trains=self._pass == "train")
-        self._orders.setdefault(self._pass, tuple(self.accesses))
+        self._demand.end_pass(played, self._final, trains=self._pass.trains)
+        self._orders.record(self._pass.name, self._pass.accesses)
         self._evict_weights()
-        self._is_open = False
+        self._pass.is_open = False
 
     def cancel(self) -> None:
         """Leave a pass half-way: loads that wait for compute are given up, updates that are due still run."""
@@ -294,12 +262,12 @@ class Player:
             return
 
         # Leases of a forward or backward that failed go back before anything is waited for: a lane may need their slot.
-        while self.held or self._grads:
+        while self._held or self._grads:
             with self.tear.change:
-                lease = self.held.pop() if self.held else self._grads.popitem()[1]
+                lease = self._held.pop() if self._held else self._grads.popitem()[1]
                 lease.release()
         self.updates.speculation.abandon()
-        for transfer in self._loads.values():
+        for transfer in self._pass.loads.values():
             transfer.over()
         self.updates.over()
 
@@ -307,12 +275,12 @@ class Player:
         for unit in self._trained:
             self.blocks.drop_grad(unit)
         self._evict_weights()
-        self._is_open = False
+        self._pass.is_open = False
 
     def _leave_open_pass(self) -> None:
         """Cancel a pass that an interrupt left before anybody could."""
         self.tear.check()
-        if self._is_open:
+        if self._pass.is_open:
             self.cancel()
 
     def reset(self) -> None:
@@ -327,9 +295,9 @@ class Player:
                 self.store.wake()
                 lane.settle()
             self._updates_due = frozenset()
-            self._is_open = False
-            for kept in (self._loads, self.held, self._grads):
-                kept.clear()
+            self._pass = Pass("")
+            self._held.clear()
+            self._grads.clear()
             self.updates.forget()
             self.store.reset()  # last, as it takes slots back: no lane may work in one any more
 
@@ -377,7 +345,7 @@ class Player:
 
     def planned(self, name: str, *, updates: bool) -> Timeline:
         """The timeline of a recorded pass, in which no unit or every unit is updated."""
-        return build(self._orders[name], self.placement, updates=updates)
+        return self._orders.planned(name, updates=updates)
 
     def take_events(self) -> list[TraceEvent]:
         """Everything that ended since the last call; does not wait for moves in flight, which may outlast a step."""
@@ -421,34 +389,43 @@ class Player:
             TransferError, IntegrityError: the weights could not be brought.
         """
         access = Access(unit, phase, group)
-        done = len(self.accesses)
-        if self.timeline is not None and self.timeline.accesses[done : done + 1] != (access,):
+        if not self._pass.expects(access):
             self._pass_over(access)
-        if len(self.accesses) in self._grad_makers and unit in self._summed:
+        if len(self._pass.accesses) in self._sums_ahead and unit in self._summed:
             self.updates.submit_fetch(unit)
         return self._use(access)
+
+    def leave(self, use: Use) -> None:
+        """See `Use.leave`."""
+        left = Instant(self.store.clock)
+        with self.tear.change:
+            use.lease.release()
+            self._held.remove(use.lease)
+
+        self.recorder.access(use.access, use.cause, use.asked, use.entered, left)
+        # The gate opens after the release: a load that it lets through evicts these weights, and a lease forbids that.
+        self.gate.open_to(len(self._pass.accesses))
+        if self._pass.timeline is None:  # nothing is known of the next use: make room
+            self.blocks.drop_weights(use.access.unit)
 
     def _pass_over(self, access: Access | None) -> None:
         """Use and leave the accesses that this pass leaves out before one (None: before its end).
 
         They have loads and updates like any other, and later loads wait until they are over.
         """
-        assert self.timeline is not None
-        skipped = passed_over(self.timeline.accesses, self.accesses, access, self._left_out, self._trained)
-        self._left_out.update((recorded.unit, recorded.group) for recorded in skipped)
-        for recorded in skipped:
+        for recorded in self._pass.leave_out(access, self._trained):
             self._use(recorded).leave()
 
     def _use(self, access: Access) -> Use:
         """Wait for the unit's update and the access's load, then lease the weights."""
         asked = Instant(self.store.clock)
         unit = access.unit
-        index = len(self.accesses)
-        self.accesses.append(access)
+        index = len(self._pass.accesses)
+        self._pass.accesses.append(access)
 
         # An access that an update feeds has no load of its own: its weights are there after the update.
         causes: Counter[str] = Counter()
-        for transfer in (self.updates.of(unit), self._loads.get(index)):
+        for transfer in (self.updates.of(unit), self._pass.loads.get(index)):
             if transfer is not None:
                 self._wait(transfer, causes)
 
@@ -458,7 +435,7 @@ class Player:
             self._wait(transfer, causes)
         with self.tear.call:  # else nobody would give the lease back
             lease = self.store.lease(key, Tier.GPU)
-            self.held.append(lease)
+            self._held.append(lease)
 
         cause = causes.most_common(1)[0][0] if causes else "ram_to_gpu"
         return Use(self, access, lease, asked, cause)
