@@ -117,6 +117,7 @@ def opened(
     gpu_direct: bool = False,
     numerics: NumericsConfig = UNGUARDED,
     frozen: Sequence[str] = (),
+    fp32_products: bool = False,
     **model_options: Any,
 ) -> Iterator[Session]:
     """A loaded session with the least budgets under which the place holds.
@@ -132,6 +133,7 @@ def opened(
         gpu_direct: NVMe is read to the GPU past RAM.
         numerics: the guard; without it and without clipping, updates run inside the backward.
         frozen: parameters that are not trained.
+        fp32_products: products as on a CPU without bf16 instructions, whatever this machine's CPU has.
         model_options: of ModelConfig.
     """
     options = {"fused_loss": False, "loss_chunk": 20, **model_options}
@@ -150,7 +152,10 @@ def opened(
     freeze(skeleton, frozen)
     budgets = least_budgets(skeleton, model, tiers, train, numerics, tokens, place)
     tiers = replace(tiers, gpu=budgets.gpu, ram=budgets.ram)
-    with Session(skeleton, model, tiers, train, numerics, tokens, savepoints=place.savepoints) as session:
+    with (
+        patch("megatier.session.session.cpu_has_bf16", return_value=not fp32_products),
+        Session(skeleton, model, tiers, train, numerics, tokens, savepoints=place.savepoints) as session,
+    ):
         session.load(source or Initialiser(session.model, 0))
         yield session
 
@@ -289,11 +294,9 @@ class Run:
             "loss_chunk": self.loss_chunk,
             "expert_parts": self.expert_parts,
             "gpu_direct": self.gpu_direct,
+            "fp32_products": self.fp32_products,
         }
-        with (
-            patch("megatier.session.session.cpu_has_bf16", return_value=not self.fp32_products),
-            opened(config, mount, place, self.train, device=self.device, numerics=self.numerics, **options) as session,
-        ):
+        with opened(config, mount, place, self.train, device=self.device, numerics=self.numerics, **options) as session:
             held = {tier for tier, size in session.placement.state_bytes.items() if size}
             assert held == {Tier(name) for name in place.tiers}, f"{self.place} lies on {held}"
             assert bool(session.placement.streamed) == bool(place.streamed and (self.clip or self.guard))
