@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from megatier.checkpoint import chunkfile
-from megatier.checkpoint.chunkfile import STAGED, ArrayReader, ArrayWriter, Chunk, ChunkFiles, Grid, Staged, StoredArray
+from megatier.checkpoint.chunkfile import (
+    STAGED,
+    ArrayChunk,
+    ArrayReader,
+    ArrayWriter,
+    ChunkFiles,
+    Grid,
+    Staged,
+    StoredArray,
+)
 from megatier.errors import CheckpointError, TransferError
 
 SHAPES = [(), (1,), (7,), (4096,), (5, 3), (33, 128), (3, 5, 7), (2, 3, 4, 5), (1, 1000), (1000, 1)]
@@ -98,7 +107,7 @@ def test_fetch_keeps_the_chunks_that_were_used_last(tmp_path: Path, monkeypatch:
     grid, reads, begin = Grid.of((STAGED + 1, 10), 10), list[str](), ChunkFiles._begin_read
     write(tmp_path / "a", grid, numbers(grid.shape), piece=999)
 
-    def noted(self: ChunkFiles, array: StoredArray, place: int, chunk: Chunk) -> Staged:
+    def noted(self: ChunkFiles, array: StoredArray, place: int, chunk: ArrayChunk) -> Staged:
         reads.append(str(place))
         return begin(self, array, place, chunk)
 

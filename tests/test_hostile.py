@@ -26,7 +26,7 @@ from megatier.data.tokenizer import byte_tokenizer, load_tokenizer
 from megatier.errors import ConfigError, DataError, MegatierError, UnsupportedModelError
 from megatier.models import limits
 from megatier.models.decoder import build_skeleton
-from megatier.models.weights import Checkpoint, resolve
+from megatier.models.weights import SafetensorsFolder, resolve
 from megatier.session.workload import read_model_config
 
 SECONDS = 60
@@ -72,7 +72,7 @@ def sharded(model: Path) -> None:
 def read(folder: Path) -> None:
     """All that a run reads of a model's folder before it plans."""
     skeleton = build_skeleton(read_model_config(ModelConfig(path=str(folder)), folder), "sdpa")
-    Checkpoint(folder, skeleton)
+    SafetensorsFolder(folder, skeleton)
     load_tokenizer(RunConfig(model=ModelConfig(path=str(folder)), data=DataConfig(files=("x",))))
 
 

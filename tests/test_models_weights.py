@@ -23,7 +23,7 @@ from megatier.models.decoder import Unit, build_skeleton, find_units
 from megatier.models.experts import cut_units, places_of
 from megatier.models.export import export
 from megatier.models.shards import read_header
-from megatier.models.weights import Checkpoint, Initialiser, resolve
+from megatier.models.weights import Initialiser, SafetensorsFolder, resolve
 
 SHARD_BYTES = 60_000
 Read = Callable[[Unit, int, int], Tensor]
@@ -35,7 +35,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 1000)
 
 
-def flat_blocks(source: Initialiser | Checkpoint, units: tuple[Unit, ...]) -> dict[str, Tensor]:
+def flat_blocks(source: Initialiser | SafetensorsFolder, units: tuple[Unit, ...]) -> dict[str, Tensor]:
     """Read all units; checks order, dtype and size of the pieces."""
     blocks = {}
     for unit in units:
@@ -128,7 +128,7 @@ def test_export_family_is_what_transformers_loads_and_saves(family: str, tmp_pat
         assert torch.equal(theirs[name], tensor.to(theirs[name].dtype)), name
 
     again = skeleton_of(tmp_path / "theirs")
-    read_back = tensors_of(flat_blocks(Checkpoint(tmp_path / "theirs", again), units), units)
+    read_back = tensors_of(flat_blocks(SafetensorsFolder(tmp_path / "theirs", again), units), units)
     assert find_units(again) == units
     for name, tensor in expected.items():
         assert torch.equal(read_back[name], tensor.to(dtype).float()), name
@@ -149,7 +149,7 @@ def test_buffer_of_integers_goes_out_and_comes_back_in_every_bit(dtype: torch.dt
     units = find_units(model)
     export(tmp_path / "out", model, units, reader(flat_blocks(Initialiser(model, 1), units)), torch.bfloat16, 1 << 30)
     again.model.get_buffer("table").zero_()
-    Checkpoint(tmp_path / "out", again)
+    SafetensorsFolder(tmp_path / "out", again)
     assert torch.equal(again.model.get_buffer("table"), model.model.get_buffer("table"))
     assert load_file(tmp_path / "out" / "model.safetensors")["model.table"].dtype is dtype
 
@@ -161,7 +161,7 @@ def test_buffer_of_integers_that_would_not_hold_what_is_stored_is_refused(stored
     export(tmp_path / "out", model, units, reader(flat_blocks(Initialiser(model, 1), units)), torch.float32, 1 << 30)
     patch(tmp_path / "out", {"model.table": torch.zeros(2, 2, dtype=stored)})
     with pytest.raises(UnsupportedModelError, match=r"model\.table is \w+; the model takes torch\.int32 there"):
-        Checkpoint(tmp_path / "out", with_table(torch.int32))
+        SafetensorsFolder(tmp_path / "out", with_table(torch.int32))
 
 
 @pytest.mark.parametrize("parts", [2, 3])
@@ -178,7 +178,7 @@ def test_weights_in_parts_go_out_as_those_of_a_whole_model_and_come_back(
     export(tmp_path / "whole", model, whole, reader(blocks), torch.float32, SHARD_BYTES)
     assert {path.name for path in tmp_path.glob("cut/*")} == {path.name for path in tmp_path.glob("whole/*")}
     assert all(path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes() for path in tmp_path.glob("cut/*"))
-    checkpoint = Checkpoint(tmp_path / "whole", skeleton_of(tmp_path / "whole"))
+    checkpoint = SafetensorsFolder(tmp_path / "whole", skeleton_of(tmp_path / "whole"))
     found = tensors_of(flat_blocks(checkpoint, units), units)
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
@@ -240,7 +240,7 @@ def test_initialiser_parameter_that_nothing_sets_is_refused(monkeypatch: pytest.
 # Export
 
 
-# Checkpoint
+# Folders of safetensors
 
 
 def test_checkpoint_bf16_and_fp16_come_as_fp32(llama: Path) -> None:
@@ -250,7 +250,7 @@ def test_checkpoint_bf16_and_fp16_come_as_fp32(llama: Path) -> None:
     patch(llama, {name: tensor.to(dtypes[name]) for name, tensor in expected.items()})
     model = skeleton_of(llama)
     units = find_units(model)
-    found = tensors_of(flat_blocks(Checkpoint(llama, model), units), units)
+    found = tensors_of(flat_blocks(SafetensorsFolder(llama, model), units), units)
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor.to(dtypes[name]).float()), name
 
@@ -261,21 +261,21 @@ def test_checkpoint_of_the_bare_decoder_gets_its_prefix(llama: Path) -> None:
     patch(llama, dict.fromkeys(expected) | {n.removeprefix("model."): t for n, t in expected.items()})
     model = skeleton_of(llama)
     units = find_units(model)
-    found = tensors_of(flat_blocks(Checkpoint(llama, model), units), units)
+    found = tensors_of(flat_blocks(SafetensorsFolder(llama, model), units), units)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_checkpoint_reads_generation_settings(llama: Path) -> None:
     GenerationConfig(eos_token_id=[2, 7]).save_pretrained(llama)
     model = skeleton_of(llama)
-    Checkpoint(llama, model)
+    SafetensorsFolder(llama, model)
     assert model.generation_config is not None
     assert model.generation_config.eos_token_id == [2, 7]
 
 
 def test_checkpoint_old_leftovers_are_ignored(llama: Path) -> None:
     patch(llama, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
-    Checkpoint(llama, skeleton_of(llama))
+    SafetensorsFolder(llama, skeleton_of(llama))
 
 
 @pytest.mark.parametrize("equal", [True, False], ids=["equal", "different"])
@@ -285,10 +285,10 @@ def test_checkpoint_tied_head_stored_twice_must_agree(equal: bool, tmp_path: Pat
     embedding = stored_tensors(tmp_path / "out")["model.embed_tokens.weight"]
     patch(tmp_path / "out", {"lm_head.weight": embedding + (0 if equal else 1)})
     if equal:
-        Checkpoint(tmp_path / "out", model)
+        SafetensorsFolder(tmp_path / "out", model)
         return
     with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
-        Checkpoint(tmp_path / "out", model)
+        SafetensorsFolder(tmp_path / "out", model)
 
 
 def test_checkpoint_tied_weight_stored_under_the_heads_name_is_found(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_checkpoint_tied_weight_stored_under_the_heads_name_is_found(tmp_path: P
     export(tmp_path / "out", model, units, reader(blocks), torch.float32, 1 << 30)
     embedding = stored_tensors(tmp_path / "out")["model.embed_tokens.weight"]
     patch(tmp_path / "out", {"model.embed_tokens.weight": None, "lm_head.weight": embedding})
-    found = tensors_of(flat_blocks(Checkpoint(tmp_path / "out", model), units[:1]), units[:1])
+    found = tensors_of(flat_blocks(SafetensorsFolder(tmp_path / "out", model), units[:1]), units[:1])
     assert torch.equal(found["model.embed_tokens.weight"], embedding)
 
 
@@ -320,7 +320,7 @@ def test_checkpoint_wrong_tensor_is_refused_by_name(
 ) -> None:
     patch(llama, change)
     with pytest.raises(UnsupportedModelError, match=message):
-        Checkpoint(llama, skeleton_of(llama))
+        SafetensorsFolder(llama, skeleton_of(llama))
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_checkpoint_wrong_expert_is_refused_by_name(
     export(tmp_path / "out", model, units, reader(blocks), torch.float32, 1 << 30)
     patch(tmp_path / "out", {f"model.layers.2.mlp.experts.{name}": tensor})
     with pytest.raises(UnsupportedModelError, match=rf"layers\.2\.mlp\.{message}"):
-        Checkpoint(tmp_path / "out", model)
+        SafetensorsFolder(tmp_path / "out", model)
 
 
 def test_checkpoint_form_that_only_transformers_converts_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +364,7 @@ def test_checkpoint_with_a_transposed_matrix_is_read_and_written_by_columns(
     monkeypatch.setattr(f"megatier.models.conversion.{mapping}", lambda model: [copy.deepcopy(converter)])
     model = build_skeleton(tiny_config("llama"), "sdpa")
     units = find_units(model)
-    blocks = flat_blocks(Checkpoint(llama, model), units)
+    blocks = flat_blocks(SafetensorsFolder(llama, model), units)
     found = tensors_of(blocks, units)
     assert [name for name in stored if not torch.equal(found[name], stored[name])] == []
 
@@ -445,7 +445,7 @@ def test_checkpoint_index_that_leaves_the_folder_is_refused(file_name: str, llam
     index = llama / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {NORM: file_name}}))
     with pytest.raises(UnsupportedModelError, match="is no file in this folder"):
-        Checkpoint(llama, skeleton_of(llama))
+        SafetensorsFolder(llama, skeleton_of(llama))
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
@@ -453,7 +453,7 @@ def test_checkpoint_index_malformed_is_refused(content: str, llama: Path) -> Non
     (llama / "model.safetensors").unlink()
     (llama / "model.safetensors.index.json").write_text(content)
     with pytest.raises(UnsupportedModelError, match="index"):
-        Checkpoint(llama, skeleton_of(llama))
+        SafetensorsFolder(llama, skeleton_of(llama))
 
 
 def test_checkpoint_tensor_that_only_the_index_knows_is_refused(llama: Path) -> None:
@@ -461,18 +461,18 @@ def test_checkpoint_tensor_that_only_the_index_knows_is_refused(llama: Path) -> 
     weight_map = {NORM: "one.safetensors", "model.ghost": "one.safetensors"}
     (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(UnsupportedModelError, match=r"one\.safetensors: tensor model\.ghost is missing"):
-        Checkpoint(llama, skeleton_of(llama))
+        SafetensorsFolder(llama, skeleton_of(llama))
 
 
 def test_checkpoint_folder_without_weights_is_refused(llama: Path) -> None:
     (llama / "model.safetensors").unlink()
     with pytest.raises(UnsupportedModelError, match=r"neither model\.safetensors nor"):
-        Checkpoint(llama, skeleton_of(llama))
+        SafetensorsFolder(llama, skeleton_of(llama))
 
 
 def test_checkpoint_file_cut_while_reading_is_a_transfer_error(llama: Path) -> None:
     model = skeleton_of(llama)
-    checkpoint, unit = Checkpoint(llama, model), find_units(model)[-1]
+    checkpoint, unit = SafetensorsFolder(llama, model), find_units(model)[-1]
     with (llama / "model.safetensors").open("r+b") as file:
         file.truncate(read_header(llama / "model.safetensors")["lm_head.weight"].offset + 100)
     with pytest.raises(TransferError, match=r"model\.safetensors at byte"):
@@ -486,7 +486,7 @@ from typing import Any
 from transformers import AutoConfig
 from megatier.models.decoder import build_skeleton, find_units
 from megatier.models.shards import write_header
-from megatier.models.weights import Checkpoint
+from megatier.models.weights import SafetensorsFolder
 import torch
 
 folder = Path(sys.argv[1])
@@ -500,7 +500,7 @@ with path.open("r+b") as file:
     file.truncate(len(header) + 4 * sum(p.numel() for p in model.parameters()))
 assert path.stat().st_size > 256_000_000
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-checkpoint = Checkpoint(folder, model)
+checkpoint = SafetensorsFolder(folder, model)
 elements = sum(piece.numel() for unit in find_units(model) for _, piece in checkpoint.read(unit))
 assert elements == sum(p.numel() for p in model.parameters())
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

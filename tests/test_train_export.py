@@ -19,7 +19,7 @@ from tiny_models import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megatier.checkpoint import checkpoint, checkpoint_writer
-from megatier.checkpoint.chunkfile import Chunk, ChunkFiles, StoredArray
+from megatier.checkpoint.chunkfile import ArrayChunk, ChunkFiles, StoredArray
 from megatier.checkpoint.manifest import digest_of
 from megatier.cli import main
 from megatier.data.tokenizer import byte_tokenizer
@@ -146,7 +146,7 @@ def test_export_reads_each_chunk_once(model: str, tmp_path: Path, monkeypatch: p
     run = trained(tmp_path / "run", model, output__export=False)
     begin, reads = ChunkFiles._begin_read, Counter[Path]()
 
-    def counted(self: ChunkFiles, array: StoredArray, place: int, chunk: Chunk) -> Any:
+    def counted(self: ChunkFiles, array: StoredArray, place: int, chunk: ArrayChunk) -> Any:
         reads[array.folder / chunk.key] += 1
         return begin(self, array, place, chunk)
 

@@ -40,7 +40,7 @@ STAGED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ArrayChunk:
     """One chunk of an array."""
 
     key: str
@@ -84,10 +84,10 @@ class Grid:
         """Elements of every chunk, padding included."""
         return math.prod(self.chunk_shape)
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[ArrayChunk]:
         """Every chunk, in the order of its elements."""
         if not self.shape:
-            yield Chunk("c", 0, 1)
+            yield ArrayChunk("c", 0, 1)
             return
         size = self.shape[self.axis]
         row = math.prod(self.shape[self.axis + 1 :])
@@ -96,7 +96,7 @@ class Grid:
         for number, above in enumerate(product(*map(range, self.shape[: self.axis]))):
             for first in range(0, size, self.rows):
                 key = "/".join(["c", *map(str, above), str(first // self.rows), *below])
-                yield Chunk(key, (number * size + first) * row, min(self.rows, size - first) * row)
+                yield ArrayChunk(key, (number * size + first) * row, min(self.rows, size - first) * row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class ChunkFiles:
             yield index, first, values[first - chunk.start :]
             self._free.append(staged)
 
-    def fetch(self, array: StoredArray, place: int, chunk: Chunk) -> Tensor:
+    def fetch(self, array: StoredArray, place: int, chunk: ArrayChunk) -> Tensor:
         """One chunk, fp32 with its padding; not read again before as many others as there are buffers.
 
         Args:
@@ -270,7 +270,7 @@ class ChunkFiles:
         self._free.append(staged)
         return staged.values(array.grid.chunk_elements)
 
-    def _begin_read(self, array: StoredArray, place: int, chunk: Chunk) -> Staged:
+    def _begin_read(self, array: StoredArray, place: int, chunk: ArrayChunk) -> Staged:
         staged = self._free.popleft()
         path = array.folder / chunk.key
         staged.path = path
@@ -338,7 +338,7 @@ class ArrayWriter:
         self._folder = folder
         self._grid = grid
         self._chunks = grid.chunks()
-        self._chunk = Chunk("", 0, 0)
+        self._chunk = ArrayChunk("", 0, 0)
         self._staged: Staged | None = None
         self._filled = 0
         self.checksums: list[int] = []

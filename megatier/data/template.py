@@ -20,7 +20,7 @@ from megatier.data.conversation import ASSISTANT, Conversation
 from megatier.errors import DataError
 from megatier.foreign import reading
 
-Span = tuple[int, int]
+CharacterRange = tuple[int, int]
 """First character, and the one behind the last."""
 
 BATCH_CHARACTERS = 1 << 17
@@ -62,7 +62,7 @@ class _Rendered:
 
     place: str
     text: str
-    spans: list[Span]
+    spans: list[CharacterRange]
     """The assistant's."""
 
 
@@ -97,14 +97,14 @@ class _Template:
                 f"the tokenizer {tokenizer.name_or_path} has no chat template. Set data.chat_template to a Jinja file."
             ) from error
 
-    def rendered(self) -> tuple[str, list[Span]]:
+    def rendered(self) -> tuple[str, list[CharacterRange]]:
         """The text, and the assistant's spans."""
         messages = self._conversation.messages
         is_marked = "endgeneration" in self._source
         text, spans = self._render(messages, return_assistant_tokens_mask=is_marked)
         return text, spans if is_marked else list(self._turns(text))
 
-    def _turns(self, text: str) -> Iterator[Span]:
+    def _turns(self, text: str) -> Iterator[CharacterRange]:
         """Where each turn of the assistant begins and ends."""
         for index, message in enumerate(self._conversation.messages):
             if message["role"] == ASSISTANT:
@@ -142,7 +142,7 @@ class _Template:
         is_sure = added and without.startswith(before) and through.endswith(added) and text.startswith(through)
         return len(through) - len(added) if is_sure else None
 
-    def _render(self, messages: Sequence[dict[str, Any]], **options: Any) -> tuple[str, list[Span]]:  # noqa: ANN401
+    def _render(self, messages: Sequence[dict[str, Any]], **options: Any) -> tuple[str, list[CharacterRange]]:  # noqa: ANN401
         conversation = self._conversation
         with reading(f"{conversation.place}: the chat template refuses the conversation", DataError):
             made: Any = render_jinja_template(  # annotated as text

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatier.integrations.chunks import AHEAD, SLOTS, Chunk, ChunkPlan
+from megatier.integrations.chunks import AHEAD, SLOTS, ChunkPlan, StateChunk
 from megatier.store.lease import Lease
 from megatier.store.store import TieredStore
 from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
@@ -61,15 +61,15 @@ class ChunkStore:
 
     # ------------------------------------------------------------------ for updates
 
-    def prefetch(self, chunk: Chunk) -> None:
+    def prefetch(self, chunk: StateChunk) -> None:
         """Start bringing a chunk to the tier in which it is updated."""
         self._store.prefetch(chunk.key, self.tier, wait=True)
 
-    def lease(self, chunk: Chunk) -> Lease:
+    def lease(self, chunk: StateChunk) -> Lease:
         """Wait for a chunk in the tier in which it is updated, and return the right to use it."""
         return self._store.lease(chunk.key, self.tier, wait=True)
 
-    def give_back(self, chunk: Chunk, lease: Lease) -> None:
+    def give_back(self, chunk: StateChunk, lease: Lease) -> None:
         """Give a chunk back that was changed, and start its way home."""
         # Dirty before the lease ends: a slot that is neither leased nor dirty may be taken for another chunk.
         self._store.mark_dirty(chunk.key, self.tier)
@@ -78,7 +78,7 @@ class ChunkStore:
 
     # ------------------------------------------------------------------ for saving and loading
 
-    def read(self) -> Generator[tuple[Chunk, Tensor]]:
+    def read(self) -> Generator[tuple[StateChunk, Tensor]]:
         """Yield every chunk with its bytes in RAM, uint8, each valid until the next one.
 
         Close the generator if you do not exhaust it, because it holds the lease of the chunk that it gave last.
@@ -94,7 +94,7 @@ class ChunkStore:
             self._leave(chunk, Tier.RAM)
 
     @contextmanager
-    def overwrite(self, chunk: Chunk) -> Iterator[Tensor]:
+    def overwrite(self, chunk: StateChunk) -> Iterator[Tensor]:
         """Yield the bytes of a chunk in RAM, uint8, every one of which the caller overwrites."""
         with self._store.lease(chunk.key, Tier.RAM, fresh=True, wait=True) as lease:
             yield lease.bytes
@@ -114,7 +114,7 @@ class ChunkStore:
         """Finish all moves, remove the files and free the memory. Closing twice is safe."""
         self._store.close()
 
-    def _leave(self, chunk: Chunk, tier: Tier) -> None:
+    def _leave(self, chunk: StateChunk, tier: Tier) -> None:
         """Free the chunk's slot in a tier, after the bytes that home does not have yet have left it."""
         if chunk.home is tier:
             return

@@ -39,7 +39,7 @@ class ParameterSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ElementRun:
     """Elements [start, stop) of a parameter inside a chunk."""
 
     parameter: int
@@ -67,11 +67,11 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StateChunk:
     """A piece of state that moves at once: a block of the store."""
 
     key: str
-    runs: tuple[Run, ...]
+    runs: tuple[ElementRun, ...]
     num_bytes: int
     home: Tier
 
@@ -80,7 +80,7 @@ class Chunk:
 class ChunkPlan:
     """All chunks of an optimizer, in the order of its parameters."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StateChunk, ...]
     slot_bytes: int
     """Bytes of the largest chunk, before they are rounded up to pages."""
     num_ram_slots: int
@@ -126,25 +126,25 @@ def plan_chunks(sizes: Sequence[ParameterSize], ram: int, nvme: int) -> ChunkPla
     return plan
 
 
-def _plan(pieces: Sequence[tuple[tuple[Run, ...], int]], homes: Sequence[Tier], num_ram_slots: int) -> ChunkPlan:
+def _plan(pieces: Sequence[tuple[tuple[ElementRun, ...], int]], homes: Sequence[Tier], num_ram_slots: int) -> ChunkPlan:
     """Name the pieces, in order, and give each its home."""
     chunks = [
-        Chunk(f"chunk{number}", runs, size, home)
+        StateChunk(f"chunk{number}", runs, size, home)
         for number, ((runs, size), home) in enumerate(zip(pieces, homes, strict=True))
     ]
     return ChunkPlan(tuple(chunks), max((chunk.num_bytes for chunk in chunks), default=0), num_ram_slots)
 
 
-def _cut(sizes: Iterable[ParameterSize], chunk_elements: int) -> list[tuple[tuple[Run, ...], int]]:
+def _cut(sizes: Iterable[ParameterSize], chunk_elements: int) -> list[tuple[tuple[ElementRun, ...], int]]:
     """Return runs and bytes of each chunk. Large parameters are cut, and small ones share a chunk."""
-    pieces: list[tuple[tuple[Run, ...], int]] = []
-    runs: list[Run] = []
+    pieces: list[tuple[tuple[ElementRun, ...], int]] = []
+    runs: list[ElementRun] = []
     room = chunk_elements
     offset = 0
     for size in sizes:
         start = 0
         while start < size.num_elements:
-            run = Run(size.index, start, min(size.num_elements, start + room), size.is_split, offset)
+            run = ElementRun(size.index, start, min(size.num_elements, start + room), size.is_split, offset)
             runs.append(run)
             start = run.stop
             offset += run.num_bytes

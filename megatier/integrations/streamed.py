@@ -55,7 +55,7 @@ from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.experts import places_of
 from megatier.models.export import export
 from megatier.models.frozen import freeze
-from megatier.models.weights import Checkpoint, resolve
+from megatier.models.weights import SafetensorsFolder, resolve
 from megatier.play.trace import TraceEvent, write_trace
 from megatier.session.process import share_interpreter
 from megatier.session.session import Session, WeightReader
@@ -133,7 +133,9 @@ def stream(
     # The reader comes before `freeze`: a model in RAM says which of its parameters are frozen, and the patterns that
     # the caller names win over that.
     skeleton = build_skeleton(config, attention)
-    reader: WeightReader = InRam(model, skeleton) if isinstance(model, PreTrainedModel) else Checkpoint(model, skeleton)
+    reader: WeightReader = (
+        InRam(model, skeleton) if isinstance(model, PreTrainedModel) else SafetensorsFolder(model, skeleton)
+    )
     freeze(skeleton, frozen, "frozen")
 
     train = TrainConfig(

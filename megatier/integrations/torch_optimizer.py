@@ -29,7 +29,7 @@ from megatier.config.values import parse_bytes, parse_list, parse_mount
 from megatier.errors import CapacityError, ConfigError, NonFiniteError, OptimizerError
 from megatier.hardware import cores_usable, ram_available_bytes
 from megatier.integrations.chunk_store import ChunkStore
-from megatier.integrations.chunks import AHEAD, Chunk, ChunkPlan, ParameterSize, Run, plan_chunks
+from megatier.integrations.chunks import AHEAD, ChunkPlan, ElementRun, ParameterSize, StateChunk, plan_chunks
 from megatier.integrations.parameters import Form, check_parameters, form_of, in_order
 from megatier.integrations.state_file import write_state_file
 from megatier.numerics.optimizer import PIECE_ELEMENTS, SPAN_ELEMENTS, adamw_threads, begin_adamw, step_scalars
@@ -40,7 +40,7 @@ from megatier.tier import Kind, Tier
 
 STATE = {Kind.EXP_AVG: torch.float32, Kind.EXP_AVG_SQ: torch.float32, Kind.REMAINDER: torch.int16}
 """Kinds of state by their names in `state_dict`, with their types."""
-Due = tuple[Chunk, tuple[Run, ...]]
+Due = tuple[StateChunk, tuple[ElementRun, ...]]
 """A chunk, and the runs of it whose parameters have a gradient in this step."""
 
 
@@ -183,7 +183,7 @@ class TieredAdamW(Optimizer):
 
         `SLOTS` counts on what is in slots at once: chunks ahead, two in `flying`, and one on its way home.
         """
-        flying: deque[tuple[Chunk, Lease, list[_native.Batch | None]]] = deque()
+        flying: deque[tuple[StateChunk, Lease, list[_native.Batch | None]]] = deque()
         try:
             for number, (chunk, runs) in enumerate(due):
                 # Towards the end this brings the first chunks again, for the next step.
@@ -205,7 +205,7 @@ class TieredAdamW(Optimizer):
                 for applied in reversed(flying):
                     rest.callback(_finish, store, *applied)
 
-    def _apply(self, run: Run, chunk: Tensor, gradients: Mapping[int, Tensor]) -> _native.Batch | None:
+    def _apply(self, run: ElementRun, chunk: Tensor, gradients: Mapping[int, Tensor]) -> _native.Batch | None:
         """Begin the update of a run, whose state lies in a chunk's bytes; return what to wait for."""
         index = run.parameter
         group = self.param_groups[self._group_of[index]]
@@ -334,7 +334,7 @@ class TieredAdamW(Optimizer):
         self._is_torn = False
 
     @torch.no_grad()
-    def _fill(self, run: Run, chunk: Tensor, entry: Mapping[str, Tensor]) -> None:
+    def _fill(self, run: ElementRun, chunk: Tensor, entry: Mapping[str, Tensor]) -> None:
         """Fill the planes of a run from a parameter's state, with zeros for each kind that the state has not."""
         for kind, plane in _planes(run, chunk):
             if kind in entry:
@@ -486,7 +486,7 @@ def _update_tier(device: torch.device) -> Tier:
     return Tier.GPU if device.type == "cuda" else Tier.RAM
 
 
-def _planes(run: Run, chunk: Tensor) -> Iterator[tuple[Kind, Tensor]]:
+def _planes(run: ElementRun, chunk: Tensor) -> Iterator[tuple[Kind, Tensor]]:
     """Yield each kind of a run's state, as a flat view of a chunk in RAM."""
     for kind, (start, stop) in run.planes.items():
         yield kind, chunk[start:stop].view(STATE[kind])
@@ -504,7 +504,7 @@ def _sum_squares(grad: Tensor) -> Tensor:
     return sums
 
 
-def _finish(store: ChunkStore, chunk: Chunk, lease: Lease, batches: Iterable[_native.Batch | None]) -> None:
+def _finish(store: ChunkStore, chunk: StateChunk, lease: Lease, batches: Iterable[_native.Batch | None]) -> None:
     """Wait for the updates of a chunk, then start its way home."""
     # A GPU's updates lie on its current stream, and the store orders the copies home behind them.
     for batch in batches:

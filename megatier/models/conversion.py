@@ -33,7 +33,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TensorRun:
     """Consecutive elements of one named tensor."""
 
     name: str
@@ -48,7 +48,7 @@ class Assembly:
     """A tensor put together from runs, in the order of its own elements."""
 
     shape: Shape
-    runs: tuple[Run, ...]
+    runs: tuple[TensorRun, ...]
 
 
 def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, Assembly]:
@@ -78,7 +78,7 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, A
             target = name
             pattern = None
 
-        whole = Assembly(stored[name], (Run(name, 0, math.prod(stored[name])),))
+        whole = Assembly(stored[name], (TensorRun(name, 0, math.prod(stored[name])),))
         if pattern is not None:
             parts[target][pattern].append(whole)
         elif target not in assemblies:
@@ -120,7 +120,7 @@ def hub_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[st
     raise UnsupportedModelError(f"{type(model).__name__}: no checkpoint layout is known that loads back unchanged.")
 
 
-def taken(assembly: Assembly, start: int, num_elements: int) -> tuple[Run, ...]:
+def taken(assembly: Assembly, start: int, num_elements: int) -> tuple[TensorRun, ...]:
     """The runs of some consecutive elements of a tensor."""
     feed = deque(assembly.runs)
     for _ in _take(feed, start):
@@ -185,7 +185,7 @@ def _chunk(target: str, tensor: Assembly, num_chunks: int, dim: int) -> list[Ass
         raise UnsupportedModelError(f"{target}: shape {shape} cannot be cut into {num_chunks} equal parts.")
     feed = deque(tensor.runs)
     count = math.prod(shape[dim:]) // num_chunks
-    runs: list[list[Run]] = [[] for _ in range(num_chunks)]
+    runs: list[list[TensorRun]] = [[] for _ in range(num_chunks)]
     for _ in range(math.prod(shape[:dim])):
         for chunk in runs:
             chunk.extend(_take(feed, count))
@@ -197,7 +197,7 @@ def _chunk(target: str, tensor: Assembly, num_chunks: int, dim: int) -> list[Ass
 def _transpose(target: str, tensor: Assembly, dim0: int, dim1: int) -> Assembly:
     *stack, rows, columns = tensor.shape
     feed = deque(tensor.runs)
-    runs = list[Run]()
+    runs = list[TensorRun]()
     if {dim0 % len(tensor.shape), dim1 % len(tensor.shape)} == {len(stack), len(stack) + 1}:
         for _ in range(math.prod(stack)):
             runs += [replace(run, num_columns=columns) for run in _take(feed, rows * columns) if not run.num_columns]
@@ -207,7 +207,7 @@ def _transpose(target: str, tensor: Assembly, dim0: int, dim1: int) -> Assembly:
     return Assembly((*stack, columns, rows), tuple(runs))
 
 
-def _take(feed: deque[Run], num_elements: int) -> Iterable[Run]:
+def _take(feed: deque[TensorRun], num_elements: int) -> Iterable[TensorRun]:
     """Remove the next elements from the front of a sequence of runs."""
     while num_elements:
         run = feed.popleft()
@@ -215,7 +215,7 @@ def _take(feed: deque[Run], num_elements: int) -> Iterable[Run]:
         if taken < run.num_elements:
             if run.num_columns:
                 raise UnsupportedModelError(f"{run.name} is stored transposed, and would have to be cut.")
-            feed.appendleft(Run(run.name, run.start + taken, run.num_elements - taken))
+            feed.appendleft(TensorRun(run.name, run.start + taken, run.num_elements - taken))
 
         num_elements -= taken
         yield replace(run, num_elements=taken)
@@ -223,12 +223,12 @@ def _take(feed: deque[Run], num_elements: int) -> Iterable[Run]:
 
 def _inverted(assemblies: Mapping[str, Assembly], shapes: Mapping[str, Shape]) -> dict[str, Assembly]:
     """From (own tensor: stored runs) to (stored tensor: own runs)."""
-    pieces: dict[str, list[tuple[int, Run]]] = {name: [] for name in shapes}
+    pieces: dict[str, list[tuple[int, TensorRun]]] = {name: [] for name in shapes}
     for own_name, assembly in assemblies.items():
         position = 0
         for run in assembly.runs:
             rows = run.num_elements // run.num_columns if run.num_columns else 0
-            pieces[run.name].append((run.start, Run(own_name, position, run.num_elements, rows)))
+            pieces[run.name].append((run.start, TensorRun(own_name, position, run.num_elements, rows)))
             position += run.num_elements
 
     return {

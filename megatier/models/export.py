@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from megatier.durable import becoming, discard
 from megatier.errors import CapacityError, ConfigError
-from megatier.models.conversion import Assembly, Run, hub_layout
+from megatier.models.conversion import Assembly, TensorRun, hub_layout
 from megatier.models.decoder import Unit
 from megatier.models.experts import places_of
 from megatier.models.shards import write_header
@@ -142,7 +142,7 @@ class _Outgoing:
         source = assembly.runs[0].name
         return self._buffers[source].dtype if source in self._buffers else self._dtype
 
-    def _pieces(self, run: Run, read: Read) -> Iterator[Tensor]:
+    def _pieces(self, run: TensorRun, read: Read) -> Iterator[Tensor]:
         first = run.start
         last = run.start + run.num_elements
         if run.num_columns:

@@ -2,7 +2,7 @@
 
 A matrix that is stored transposed (an expert of Qwen3-VL-MoE) is whole in memory while it is read.
 
-`Initialiser` and `Checkpoint` are the two sources of a run's first weights. Both read a unit as a stream of
+`Initialiser` and `SafetensorsFolder` are the two sources of a run's first weights. Both read a unit as a stream of
 (first element in the unit's layout, fp32 values), without the layout's padding. A piece is valid until the next one.
 """
 
@@ -24,7 +24,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from megatier.errors import ConfigError, TransferError, UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, read_object, reading, shown
 from megatier.models.buffers import constructed_value
-from megatier.models.conversion import Run, assemble, taken
+from megatier.models.conversion import TensorRun, assemble, taken
 from megatier.models.decoder import Unit, bindings
 from megatier.models.shards import DTYPES, StoredTensor, read_header
 
@@ -111,7 +111,7 @@ class Initialiser:
             owner._init_weights(self._model.get_submodule(module_name))
 
 
-class Checkpoint:
+class SafetensorsFolder:
     """The weights of a folder in Hugging Face's format: `model.safetensors`, or shards with an index.
 
     Files are read with plain buffered reads into one buffer, so memory does not grow with their size.
@@ -144,7 +144,7 @@ class Checkpoint:
                 yield position, piece
                 position += piece.numel()
 
-    def _read(self, runs: Sequence[Run], wanted: torch.dtype = torch.float32) -> Iterator[Tensor]:
+    def _read(self, runs: Sequence[TensorRun], wanted: torch.dtype = torch.float32) -> Iterator[Tensor]:
         """Their elements in the wanted dtype. The two buffers are reused, so a piece is valid until the next."""
         most = min(CHUNK_ELEMENTS, max((run.num_elements for run in runs), default=0))
         widest = max((DTYPES[self._stored[run.name].dtype].itemsize for run in runs), default=0)

@@ -20,7 +20,7 @@ from megatier.measure.probe import cached_rates, io_threads
 from megatier.models.decoder import Unit, build_skeleton, decays
 from megatier.models.experts import cut_units
 from megatier.models.frozen import freeze
-from megatier.models.weights import Checkpoint, Initialiser, resolve
+from megatier.models.weights import Initialiser, SafetensorsFolder, resolve
 from megatier.numerics.compilation import Compilation
 from megatier.numerics.optimizer import AdamW, Hyperparameters, join_master, split_master
 from megatier.play.player import Player
@@ -253,7 +253,7 @@ def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
     folder = resolve(config.model.path) if config.model.path is not None else None
     model = build_skeleton(read_model_config(config.model, folder), config.model.attention)
     freeze(model, config.model.frozen)
-    return model, Checkpoint(folder, model) if folder is not None else Initialiser(model, config.train.seed)
+    return model, SafetensorsFolder(folder, model) if folder is not None else Initialiser(model, config.train.seed)
 
 
 def choose_device(tiers: TiersConfig) -> torch.device:
