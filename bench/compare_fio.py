@@ -26,10 +26,10 @@ from typing import Any
 from record import facts
 
 from megatier.config.values import parse_bytes
+from megatier.drives.blockfile import IoOptions
+from megatier.drives.io_engine import REQUEST_BYTES
 from megatier.measure.block_device import block_device
 from megatier.measure.drive_traffic import BLOCK_BYTES, DEPTH, BlockTraffic
-from megatier.store.blockfile import IoOptions
-from megatier.store.io_engine import REQUEST_BYTES
 
 FLOWS = ("read", "write", "mixed")
 DEPTHS = (IoOptions().num_threads, DEPTH * BLOCK_BYTES // REQUEST_BYTES)

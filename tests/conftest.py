@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from megatier import _native
+from megatier.drives.blockfile import BlockFiles, Extent, FileBatch
 from megatier.hardware import scratch_directory
-from megatier.store.blockfile import BlockFiles, Extent, FileBatch
 from megatier.store.residency import overlap
 from megatier.store.store import TieredStore
 from megatier.tier import Tier
@@ -76,8 +76,10 @@ def nothing_measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After a store or schedule test no thread and no open file is left."""
-    if not request.path.name.startswith(("test_store_", "test_schedule_")) or request.node.get_closest_marker("gpu"):
+    """After a test of the store, the drives or the schedule no thread and no open file is left."""
+    if not request.path.name.startswith(
+        ("test_store_", "test_drives_", "test_schedule_")
+    ) or request.node.get_closest_marker("gpu"):
         yield
         return
     request.getfixturevalue("torch_threads")

@@ -1,4 +1,4 @@
-"""A kvikio that reads into the arena that stands for the GPU: what `megatier.store.gds` uses of it, and no more."""
+"""A kvikio that reads into the arena that stands for the GPU: what `megatier.drives.gds` uses of it, and no more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import chunk_checksums
 
-from megatier.store import gds
+from megatier.drives import gds
 
 HANG_S = 10
 """A test that failed must not wait for ever."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from megatier import _native
-from megatier.store.io_engine import Segment
+from megatier.drives.io_engine import Segment
 
 Failure = tuple[str, int, int, int, int, int]
 

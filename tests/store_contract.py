@@ -13,6 +13,8 @@ import torch
 from conftest import CHUNK_BYTES, check_invariants, pattern, probe
 from store_blocks import KEYS, MIB, NUM_BYTES, NUM_CHUNKS, SPAN, ZERO, has_copy, read, send_home, write
 
+from megatier.drives.blockfile import IoOptions
+from megatier.drives.io_engine import IoEngine, NativeEngine
 from megatier.errors import (
     BlockNotFoundError,
     CapacityError,
@@ -21,8 +23,6 @@ from megatier.errors import (
     LeaseHeldError,
     RunLockedError,
 )
-from megatier.store.blockfile import IoOptions
-from megatier.store.io_engine import IoEngine, NativeEngine
 from megatier.store.store import TieredStore
 from megatier.tier import BlockSpec, Kind, Tier, round_up
 

@@ -15,12 +15,12 @@ PACKAGE = ROOT / "megatier"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 JOURNEY = {
-    1: "store/blockfile.py",
+    1: "drives/blockfile.py",
     2: "store/transfer.py",
     3: "engine/node.py",
     4: "store/transfer.py",
     5: "numerics/optimizer.py",
-    6: "store/blockfile.py",
+    6: "drives/blockfile.py",
 }
 
 
@@ -95,7 +95,7 @@ def test_locks_are_those_that_an_interrupt_cannot_leave_locked() -> None:
 def test_kvikio_is_imported_in_gds_alone() -> None:
     pattern = re.compile(r"import_module\(f?\"kvikio|^\s*(import|from) kvikio", re.MULTILINE)
     found = {str(path.relative_to(PACKAGE)) for path in FILES if pattern.search(path.read_text())}
-    assert found == {"store/gds.py"}
+    assert found == {"drives/gds.py"}
 
 
 def test_imports_are_absolute() -> None:

@@ -14,10 +14,10 @@ from xml.etree import ElementTree
 import pytest
 
 from megatier.cli import bench, main
+from megatier.drives.blockfile import FileBatch
 from megatier.measure import drive_probe, link_probe
 from megatier.measure.probe import cached_rates
 from megatier.schedule.rates import Rates, as_dict, read_rates
-from megatier.store.blockfile import FileBatch
 
 QUICK = ["--seconds", "0.01", "--size", "4MiB", "--threads", "1", "--device", "cpu"]
 

@@ -17,11 +17,11 @@ from integer_runs import UNITS, Run, close
 from tiny_runs import BATCH, PLACES, exactness_config, one_thread, opened, plain_model, random_groups
 
 from megatier.config.schema import TrainConfig
+from megatier.drives.blockfile import IoOptions
 from megatier.errors import PlanError
 from megatier.models.decoder import Unit
 from megatier.schedule.placement import Budgets, place
 from megatier.schedule.sizes import Policy, UnitSpec
-from megatier.store.blockfile import IoOptions
 from megatier.store.store import TieredStore
 from megatier.tier import PAGE_BYTES, Kind, Tier
 

@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM
 from megatier.checkpoint.savepoint import drop_savepoint, save_savepoint
 from megatier.cli import main
 from megatier.config.schema import DataConfig, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.drives.blockfile import IoOptions
 from megatier.errors import ConfigError
 from megatier.layout import CHECKED_ELEMENTS, Layout
 from megatier.models.decoder import find_units
@@ -44,7 +45,6 @@ from megatier.planner.plan import make_plan
 from megatier.planner.trial import skeleton_of
 from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import DriveRates, Rates
-from megatier.store.blockfile import IoOptions
 from megatier.tier import Kind, Tier
 
 RATES = Rates((DriveRates("a", 3e9, 2e9, 2.5e9),), 50e9, 50e9, 5e9, 150e9, 150e9, 1e12)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from megatier import _native
+from megatier.drives.blockfile import IoOptions
 from megatier.errors import IntegrityError
 from megatier.measure import drive_traffic
 from megatier.measure.drive_probe import BLOCKS_MIN
 from megatier.measure.drive_traffic import BlockTraffic, Flow, UpdatesBeside, window_rates
-from megatier.store.blockfile import IoOptions
 
 BLOCK = 256 << 10
 SECONDS = 0.01

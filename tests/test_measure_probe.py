@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from megatier.config.values import MountBudget
+from megatier.drives.blockfile import FileBatch, IoOptions
 from megatier.errors import CapacityError, ConfigError, MegatierError, TransferError
 from megatier.measure import drive_probe, link_probe, probe
 from megatier.measure.drive_probe import DriveFigures
 from megatier.measure.drive_traffic import BLOCK_BYTES, Flow
 from megatier.measure.link_probe import CopyFigures, LinkFigures, UpdateFigures, UpdateTraffic
 from megatier.schedule.rates import WAVERING, DriveRates, Rates
-from megatier.store.blockfile import FileBatch, IoOptions
 
 SIZE = 4 << 20
 BLOCK = 256 << 10

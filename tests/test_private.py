@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatier.config.values import MountBudget
+from megatier.drives.blockfile import BlockFiles, IoOptions
 from megatier.errors import ConfigError, RunLockedError, TransferError
 from megatier.private import PrivateDirectory, lock_directory
-from megatier.store.blockfile import BlockFiles, IoOptions
 
 NOBODY = 65534
 NUM_BYTES = 64 << 10

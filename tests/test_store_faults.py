@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import FAULTS
 
-from megatier.store.blockfile import IoOptions
+from megatier.drives.blockfile import IoOptions
 from megatier.store.store import TieredStore
 from megatier.tier import BlockSpec, Tier
 

@@ -14,15 +14,15 @@ from plain_engine import PlainEngine
 from store_blocks import KEYS, NUM_BYTES, SPAN, ZERO, read, send_home, write
 from store_contract import StoreContract
 
+from megatier.drives import blockfile
+from megatier.drives.blockfile import IoOptions
 from megatier.errors import (
     CapacityError,
     ConfigError,
     DirtyBlockError,
     LeaseHeldError,
 )
-from megatier.store import blockfile
 from megatier.store.arena import Arena
-from megatier.store.blockfile import IoOptions
 from megatier.store.copies import POISON
 from megatier.store.store import TieredStore
 from megatier.tier import BlockSpec, Kind, Tier, round_up

@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from megatier.checkpoint.checkpoint import parameter_shapes
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.drives.blockfile import budget_bytes
 from megatier.engine.step import Batch, StepResult
 from megatier.errors import PlanError
 from megatier.models.decoder import Unit, auto_class, build_skeleton
@@ -31,7 +32,6 @@ from megatier.schedule import placement
 from megatier.schedule.placement import Budgets
 from megatier.session.session import Session, WeightReader
 from megatier.session.workload import Workload
-from megatier.store.blockfile import budget_bytes
 from megatier.tier import Kind, Tier
 
 KIB, MIB = 1 << 10, 1 << 20

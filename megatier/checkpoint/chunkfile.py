@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from megatier import _native
+from megatier.drives.io_engine import QUEUE_DEPTH_MAX, REQUEST_BYTES
 from megatier.errors import DamagedCheckpointError, TransferError
 from megatier.store.arena import Arena
-from megatier.store.io_engine import QUEUE_DEPTH_MAX, REQUEST_BYTES
 from megatier.tier import PAGE_BYTES, round_up
 
 CHUNK_ELEMENTS = 8 << 20

@@ -19,11 +19,11 @@ from typing import Self
 from megatier.config.file import to_dict
 from megatier.config.schema import RunConfig
 from megatier.config.text import dump
+from megatier.drives.leftovers import is_abandoned
 from megatier.errors import ConfigError
 from megatier.files import replace_file
 from megatier.foreign import read_text
 from megatier.private import lock_directory
-from megatier.store.leftovers import is_abandoned
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"

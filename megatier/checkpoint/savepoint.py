@@ -46,6 +46,7 @@ from megatier.checkpoint.manifest import Manifest, digest_of, read_json
 from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER
 from megatier.checkpoint.run_state import RunState
 from megatier.config.schema import RunConfig
+from megatier.drives.blockfile import Extent
 from megatier.durable import becoming
 from megatier.errors import (
     CapacityError,
@@ -58,7 +59,6 @@ from megatier.errors import (
 )
 from megatier.play.blocks import Generation, block_key
 from megatier.session.session import Session
-from megatier.store.blockfile import Extent
 from megatier.tier import Kind, Tier
 
 FORMAT = 2

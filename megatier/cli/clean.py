@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 from megatier.checkpoint.run_directory import killed_runs
+from megatier.drives.leftovers import Leftover, find_leftovers
 from megatier.errors import mib
 from megatier.report.metrics import format_seconds
-from megatier.store.leftovers import Leftover, find_leftovers
 
 
 def run(argv: Sequence[str]) -> int:

@@ -34,7 +34,7 @@ KVIKIO_SECONDS = 120
 KVIKIO_PROBE = """
 import sys
 from megatier import BlockSpec, Tier, TieredStore
-from megatier.store.blockfile import IoOptions
+from megatier.drives.blockfile import IoOptions
 options = IoOptions(gpu_direct=True)
 mounts = [f"{directory}:4MiB" for directory in sys.argv[1:]]
 with TieredStore.open(gpu="4MiB", nvme=mounts, device="cuda", options=options) as store:

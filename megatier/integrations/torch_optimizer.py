@@ -26,6 +26,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatier import _native
 from megatier.config.values import parse_bytes, parse_list, parse_mount
+from megatier.drives.blockfile import budget_bytes
 from megatier.errors import CapacityError, ConfigError, NonFiniteError, OptimizerError
 from megatier.hardware import cores_usable, ram_available_bytes
 from megatier.integrations.chunk_store import ChunkStore
@@ -34,7 +35,6 @@ from megatier.integrations.parameters import Form, check_parameters, form_of, in
 from megatier.integrations.state_file import write_state_file
 from megatier.numerics.optimizer import PIECE_ELEMENTS, SPAN_ELEMENTS, adamw_threads, begin_adamw, step_scalars
 from megatier.numerics.vector_math import warm
-from megatier.store.blockfile import budget_bytes
 from megatier.store.lease import Lease
 from megatier.tier import Kind, Tier
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatier.config.values import MountBudget
+from megatier.drives.blockfile import IoOptions, check_directory
 from megatier.errors import CapacityError, ConfigError, at_least
 from megatier.hardware import mount_of
 from megatier.measure.block_device import block_device
@@ -22,7 +23,6 @@ from megatier.measure.drive_traffic import (
     Flow,
 )
 from megatier.schedule.rates import DriveRates
-from megatier.store.blockfile import IoOptions, check_directory
 from megatier.tier import PAGE_BYTES
 
 BLOCKS_MIN = 16

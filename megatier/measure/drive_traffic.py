@@ -22,11 +22,11 @@ import torch
 
 from megatier import _native
 from megatier.config.values import MountBudget
+from megatier.drives.blockfile import STRIPE_BYTES, BlockFiles, FileBatch, IoOptions
 from megatier.measure.block_device import block_device
 from megatier.measure.link_probe import UpdateTraffic
 from megatier.numerics.optimizer import adamw_threads
 from megatier.store.arena import Arena
-from megatier.store.blockfile import STRIPE_BYTES, BlockFiles, FileBatch, IoOptions
 
 BLOCK_BYTES = STRIPE_BYTES
 """A plane of moments of the largest update chunk: what the store moves at once."""

@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.drives.blockfile import IoOptions
 from megatier.errors import PlanError, UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, read_object, reading, reason_of, shown
 from megatier.models.decoder import Unit, decoder_layers
@@ -20,7 +21,6 @@ from megatier.models.experts import most_parts
 from megatier.models.limits import check_counts
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import GPU_SLOTS
-from megatier.store.blockfile import IoOptions
 from megatier.tier import Activations, Tier
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

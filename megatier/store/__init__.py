@@ -1,1 +1,1 @@
-"""The tiered store: arenas, block files and queues. This file imports nothing, so that planning runs without torch."""
+"""The tiered store: arenas, copies and queues. This file imports nothing, so that planning runs without torch."""

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable
 import torch
 
 from megatier import _native
+from megatier.drives.blockfile import BlockFiles
+from megatier.drives.gds import GpuReader
 from megatier.errors import BlockNotFoundError, CapacityError, DirtyBlockError, LeaseHeldError, StepAbandonedError
 from megatier.store.arena import Slot, SlotPool
-from megatier.store.blockfile import BlockFiles
-from megatier.store.gds import GpuReader
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span, assign, overlap, without
 from megatier.store.tear import Tear

@@ -39,9 +39,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from megatier.drives.blockfile import Extent
 from megatier.errors import BlockNotFoundError
 from megatier.store.arena import Slot
-from megatier.store.blockfile import Extent
 from megatier.store.transfer import Transfer
 from megatier.tier import BlockSpec, Tier
 

@@ -29,10 +29,10 @@ from typing import Self
 import torch
 
 from megatier.config.values import parse_bytes, parse_list, parse_mount
+from megatier.drives.blockfile import BlockFiles, Extent, IoOptions
+from megatier.drives.gds import GpuReader, IoPath
 from megatier.errors import BlockNotFoundError, CapacityError, DirtyBlockError, LastCopyError
-from megatier.store.blockfile import BlockFiles, Extent, IoOptions
 from megatier.store.copies import Copies
-from megatier.store.gds import GpuReader, IoPath
 from megatier.store.lease import Lease
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span, assign, overlap

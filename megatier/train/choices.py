@@ -9,6 +9,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from megatier.config.schema import RunConfig, TiersConfig
+from megatier.drives.blockfile import budget_bytes
 from megatier.engine.head import can_fuse
 from megatier.errors import PlanError
 from megatier.measure.probe import cached_rates
@@ -21,7 +22,6 @@ from megatier.report.metrics import wavering
 from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import Rates
 from megatier.session.session import budgets_of, choose_device, compiles
-from megatier.store.blockfile import budget_bytes
 
 
 def fix_choices(config: RunConfig, model: PreTrainedModel | None = None) -> RunConfig:

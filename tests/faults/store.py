@@ -23,8 +23,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from conftest import CHUNK_BYTES, check_invariants, pattern, probe
 
+from megatier.drives.blockfile import IoOptions
 from megatier.errors import CapacityError, IntegrityError, TransferError
-from megatier.store.blockfile import IoOptions
 from megatier.store.store import TieredStore
 from megatier.store.transfer import Transfer
 from megatier.tier import BlockSpec, Tier

@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatier.drives.blockfile import BlockFiles, Extent, Stripe, zero_checksums
+from megatier.drives.io_engine import REQUEST_BYTES
 from megatier.errors import ConfigError, IntegrityError, TransferError, mib
 from megatier.hardware import nvidia_fs_is_loaded
-from megatier.store.blockfile import BlockFiles, Extent, Stripe, zero_checksums
-from megatier.store.io_engine import REQUEST_BYTES
 
 PROBE_BYTES = 1 << 20
 """Bytes to read from each file at the start. kvikio takes reads below 16 KiB past GPUDirect Storage."""
@@ -191,6 +191,6 @@ def load_library(device: torch.device) -> Any:  # noqa: ANN401  a module that ma
 
 def checksums(region: torch.Tensor, chunk_bytes: int) -> npt.NDArray[np.uint32]:
     """The checksum of each chunk of uint8 [n] on the GPU, whole pages."""
-    from megatier.store import kernels  # Triton comes with torch's CUDA builds alone
+    from megatier.drives import gpu_checksums  # Triton comes with torch's CUDA builds alone
 
-    return kernels.checksums(region, chunk_bytes)
+    return gpu_checksums.checksums(region, chunk_bytes)

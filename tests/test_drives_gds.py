@@ -23,10 +23,10 @@ from store_contract import StoreContract
 from tiny_runs import MODELS, PLACES, Run, exactness_config, one_thread, opened, run_in_fresh_process, run_steps
 
 from megatier.config.values import MountBudget
+from megatier.drives import blockfile, gds
+from megatier.drives.blockfile import BlockFiles, Extent, IoOptions
+from megatier.drives.gds import GpuReader, IoPath
 from megatier.errors import ConfigError, IntegrityError, TransferError
-from megatier.store import blockfile, gds
-from megatier.store.blockfile import BlockFiles, Extent, IoOptions
-from megatier.store.gds import GpuReader, IoPath
 from megatier.store.store import TieredStore
 from megatier.tier import BlockSpec, Tier, round_up
 

@@ -1,7 +1,7 @@
 """Checksums in Triton against the C definition, bit for bit.
 
 Without a GPU, Triton's interpreter shows the arithmetic, not what the compiler does:
-`TRITON_INTERPRET=1 pytest -m gpu -W ignore tests/test_store_kernels.py`.
+`TRITON_INTERPRET=1 pytest -m gpu -W ignore tests/test_drives_gpu_checksums.py`.
 """
 
 import importlib
@@ -27,7 +27,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
     pytest.importorskip("triton", reason="needs Triton, which torch's CUDA builds bring")
-    return importlib.import_module("megatier.store.kernels")
+    return importlib.import_module("megatier.drives.gpu_checksums")
 
 
 @pytest.mark.parametrize("chunk_pages", [1, 2, 16])

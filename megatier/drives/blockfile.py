@@ -26,10 +26,10 @@ import numpy.typing as npt
 
 from megatier import _native
 from megatier.config.values import MountBudget
+from megatier.drives.io_engine import REQUEST_BYTES, IoBatch, IoEngine, NativeEngine
 from megatier.errors import CapacityError, ConfigError, IntegrityError, TransferError
 from megatier.hardware import mount_of
 from megatier.private import FOLDER_FLAGS, LOCK_FILE, PrivateDirectory
-from megatier.store.io_engine import REQUEST_BYTES, IoBatch, IoEngine, NativeEngine
 from megatier.tier import PAGE_BYTES, round_up
 
 STRIPE_BYTES = 32 << 20

@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatier.drives.blockfile import FILES, KEPT_FILE
 from megatier.errors import ConfigError, TransferError
 from megatier.private import FOLDER_FLAGS, LOCK_FILE, is_ours_alone
-from megatier.store.blockfile import FILES, KEPT_FILE
 
 NAME = re.compile(r"megatier-(bench-)?[0-9a-f]{12}")
 """Directories of run ids that nobody chose. Whoever names a store has its directory again by opening it under that

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import pytest
 
 from megatier.config.values import MountBudget
+from megatier.drives import blockfile
+from megatier.drives.blockfile import BlockFiles, Extent, IoOptions, budget_bytes
 from megatier.errors import CapacityError, ConfigError, IntegrityError, RunLockedError, TransferError
 from megatier.private import PrivateDirectory
-from megatier.store import blockfile
-from megatier.store.blockfile import BlockFiles, Extent, IoOptions, budget_bytes
 
 CHUNK_BYTES = 4096
 NUM_BYTES = 10 * CHUNK_BYTES
@@ -268,7 +268,7 @@ def test_blocks_that_a_killed_run_of_this_id_left_give_their_room_back(
     (tmp_path / "megatier-run").mkdir(mode=0o700)
     blocks = tmp_path / "megatier-run" / "blocks"
     blocks.write_bytes(b"old")
-    monkeypatch.setattr("megatier.store.blockfile._free_bytes", lambda _: 0 if blocks.exists() else 10 << 20)
+    monkeypatch.setattr("megatier.drives.blockfile._free_bytes", lambda _: 0 if blocks.exists() else 10 << 20)
     files = open_files(tmp_path, budget=None)
     assert files.capacity_bytes == 9 << 20
     files.close()
@@ -284,7 +284,7 @@ import sys
 from pathlib import Path
 from megatier.config.values import MountBudget
 from megatier.errors import RunLockedError
-from megatier.store.blockfile import BlockFiles, IoOptions
+from megatier.drives.blockfile import BlockFiles, IoOptions
 try:
     BlockFiles([MountBudget(Path(sys.argv[1]), 1 << 20)], "run", IoOptions())
 except RunLockedError as error:

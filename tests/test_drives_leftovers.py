@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from megatier.config.values import MountBudget
+from megatier.drives import leftovers
+from megatier.drives.blockfile import BlockFiles, IoOptions
+from megatier.drives.leftovers import find_leftovers, is_abandoned
 from megatier.errors import ConfigError, RunLockedError, TransferError
 from megatier.private import lock_directory
-from megatier.store import leftovers
-from megatier.store.blockfile import BlockFiles, IoOptions
-from megatier.store.leftovers import find_leftovers, is_abandoned
 
 NAME = "megatier-0123456789ab"
 KILLED = """
