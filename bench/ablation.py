@@ -19,7 +19,7 @@ GIB = 1 << 30
 SCRIPT = Path(__file__).parent / "bench_step.py"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
     """A row with settings changed."""
 
@@ -32,23 +32,39 @@ class Change:
 
 
 CHANGES = {
-    "base": Change("row 1 as it is", 1.30, 1),
-    "nondeterministic": Change("kernels free to be non-deterministic", 1.27, 1, (), ("--no-deterministic",)),
+    "base": Change(what="row 1 as it is", predicted_s=1.30, row=1),
+    "nondeterministic": Change(
+        what="kernels free to be non-deterministic", predicted_s=1.27, row=1, words=("--no-deterministic",)
+    ),
     "saved_share_1": Change(
-        "all activations saved, less state on the GPU", 1.55, 1, ("model.saved_share=1.0", f"tiers.gpu={60 * GIB}")
+        what="all activations saved, less state on the GPU",
+        predicted_s=1.55,
+        row=1,
+        settings=("model.saved_share=1.0", f"tiers.gpu={60 * GIB}"),
     ),
     "saved_share_0": Change(
-        "inputs alone saved, all state on the GPU", 1.58, 1, ("model.saved_share=0.0", f"tiers.gpu={106 * GIB}")
+        what="inputs alone saved, all state on the GPU",
+        predicted_s=1.58,
+        row=1,
+        settings=("model.saved_share=0.0", f"tiers.gpu={106 * GIB}"),
     ),
     "eager": Change(
-        "no compilation, recompute", 2.10, 1,
-        ("model.compile=false", "train.activations=recompute", f"tiers.gpu={100 * GIB}"),
+        what="no compilation, recompute",
+        predicted_s=2.10,
+        row=1,
+        settings=("model.compile=false", "train.activations=recompute", f"tiers.gpu={100 * GIB}"),
     ),
-    "loss_chunk_1024": Change("loss in chunks of 1,024 tokens", 1.315, 1, ("model.loss_chunk=1024",)),
-    "threads_8": Change("8 threads for the CPU's AdamW", 1.36, 1, ("tiers.update_threads=8",)),
-    "no_gpu_state": Change("row 2 with all updates on the CPU", 2.35, 2, ("tiers.streamed_share=0.0",)),
-    "streamed": Change("row 2 as it is: half of the state streamed", 1.85, 2),
-}  # fmt: skip
+    "loss_chunk_1024": Change(
+        what="loss in chunks of 1,024 tokens", predicted_s=1.315, row=1, settings=("model.loss_chunk=1024",)
+    ),
+    "threads_8": Change(
+        what="8 threads for the CPU's AdamW", predicted_s=1.36, row=1, settings=("tiers.update_threads=8",)
+    ),
+    "no_gpu_state": Change(
+        what="row 2 with all updates on the CPU", predicted_s=2.35, row=2, settings=("tiers.streamed_share=0.0",)
+    ),
+    "streamed": Change(what="row 2 as it is: half of the state streamed", predicted_s=1.85, row=2),
+}
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import DriveRates, Rates, read_rates
 
 GIB, TIB = 1 << 30, 1 << 40
-DRIVE = DriveRates("drive", 14e9, 12e9, 20e9)
+DRIVE = DriveRates(directory="drive", read_bytes_per_s=14e9, write_bytes_per_s=12e9, mixed_bytes_per_s=20e9)
 """A PCIe 5 drive: 14 GB/s read, 12 written; both at once somewhat less than the sum."""
 SEQUENCE = 4096
 GPU = 60 * GIB

@@ -25,7 +25,7 @@ from megatier.schedule.sizes import Policy, UnitSpec, state_kinds
 from megatier.store.store import TieredStore
 from megatier.tier import Kind, Phase, Tier
 
-UNITS = [UnitSpec(f"u{number}", count) for number, count in enumerate((4096, 8192, 2048, 6144, 2048))]
+UNITS = [UnitSpec(name=f"u{number}", num_elements=count) for number, count in enumerate((4096, 8192, 2048, 6144, 2048))]
 ALL = (Tier.GPU, Tier.RAM, Tier.NVME)
 HANG_S = 20.0
 
@@ -205,7 +205,9 @@ PLACES: dict[str, tuple[tuple[Tier, ...], int, int]] = {
     "mixed": (ALL, 200 << 10, 260 << 10),
     "streamed": ((Tier.RAM,), 296 << 10, 2 << 20),
 }
-FOR_STREAMED = [UnitSpec(f"u{number}", count) for number, count in enumerate((4096, 10240, 4096, 10240, 2048))]
+FOR_STREAMED = [
+    UnitSpec(name=f"u{number}", num_elements=count) for number, count in enumerate((4096, 10240, 4096, 10240, 2048))
+]
 STREAMED = ("u0", "u2", "u4")
 """Of these, all but those larger than most."""
 

@@ -23,5 +23,10 @@ def placement(
         for kind in STATE_KINDS:
             on_ram = unit in ram and kind is Kind.WEIGHT
             homes[unit, kind] = Tier.GPU if unit in gpu else Tier.RAM if on_ram else Tier.NVME
-    slots = (SlotPlan(Tier.GPU, Kind.WEIGHT, SIZE * (2 if split else 4), num_slots),)
-    return Placement(homes, slots, SIZE, {unit: Tier.GPU if unit in gpu else grads for unit in units})
+    slots = (SlotPlan(tier=Tier.GPU, kind=Kind.WEIGHT, slot_bytes=SIZE * (2 if split else 4), num_slots=num_slots),)
+    return Placement(
+        homes=homes,
+        slots=slots,
+        chunk_elements=SIZE,
+        grad_homes={unit: Tier.GPU if unit in gpu else grads for unit in units},
+    )

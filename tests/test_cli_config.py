@@ -86,7 +86,9 @@ def test_config_show_takes_io_threads_as_a_run_does(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     words = [str(QUICKSTART), "--tiers.nvme", str(tmp_path)]
     assert "  io_threads: 4  # from this machine\n" in shown(capsys, *words)
-    drive = DriveRates(str(tmp_path), 1e9, 1e9, 1e9, 16)
+    drive = DriveRates(
+        directory=str(tmp_path), read_bytes_per_s=1e9, write_bytes_per_s=1e9, mixed_bytes_per_s=1e9, io_threads=16
+    )
     cache_rates(replace(read_rates(ROOT / "examples/machines/h200.yaml"), drives=(drive,)), "cpu")
     assert "  io_threads: 16  # from this machine\n" in shown(capsys, *words)
     assert "  io_threads: 7\n" in shown(capsys, *words, "--tiers.io_threads=7")

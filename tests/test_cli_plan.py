@@ -134,7 +134,16 @@ def test_plan_of_this_machine_is_that_of_train(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(hardware, "ram_available_bytes", lambda root=None: 64 << 30)
     (tmp_path / "drive").mkdir()
-    drive = DriveRates(str(tmp_path / "drive"), 3e9, 2e9, 2.5e9, 8, None, 2e9, 3e9)
+    drive = DriveRates(
+        directory=str(tmp_path / "drive"),
+        read_bytes_per_s=3e9,
+        write_bytes_per_s=2e9,
+        mixed_bytes_per_s=2.5e9,
+        io_threads=8,
+        first_write_bytes_per_s=None,
+        mixed_low_bytes_per_s=2e9,
+        mixed_high_bytes_per_s=3e9,
+    )
     cache_rates(replace(read_rates(Path(H200)), drives=(drive,), gpu_bytes=None), "cpu")
     config_path = tmp_path / "run.yaml"
     lines = Path(QUICKSTART).read_text().splitlines()
@@ -158,7 +167,7 @@ def test_plan_with_a_drive_that_wavers_gives_a_range(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine = tmp_path / "machine.json"
-    slow = DriveRates("a", 3e6, 2e6, 2.5e6)
+    slow = DriveRates(directory="a", read_bytes_per_s=3e6, write_bytes_per_s=2e6, mixed_bytes_per_s=2.5e6)
     found = {}
     for name, drive in {
         "median": slow,

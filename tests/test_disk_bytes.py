@@ -47,7 +47,7 @@ class Spilled:
     @property
     def policy(self) -> Policy:
         state = (Tier.RAM, Tier.NVME) if self.weights_in_ram else (Tier.NVME,)
-        return Policy(state, groups=self.groups, chunk_elements=self.chunk_elements, align_elements=2048)
+        return Policy(state=state, groups=self.groups, chunk_elements=self.chunk_elements, align_elements=2048)
 
     @property
     def budgets(self) -> Budgets:
@@ -119,7 +119,7 @@ def steady_step(run: Run) -> tuple[Counter[str], dict[str, Counter[str]]]:
 def test_spilled_parameter_moves_14_bytes_in_12_out_and_4_more_in_per_further_group(
     groups: int, slots: int, start: Callable[[Spilled], Run]
 ) -> None:
-    units = [*UNITS, UnitSpec("u5", 4096), UnitSpec("u6", 2048)]
+    units = [*UNITS, UnitSpec(name="u5", num_elements=4096), UnitSpec(name="u6", num_elements=2048)]
     run = start(Spilled(units=units, groups=groups, slots=slots))
     assert set(run.placement.homes.values()) == {Tier.NVME}
     run.train_step()  # loads on demand, and records
@@ -177,7 +177,7 @@ def test_spilled_model_moves_as_much_and_its_padding(tmp_path: Path) -> None:
                 assert moved["ram_to_nvme"] == STATE_BYTES * sum(sizes)
 
 
-@pytest.mark.parametrize("units", [UNITS, [UnitSpec(f"u{number}", 4096) for number in range(5)]])
+@pytest.mark.parametrize("units", [UNITS, [UnitSpec(name=f"u{number}", num_elements=4096) for number in range(5)]])
 def test_weight_planes_take_the_ram_first(units: Sequence[UnitSpec]) -> None:
     policy = Spilled(weights_in_ram=True).policy
     least = least_budgets(units, policy)
@@ -223,7 +223,7 @@ class Drive:
 @pytest.mark.nvme
 def test_drive_moves_what_the_store_counts_within_5_percent(tmp_path: Path, start: Callable[[Spilled], Run]) -> None:
     drive = Drive(tmp_path)
-    units = [UnitSpec(f"u{number}", 3 << 20) for number in range(7)]
+    units = [UnitSpec(name=f"u{number}", num_elements=3 << 20) for number in range(7)]
     run = start(Spilled(units=units, chunk_elements=1 << 20, chunk_bytes=64 << 10))
     run.train_step()
     run.player.drain()

@@ -47,7 +47,15 @@ from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.tier import Kind, Tier
 
-RATES = Rates((DriveRates("a", 3e9, 2e9, 2.5e9),), 50e9, 50e9, 5e9, 150e9, 150e9, 1e12)
+RATES = Rates(
+    drives=(DriveRates(directory="a", read_bytes_per_s=3e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2.5e9),),
+    to_gpu_bytes_per_s=50e9,
+    to_ram_bytes_per_s=50e9,
+    update_parameters_per_s=5e9,
+    memory_bytes_per_s=150e9,
+    gpu_update_parameters_per_s=150e9,
+    flops_per_s=1e12,
+)
 FROZEN = {
     "below": ("model.embed_tokens", "model.layers.0"),  # the backward ends above them
     "above": ("lm_head", "model.norm", "model.layers.1"),  # gradients pass through

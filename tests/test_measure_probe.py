@@ -297,11 +297,25 @@ def test_link_flags_tell_what_no_link_carries() -> None:
 # ---------------------------------------------------------------------- rates and their cache
 
 
-RATES = Rates((), 1.0, 2.0, 10.0, 239.0, 11.0, 13.0)
+RATES = Rates(
+    drives=(),
+    to_gpu_bytes_per_s=1.0,
+    to_ram_bytes_per_s=2.0,
+    update_parameters_per_s=10.0,
+    memory_bytes_per_s=239.0,
+    gpu_update_parameters_per_s=11.0,
+    flops_per_s=13.0,
+)
 
 
 def with_drives(*directories: Path) -> Rates:
-    return dataclasses.replace(RATES, drives=tuple(DriveRates(str(path), 6.0, 4.0, 5.0) for path in directories))
+    return dataclasses.replace(
+        RATES,
+        drives=tuple(
+            DriveRates(directory=str(path), read_bytes_per_s=6.0, write_bytes_per_s=4.0, mixed_bytes_per_s=5.0)
+            for path in directories
+        ),
+    )
 
 
 @pytest.fixture
@@ -315,7 +329,11 @@ def other_mount(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
 def test_rates_of_takes_the_first_gpu_and_the_most_threads(tmp_path: Path) -> None:
     assert probe.rates_of([], LINKS) == RATES
     drive = figures(directory=str(tmp_path))
-    assert probe.rates_of([drive], LINKS).drives == (DriveRates(str(tmp_path), 2 * GB, 2 * GB, 2 * GB),)
+    assert probe.rates_of([drive], LINKS).drives == (
+        DriveRates(
+            directory=str(tmp_path), read_bytes_per_s=2 * GB, write_bytes_per_s=2 * GB, mixed_bytes_per_s=2 * GB
+        ),
+    )
 
 
 def test_rates_of_mounts_on_one_file_system_are_shared(tmp_path: Path) -> None:
@@ -324,7 +342,7 @@ def test_rates_of_mounts_on_one_file_system_are_shared(tmp_path: Path) -> None:
 
 
 def test_io_threads_are_asked_for_or_measured_or_4() -> None:
-    eight = DriveRates("a", 1.0, 1.0, 1.0, 8)
+    eight = DriveRates(directory="a", read_bytes_per_s=1.0, write_bytes_per_s=1.0, mixed_bytes_per_s=1.0, io_threads=8)
     assert probe.io_threads(None, None) == probe.io_threads(None, RATES)
     assert probe.io_threads(None, None)[0] == IoOptions().num_threads
     assert probe.io_threads(None, dataclasses.replace(RATES, drives=(eight,))) == (8, "as `megatier bench` found")
@@ -338,7 +356,16 @@ def test_io_threads_are_asked_for_or_measured_or_4() -> None:
 def test_cached_threads_first_writes_and_wavering_are_kept_and_shared_on_one_file_system(tmp_path: Path) -> None:
     path, inner = tmp_path / "rates.json", tmp_path / "inner"
     inner.mkdir()
-    drive = DriveRates(str(tmp_path), 6.0, 4.0, 5.0, 8, 3.0, 4.5, 6.5)
+    drive = DriveRates(
+        directory=str(tmp_path),
+        read_bytes_per_s=6.0,
+        write_bytes_per_s=4.0,
+        mixed_bytes_per_s=5.0,
+        io_threads=8,
+        first_write_bytes_per_s=3.0,
+        mixed_low_bytes_per_s=4.5,
+        mixed_high_bytes_per_s=6.5,
+    )
     probe.cache_rates(dataclasses.replace(RATES, drives=(drive,)), "cpu", path)
     for directories in ([tmp_path], [tmp_path, inner]):
         found = probe.cached_rates(directories, "cpu", path)
@@ -370,7 +397,10 @@ def test_cached_rates_serve_directories_of_the_same_file_system(tmp_path: Path) 
     assert probe.cached_rates([inner], "cpu", path) == with_drives(inner)
     both = probe.cached_rates([tmp_path, inner], "cpu", path)
     assert both is not None
-    assert both.drives == tuple(DriveRates(str(directory), 3.0, 2.0, 2.5) for directory in (tmp_path, inner))
+    assert both.drives == tuple(
+        DriveRates(directory=str(directory), read_bytes_per_s=3.0, write_bytes_per_s=2.0, mixed_bytes_per_s=2.5)
+        for directory in (tmp_path, inner)
+    )
 
 
 def test_cached_rates_of_another_machine_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,20 @@ from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.tier import Kind, Tier
 
-RATES = Rates((DriveRates("a", 3e9, 2e9, 2.5e9),), 50e9, 50e9, 5e9, 150e9, 150e9, 1e12)
-SLOW = replace(RATES, drives=(DriveRates("a", 3e6, 2e6, 2.5e6),), flops_per_s=1e11)
+RATES = Rates(
+    drives=(DriveRates(directory="a", read_bytes_per_s=3e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2.5e9),),
+    to_gpu_bytes_per_s=50e9,
+    to_ram_bytes_per_s=50e9,
+    update_parameters_per_s=5e9,
+    memory_bytes_per_s=150e9,
+    gpu_update_parameters_per_s=150e9,
+    flops_per_s=1e12,
+)
+SLOW = replace(
+    RATES,
+    drives=(DriveRates(directory="a", read_bytes_per_s=3e6, write_bytes_per_s=2e6, mixed_bytes_per_s=2.5e6),),
+    flops_per_s=1e11,
+)
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 512,
@@ -172,24 +184,43 @@ def test_plan_of_offload_waits_for_links_that_are_slower_than_compute() -> None:
 
 
 def test_checkpoint_seconds_are_those_of_the_bytes_that_the_first_drive_moves() -> None:
-    drives = [DriveRates("/mnt/a", 3e9, 2e9, 2.5e9), DriveRates("/mnt/b", 9e9, 9e9, 9e9)]
+    drives = [
+        DriveRates(directory="/mnt/a", read_bytes_per_s=3e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2.5e9),
+        DriveRates(directory="/mnt/b", read_bytes_per_s=9e9, write_bytes_per_s=9e9, mixed_bytes_per_s=9e9),
+    ]
     assert checkpoint_seconds(12_000_000_000, 0, drives) == 6
     assert checkpoint_seconds(12_000_000_000, 8_000_000_000, drives) == 8
     assert checkpoint_seconds(12_000_000_000, 0, []) is None
 
 
 def test_checkpoint_seconds_are_of_files_that_were_never_written_before() -> None:
-    drives = [DriveRates("/mnt/a", 3e9, 2e9, 2.5e9, first_write_bytes_per_s=1e9)]
+    drives = [
+        DriveRates(
+            directory="/mnt/a",
+            read_bytes_per_s=3e9,
+            write_bytes_per_s=2e9,
+            mixed_bytes_per_s=2.5e9,
+            first_write_bytes_per_s=1e9,
+        )
+    ]
     assert checkpoint_seconds(12_000_000_000, 0, drives) == 12
     assert checkpoint_seconds(12_000_000_000, 8_000_000_000, drives) == 12
     assert checkpoint_seconds(12_000_000_000, 28_000_000_000, drives) == 16
 
 
 def test_pause_seconds_are_those_that_a_step_leaves_of_the_writing() -> None:
-    step = Forecast(10.0, {}, {"compute": 9.0, "nvme_to_ram": 3.0, "ram_to_nvme": 4.0}, {}, ())
+    step = Forecast(
+        seconds=10.0,
+        busy_seconds={},
+        alone_seconds={"compute": 9.0, "nvme_to_ram": 3.0, "ram_to_nvme": 4.0},
+        moved_bytes={},
+        spans=(),
+    )
     assert pause_seconds(2.0, step) == 0
     assert pause_seconds(8.0, step) == 5
-    busy = Forecast(10.0, {}, {"nvme_to_ram": 6.0, "ram_to_nvme": 6.0}, {}, ())
+    busy = Forecast(
+        seconds=10.0, busy_seconds={}, alone_seconds={"nvme_to_ram": 6.0, "ram_to_nvme": 6.0}, moved_bytes={}, spans=()
+    )
     assert pause_seconds(8.0, busy) == 8
 
 

@@ -19,7 +19,21 @@ from megatier.play.trace import TraceEvent
 from megatier.schedule.forecast import QUEUES_OF_DISK, Forecast
 from megatier.schedule.rates import DriveRates, Rates
 
-WAVERS = replace(SLOW, drives=(DriveRates("a", 3e6, 2e6, 2.5e6, None, None, 2e6, 3e6),))
+WAVERS = replace(
+    SLOW,
+    drives=(
+        DriveRates(
+            directory="a",
+            read_bytes_per_s=3e6,
+            write_bytes_per_s=2e6,
+            mixed_bytes_per_s=2.5e6,
+            io_threads=None,
+            first_write_bytes_per_s=None,
+            mixed_low_bytes_per_s=2e6,
+            mixed_high_bytes_per_s=3e6,
+        ),
+    ),
+)
 
 
 def trial(rates: Rates) -> Trial:
@@ -125,7 +139,7 @@ def test_prediction_gives_a_range_until_the_run_knows_better() -> None:
 
 
 def test_correction_says_both_rates_and_steps() -> None:
-    made = Correction(31.8, 2.2e9, 36.9, 1.9e9)
+    made = Correction(planned_seconds=31.8, planned_bytes_per_s=2.2e9, seconds=36.9, measured_bytes_per_s=1.9e9)
     assert made.is_worth_saying
     assert str(made) == (
         "the plan said 31.8 s a step with drives that do 2.2 GB/s; in this run they do 1.9 GB/s: 36.9 s"
@@ -156,7 +170,13 @@ def test_run_whose_drive_does_less_than_measured_says_so_and_computes_the_same(
         folder.mkdir()
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         if name == "planned":  # a drive of another world
-            drive = DriveRates(str(folder), 3e12, 2e12, 2.5e12, 2)
+            drive = DriveRates(
+                directory=str(folder),
+                read_bytes_per_s=3e12,
+                write_bytes_per_s=2e12,
+                mixed_bytes_per_s=2.5e12,
+                io_threads=2,
+            )
             cache_rates(replace(RATES, drives=(drive,)), "cpu")
         assert main(command(folder, settings | {"tiers.nvme": f"{folder}:16MiB"})) == 0
         outcomes.append(outcome(folder / "run"))

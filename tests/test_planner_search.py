@@ -23,7 +23,16 @@ MIB = 1 << 20
 LLAMA = {"model_type": "llama", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024}
 LLAMA |= {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
 """7.7M parameters: 92 MB of state."""
-RATES = Rates((DriveRates("a", 3e9, 2e9, 2.5e9),), 5e9, 5e9, 1e9, 20e9, 15e9, 2e12, gpu_bytes=1.6e9)
+RATES = Rates(
+    drives=(DriveRates(directory="a", read_bytes_per_s=3e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2.5e9),),
+    to_gpu_bytes_per_s=5e9,
+    to_ram_bytes_per_s=5e9,
+    update_parameters_per_s=1e9,
+    memory_bytes_per_s=20e9,
+    gpu_update_parameters_per_s=15e9,
+    flops_per_s=2e12,
+    gpu_bytes=1.6e9,
+)
 CASES = {
     "free": (RATES, ("gpu", "ram"), 256 * MIB),
     "a small GPU": (replace(RATES, gpu_bytes=1.13e9), ("gpu", "ram"), 256 * MIB),
@@ -31,7 +40,14 @@ CASES = {
     "slow updates": (replace(RATES, update_parameters_per_s=5e7), ("ram",), 256 * MIB),
     "slow links": (replace(RATES, to_gpu_bytes_per_s=3e8, to_ram_bytes_per_s=3e8), ("ram",), 256 * MIB),
     "short of RAM": (RATES, ("ram", "nvme"), 96 * MIB),
-    "a slow drive": (replace(RATES, drives=(DriveRates("a", 3e8, 2e8, 2.5e8),)), ("ram", "nvme"), 96 * MIB),
+    "a slow drive": (
+        replace(
+            RATES,
+            drives=(DriveRates(directory="a", read_bytes_per_s=3e8, write_bytes_per_s=2e8, mixed_bytes_per_s=2.5e8),),
+        ),
+        ("ram", "nvme"),
+        96 * MIB,
+    ),
     "all on a drive": (RATES, ("nvme",), 96 * MIB),
 }
 LARGE = LLAMA | {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126}
@@ -146,8 +162,17 @@ def test_search_of_126_layers_finds_units_once_and_simulates_few_trials(monkeypa
 
     for module, name in ((searching, "cut_units"), (trials, "place"), (trials, "floor"), (trials, "forecast")):
         monkeypatch.setattr(module, name, counted(getattr(module, name)))
-    drives = (DriveRates("a", 14e9, 12e9, 20e9),)
-    rates = Rates(drives, 53e9, 53e9, 6.3e9, 181e9, 160e9, 590e12, gpu_bytes=150.7e9)
+    drives = (DriveRates(directory="a", read_bytes_per_s=14e9, write_bytes_per_s=12e9, mixed_bytes_per_s=20e9),)
+    rates = Rates(
+        drives=drives,
+        to_gpu_bytes_per_s=53e9,
+        to_ram_bytes_per_s=53e9,
+        update_parameters_per_s=6.3e9,
+        memory_bytes_per_s=181e9,
+        gpu_update_parameters_per_s=160e9,
+        flops_per_s=590e12,
+        gpu_bytes=150.7e9,
+    )
     config = config_of(("ram", "nvme"))
     config = replace(
         config,

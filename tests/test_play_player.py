@@ -134,7 +134,7 @@ def resident(run: Run) -> list[bool]:
 
 
 def test_activation_comes_back_as_it_was_stashed(start: Callable[..., Run]) -> None:
-    run = start("ram", units=[UnitSpec("u0", 4096, activation_bytes=4096), *UNITS[1:]])
+    run = start("ram", units=[UnitSpec(name="u0", num_elements=4096, activation_bytes=4096), *UNITS[1:]])
     tensor = torch.randn(32, 32)
     run.player.stash("u0", tensor)
     found = run.player.fetch("u0")
@@ -146,7 +146,9 @@ def test_activation_comes_back_as_it_was_stashed(start: Callable[..., Run]) -> N
 def test_activations_come_back_in_any_order_each_once_and_the_next_one_ahead(
     start: Callable[..., Run], order: Sequence[int]
 ) -> None:
-    run = start("ram", units=[UnitSpec(f"u{number}", 4096, activation_bytes=4096) for number in range(4)])
+    run = start(
+        "ram", units=[UnitSpec(name=f"u{number}", num_elements=4096, activation_bytes=4096) for number in range(4)]
+    )
     run.player.begin("train")
     tensors = [torch.randn(32, 32), torch.randn(8, 4, 32), torch.randn(64, 32).bfloat16(), torch.randn(32, 32)]
     for number, tensor in enumerate(tensors):

@@ -325,7 +325,7 @@ def test_streamed_state_steps_drains_and_evaluations_in_any_order_move_what_is_d
 def test_streamed_state_beside_units_at_home_on_the_gpu(
     start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    units = [UnitSpec(f"u{number}", 4096) for number in range(5)]
+    units = [UnitSpec(name=f"u{number}", num_elements=4096) for number in range(5)]
     slots, home, passing = 4 * (16 << 10), 64 << 10, 48 << 10
     monkeypatch.setitem(PLACES, "streamed", ((Tier.GPU, Tier.RAM), slots + home + passing, 2 << 20))
     run = start("streamed", units)

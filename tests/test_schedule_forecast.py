@@ -16,9 +16,17 @@ from megatier.schedule.timeline import Access, build
 from megatier.tier import Kind, Phase, Tier
 
 MIB = 1 << 20
-UNITS = tuple(UnitSpec(f"unit{i}", MIB) for i in range(6))
+UNITS = tuple(UnitSpec(name=f"unit{i}", num_elements=MIB) for i in range(6))
 SECONDS = {(unit.name, phase): 0.01 * (1 + (phase is Phase.BACKWARD)) for unit in UNITS for phase in Phase}
-FAST = Rates((DriveRates("a", 1e15, 1e15, 1e15),), 1e15, 1e15, 1e15, 1e18, 1e15, 1e15)
+FAST = Rates(
+    drives=(DriveRates(directory="a", read_bytes_per_s=1e15, write_bytes_per_s=1e15, mixed_bytes_per_s=1e15),),
+    to_gpu_bytes_per_s=1e15,
+    to_ram_bytes_per_s=1e15,
+    update_parameters_per_s=1e15,
+    memory_bytes_per_s=1e18,
+    gpu_update_parameters_per_s=1e15,
+    flops_per_s=1e15,
+)
 PLACES = {
     "gpu": (Budgets(200 * MIB, 0, 0), Policy()),
     "ram": (Budgets(16 * MIB, 200 * MIB, 0), Policy(state=(Tier.RAM,))),
@@ -71,7 +79,9 @@ def test_forecast_with_links_that_take_no_time_is_compute_alone(name: str) -> No
 
 @pytest.mark.parametrize("name", ["nvme", "past_ram"])
 def test_forecast_on_a_slow_drive_is_its_bytes_over_its_mixed_rate(name: str) -> None:
-    slow = replace(FAST, drives=(DriveRates("a", 30e6, 20e6, 25e6),))
+    slow = replace(
+        FAST, drives=(DriveRates(directory="a", read_bytes_per_s=30e6, write_bytes_per_s=20e6, mixed_bytes_per_s=25e6),)
+    )
     made, placement, _ = of(name, slow)
     assert all(home is Tier.NVME for home in placement.homes.values())
     assert made.bound_by == "nvme"
@@ -81,7 +91,9 @@ def test_forecast_on_a_slow_drive_is_its_bytes_over_its_mixed_rate(name: str) ->
 
 def test_forecast_of_updates_in_the_backward_keeps_the_drive_busy_there() -> None:
     """Weights lie in RAM: the drive moves state under the forward alone, or under all of compute."""
-    drive = DriveRates("a", 1e9, 1e9, 20 * 6 * MIB / 0.18)  # takes as long as compute
+    drive = DriveRates(
+        directory="a", read_bytes_per_s=1e9, write_bytes_per_s=1e9, mixed_bytes_per_s=20 * 6 * MIB / 0.18
+    )  # takes as long as compute
     rates = replace(FAST, drives=(drive,))
     found = []
     for generations, ram in ((1, 30), (2, 45)):
@@ -96,7 +108,14 @@ def test_forecast_of_updates_in_the_backward_keeps_the_drive_busy_there() -> Non
 
 def test_forecast_of_updates_in_the_backward_reads_nothing_before_the_first_gradient() -> None:
     """However long the drive was idle: the run asks for state when its update is due."""
-    rates = replace(FAST, drives=(DriveRates("a", 1e9, 1e9, 20 * 6 * MIB / 0.05),))
+    rates = replace(
+        FAST,
+        drives=(
+            DriveRates(
+                directory="a", read_bytes_per_s=1e9, write_bytes_per_s=1e9, mixed_bytes_per_s=20 * 6 * MIB / 0.05
+            ),
+        ),
+    )
     policy = Policy(state=(Tier.RAM, Tier.NVME), generations=2, chunk_elements=MIB // 8)
     placement = place(UNITS, Budgets(16 * MIB, 45 * MIB, 200 * MIB), policy)  # weights in RAM
     made = forecast(accesses(1), SECONDS, UNITS, placement, policy, rates)
@@ -108,7 +127,9 @@ def test_forecast_of_updates_in_the_backward_reads_nothing_before_the_first_grad
 
 SLOW = {
     "links": replace(FAST, to_gpu_bytes_per_s=1e8, to_ram_bytes_per_s=1e8),
-    "drive": replace(FAST, drives=(DriveRates("a", 30e6, 20e6, 25e6),)),
+    "drive": replace(
+        FAST, drives=(DriveRates(directory="a", read_bytes_per_s=30e6, write_bytes_per_s=20e6, mixed_bytes_per_s=25e6),)
+    ),
     "updates": replace(FAST, update_parameters_per_s=6 * MIB / 0.2),
     "memory": replace(FAST, memory_bytes_per_s=1e9, update_parameters_per_s=3e7, to_gpu_bytes_per_s=9e8),
 }
@@ -125,7 +146,7 @@ def test_floor_is_under_the_forecast_and_near_it(name: str, slow: str) -> None:
 
 
 def test_forecast_with_a_second_drive_of_the_same_rates_halves_the_step() -> None:
-    drive = DriveRates("a", 30e6, 20e6, 25e6)
+    drive = DriveRates(directory="a", read_bytes_per_s=30e6, write_bytes_per_s=20e6, mixed_bytes_per_s=25e6)
     one, two = (of("nvme", replace(FAST, drives=(drive,) * count))[0].seconds for count in (1, 2))
     assert two == pytest.approx(one / 2, rel=0.15)
 
@@ -142,7 +163,7 @@ def test_forecast_with_weights_in_ram_moves_the_other_planes_alone() -> None:
 def test_forecast_of_a_unit_frozen_but_for_one_chunk_updates_it_in_one_piece() -> None:
     budgets, policy = PLACES["nvme"]
     policy = replace(policy, chunk_elements=MIB // 8)
-    units = [UnitSpec(unit.name, MIB, frozen_elements=MIB - MIB // 8) for unit in UNITS]
+    units = [UnitSpec(name=unit.name, num_elements=MIB, frozen_elements=MIB - MIB // 8) for unit in UNITS]
     made = forecast(accesses(1), SECONDS, units, place(units, budgets, policy), policy, SLOW["drive"])
     updates = Counter(span.name for span in made.spans if span.lane == "update_nvme")
     assert updates == Counter(unit.name for unit in units)

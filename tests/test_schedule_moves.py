@@ -15,7 +15,7 @@ from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.timeline import build
 from megatier.tier import Tier
 
-UNITS = {name: UnitSpec(name, SIZE * (number + 1)) for number, name in enumerate("abc")}
+UNITS = {name: UnitSpec(name=name, num_elements=SIZE * (number + 1)) for number, name in enumerate("abc")}
 
 
 def of_pass(where: Placement, policy: Policy, order: str, *, trains: bool, updates: bool) -> dict[str, int]:

@@ -21,7 +21,11 @@ KIB = 1 << 10
 SEEDS = range(300)
 STATE = (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 """Kinds that exist with a split and without."""
-LAYERS = [UnitSpec("embed", 64 << 10), *[UnitSpec(f"layer{i}", 32 << 10) for i in range(6)], UnitSpec("head", 64 << 10)]
+LAYERS = [
+    UnitSpec(name="embed", num_elements=64 << 10),
+    *[UnitSpec(name=f"layer{i}", num_elements=32 << 10) for i in range(6)],
+    UnitSpec(name="head", num_elements=64 << 10),
+]
 PLENTY = Budgets(1 << 40, 1 << 40, 1 << 40)
 Case = tuple[list[UnitSpec], Budgets, Policy]
 
@@ -30,7 +34,11 @@ def random_case(seed: int) -> Case:
     """Units, budgets and a policy; about half of them fit."""
     choose = random.Random(seed)
     units = [
-        UnitSpec(f"unit{number}", 2048 * choose.randint(1, 40), choose.choice([0, 0, 5000]))
+        UnitSpec(
+            name=f"unit{number}",
+            num_elements=2048 * choose.randint(1, 40),
+            activation_bytes=choose.choice([0, 0, 5000]),
+        )
         for number in range(choose.randint(1, 10))
     ]
     state = 12 * sum(unit.num_elements for unit in units)
@@ -207,8 +215,8 @@ def ram_slots(placement: Placement) -> dict[Kind, int]:
 
 def test_frozen_weights_on_nvme_alone_pass_through_slots_for_weights_alone() -> None:
     """80 MiB of slots, where slots for all kinds of state would take 320."""
-    frozen = [UnitSpec(name, 64 << 20, frozen_elements=64 << 20) for name in "abc"]
-    units = [UnitSpec("head", 1 << 20), *frozen]
+    frozen = [UnitSpec(name=name, num_elements=64 << 20, frozen_elements=64 << 20) for name in "abc"]
+    units = [UnitSpec(name="head", num_elements=1 << 20), *frozen]
     policy = Policy(state=(Tier.GPU, Tier.NVME), chunk_elements=8 << 20)
     placement = place(units, Budgets(320 << 20, 300 << 20, 1 << 30), policy)
     assert placement.homes["head", Kind.EXP_AVG] is Tier.GPU
@@ -218,7 +226,10 @@ def test_frozen_weights_on_nvme_alone_pass_through_slots_for_weights_alone() -> 
 
 
 def test_frozen_weights_beside_trained_state_in_ram_pass_through_slots_for_weights_alone() -> None:
-    units = [UnitSpec("head", 1 << 20), UnitSpec("layer", 64 << 20, frozen_elements=64 << 20)]
+    units = [
+        UnitSpec(name="head", num_elements=1 << 20),
+        UnitSpec(name="layer", num_elements=64 << 20, frozen_elements=64 << 20),
+    ]
     policy = Policy(state=(Tier.RAM, Tier.NVME), chunk_elements=8 << 20)
     placement = place(units, Budgets(1 << 30, 110 << 20, 1 << 30), policy)
     assert {kind: home for (name, kind), home in placement.homes.items() if home is Tier.NVME} == {
@@ -228,8 +239,11 @@ def test_frozen_weights_beside_trained_state_in_ram_pass_through_slots_for_weigh
 
 
 def test_slots_for_updates_take_the_largest_trained_unit_that_spills() -> None:
-    units = [UnitSpec("head", 1 << 20), UnitSpec("layer", 64 << 20, frozen_elements=60 << 20)]
-    units.append(UnitSpec("embed", 64 << 20, frozen_elements=64 << 20))
+    units = [
+        UnitSpec(name="head", num_elements=1 << 20),
+        UnitSpec(name="layer", num_elements=64 << 20, frozen_elements=60 << 20),
+    ]
+    units.append(UnitSpec(name="embed", num_elements=64 << 20, frozen_elements=64 << 20))
     policy = Policy(state=(Tier.NVME,), chunk_elements=8 << 20)
     placement = place(units, Budgets(1 << 30, 300 << 20, 1 << 40), policy)
     wide, narrow = 4 * (4 << 20), 2 * (4 << 20)
@@ -303,7 +317,7 @@ def test_streamed_share_zero_or_no_clipping_streams_nothing() -> None:
 
 
 IN_RAM = Policy(state=(Tier.RAM,), streamed_share=1.0)
-WIDE = [UnitSpec("embed", 96 << 10), *LAYERS[1:-1], UnitSpec("head", 96 << 10)]
+WIDE = [UnitSpec(name="embed", num_elements=96 << 10), *LAYERS[1:-1], UnitSpec(name="head", num_elements=96 << 10)]
 """Embedding and head are larger than most."""
 LAYER = (10 + 2) * 32 * KIB
 """GPU bytes of a streamed layer: remainder, moments, gradient."""
@@ -455,7 +469,7 @@ def test_state_is_twelve_bytes_a_parameter(split: bool, total: int) -> None:
 
 
 def test_gradient_bytes_follow_the_dtype_and_the_groups() -> None:
-    unit = UnitSpec("unit", 4096)
+    unit = UnitSpec(name="unit", num_elements=4096)
     assert grad_bytes(unit, Policy()) == 2 * 4096
     assert grad_bytes(unit, Policy(groups=2)) == 4 * 4096
     assert grad_bytes(unit, Policy(split=False)) == 4 * 4096

@@ -12,7 +12,10 @@ from megatier.errors import ConfigError
 from megatier.schedule.rates import DriveRates, Rates, as_dict, read_rates
 
 RATES = Rates(
-    drives=(DriveRates("/mnt/a", 6e9, 5e9, 5.5e9), DriveRates("/mnt/b", 3e9, 2e9, 2.5e9)),
+    drives=(
+        DriveRates(directory="/mnt/a", read_bytes_per_s=6e9, write_bytes_per_s=5e9, mixed_bytes_per_s=5.5e9),
+        DriveRates(directory="/mnt/b", read_bytes_per_s=3e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2.5e9),
+    ),
     to_gpu_bytes_per_s=55e9,
     to_ram_bytes_per_s=54e9,
     update_parameters_per_s=6e9,
@@ -40,7 +43,9 @@ def test_rates_with_byte_units_are_bytes(tmp_path: Path) -> None:
     drive = {"directory": "a", "read_bytes_per_s": "14GB", "write_bytes_per_s": 1, "mixed_bytes_per_s": "1GiB"}
     rates = read_rates(changed(tmp_path, drives=[drive], to_gpu_bytes_per_s="55 GB"))
     assert rates.to_gpu_bytes_per_s == 55e9
-    assert rates.drives == (DriveRates("a", 14e9, 1.0, float(1 << 30)),)
+    assert rates.drives == (
+        DriveRates(directory="a", read_bytes_per_s=14e9, write_bytes_per_s=1.0, mixed_bytes_per_s=float(1 << 30)),
+    )
 
 
 def test_rates_of_a_drive_may_name_its_io_threads(tmp_path: Path) -> None:

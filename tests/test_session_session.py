@@ -212,7 +212,19 @@ def test_session_kept_layers_change_no_bit(activations: str, tmp_path: Path) -> 
 def test_session_takes_as_many_io_threads_as_were_measured(
     asked: int | None, found: int | None, taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates = Rates((DriveRates("a", 9e9, 9e9, 9e9, found),), 1e9, 1e9, 1e9, 1e9, 1e9, 1e12)
+    rates = Rates(
+        drives=(
+            DriveRates(
+                directory="a", read_bytes_per_s=9e9, write_bytes_per_s=9e9, mixed_bytes_per_s=9e9, io_threads=found
+            ),
+        ),
+        to_gpu_bytes_per_s=1e9,
+        to_ram_bytes_per_s=1e9,
+        update_parameters_per_s=1e9,
+        memory_bytes_per_s=1e9,
+        gpu_update_parameters_per_s=1e9,
+        flops_per_s=1e12,
+    )
     monkeypatch.setattr(session_module, "cached_rates", lambda *arguments: rates if found else None)
     tiers = TiersConfig(
         device="cpu", gpu=1 << 20, ram=8 << 20, nvme=(f"{tmp_path}:16MiB",), state=("nvme",), io_threads=asked
@@ -228,12 +240,23 @@ def test_session_takes_as_many_io_threads_as_were_measured(
 
 
 def test_session_stripes_by_the_rates_that_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drives = tuple(DriveRates(name, 9e9, 9e9, rate) for name, rate in (("a", 6e9), ("b", 2e9)))
+    drives = tuple(
+        DriveRates(directory=name, read_bytes_per_s=9e9, write_bytes_per_s=9e9, mixed_bytes_per_s=rate)
+        for name, rate in (("a", 6e9), ("b", 2e9))
+    )
     asked = []
 
     def measured(directories: Sequence[Path], device: str) -> Rates:
         asked.append((list(directories), device))
-        return Rates(drives, 1e9, 1e9, 1e9, 1e9, 1e9, 1e12)
+        return Rates(
+            drives=drives,
+            to_gpu_bytes_per_s=1e9,
+            to_ram_bytes_per_s=1e9,
+            update_parameters_per_s=1e9,
+            memory_bytes_per_s=1e9,
+            gpu_update_parameters_per_s=1e9,
+            flops_per_s=1e12,
+        )
 
     monkeypatch.setattr(session_module, "cached_rates", measured)
     for name in "ab":

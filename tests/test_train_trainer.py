@@ -118,7 +118,15 @@ def test_train_run_records_that_its_loss_could_not_be_fused(tmp_path: Path) -> N
     assert recorded["model"]["fused_loss"] is False
 
 
-RATES = Rates((DriveRates("a", 1e9, 1e9, 1e9),), 1e10, 1e10, 1e9, 1e11, 1e10, 1e12)
+RATES = Rates(
+    drives=(DriveRates(directory="a", read_bytes_per_s=1e9, write_bytes_per_s=1e9, mixed_bytes_per_s=1e9),),
+    to_gpu_bytes_per_s=1e10,
+    to_ram_bytes_per_s=1e10,
+    update_parameters_per_s=1e9,
+    memory_bytes_per_s=1e11,
+    gpu_update_parameters_per_s=1e10,
+    flops_per_s=1e12,
+)
 
 
 def test_train_on_a_measured_machine_takes_what_the_planner_chooses(
@@ -162,7 +170,9 @@ def test_train_on_a_measured_machine_says_how_many_tokens_hide_what_spills(
     bytes_per_s: float,
     said: str | None,
 ) -> None:
-    drive = DriveRates("a", bytes_per_s, bytes_per_s, bytes_per_s)
+    drive = DriveRates(
+        directory="a", read_bytes_per_s=bytes_per_s, write_bytes_per_s=bytes_per_s, mixed_bytes_per_s=bytes_per_s
+    )
     monkeypatch.setattr(choices, "cached_rates", lambda *_: replace(RATES, drives=(drive,), flops_per_s=1e9))
     settings = {"tiers.nvme": f"{tmp_path}:16MiB", "tiers.state": state, "tiers.gpu": "512KiB", "train.steps": 1}
     assert main(command(tmp_path, settings)) == 0

@@ -45,7 +45,7 @@ with TieredStore.open(gpu="4MiB", nvme=mounts, device="cuda", options=options) a
 """The real path: a block is read, its checksums are verified, and kvikio's counters say how it came."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
     """One row of the table."""
 
@@ -54,6 +54,18 @@ class Check:
     """"ok", "warn" (works, but slower or less) or "fail" (training will not run)."""
     found: str
     remedy: str = ""
+
+
+def _ok(name: str, found: str, remedy: str = "") -> Check:
+    return Check(name=name, state="ok", found=found, remedy=remedy)
+
+
+def _warn(name: str, found: str, remedy: str) -> Check:
+    return Check(name=name, state="warn", found=found, remedy=remedy)
+
+
+def _fail(name: str, found: str, remedy: str) -> Check:
+    return Check(name=name, state="fail", found=found, remedy=remedy)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -93,7 +105,7 @@ def checks(mounts: Sequence[MountBudget]) -> Iterator[Check]:
     try:
         gpus = hardware.gpus()
     except (ImportError, OSError) as error:  # a torch that does not fit the driver's libraries, or none
-        yield Check("GPU", "fail", f"torch cannot be loaded: {error}", "pip install --force-reinstall torch")
+        yield _fail("GPU", f"torch cannot be loaded: {error}", "pip install --force-reinstall torch")
     else:
         yield from _cuda(gpus)
     yield from _gds(bool(gpus), mounts)
@@ -105,58 +117,59 @@ def checks(mounts: Sequence[MountBudget]) -> Iterator[Check]:
 
 
 def _python() -> Check:
-    state = "ok" if sys.version_info >= (3, 11) else "fail"
-    return Check("Python", state, platform.python_version(), "" if state == "ok" else "Python 3.11 or newer is needed.")
+    found = platform.python_version()
+    is_new = sys.version_info >= (3, 11)
+    return _ok("Python", found) if is_new else _fail("Python", found, "Python 3.11 or newer is needed.")
 
 
 def _package(name: str) -> Check:
     """Whether it is there; loading all of them would take seconds."""
     if importlib.util.find_spec(name) is None:
-        return Check(name, "fail", "not installed", f"pip install {name}")
+        return _fail(name, "not installed", f"pip install {name}")
     try:
         found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         found = "installed"  # from its source
-    return Check(name, "ok", found)
+    return _ok(name, found)
 
 
 def _native() -> Check:
     try:
         native = importlib.import_module("megatier._native")
     except ImportError as error:
-        return Check("native module", "fail", str(error), "Install megatier again, with a C compiler.")
-    return Check("native module", "ok", f"instruction sets: {', '.join(native.isa_levels())}")
+        return _fail("native module", str(error), "Install megatier again, with a C compiler.")
+    return _ok("native module", f"instruction sets: {', '.join(native.isa_levels())}")
 
 
 def _cpu() -> Check:
     cores = hardware.cores_usable()
-    remedy = "" if cores >= 4 else "AdamW and NVMe share these cores; 8 or more keep up with a GPU."
-    return Check("cores", "ok" if cores >= 4 else "warn", f"{cores} usable of {os.cpu_count()}", remedy)
+    found = f"{cores} usable of {os.cpu_count()}"
+    if cores >= 4:
+        return _ok("cores", found)
+    return _warn("cores", found, "AdamW and NVMe share these cores; 8 or more keep up with a GPU.")
 
 
 def _cuda(gpus: Sequence[hardware.Gpu]) -> Iterator[Check]:
     if not gpus:
-        yield Check("GPU", "warn", "none", "Runs on the CPU, an arena in RAM in its place. Check nvidia-smi.")
+        yield _warn("GPU", "none", "Runs on the CPU, an arena in RAM in its place. Check nvidia-smi.")
         return
     links = hardware.pcie_links()
     for gpu in gpus:
-        yield Check("GPU", "ok", f"{gpu.name}, {mib(gpu.free_bytes)} free of {mib(gpu.total_bytes)}")
+        yield _ok("GPU", f"{gpu.name}, {mib(gpu.free_bytes)} free of {mib(gpu.total_bytes)}")
         yield _pcie(links.get(gpu.uuid))
 
 
 def _pcie(link: hardware.PcieLink | None) -> Check:
     if link is None:
-        return Check("PCIe link", "ok", "unknown: nvidia-smi does not tell")
+        return _ok("PCIe link", "unknown: nvidia-smi does not tell")
     found = (
         f"generation {link.generation} of {link.generation_max}, {link.lanes} of {link.lanes_max} lanes: "
         f"{link.bytes_per_s / 1e9:.0f} GB/s each way"
     )
     if link.lanes < link.lanes_max:
-        return Check("PCIe link", "warn", found, "Copies are as slow as that. Seat the card anew, or use another slot.")
+        return _warn("PCIe link", found, "Copies are as slow as that. Seat the card anew, or use another slot.")
     is_slow = link.generation < link.generation_max
-    return Check(
-        "PCIe link", "ok", found, "An idle GPU lowers the generation; look again while it works." if is_slow else ""
-    )
+    return _ok("PCIe link", found, "An idle GPU lowers the generation; look again while it works." if is_slow else "")
 
 
 def _gds(has_gpu: bool, mounts: Sequence[MountBudget]) -> Iterator[Check]:
@@ -166,7 +179,7 @@ def _gds(has_gpu: bool, mounts: Sequence[MountBudget]) -> Iterator[Check]:
         kvikio = _kvikio(mounts)
     else:
         why = "not installed: tiers.gpu_direct alone needs it, by the extra gds" if has_gpu else "not used: no GPU"
-        kvikio = Check("kvikio", "ok", why)
+        kvikio = _ok("kvikio", why)
     yield kvikio
     is_wanted = has_kvikio and kvikio.state == "ok"
     for name, is_there, found, remedy in (
@@ -184,9 +197,11 @@ def _gds(has_gpu: bool, mounts: Sequence[MountBudget]) -> Iterator[Check]:
         ),
     ):
         if is_there:
-            yield Check(name, "ok", found)
+            yield _ok(name, found)
+        elif is_wanted:
+            yield _warn(name, f"not {found}", remedy)
         else:
-            yield Check(name, "warn" if is_wanted else "ok", f"not {found}", remedy if is_wanted else "")
+            yield _ok(name, f"not {found}")
 
 
 def _kvikio(mounts: Sequence[MountBudget]) -> Check:
@@ -194,58 +209,62 @@ def _kvikio(mounts: Sequence[MountBudget]) -> Check:
     remedy = "Leave tiers.gpu_direct off: NVMe is then read through RAM."
     drives = [mount.directory for mount in mounts if not hardware.mount_of(mount.directory).is_memory]
     if not drives:
-        return Check("kvikio", "warn", "not tried: no directory on a drive", "Give --nvme one.")
+        return _warn("kvikio", "not tried: no directory on a drive", "Give --nvme one.")
     with contextlib.ExitStack() as opened:
         try:
             folders = [opened.enter_context(TemporaryDirectory(dir=d, prefix="megatier-doctor-")) for d in drives]
             words = [sys.executable, "-c", KVIKIO_PROBE, *folders]
             done = subprocess.run(words, capture_output=True, text=True, timeout=KVIKIO_SECONDS, check=False)
         except OSError as error:
-            return Check("kvikio", "warn", f"not tried: {error}", "Give --nvme a directory you may write to.")
+            return _warn("kvikio", f"not tried: {error}", "Give --nvme a directory you may write to.")
         except subprocess.TimeoutExpired:
-            return Check("kvikio", "warn", f"hangs, for {KVIKIO_SECONDS} s at least", f"Check the driver. {remedy}")
+            return _warn("kvikio", f"hangs, for {KVIKIO_SECONDS} s at least", f"Check the driver. {remedy}")
     if done.returncode:
-        return Check("kvikio", "warn", (done.stderr.strip().splitlines() or ["ended by a signal"])[-1], remedy)
-    return Check("kvikio", "ok", done.stdout.strip())
+        return _warn("kvikio", (done.stderr.strip().splitlines() or ["ended by a signal"])[-1], remedy)
+    return _ok("kvikio", done.stdout.strip())
 
 
 def _ram() -> Check:
     available, limit = hardware.ram_available_bytes(), hardware.ram_limit_bytes()
-    state = "ok" if available >= LOW_RAM_BYTES else "warn"
     found = f"{mib(available)} available, " + ("no cgroup limit" if limit is None else f"cgroup limit {mib(limit)}")
-    return Check("RAM", state, found, "" if state == "ok" else "Set tiers.ram, and tiers.nvme for the rest.")
+    if available >= LOW_RAM_BYTES:
+        return _ok("RAM", found)
+    return _warn("RAM", found, "Set tiers.ram, and tiers.nvme for the rest.")
 
 
 def _memlock() -> Check:
     limit = hardware.memlock_limit_bytes()
     if limit is None:
-        return Check("memlock", "ok", "no limit")
-    return Check("memlock", "ok", f"{mib(limit)}; CUDA pins RAM without it")
+        return _ok("memlock", "no limit")
+    return _ok("memlock", f"{mib(limit)}; CUDA pins RAM without it")
 
 
 def _huge_pages() -> Check:
     mode = hardware.transparent_huge_pages()
     if mode in ("always", "madvise"):
-        return Check("huge pages", "ok", mode)
+        return _ok("huge pages", mode)
     remedy = "Disk reads into RAM get slower. echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-    return Check("huge pages", "warn", mode, remedy)
+    return _warn("huge pages", mode, remedy)
 
 
 def _drive(given: MountBudget) -> Iterator[Check]:
     directory, mount = given.directory, hardware.mount_of(given.directory)
-    in_memory = (
-        "Files here lie in RAM, so a run refuses it. Give --nvme a directory on a drive." if mount.is_memory else ""
-    )
-    yield Check("file system", "fail" if in_memory else "ok", f"{mount.file_system} on {mount.directory}", in_memory)
+    found = f"{mount.file_system} on {mount.directory}"
+    if mount.is_memory:
+        remedy = "Files here lie in RAM, so a run refuses it. Give --nvme a directory on a drive."
+        yield _fail("file system", found, remedy)
+    else:
+        yield _ok("file system", found)
+
     found = f"{mib(mount.free_bytes)} of {mib(mount.total_bytes)} on {mount.directory}"
     if mount.free_bytes < (given.num_bytes or 0):
         remedy = f"Less than the {mib(given.num_bytes or 0)} given. Free space or give less: {directory}:SIZE."
-        yield Check("free space", "fail", found, remedy)
+        yield _fail("free space", found, remedy)
     elif mount.free_bytes < LOW_DISK_BYTES:
         remedy = "State takes 12 bytes a parameter. Free space or give another directory."
-        yield Check("free space", "warn", found, remedy)
+        yield _warn("free space", found, remedy)
     else:
-        yield Check("free space", "ok", found)
+        yield _ok("free space", found)
     yield _direct_io(directory)
 
 
@@ -258,7 +277,7 @@ def _direct_io(directory: Path) -> Check:
             try:
                 descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
             except OSError as error:
-                return Check("O_DIRECT", "warn", f"refused: {error.strerror}", "Works through the page cache, slower.")
+                return _warn("O_DIRECT", f"refused: {error.strerror}", "Works through the page cache, slower.")
             try:
                 written = os.pwrite(descriptor, page, 0)
                 page[:] = bytes(PAGE_BYTES)
@@ -266,7 +285,7 @@ def _direct_io(directory: Path) -> Check:
             finally:
                 os.close(descriptor)
             if (written, read, page[:]) != (PAGE_BYTES, PAGE_BYTES, pattern):
-                return Check("O_DIRECT", "fail", "read back other bytes than written", "Do not use this drive.")
+                return _fail("O_DIRECT", "read back other bytes than written", "Do not use this drive.")
     except OSError as error:
-        return Check("O_DIRECT", "fail", f"{directory}: {error.strerror}", "Give --nvme a directory you may write to.")
-    return Check("O_DIRECT", "ok", f"wrote and read one page in {directory}")
+        return _fail("O_DIRECT", f"{directory}: {error.strerror}", "Give --nvme a directory you may write to.")
+    return _ok("O_DIRECT", f"wrote and read one page in {directory}")

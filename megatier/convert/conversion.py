@@ -17,7 +17,7 @@ FIGURE_MAX = 1e18
 DEPTH_MAX = 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
     """What became of one key."""
 
@@ -173,7 +173,7 @@ class Conversion:
 
     def _found(self, key: str, outcome: Literal["carried", "default", "left"], words: str) -> None:
         value = _written(self._waiting.pop(key)) if key in self._waiting else "(not given)"
-        self.findings.append(Finding(key, value, outcome, words))
+        self.findings.append(Finding(key=key, value=value, outcome=outcome, words=words))
 
 
 def _leaves(tree: Mapping[str, Any], before: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:

@@ -80,7 +80,16 @@ class DriveFigures:
         read, write, mixed = (flow.bytes_per_s for flow in (self.read, self.write, self.mixed))
         low, high = (min(self.mixed.windows), max(self.mixed.windows)) if self.mixed.windows else (None, None)
         first_write = self.first_write_bytes_per_s
-        return DriveRates(self.directory, read, write, mixed, self.io_threads, first_write, low, high)
+        return DriveRates(
+            directory=self.directory,
+            read_bytes_per_s=read,
+            write_bytes_per_s=write,
+            mixed_bytes_per_s=mixed,
+            io_threads=self.io_threads,
+            first_write_bytes_per_s=first_write,
+            mixed_low_bytes_per_s=low,
+            mixed_high_bytes_per_s=high,
+        )
 
 
 def check_mount(mount: MountBudget) -> int:

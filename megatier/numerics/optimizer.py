@@ -53,7 +53,7 @@ class Scalars:
     """beta1, 1 - beta1, beta2, 1 - beta2, eps, step size, root of the bias correction, clip coefficient."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Hyperparameters:
     """What a step's learning rate and number leave open."""
 

@@ -58,7 +58,7 @@ class Change:
     """Tokens a second over those of the plan."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """A run on a machine.
 
@@ -206,27 +206,27 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
     written_s = checkpoint_seconds(num_bytes, placement.state_bytes.get(Tier.NVME, 0), rates.drives)
     resident = placement.state_bytes.get(Tier.GPU, 0) + placement.state_bytes.get(Tier.RAM, 0)
     return Plan(
-        sum(tensor.num_elements for unit in work.units for tensor in unit.layout.tensors),
-        sum(tensor.num_elements for unit in work.units for tensor in unit.layout.trained.tensors),
-        tokens,
-        budgets,
-        trial.accesses,
-        placement,
-        dict(state),
-        gradients["ram_to_nvme"],
-        trial.activations,
-        mask_bytes(config, work),
-        made,
-        trial.seconds_range(placement, made),
-        trial.compute_seconds,
-        num_bytes,
-        written_s,
-        pause_seconds(written_s, made) if written_s is not None else None,
-        resident,
-        checkpoint_seconds(resident, 0, rates.drives),
-        generation_bytes(trial, placement),
-        hidden_at(trial, placement, tokens),
-        _changes(trial, tokens, tokens / made.seconds, spills=bool(placement.spilled)),
+        num_parameters=sum(tensor.num_elements for unit in work.units for tensor in unit.layout.tensors),
+        num_trained=sum(tensor.num_elements for unit in work.units for tensor in unit.layout.trained.tensors),
+        tokens=tokens,
+        budgets=budgets,
+        accesses=trial.accesses,
+        placement=placement,
+        state_bytes=dict(state),
+        spilled_gradient_bytes=gradients["ram_to_nvme"],
+        activations=trial.activations,
+        mask_bytes=mask_bytes(config, work),
+        forecast=made,
+        seconds_range=trial.seconds_range(placement, made),
+        compute_seconds=trial.compute_seconds,
+        checkpoint_bytes=num_bytes,
+        checkpoint_seconds=written_s,
+        checkpoint_pause_seconds=pause_seconds(written_s, made) if written_s is not None else None,
+        savepoint_bytes=resident,
+        savepoint_seconds=checkpoint_seconds(resident, 0, rates.drives),
+        generation_bytes=generation_bytes(trial, placement),
+        hidden_at=hidden_at(trial, placement, tokens),
+        changes=_changes(trial, tokens, tokens / made.seconds, spills=bool(placement.spilled)),
     )
 
 

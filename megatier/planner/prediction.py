@@ -29,7 +29,7 @@ CLOSE = 0.01
 brought so near in a few rounds."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
     """A step as planned, and as predicted from what the drives do in this run."""
 
@@ -111,7 +111,12 @@ class Prediction:
 
         self.forecast = made
         self.seconds_range = (made.seconds, made.seconds)
-        return Correction(planned.seconds, planned_rate(planned), made.seconds, rate)
+        return Correction(
+            planned_seconds=planned.seconds,
+            planned_bytes_per_s=planned_rate(planned),
+            seconds=made.seconds,
+            measured_bytes_per_s=rate,
+        )
 
 
 def measured_rate(events: Iterable[TraceEvent]) -> float:

@@ -37,7 +37,7 @@ WORTH = 0.005
 """Share of a step that more groups, slices or streaming must save to be chosen."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     """Settings, and the step that they make."""
 
@@ -110,7 +110,9 @@ def search(
         if made.seconds < limit:
             chosen = {**settings, "tiers.gpu": trial.budgets.gpu}
             free = {name: value for name, value in chosen.items() if name not in fixed}
-            best = Choice(free, trial, placement, made, tokens / made.seconds)
+            best = Choice(
+                settings=free, trial=trial, placement=placement, forecast=made, tokens_per_s=tokens / made.seconds
+            )
 
     if best is None:
         assert refused is not None, "there is at least one trial"

@@ -29,7 +29,7 @@ REPEATED = ((0.0, 0.7), (0.1, 0.6), (0.15, 0.55), (0.3, 0.39), (0.5, 0.16), (0.8
 as under recompute, that is all but the last product."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
     """Settings on a machine.
 
@@ -78,13 +78,13 @@ class Trial:
         sections = config.model, config.tiers, config.train, config.numerics
         work = Workload.of(model, units, *sections, tokens, savepoints=savepoints)
         return cls(
-            work,
-            _accesses(head, config, work),
-            _compute_seconds(model, head, config, work, rates, compiles),
-            activation_bytes(model, config, work, compiles=compiles),
-            budgets,
-            config.tiers.gpu_limit or rates.gpu_bytes,
-            rates,
+            work=work,
+            accesses=_accesses(head, config, work),
+            seconds=_compute_seconds(model, head, config, work, rates, compiles),
+            activations=activation_bytes(model, config, work, compiles=compiles),
+            budgets=budgets,
+            gpu_bytes=config.tiers.gpu_limit or rates.gpu_bytes,
+            rates=rates,
         )
 
     def placed(self) -> Placement:

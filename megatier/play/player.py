@@ -243,7 +243,7 @@ class Player:
                 raise
         else:
             on_demand = [
-                Load(access.unit, index, 0, None, -1)
+                Load(unit=access.unit, access=index, slot=0, evicts=None, after_access=-1)
                 for index, access in enumerate(self._pass.accesses)
                 if self.placement.homes[access.unit, Kind.WEIGHT] is not Tier.GPU
             ]

@@ -36,8 +36,8 @@ SUM_BYTES = {False: 12, True: 24}
 QUEUES_OF_DISK = ("nvme_to_ram", "nvme_to_gpu", "ram_to_nvme")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaneSpan:
     """A job as simulated.
 
     Attributes:
@@ -53,7 +53,7 @@ class Span:
     end: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
     """A step as it should be.
 
@@ -69,7 +69,7 @@ class Forecast:
     busy_seconds: Mapping[str, float]
     alone_seconds: Mapping[str, float]
     moved_bytes: Mapping[str, float]
-    spans: tuple[Span, ...]
+    spans: tuple[LaneSpan, ...]
 
     @property
     def uses_drives(self) -> bool:
@@ -156,7 +156,7 @@ def forecast(
     for job, (begin, end) in zip(jobs.jobs, times, strict=True):
         if end > start and begin < stop and end > begin:
             busy[job.lane] += min(end, stop) - max(begin, start)
-            spans.append(Span(job.lane, job.name, begin - start, end - start))
+            spans.append(LaneSpan(lane=job.lane, name=job.name, start=begin - start, end=end - start))
 
     # By job: what belongs to this step may end in the next one.
     for job in jobs.jobs[ends[-2] + 1 : ends[-1] + 1]:
@@ -164,7 +164,7 @@ def forecast(
         if "_to_" in job.lane:
             moved[job.lane] = moved.get(job.lane, 0.0) + job.amount
 
-    return Forecast(stop - start, busy, alone, moved, tuple(spans))
+    return Forecast(seconds=stop - start, busy_seconds=busy, alone_seconds=alone, moved_bytes=moved, spans=tuple(spans))
 
 
 def floor(
@@ -431,7 +431,9 @@ class _Jobs:
 
     def _add(self, lane: str, name: str, amount: float, *after: int | None) -> int:
         """Add one job, behind all others of its lane; returns its index."""
-        self.jobs.append(Job(lane, name, amount, tuple({index for index in after if index is not None})))
+        self.jobs.append(
+            Job(lane=lane, name=name, amount=amount, after=tuple({index for index in after if index is not None}))
+        )
         return len(self.jobs) - 1
 
     def _num_pieces(self, elements: int) -> int:

@@ -51,7 +51,7 @@ class Budgets:
     nvme: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
     """Where everything lives.
 
@@ -146,17 +146,17 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     other[Tier.RAM] += _ram_fixed(units, tuple(waiting.values()), policy)
 
     return Placement(
-        homes,
-        (*slots, *ram_slots),
-        chunk,
-        grad_homes,
-        spills_grads and policy.groups > 1,
-        names,
-        on_nvme,
-        generations,
-        on_nvme if policy.speculates else (),
-        dict(state),
-        dict(other),
+        homes=homes,
+        slots=(*slots, *ram_slots),
+        chunk_elements=chunk,
+        grad_homes=grad_homes,
+        sums_on_gpu=spills_grads and policy.groups > 1,
+        streamed=names,
+        spilled=on_nvme,
+        generations=generations,
+        speculative=on_nvme if policy.speculates else (),
+        state_bytes=dict(state),
+        other_bytes=dict(other),
     )
 
 
@@ -223,7 +223,9 @@ def _choose_streamed(rest: Sequence[UnitSpec], homed: int, budgets: Budgets, pol
     usual = max(unit.num_trained for unit in able if unit.num_trained <= at_most)
     wanted = policy.streamed_share * sum(unit.num_trained for unit in able)
     room = budgets.gpu - homed - least_gpu_bytes(rest, policy)
-    passing = sum(block_bytes(UnitSpec("", usual), kind, policy) for kind in passing_kinds(split=policy.split))
+    passing = sum(
+        block_bytes(UnitSpec(name="", num_elements=usual), kind, policy) for kind in passing_kinds(split=policy.split)
+    )
     chosen: list[UnitSpec] = []
 
     for unit in able:

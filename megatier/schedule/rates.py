@@ -19,7 +19,7 @@ from megatier.config.values import parse_bytes, read_yaml
 from megatier.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DriveRates:
     """One drive, through the store's own block files."""
 
@@ -45,7 +45,7 @@ class DriveRates:
         return dataclasses.replace(self, **rates)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
     """One machine."""
 

@@ -29,7 +29,7 @@ class Lane:
     uses: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """Something that a lane does.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatier.tier import STATE_KINDS, Kind, Tier, round_up
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSpec:
     """What placement needs to know of a unit."""
 
@@ -30,7 +30,7 @@ class UnitSpec:
         return self.num_elements if kind is Kind.WEIGHT else self.num_trained
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
     """Choices that are not placement but decide how many bytes there are."""
 

@@ -32,7 +32,7 @@ CHUNK_ELEMENTS_FAST = 1 << 20
 """Of chunks that drives move at full speed; where gradients have to spill, they leave room for so many."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SlotPlan:
     """Equal slots for one kind of block in one tier."""
 
@@ -72,9 +72,11 @@ def gpu_slots(
     """
     if not rest:
         return ()
-    largest_streamed = max(streamed, key=lambda unit: unit.num_trained, default=UnitSpec("", 0))
+    largest_streamed = max(streamed, key=lambda unit: unit.num_trained, default=UnitSpec(name="", num_elements=0))
     passing = [
-        SlotPlan(Tier.GPU, kind, block_bytes(largest_streamed, kind, policy), len(streamed))
+        SlotPlan(
+            tier=Tier.GPU, kind=kind, slot_bytes=block_bytes(largest_streamed, kind, policy), num_slots=len(streamed)
+        )
         for kind in passing_kinds(split=policy.split)
     ]
     used = homed + sum(grad_bytes(unit, policy) for unit in streamed)
@@ -90,8 +92,8 @@ def gpu_slots(
     grad, num_grads = _gpu_grads(rest, policy)
     num_weights = min(len(rest), (budget - used - num_grads * grad) // weight)
     return (
-        SlotPlan(Tier.GPU, Kind.WEIGHT, weight, num_weights),
-        *([SlotPlan(Tier.GPU, Kind.GRAD, grad, num_grads)] if num_grads else ()),
+        SlotPlan(tier=Tier.GPU, kind=Kind.WEIGHT, slot_bytes=weight, num_slots=num_weights),
+        *([SlotPlan(tier=Tier.GPU, kind=Kind.GRAD, slot_bytes=grad, num_slots=num_grads)] if num_grads else ()),
         *(passing if streamed else ()),
     )
 
@@ -106,7 +108,14 @@ def grad_slots(waiting: Sequence[UnitSpec], policy: Policy) -> list[SlotPlan]:
     """RAM slots through which gradients pass to their sums, or to their updates in the immediate mode."""
     if not waiting or (policy.deferred and policy.groups == 1):
         return []
-    return [SlotPlan(Tier.RAM, Kind.GRAD, max(grad_bytes(unit, policy) for unit in waiting), SLOTS_MIN)]
+    return [
+        SlotPlan(
+            tier=Tier.RAM,
+            kind=Kind.GRAD,
+            slot_bytes=max(grad_bytes(unit, policy) for unit in waiting),
+            num_slots=SLOTS_MIN,
+        )
+    ]
 
 
 def chunk_slots(
@@ -141,9 +150,18 @@ def update_slots(chunk: int, longest: int, updated: int, policy: Policy, *, spil
     widths = {kind: bytes_per_element(kind, split=policy.split) for kind in state_kinds(split=policy.split)}
     sizes = {kind: min(chunk, updated) * widths[kind] for kind in passing_kinds(split=policy.split)}
     if spills_grads:
-        sizes[Kind.GRAD] = min(chunk * (2 if policy.split else 4), grad_bytes(UnitSpec("", updated), policy))
-    others = [SlotPlan(Tier.RAM, kind, size, depth) for kind, size in sizes.items() if size]
-    weights = SlotPlan(Tier.RAM, Kind.WEIGHT, min(chunk, longest) * widths[Kind.WEIGHT], depth + SLOTS_MIN)
+        sizes[Kind.GRAD] = min(
+            chunk * (2 if policy.split else 4), grad_bytes(UnitSpec(name="", num_elements=updated), policy)
+        )
+    others = [
+        SlotPlan(tier=Tier.RAM, kind=kind, slot_bytes=size, num_slots=depth) for kind, size in sizes.items() if size
+    ]
+    weights = SlotPlan(
+        tier=Tier.RAM,
+        kind=Kind.WEIGHT,
+        slot_bytes=min(chunk, longest) * widths[Kind.WEIGHT],
+        num_slots=depth + SLOTS_MIN,
+    )
 
     return [weights, *others]
 

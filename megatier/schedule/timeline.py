@@ -32,7 +32,7 @@ class Access:
     group: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
     """Weights of a unit come into a GPU slot, for one access and those that follow while they stay.
 
@@ -140,7 +140,9 @@ def _assign(accesses: Sequence[Access], is_resident: Callable[[str], bool], num_
 
         # The occupant's last use must be over before the load: `last_use` becomes its `after_access`.
         slot = max(range(num_slots), key=lambda s: _next_use(uses, occupants[s], index))
-        loads.append(Load(access.unit, index, slot, occupants[slot], last_use[slot]))
+        loads.append(
+            Load(unit=access.unit, access=index, slot=slot, evicts=occupants[slot], after_access=last_use[slot])
+        )
         occupants[slot] = access.unit
         last_use[slot] = index
 

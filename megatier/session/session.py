@@ -115,7 +115,14 @@ class Session:
 
             decay = train.weight_decay
             deferred = work.policy.deferred
-            hyper = Hyperparameters(train.beta1, train.beta2, train.eps, decay, train.clip, deferred)
+            hyper = Hyperparameters(
+                beta1=train.beta1,
+                beta2=train.beta2,
+                eps=train.eps,
+                weight_decay=decay,
+                clip=train.clip,
+                deferred=deferred,
+            )
             threads = tiers.update_threads or cores_usable()
             self.optimizer = AdamW(layouts, decays(model), hyper, dtype=dtype, groups=train.groups, num_threads=threads)
             stack.callback(self.optimizer.close)

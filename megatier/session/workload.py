@@ -32,7 +32,7 @@ STREAMS = ("altup_num_inputs", "hc_mult", "hc_count")
 """Settings that say how many hidden states a token has: Gemma 3n (AltUp); DeepSeek-V4, Hy-V4; Qwen4-Exp."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """A model and how it is to be trained.
 
@@ -90,15 +90,15 @@ class Workload:
         offloaded = {name for name, policy in activations.items() if policy.offloads_input}
         specs = tuple(
             UnitSpec(
-                u.name,
-                u.layout.num_elements,
-                hidden_bytes if u.name in offloaded else 0,
-                u.layout.num_elements - u.layout.num_trained,
+                name=u.name,
+                num_elements=u.layout.num_elements,
+                activation_bytes=hidden_bytes if u.name in offloaded else 0,
+                frozen_elements=u.layout.num_elements - u.layout.num_trained,
             )
             for u in units
         )
         policy = _policy(dtype, tiers, train, options, guard=numerics.guard, savepoints=savepoints)
-        return cls(units, specs, activations, policy, options, rows)
+        return cls(units=units, specs=specs, activations=activations, policy=policy, options=options, rows=rows)
 
 
 def hidden_width(model: PreTrainedModel) -> int:
