@@ -18,7 +18,8 @@ import torch
 from peers.shapes import SHAPES, llama_config
 from record import facts, folder_of, write_row
 
-from megatier.config.schema import DataConfig, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.config.data_section import DataConfig
+from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import build_skeleton
 from megatier.models.weights import Initialiser
 from megatier.session.process import make_repeatable, share_interpreter

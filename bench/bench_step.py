@@ -28,14 +28,15 @@ from bound import bound_of
 from peers.shapes import SHAPES, TFLOPS_FORMULA, llama_config, peak_gpu_bytes, peak_ram_bytes
 from record import RESULTS, Row, default_output, row, write_row
 
-from megatier.config.schema import DataConfig, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.config.data_section import DataConfig
+from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.hardware import set_cuda_defaults
 from megatier.models.decoder import build_skeleton
 from megatier.planner.plan import make_plan
 from megatier.play.trace import TraceEvent, stall_seconds, write_trace
 from megatier.report.picture import draw, lane_uses
-from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import read_rates
+from megatier.schedule.sizes import Budgets
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 from megatier.tier import Kind, Tier

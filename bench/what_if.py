@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatier.config.schema import DataConfig, ModelConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.config.data_section import DataConfig
+from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.errors import PlanError
 from megatier.planner.plan import make_plan
 from megatier.planner.search import changed, search
 from megatier.planner.trial import skeleton_of
-from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import DriveRates, Rates, read_rates
+from megatier.schedule.sizes import Budgets
 
 GIB, TIB = 1 << 30, 1 << 40
 DRIVE = DriveRates(directory="drive", read_bytes_per_s=14e9, write_bytes_per_s=12e9, mixed_bytes_per_s=20e9)

@@ -20,8 +20,8 @@ from megatier.drives.blockfile import BlockFiles, Extent, FileBatch, IoOptions
 from megatier.errors import NonFiniteError, TransferError
 from megatier.play.optimizer import Apply, Elements, Planes
 from megatier.play.player import Player
-from megatier.schedule.placement import Budgets, place
-from megatier.schedule.sizes import Policy, UnitSpec, state_kinds
+from megatier.schedule.placement import place
+from megatier.schedule.sizes import Budgets, Policy, UnitSpec, state_kinds
 from megatier.store.store import TieredStore
 from megatier.tier import Kind, Phase, Tier
 

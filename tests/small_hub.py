@@ -70,7 +70,7 @@ class Hub(BaseHTTPRequestHandler):
 
 def main(folder: Path) -> dict[str, Any]:
     """Rows of the whole dataset; tokens of a stream that goes on after the branch moved, and of one that does not."""
-    from megatier.config.schema import DataConfig
+    from megatier.config.data_section import DataConfig
     from megatier.data.stream import TextStream
     from megatier.data.text import documents
     from megatier.data.tokenizer import byte_tokenizer

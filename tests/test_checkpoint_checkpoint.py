@@ -30,7 +30,8 @@ from megatier.checkpoint.checkpoint import (
 )
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.checkpoint.run_state import RunState
-from megatier.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
+from megatier.config.data_section import DataConfig
+from megatier.config.schema import ModelConfig, RunConfig, TrainConfig
 from megatier.errors import CapacityError, CheckpointError, TransferError
 from megatier.session.session import Session
 from megatier.tier import Kind

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatier.checkpoint.run_directory import CONFIG_FILE, DATA_FOLDER, METRICS_FILE, RUN_ID_FILE, RunDirectory
+from megatier.config.data_section import DataConfig
 from megatier.config.file import load
-from megatier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig
+from megatier.config.schema import ModelConfig, OutputConfig, RunConfig
 from megatier.errors import ConfigError, RunLockedError
 from megatier.private import lock_directory
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatier.checkpoint.run_state import RunState
-from megatier.config.schema import DataConfig, ModelConfig, OutputConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.config.data_section import DataConfig
+from megatier.config.schema import ModelConfig, OutputConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.errors import CheckpointError, ConfigError, DataError
 
 CPU = torch.device("cpu")

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from jsonargparse import get_loader
 
+from megatier.config.data_section import DataConfig
 from megatier.config.file import field_docs, from_dict, load, to_dict
-from megatier.config.schema import SECTIONS, DataConfig, ModelConfig, RunConfig, TiersConfig
+from megatier.config.schema import SECTIONS, ModelConfig, RunConfig, TiersConfig
 from megatier.config.text import dump
 from megatier.config.values import MountBudget, parse_bytes, parse_mount, parse_yaml
 from megatier.errors import ConfigError

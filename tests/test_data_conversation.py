@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatier.config.schema import DataConfig
+from megatier.config.data_section import DataConfig
 from megatier.data.conversation import Conversation
 from megatier.data.text import documents
 from megatier.errors import DataError

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatier.config.schema import DataConfig
+from megatier.config.data_section import DataConfig
 from megatier.data import hub
 from megatier.data.packing import PackedText
 from megatier.data.text import documents

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from megatier.config.schema import DataConfig
+from megatier.config.data_section import DataConfig
 from megatier.data import packer
 from megatier.data.conversation import Conversation
 from megatier.data.packer import FIRST, MARK_BITS, Packer, best_fit

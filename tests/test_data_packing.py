@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatier.config.schema import DataConfig
+from megatier.config.data_section import DataConfig
 from megatier.data import packer
 from megatier.data.packing import PackedText, is_held_out, num_real_tokens, shuffled
 from megatier.data.token_files import content_of

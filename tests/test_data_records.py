@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatier.config.schema import DataConfig
+from megatier.config.data_section import DataConfig
 from megatier.data.records import read_records, saved_files
 from megatier.data.text import documents
 from megatier.errors import DataError

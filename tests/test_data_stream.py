@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatier.config.schema import DataConfig
+from megatier.config.data_section import DataConfig
 from megatier.data import packer
 from megatier.data.packing import num_real_tokens
 from megatier.data.stream import TextStream

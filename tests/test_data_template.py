@@ -9,7 +9,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatier.config.schema import DataConfig, ModelConfig, RunConfig
+from megatier.config.data_section import DataConfig
+from megatier.config.schema import ModelConfig, RunConfig
 from megatier.data.conversation import Conversation
 from megatier.data.template import tokenise_chats
 from megatier.data.tokenizer import byte_tokenizer, load_tokenizer

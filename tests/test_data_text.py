@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatier.config.schema import DataConfig
+from megatier.config.data_section import DataConfig
 from megatier.data.conversation import Text
 from megatier.data.text import Source, documents, find_sources
 from megatier.errors import DataError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatier.config.schema import DataConfig
+from megatier.config.data_section import DataConfig
 from megatier.data.packing import PackedText, settings_of
 from megatier.data.token_files import content_of
 from megatier.data.tokenizer import byte_tokenizer

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from megatier.config.schema import DataConfig, ModelConfig, RunConfig
+from megatier.config.data_section import DataConfig
+from megatier.config.schema import ModelConfig, RunConfig
 from megatier.data.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer
 from megatier.errors import DataError
 

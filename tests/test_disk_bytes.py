@@ -20,8 +20,8 @@ from megatier.config.schema import TrainConfig
 from megatier.drives.blockfile import IoOptions
 from megatier.errors import PlanError
 from megatier.models.decoder import Unit
-from megatier.schedule.placement import Budgets, place
-from megatier.schedule.sizes import Policy, UnitSpec
+from megatier.schedule.placement import place
+from megatier.schedule.sizes import Budgets, Policy, UnitSpec
 from megatier.store.store import TieredStore
 from megatier.tier import PAGE_BYTES, Kind, Tier
 

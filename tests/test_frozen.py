@@ -35,7 +35,8 @@ from transformers import AutoModelForCausalLM
 
 from megatier.checkpoint.savepoint import drop_savepoint, save_savepoint
 from megatier.cli import main
-from megatier.config.schema import DataConfig, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.config.data_section import DataConfig
+from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.drives.blockfile import IoOptions
 from megatier.errors import ConfigError
 from megatier.layout import CHECKED_ELEMENTS, Layout
@@ -43,8 +44,8 @@ from megatier.models.decoder import find_units
 from megatier.models.frozen import freeze
 from megatier.planner.plan import make_plan
 from megatier.planner.trial import skeleton_of
-from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import DriveRates, Rates
+from megatier.schedule.sizes import Budgets
 from megatier.tier import Kind, Tier
 
 RATES = Rates(

@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatier import foreign
 from megatier.cli import main
-from megatier.config.schema import DataConfig, ModelConfig, RunConfig
+from megatier.config.data_section import DataConfig
+from megatier.config.schema import ModelConfig, RunConfig
 from megatier.data import tokenizer as tokenizers
 from megatier.data.tokenizer import byte_tokenizer, load_tokenizer
 from megatier.errors import ConfigError, DataError, MegatierError, UnsupportedModelError

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatier.config.schema import DataConfig, ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.config.data_section import DataConfig
+from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import find_units
 from megatier.planner.memory import ActivationBytes, activation_bytes
 from megatier.planner.trial import skeleton_of

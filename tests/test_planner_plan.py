@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 from tiny_runs import BATCH, PLACES, TOKENS, exactness_config, one_thread, opened, random_groups
 
-from megatier.config.schema import DataConfig, ModelConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.config.data_section import DataConfig
+from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.errors import PlanError
 from megatier.models.decoder import build_skeleton
 from megatier.planner.plan import Plan, checkpoint_seconds, make_plan, pause_seconds
 from megatier.planner.trial import skeleton_of
 from megatier.schedule.forecast import Forecast
-from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import DriveRates, Rates
+from megatier.schedule.sizes import Budgets
 from megatier.tier import Kind, Tier
 
 RATES = Rates(

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from megatier.config.schema import DataConfig, ModelConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.config.data_section import DataConfig
+from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.errors import PlanError
 from megatier.models.decoder import find_units
 from megatier.planner import search as searching
 from megatier.planner import trial as trials
 from megatier.planner.search import MARGIN, WORTH, changed, search
 from megatier.planner.trial import Trial, skeleton_of
-from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import DriveRates, Rates
+from megatier.schedule.sizes import Budgets
 
 MIB = 1 << 20
 LLAMA = {"model_type": "llama", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024}

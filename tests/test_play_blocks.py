@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatier.errors import PlanError
 from megatier.play.blocks import Generation
-from megatier.schedule.placement import Budgets, place
-from megatier.schedule.sizes import Policy
+from megatier.schedule.placement import place
+from megatier.schedule.sizes import Budgets, Policy
 from megatier.tier import Kind, Tier
 
 

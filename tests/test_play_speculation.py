@@ -14,8 +14,8 @@ from integer_runs import BROKEN, UNITS, Run, check_broken_for_good, fail_moves, 
 from megatier.errors import PlanError
 from megatier.play.blocks import Generation, block_key
 from megatier.play.speculation import HISTORY
-from megatier.schedule.placement import Budgets, place
-from megatier.schedule.sizes import Policy
+from megatier.schedule.placement import place
+from megatier.schedule.sizes import Budgets, Policy
 from megatier.tier import Kind, Tier
 
 

@@ -14,8 +14,9 @@ from small_commands import command
 from test_report_history import BEGINS
 
 from megatier.cli import main
+from megatier.config.data_section import DataConfig
 from megatier.config.file import to_dict
-from megatier.config.schema import DataConfig, ModelConfig, RunConfig
+from megatier.config.schema import ModelConfig, RunConfig
 from megatier.config.text import dump
 from megatier.errors import ConfigError
 from megatier.play.trace import TraceEvent, write_trace

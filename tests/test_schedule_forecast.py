@@ -9,9 +9,9 @@ import pytest
 
 from megatier.schedule.forecast import HOST_SECONDS, Forecast, floor, forecast
 from megatier.schedule.moves import Moves, by_lane
-from megatier.schedule.placement import Budgets, Placement, place
+from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import DriveRates, Rates
-from megatier.schedule.sizes import Policy, UnitSpec, bytes_per_element
+from megatier.schedule.sizes import Budgets, Policy, UnitSpec, bytes_per_element
 from megatier.schedule.timeline import Access, build
 from megatier.tier import Kind, Phase, Tier
 

@@ -12,8 +12,8 @@ import pytest
 
 from megatier.config.values import parse_bytes
 from megatier.errors import PlanError, at_least
-from megatier.schedule.placement import Budgets, Placement, place
-from megatier.schedule.sizes import Policy, UnitSpec, bytes_per_element, grad_bytes, state_kinds
+from megatier.schedule.placement import Placement, place
+from megatier.schedule.sizes import Budgets, Policy, UnitSpec, bytes_per_element, grad_bytes, state_kinds
 from megatier.schedule.slots import SLOTS_MIN
 from megatier.tier import Kind, Tier, round_up
 

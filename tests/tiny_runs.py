@@ -29,7 +29,7 @@ from megatier.models.experts import cut_units
 from megatier.models.frozen import freeze
 from megatier.models.weights import Initialiser
 from megatier.schedule import placement
-from megatier.schedule.placement import Budgets
+from megatier.schedule.sizes import Budgets
 from megatier.session.session import Session, WeightReader
 from megatier.session.workload import Workload
 from megatier.tier import Kind, Tier

@@ -21,8 +21,8 @@ from megatier.errors import ConfigError, mib
 from megatier.hardware import device_for, mount_of
 from megatier.measure.probe import cached_rates, io_threads
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
-from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import Rates, read_rates
+from megatier.schedule.sizes import Budgets
 
 if TYPE_CHECKING:
     from megatier.planner.plan import Plan

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatier.config.schema import DataConfig
+from megatier.config.data_section import DataConfig
 from megatier.errors import DataError
 
 BROKEN = (OSError, ValueError, RuntimeError, LookupError, TypeError, ImportError)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from megatier.config.schema import BYTE_TOKENIZER, DataConfig
+from megatier.config.data_section import BYTE_TOKENIZER, DataConfig
 from megatier.data.conversation import Conversation
 from megatier.data.template import tokenise_chats
 

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from megatier.config.schema import DataConfig
+from megatier.config.data_section import DataConfig
 from megatier.data import hub
 from megatier.data.conversation import Conversation
 from megatier.data.packer import MARK_BITS, Packer, columns_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatier.config.schema import DATASET_INFO, PYTHON_STDLIB, DataConfig
+from megatier.config.data_section import DATASET_INFO, PYTHON_STDLIB, DataConfig
 from megatier.data import hub
 from megatier.data.conversation import SHAREGPT, Alpaca, Conversation, Shape, Text, Turns
 from megatier.data.dataset_info import describe

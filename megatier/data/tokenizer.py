@@ -12,7 +12,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from megatier.config.schema import BYTE_TOKENIZER, RunConfig
+from megatier.config.data_section import BYTE_TOKENIZER
+from megatier.config.schema import RunConfig
 from megatier.errors import DataError
 from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, read_input, read_object, read_text, reading, shown
 

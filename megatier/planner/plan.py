@@ -24,9 +24,9 @@ from megatier.planner.trial import Trial, with_parts
 from megatier.play.trace import TraceEvent
 from megatier.schedule.forecast import HOST_SECONDS, QUEUES_OF_DISK, Forecast
 from megatier.schedule.moves import Moves, by_lane
-from megatier.schedule.placement import Budgets, Placement, place
+from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import DriveRates, Rates
-from megatier.schedule.sizes import bytes_per_element
+from megatier.schedule.sizes import Budgets, bytes_per_element
 from megatier.schedule.timeline import Access
 from megatier.tier import Kind, Tier
 

@@ -20,8 +20,9 @@ from megatier.errors import PlanError
 from megatier.models.experts import cut_units
 from megatier.planner.trial import Trial, with_parts
 from megatier.schedule.forecast import Forecast
-from megatier.schedule.placement import Budgets, Placement
+from megatier.schedule.placement import Placement
 from megatier.schedule.rates import Rates
+from megatier.schedule.sizes import Budgets
 from megatier.tier import Activations, Phase
 
 GROUPS = (1, 2, 4, 8)

@@ -18,8 +18,9 @@ from megatier.models.frozen import freeze
 from megatier.models.weights import resolve
 from megatier.planner.memory import ActivationBytes, activation_bytes, interpolated
 from megatier.schedule.forecast import Forecast, floor, forecast
-from megatier.schedule.placement import Budgets, Placement, place
+from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import Rates
+from megatier.schedule.sizes import Budgets
 from megatier.schedule.timeline import Access
 from megatier.session.workload import Workload, advised, read_model_config
 from megatier.tier import Phase, Tier

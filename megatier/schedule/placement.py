@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from megatier.errors import PlanError, at_least
 from megatier.schedule.sizes import (
+    Budgets,
     Policy,
     UnitSpec,
     block_bytes,
@@ -40,15 +41,6 @@ from megatier.schedule.slots import (
     update_slots,
 )
 from megatier.tier import Kind, Tier, round_up
-
-
-@dataclass(frozen=True, slots=True)
-class Budgets:
-    """Bytes that each tier may use."""
-
-    gpu: int
-    ram: int
-    nvme: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Sizes: bytes of a unit's blocks, in whole pages, and the choices that they depend on. Pure."""
+"""Sizes: bytes of a unit's blocks, in whole pages, the choices that they depend on, and the tiers' budgets. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatier.tier import STATE_KINDS, Kind, Tier, round_up
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Bytes that each tier may use."""
+
+    gpu: int
+    ram: int
+    nvme: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

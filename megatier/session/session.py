@@ -24,8 +24,9 @@ from megatier.models.weights import Initialiser, SafetensorsFolder, resolve
 from megatier.numerics.compilation import Compilation
 from megatier.numerics.optimizer import AdamW, Hyperparameters, join_master, split_master
 from megatier.play.player import Player
-from megatier.schedule.placement import Budgets, Placement, place
+from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import Rates
+from megatier.schedule.sizes import Budgets
 from megatier.schedule.slots import CHUNK_ELEMENTS_MAX
 from megatier.session.workload import COMPUTE_DTYPES, Workload, advised, read_model_config
 from megatier.store.store import TieredStore

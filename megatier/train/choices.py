@@ -19,8 +19,8 @@ from megatier.planner.prediction import Prediction
 from megatier.planner.search import Choice, changed, search
 from megatier.planner.trial import skeleton_of
 from megatier.report.metrics import wavering
-from megatier.schedule.placement import Budgets
 from megatier.schedule.rates import Rates
+from megatier.schedule.sizes import Budgets
 from megatier.session.session import budgets_of, choose_device, compiles
 
 

@@ -30,7 +30,8 @@ from megatier.checkpoint.run_directory import (
 )
 from megatier.checkpoint.run_state import RunState, check_numbers, noted_origin, write_numbers
 from megatier.checkpoint.savepoint import Savepoint, check_savepoint_room, drop_savepoint, remove_savepoints
-from megatier.config.schema import DataConfig, RunConfig
+from megatier.config.data_section import DataConfig
+from megatier.config.schema import RunConfig
 from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
 from megatier.data.tokenizer import load_tokenizer
