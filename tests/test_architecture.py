@@ -16,9 +16,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 JOURNEY = {
     1: "drives/blockfile.py",
-    2: "store/transfer.py",
+    2: "store/lanes.py",
     3: "engine/node.py",
-    4: "store/transfer.py",
+    4: "store/lanes.py",
     5: "numerics/optimizer.py",
     6: "drives/blockfile.py",
 }
@@ -78,10 +78,10 @@ def num_lines(files: list[Path]) -> int:
     return sum(len(path.read_text().splitlines()) for path in files)
 
 
-def test_streams_events_and_threads_are_named_in_transfer_and_the_watchdog_alone() -> None:
+def test_streams_events_and_threads_are_named_in_the_lanes_and_the_watchdog_alone() -> None:
     pattern = re.compile(r"threading\.Thread\b|torch\.cuda\.(Event|Stream|stream)\b")
     found = {str(path.relative_to(PACKAGE)) for path in FILES if pattern.search(path.read_text())}
-    assert found == {"store/transfer.py", "train/watchdog.py"}
+    assert found == {"store/stream_clock.py", "store/queue.py", "store/lanes.py", "train/watchdog.py"}
 
 
 def test_locks_are_those_that_an_interrupt_cannot_leave_locked() -> None:

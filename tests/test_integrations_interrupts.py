@@ -17,7 +17,7 @@ from torch import Tensor
 from megatier.config.schema import NumericsConfig, TrainConfig
 from megatier.errors import StreamedModelError, TornStateError
 from megatier.integrations.streamed import Streamed
-from megatier.store.transfer import Queue
+from megatier.store.queue import Queue
 
 MODULES = (
     "play/player",
@@ -28,6 +28,9 @@ MODULES = (
     "store/copies",
     "store/residency",
     "store/transfer",
+    "store/queue",
+    "store/lanes",
+    "store/stream_clock",
     "store/arena",
     "engine/gradient",
     "integrations/streamed",

@@ -12,7 +12,9 @@ import torch
 from megatier.errors import TransferError
 from megatier.play.trace import STALL_NS_MIN, Recorder, TraceEvent, stall_seconds, write_trace
 from megatier.schedule.timeline import Access
-from megatier.store.transfer import Instant, Lanes, Transfer
+from megatier.store.lanes import Lanes
+from megatier.store.stream_clock import Instant
+from megatier.store.transfer import Transfer
 from megatier.tier import Phase
 
 

@@ -29,7 +29,7 @@ from megatier.play.blocks import block_key
 from megatier.play.trace import stall_seconds
 from megatier.schedule.moves import Moves, by_lane
 from megatier.schedule.sizes import UnitSpec
-from megatier.store.transfer import Lanes
+from megatier.store.lanes import Lanes
 from megatier.tier import Kind, Phase, Tier
 
 

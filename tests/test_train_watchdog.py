@@ -21,7 +21,7 @@ from small_commands import leftovers, metrics
 from megatier.errors import StallError
 from megatier.play.gate import Gate
 from megatier.schedule.timeline import Access
-from megatier.store.transfer import Queue
+from megatier.store.queue import Queue
 from megatier.tier import Phase
 from megatier.train.watchdog import MULTIPLE, QUEUES_TITLE, SHOWN_MAX, SIGNAL, Patience, Watchdog, progress, report
 

@@ -21,7 +21,8 @@ from megatier.hardware import ram_available_bytes
 from megatier.numerics.optimizer import adamw_threads
 from megatier.schedule.forecast import UPDATE_BYTES
 from megatier.store.arena import Arena
-from megatier.store.transfer import Lanes, Transfer
+from megatier.store.lanes import Lanes
+from megatier.store.transfer import Transfer
 from megatier.tier import PAGE_BYTES, round_up
 
 STATE_BYTES_PER_PARAMETER = 14

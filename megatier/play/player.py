@@ -34,8 +34,10 @@ from megatier.schedule.placement import Placement
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.timeline import Access, Load, Timeline, Update
 from megatier.store.lease import Lease
+from megatier.store.queue import Queue
 from megatier.store.store import TieredStore
-from megatier.store.transfer import Instant, Queue, Transfer, mark
+from megatier.store.stream_clock import Instant
+from megatier.store.transfer import Transfer, mark
 from megatier.tier import Kind, Phase, Tier
 
 WAIT_SLICE_S = 0.001

@@ -30,7 +30,8 @@ from megatier.play.trace import Recorder
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Move, read, write
 from megatier.schedule.slots import UPDATE_DEPTH
-from megatier.store.transfer import Queue, Transfer
+from megatier.store.queue import Queue
+from megatier.store.transfer import Transfer
 from megatier.tier import round_up
 
 CHUNK_DEPTH = UPDATE_DEPTH - 1

@@ -15,7 +15,8 @@ from pathlib import Path
 from megatier.errors import TransferError
 from megatier.files import open_regular
 from megatier.schedule.timeline import Access
-from megatier.store.transfer import Instant, Transfer
+from megatier.store.stream_clock import Instant
+from megatier.store.transfer import Transfer
 
 STALL_NS_MIN = 20_000
 """Waits shorter than this are the cost of asking, not a stall."""

@@ -38,8 +38,9 @@ from megatier.play.speculation import CHUNK_DEPTH, Speculation
 from megatier.play.trace import Recorder
 from megatier.schedule.demand import Demand
 from megatier.schedule.timeline import Load, Update
+from megatier.store.queue import Queue
 from megatier.store.tear import Tear
-from megatier.store.transfer import FAILURES, Queue, Transfer, mark
+from megatier.store.transfer import FAILURES, Transfer, mark
 from megatier.tier import Kind, Tier
 
 

@@ -21,7 +21,7 @@ from megatier.report.chart import Line, Mark
 from megatier.report.history import Corrected, History, Opening, Saved, Step, read_history
 from megatier.report.html import cards, details, note, page, section, table
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
-from megatier.store.transfer import QUEUES
+from megatier.store.lanes import QUEUES
 from megatier.tier import Tier
 
 SAVED_SHOWN = 10

@@ -21,11 +21,12 @@ from megatier.drives.blockfile import BlockFiles
 from megatier.drives.gds import GpuReader
 from megatier.errors import BlockNotFoundError, CapacityError, DirtyBlockError, LeaseHeldError, StepAbandonedError
 from megatier.store.arena import Slot, SlotPool
+from megatier.store.lanes import Lanes, queue_to_gpu, queue_to_ram
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span, assign, overlap, without
 from megatier.store.tear import Tear
-from megatier.store.transfer import Lanes, Transfer, mark
-from megatier.tier import Kind, Tier
+from megatier.store.transfer import Transfer, mark
+from megatier.tier import Tier
 
 POISON = 0xFF
 """Byte written over a released slot of the CPU arena that stands for the GPU: NaN in every float type."""
@@ -226,7 +227,7 @@ class Copies:
             after = source.arriving(part)
             behind = copy.slot.pending
             target = self.view(copy, part)
-            queue = _queue("to_gpu", block)
+            queue = queue_to_gpu(block.spec.kind)
             transfer = self._lanes.to_gpu(key, target, self.view(source, part), after, behind, queue=queue)
             assign(copy.fills, part, transfer)
             source.use(transfer)  # whoever gets the slot in RAM next comes behind this move
@@ -320,7 +321,7 @@ class Copies:
         after = [*copy.arriving(span), *compute, *self.point(key)]
         behind = self.occupants(below)
         target = self.view(below, span)
-        queue = _queue("to_ram", block)
+        queue = queue_to_ram(block.spec.kind)
         transfer = self._lanes.to_ram(key, target, self.view(copy, span), after, behind, queue=queue)
         assign(below.fills, span, transfer)
         if block.extent is not None:
@@ -471,10 +472,3 @@ class Copies:
         del self._slotted[copy]
         copy.slot.pool.give(copy.slot, pending)
         self.wake()
-
-
-def _queue(direction: str, block: Block) -> str:
-    """The lane between RAM and the GPU: compute waits for weights, gradients and activations, not for other state."""
-    if block.spec.kind in (Kind.REMAINDER, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTS):
-        return f"state_{direction}"
-    return "ram_to_gpu" if direction == "to_gpu" else "gpu_to_ram"

@@ -1,7 +1,7 @@
 """The tiered store: named blocks of bytes over GPU memory, pinned RAM and NVMe.
 
 A block has a home tier, where it always lies, and may have copies in faster tiers, whole or in spans. Whoever reads or
-writes bytes holds a lease; nothing leased is evicted. Each kind of move has a queue of its own (`transfer.QUEUES`).
+writes bytes holds a lease; nothing leased is evicted. Each kind of move has a queue of its own (`lanes.QUEUES`).
 Bytes from NVMe are checked, and a move that fails leaves the block where it was, whole. All memory is allocated when
 the first block is used (`seal`), never later.
 
@@ -33,10 +33,11 @@ from megatier.drives.blockfile import BlockFiles, Extent, IoOptions
 from megatier.drives.gds import GpuReader, IoPath
 from megatier.errors import BlockNotFoundError, CapacityError, DirtyBlockError, LastCopyError
 from megatier.store.copies import Copies
+from megatier.store.lanes import Lanes
 from megatier.store.lease import Lease
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span, assign, overlap
-from megatier.store.transfer import Lanes, Transfer
+from megatier.store.transfer import Transfer
 from megatier.tier import BlockSpec, Kind, Tier
 
 

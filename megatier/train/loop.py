@@ -20,8 +20,8 @@ from megatier.report.metrics import format_seconds
 from megatier.report.report import Progress, QueueBytes, StepReport, TierUse, print_moves
 from megatier.session.process import memory_bytes, seed
 from megatier.session.session import Session
+from megatier.store.lanes import QUEUES
 from megatier.store.store import TieredStore
-from megatier.store.transfer import QUEUES
 from megatier.tier import Tier
 from megatier.train.saves import Record, Saves
 from megatier.train.stop import StopRequest

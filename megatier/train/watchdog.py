@@ -27,7 +27,7 @@ from typing import Self
 from megatier import _native
 from megatier.errors import StallError
 from megatier.play.player import Player
-from megatier.store.progress import QueueState
+from megatier.store.queue import QueueState
 from megatier.store.transfer import Transfer
 
 MULTIPLE = 4

@@ -23,7 +23,7 @@ from megatier.numerics.optimizer import AdamW
 from megatier.play.player import Player
 from megatier.report.metrics import MetricsLog
 from megatier.store.arena import SlotPool
-from megatier.store.transfer import Lanes
+from megatier.store.lanes import Lanes
 from megatier.train import watchdog
 
 never = threading.Event()

@@ -1,0 +1,168 @@
+"""Queues: ordered asynchronous lanes, each with a worker thread.
+
+A queue runs its items strictly in order on one worker thread. An item first orders itself behind the transfers it
+depends on, then starts its move. The worker does not wait for a native batch or a stream, so several moves of a queue
+are in flight.
+
+Why queues come to their end: an item is submitted after all that it comes after or behind, so these waits close no
+circle. The starts of the store's own moves wait for no item; the player proves the same of its lanes (`Player.begin`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+
+from megatier.errors import StepAbandonedError
+from megatier.store.stream_clock import StreamClock, StreamSpan
+from megatier.store.transfer import Completion, Transfer
+from megatier.tier import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """The work that a queue is at, seen from another thread.
+
+    Attributes:
+        name: name of the queue.
+        num_begun: how many items the worker has begun so far.
+        current: the item that the worker is at, and since when, in time.perf_counter_ns.
+        in_flight: moves that were started and have not ended, oldest first; on a stream, as far as the worker has
+            looked.
+        num_waiting: how many items wait for the worker.
+    """
+
+    name: str
+    num_begun: int
+    current: tuple[Transfer, int] | None
+    in_flight: tuple[Transfer, ...]
+    num_waiting: int
+
+
+class Queue:
+    """An ordered asynchronous lane with one worker thread.
+
+    Attributes:
+        name: name of the lane.
+    """
+
+    def __init__(self, name: str, clock: StreamClock | None = None) -> None:
+        """Start the worker.
+
+        Args:
+            name: name of the lane, for messages and the trace.
+            clock: the clock of the CUDA device. With one, the items run under a stream of the queue's own.
+        """
+        self.name = name
+        self._clock = clock
+        self._stream = torch.cuda.Stream() if clock is not None else None
+        # Items may wait for compute, so whoever computes must never wait for room: no bound but the moves of a pass.
+        self._items: SimpleQueue[tuple[Transfer, Callable[[], Completion | None]] | None] = SimpleQueue()
+
+        self._is_open = True
+        self._num_begun = 0
+        self._current: tuple[Transfer, int] | None = None
+        self._in_flight: deque[Transfer] = deque()
+        """Moves that were started. The worker alone changes it; some may have ended since it last looked."""
+        self._thread = threading.Thread(target=self._run, name=f"megatier-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        key: str,
+        num_bytes: int,
+        start: Callable[[], Completion | None],
+        after: Sequence[Transfer] = (),
+        behind: Sequence[Transfer] = (),
+    ) -> Transfer:
+        """Append a move. `start` runs on the worker once all it comes after are ordered before it.
+
+        Args:
+            key: block it moves, for the trace.
+            num_bytes: bytes it moves.
+            start: begins the move. It returns a completion to wait on; None if the move is over, or lies on the stream.
+            after: transfers that bring the bytes. If one failed, this one fails with the same error, unstarted.
+            behind: transfers that still use the target; how they end does not matter.
+        """
+        assert self._is_open, f"queue {self.name} is closed"
+        transfer = Transfer(self.name, key, num_bytes, after, behind)
+        self._items.put((transfer, start))
+        return transfer
+
+    def settle(self) -> None:
+        """Block until all that was submitted so far has ended, well or not."""
+        self.submit("all before", 0, self._end_all).over()
+
+    def _end_all(self) -> None:
+        """Wait for all moves in flight; an item, so that the worker itself walks over its list."""
+        for transfer in self._in_flight:
+            transfer.over()
+
+    def state(self) -> QueueState:
+        """The item and the moves that it is at just now; asking waits for nothing that can hang."""
+        in_flight = tuple(transfer for transfer in tuple(self._in_flight) if not transfer.seen_done())
+        return QueueState(self.name, self._num_begun, self._current, in_flight, self._items.qsize())
+
+    def close(self) -> None:
+        """Let the worker finish what was submitted, and join it. Safe to call twice."""
+        self._is_open = False
+        self._items.put(None)
+        self._thread.join()
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _run(self) -> None:
+        """Work on the items, one after the other, until `close`; the body of the worker thread."""
+        context = torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
+        with context:
+            while (item := self._items.get()) is not None:
+                transfer, start = item
+                self._num_begun += 1
+                self._current = transfer, time.perf_counter_ns()
+                try:
+                    self._start(transfer, start)
+                except Exception as error:  # noqa: BLE001 - handed to every waiter; the thread must live on
+                    transfer._fail(error)
+                # A SystemExit, say, of this thread: raised in whoever waits, it would end another thread than it meant.
+                except BaseException as error:  # noqa: BLE001 - no failure of a move: who waits was not interrupted
+                    broken_off = StepAbandonedError(f"{transfer.key} on queue {self.name} was broken off by {error!r}")
+                    broken_off.__cause__ = error
+                    transfer._fail(broken_off)
+                self._current = None
+
+    def _start(self, transfer: Transfer, start: Callable[[], Completion | None]) -> None:
+        """Order an item behind all that it depends on, start its move and note it."""
+        # `behind` comes first. An item whose bytes did not come is over at once, and whoever takes its slot next may
+        # wait for this item alone. So the slot's earlier users have to come before it even then.
+        tier = Tier.RAM if self._stream is None else Tier.GPU  # no stream can hold a native thread back
+        for dependency in transfer.behind:
+            dependency.order_for(tier, fails=False)
+        for dependency in transfer.after:
+            dependency.order_for(tier)
+
+        began = time.perf_counter_ns()
+        started = self._record()
+        completion = start()
+        ended = self._record() if completion is None else None
+        if self._clock is not None and started is not None and ended is not None:
+            completion = StreamSpan(self._clock, started, ended)
+
+        while self._in_flight and self._in_flight[0].done():
+            self._in_flight.popleft()
+        self._in_flight.append(transfer)
+        transfer._finish(completion, (began, time.perf_counter_ns()))
+
+    def _record(self) -> torch.cuda.Event | None:
+        """An event at the present point of the queue's stream, if it has one."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
