@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from megatier.config.file import load
     from megatier.config.schema import RunConfig, TiersConfig
     from megatier.errors import MegatierError
-    from megatier.integrations.streamed import Streamed, stream
+    from megatier.integrations.stream import stream
+    from megatier.integrations.streamed import Streamed
     from megatier.integrations.torch_optimizer import TieredAdamW
     from megatier.store.lease import Lease
     from megatier.store.store import TieredStore
@@ -45,7 +46,7 @@ _HOMES = {
     "TieredStore": "megatier.store.store",
     "TiersConfig": "megatier.config.schema",
     "load": "megatier.config.file",
-    "stream": "megatier.integrations.streamed",
+    "stream": "megatier.integrations.stream",
 }
 
 

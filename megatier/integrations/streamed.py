@@ -15,153 +15,31 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.generic import ModelOutput
 
-from megatier.checkpoint.checkpoint import (
-    UNBOUND,
-    is_bound,
-    last_checkpoint,
-    read_state,
-    restore,
-    settle_replaced,
-    step_of,
-)
-from megatier.checkpoint.checkpoint_writer import CheckpointWriter
-from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
-from megatier.config.values import require
+from megatier.checkpoint.checkpoint import restore, step_of
+from megatier.config.schema import TrainConfig
 from megatier.engine.step import StepResult
-from megatier.errors import (
-    BlockNotFoundError,
-    CapacityError,
-    CheckpointError,
-    StreamedModelError,
-    UnsupportedModelError,
-)
+from megatier.errors import StreamedModelError
 from megatier.guards.unbound import refused_outside
-from megatier.hardware import ram_available_bytes
-from megatier.integrations.in_ram import InRam
 from megatier.integrations.stream_optimizer import StreamedAdamW
-from megatier.layout import TensorSlice
-from megatier.models.decoder import Unit, build_skeleton
-from megatier.models.experts import places_of
+from megatier.integrations.stream_state import find_saved, read_all, read_master, save_state
 from megatier.models.export import export
-from megatier.models.frozen import freeze
-from megatier.models.weights import SafetensorsFolder, resolve
 from megatier.play.trace import TraceEvent, write_trace
-from megatier.session.process import share_interpreter
-from megatier.session.session import Session, WeightReader
-from megatier.session.workload import COMPUTE_DTYPES, read_model_config
+from megatier.session.session import Session
+from megatier.session.workload import COMPUTE_DTYPES
 from megatier.train.export import SHARD_BYTES
 
 TRACED_STEPS = 3
 """How many of the last steps `Streamed.write_trace` writes."""
-
-
-def stream(
-    model: str | os.PathLike[str] | PreTrainedModel,
-    *,
-    tiers: TiersConfig | None = None,
-    accumulation_steps: int = 1,
-    lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
-    clip: float | None = 1.0,
-    compute_dtype: Literal["bf16", "fp32"] = "bf16",
-    activations: Literal["keep", "recompute"] = "keep",
-    fused_loss: bool = True,
-    compile: bool | None = None,
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa",
-    frozen: str | Sequence[str] = (),
-    expert_parts: int = 1,
-) -> Streamed:
-    """Place a model and its AdamW state on the tiers, for any loop.
-
-    Args:
-        model: a folder in Hugging Face's format or a hub id, whose weights stream in; or a model in RAM, which is
-            copied and stays as it is. Its parameters that require no gradient are frozen.
-        tiers: budgets and mounts; None: taken from the machine, without NVMe.
-        accumulation_steps: backwards per `optimizer.step`, at least 1. Each is one pass over the units.
-        lr: learning rate; schedulers drive it, and the next three, in `optimizer.param_groups`.
-        betas: decay of the moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled, of matrices (not of biases and norms).
-        clip: global gradient norm to clip to; None: off. `Streamed.clip` changes it.
-        compute_dtype: type of weights and activations; masters and moments are fp32.
-        activations: whether activations are kept between forward and backward, or computed again.
-        fused_loss: whether head and loss are one chunked node. The model then takes labels and gives a loss, but no
-            logits. A model that does more between the two than scale and cap logits once runs without it, with a
-            warning.
-        compile: whether layers and loss are compiled; None: on a GPU.
-        attention: the attention implementation of transformers.
-        frozen: names or patterns of parameters that are not trained, or, after "!", that are trained all the same
-            (`models.frozen`). A single one may be given as text.
-        expert_parts: number of units that the experts of a layer are cut into, so that slots need not take all of them
-            at once.
-
-    Raises:
-        PlanError, CapacityError, ConfigError, UnsupportedModelError: the model or a setting cannot be taken. This is
-            found before weights are read.
-    """
-    if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is no model of transformers. Give the model itself, with what is not trained in "
-            "frozen; of one with adapters, what merging them gives."
-        )
-    require(accumulation_steps >= 1, "accumulation_steps", accumulation_steps, "at least 1")
-
-    model = model if isinstance(model, PreTrainedModel) else resolve(os.fspath(model))
-    model_config = ModelConfig(  # for how it computes; the path is not read
-        path="",
-        compute_dtype=compute_dtype,
-        attention=attention,
-        compile=compile,
-        fused_loss=fused_loss,
-        expert_parts=expert_parts,
-    )
-    config = model.config if isinstance(model, PreTrainedModel) else read_model_config(model_config, model)
-
-    # The reader comes before `freeze`: a model in RAM says which of its parameters are frozen, and the patterns that
-    # the caller names win over that.
-    skeleton = build_skeleton(config, attention)
-    reader: WeightReader = (
-        InRam(model, skeleton) if isinstance(model, PreTrainedModel) else SafetensorsFolder(model, skeleton)
-    )
-    freeze(skeleton, frozen, "frozen")
-
-    train = TrainConfig(
-        batch=accumulation_steps,
-        groups=accumulation_steps,
-        activations=activations,
-        learning_rate=lr,
-        weight_decay=weight_decay,
-        beta1=betas[0],
-        beta2=betas[1],
-        eps=eps,
-        clip=clip,
-    )
-
-    share_interpreter()
-    # The guard: updates wait for the norm, because `optimizer.step` comes after the last backward.
-    session = Session(skeleton, model_config, tiers or TiersConfig(), train, NumericsConfig(guard=True), tokens=1)
-
-    # The session owns files on the drives, which nobody would remove if loading fails or is interrupted.
-    try:
-        session.store.seal()
-        session.load(reader)
-        return Streamed(session, train, has_logits=not session.engine.fuses_loss)
-    except BaseException:
-        session.close()
-        raise
 
 
 class Streamed:
@@ -407,12 +285,7 @@ class Streamed:
             StreamedModelError: a step is open.
         """
         self._settle("Reading weights")
-        places = places_of(self._session.units)
-        if name not in places:
-            raise BlockNotFoundError(
-                f"{type(self.model).__name__} has no parameter {name!r}; a tied one has its first name"
-            )
-        return self._read(places[name])
+        return read_master(self._session, name)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all fp32 masters by name, a tied one once, and persistent buffers, as copies on the CPU.
@@ -422,22 +295,7 @@ class Streamed:
             StreamedModelError: a step is open.
         """
         self._settle("Reading weights")
-        places = places_of(self._session.units)
-
-        # Checked before the first copy: a process that runs out of RAM half way is killed, and says nothing.
-        needed = 4 * sum(tensor.num_elements for parts in places.values() for _, tensor in parts)
-        if needed > (free := ram_available_bytes()):
-            raise CapacityError("ram", needed, free, "Write the weights to files with export(folder): that streams.")
-
-        state = self.model.state_dict(keep_vars=True)
-        buffers = {name: tensor.cpu() for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
-        return {name: self._read(parts) for name, parts in places.items()} | buffers
-
-    def _read(self, parts: Sequence[tuple[Unit, TensorSlice]]) -> Tensor:
-        """Read a whole parameter, whose parts may lie in several units (experts that were cut)."""
-        read = self._session.read_master
-        found = [read(unit, tensor.start, tensor.stop) for unit, tensor in parts]
-        return (found[0] if len(found) == 1 else torch.cat(found)).view(parts[0][1].parameter_shape)
+        return read_all(self._session)
 
     def export(
         self,
@@ -473,13 +331,7 @@ class Streamed:
             CapacityError, TransferError: see `CheckpointWriter.wait`.
         """
         self._settle("A checkpoint")
-        target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
-
-        # A process that was killed between the two renames of a switch has left the old checkpoint under another name.
-        settle_replaced(target)
-        state = {"streamed": self.optimizer.saved_settings()}
-        return CheckpointWriter(self._session, target, self.steps, state).wait()
+        return save_state(self._session, Path(folder), self.steps, self.optimizer.saved_settings())
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
         """Take the state of the last checkpoint of a folder, bit by bit. The tiers may be others than those it is from.
@@ -491,15 +343,7 @@ class Streamed:
         """
         # Not `_settle`: a torn state refuses to be drained. `loading` drains a whole one, and resets a torn one.
         self._check_between_steps("Restoring a checkpoint")
-        settle_replaced(Path(folder))
-
-        if (checkpoint := last_checkpoint(Path(folder))) is None:
-            raise CheckpointError(f"{folder} holds no checkpoint of a streamed model; Streamed.save writes them.")
-        settings = read_state(checkpoint).get("streamed")
-        if not isinstance(settings, list):
-            raise CheckpointError(f"{checkpoint} is of a `megatier train` run; go on with `megatier resume`.")
-        if not is_bound(checkpoint):
-            warnings.warn(UNBOUND.format(checkpoint), stacklevel=2)
+        checkpoint, settings = find_saved(Path(folder))
 
         # Settings and the number of the step belong to the state: if one of them cannot be taken, the state is torn.
         with self._session.player.loading():

@@ -1,0 +1,126 @@
+"""Opening a model for somebody else's loop: `megatier.stream`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.config.values import require
+from megatier.errors import UnsupportedModelError
+from megatier.integrations.in_ram import InRam
+from megatier.integrations.streamed import Streamed
+from megatier.models.decoder import build_skeleton
+from megatier.models.frozen import freeze
+from megatier.models.weights import SafetensorsFolder, resolve
+from megatier.session.process import share_interpreter
+from megatier.session.session import Session, WeightReader
+from megatier.session.workload import read_model_config
+
+
+def stream(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    tiers: TiersConfig | None = None,
+    accumulation_steps: int = 1,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    clip: float | None = 1.0,
+    compute_dtype: Literal["bf16", "fp32"] = "bf16",
+    activations: Literal["keep", "recompute"] = "keep",
+    fused_loss: bool = True,
+    compile: bool | None = None,
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa",
+    frozen: str | Sequence[str] = (),
+    expert_parts: int = 1,
+) -> Streamed:
+    """Place a model and its AdamW state on the tiers, for any loop.
+
+    Args:
+        model: a folder in Hugging Face's format or a hub id, whose weights stream in; or a model in RAM, which is
+            copied and stays as it is. Its parameters that require no gradient are frozen.
+        tiers: budgets and mounts; None: taken from the machine, without NVMe.
+        accumulation_steps: backwards per `optimizer.step`, at least 1. Each is one pass over the units.
+        lr: learning rate; schedulers drive it, and the next three, in `optimizer.param_groups`.
+        betas: decay of the moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, of matrices (not of biases and norms).
+        clip: global gradient norm to clip to; None: off. `Streamed.clip` changes it.
+        compute_dtype: type of weights and activations; masters and moments are fp32.
+        activations: whether activations are kept between forward and backward, or computed again.
+        fused_loss: whether head and loss are one chunked node. The model then takes labels and gives a loss, but no
+            logits. A model that does more between the two than scale and cap logits once runs without it, with a
+            warning.
+        compile: whether layers and loss are compiled; None: on a GPU.
+        attention: the attention implementation of transformers.
+        frozen: names or patterns of parameters that are not trained, or, after "!", that are trained all the same
+            (`models.frozen`). A single one may be given as text.
+        expert_parts: number of units that the experts of a layer are cut into, so that slots need not take all of them
+            at once.
+
+    Raises:
+        PlanError, CapacityError, ConfigError, UnsupportedModelError: the model or a setting cannot be taken. This is
+            found before weights are read.
+    """
+    require(accumulation_steps >= 1, "accumulation_steps", accumulation_steps, "at least 1")
+    computing = ModelConfig(path="", compute_dtype=compute_dtype, compile=compile, attention=attention)
+    computing = replace(computing, fused_loss=fused_loss, expert_parts=expert_parts)
+
+    train = TrainConfig(batch=accumulation_steps, groups=accumulation_steps, activations=activations, clip=clip)
+    train = replace(train, learning_rate=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    return _open(model, tiers or TiersConfig(), computing, train, frozen)
+
+
+def _open(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    tiers: TiersConfig,
+    computing: ModelConfig,
+    train: TrainConfig,
+    frozen: str | Sequence[str],
+) -> Streamed:
+    """Open a session for a model and read its weights in.
+
+    Args:
+        model: as for `stream`.
+        tiers: budgets and mounts.
+        computing: how the model computes. Its path is not read.
+        train: settings of the steps.
+        frozen: as for `stream`.
+    """
+    if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is no model of transformers. Give the model itself, with what is not trained in "
+            "frozen; of one with adapters, what merging them gives."
+        )
+
+    # The reader comes before `freeze`: a model in RAM says which of its parameters are frozen, and the patterns that
+    # the caller names win over that.
+    reader: WeightReader
+    if isinstance(model, PreTrainedModel):
+        skeleton = build_skeleton(model.config, computing.attention)
+        reader = InRam(model, skeleton)
+    else:
+        folder = resolve(os.fspath(model))
+        skeleton = build_skeleton(read_model_config(computing, folder), computing.attention)
+        reader = SafetensorsFolder(folder, skeleton)
+    freeze(skeleton, frozen, "frozen")
+
+    # The guard: updates wait for the norm, because `optimizer.step` comes after the last backward.
+    share_interpreter()
+    session = Session(skeleton, computing, tiers, train, NumericsConfig(guard=True), tokens=1)
+
+    # The session owns files on the drives, which nobody would remove if loading fails or is interrupted.
+    try:
+        session.store.seal()
+        session.load(reader)
+        return Streamed(session, train, has_logits=not session.engine.fuses_loss)
+    except BaseException:
+        session.close()
+        raise
