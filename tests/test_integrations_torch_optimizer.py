@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import megatier
 from megatier.errors import CapacityError, ConfigError, NonFiniteError, OptimizerError, PlanError, TransferError
-from megatier.integrations import torch_optimizer
+from megatier.integrations import placed_state, torch_optimizer
 from megatier.integrations.chunks import CHUNK_ELEMENTS_MIN
 from megatier.integrations.torch_optimizer import TieredAdamW
 from megatier.numerics.optimizer import join_master
@@ -39,7 +39,7 @@ placements = pytest.mark.parametrize("ram", [TINY, SOME, ALL])
 @pytest.fixture(params=[Tier.RAM, Tier.GPU], ids=["on_cpu", "through_gpu_slots"])
 def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where chunks are updated; an arena in RAM stands for the GPU."""
-    monkeypatch.setattr(torch_optimizer, "_update_tier", lambda device: request.param)
+    monkeypatch.setattr(placed_state, "_update_tier", lambda device: request.param)
 
 
 @pytest.fixture
@@ -102,8 +102,8 @@ def test_placement_changes_no_bit(make: Make, dtype: torch.dtype) -> None:
         parameters = parameters_of(dtype)
         optimizer = make(parameters, lr=1e-2, ram=ram)
         take_steps(optimizer, parameters, range(STEPS))
-        assert optimizer._chunks is not None
-        homes = [chunk.home for chunk in optimizer._chunks.chunks]
+        assert optimizer._placed is not None
+        homes = [chunk.home for chunk in optimizer._placed.store.chunks]
         in_ram.append(homes.count(Tier.RAM) / len(homes))
         found.append((parameters, optimizer.state_dict()))
     assert in_ram[0] < 0.1 < in_ram[1] < 0.9 < in_ram[2] == 1

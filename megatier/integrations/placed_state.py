@@ -1,0 +1,311 @@
+"""The state of TieredAdamW once it is placed: chunks with their homes, and the threads that update them.
+
+The number of a parameter is its place among all parameters of the optimizer, those without a gradient included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatier import _native
+from megatier.errors import NonFiniteError, OptimizerError
+from megatier.hardware import cores_usable
+from megatier.integrations.chunk_store import ChunkStore
+from megatier.integrations.chunks import AHEAD, ChunkPlan, ElementRun, StateChunk
+from megatier.integrations.parameters import form_of, in_order
+from megatier.numerics.optimizer import PIECE_ELEMENTS, SPAN_ELEMENTS, adamw_threads, begin_adamw, step_scalars
+from megatier.store.lease import Lease
+from megatier.tier import Kind, Tier
+
+STATE = {Kind.EXP_AVG: torch.float32, Kind.EXP_AVG_SQ: torch.float32, Kind.REMAINDER: torch.int16}
+"""Kinds of state by their names in `state_dict`, with their types."""
+Entry = Mapping[str, Tensor]
+"""The state of one parameter by the names of `state_dict`: the kinds, and `step`."""
+
+
+class PlacedState:
+    """The state of an optimizer's parameters, which is zeros at first. Use it from one thread.
+
+    Attributes:
+        store: the chunks.
+        steps: number of updates so far of each parameter that had any, by its number.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        names: Sequence[str],
+        plan: ChunkPlan,
+        nvme: Sequence[str],
+    ) -> None:
+        """Allocate all memory and files, and start the threads.
+
+        Args:
+            parameters: all parameters of the optimizer, on one device.
+            names: their names, for messages.
+            plan: the chunks of those that need a gradient.
+            nvme: mounts, which are opened only if a chunk lies there.
+
+        Raises:
+            CapacityError, TransferError: see `ChunkStore`.
+        """
+        self._parameters = parameters
+        self._names = names
+        trained = {index: parameter for index, parameter in enumerate(parameters) if parameter.requires_grad}
+        self._forms = {index: form_of(parameter) for index, parameter in trained.items()}
+        self.steps: dict[int, int] = {}
+
+        device = next((parameter.device for parameter in trained.values()), torch.device("cpu"))
+        self.store = ChunkStore(plan, nvme, device, _update_tier(device))
+        try:
+            self._start_threads()
+        except BaseException:
+            self.store.close()
+            raise
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether something broke off while a chunk was taken or given back."""
+        return self.store.is_torn
+
+    def mend(self) -> None:
+        """Begin anew after something broke off: end the threads, take back all slots, and start other threads.
+
+        Call `load` afterwards, because the chunks hold anything.
+        """
+        # An update may run for which nobody waits, because its step was interrupted. Closing the pool ends it, and
+        # only then may slots be handed out again.
+        self._pool.close()
+        self._threads.shutdown()
+        self.store.reset()
+
+        # The finalizer holds the old threads; a new one takes its place.
+        self._finalizer.detach()
+        self._start_threads()
+
+    def close(self) -> None:
+        """End the threads, remove the files and free the memory. Closing twice is safe."""
+        self._finalizer()
+
+    def _start_threads(self) -> None:
+        """Start the threads of AdamW and of the checks, with what ends them and frees the chunks."""
+        self._pool = adamw_threads(cores_usable())
+        self._threads = ThreadPoolExecutor(cores_usable(), "megatier-gradient")
+        self._finalizer = weakref.finalize(self, _release, os.getpid(), self._pool, self._threads, self.store)
+
+    # ------------------------------------------------------------------ a step
+
+    def gradients(self) -> dict[int, Tensor]:
+        """Return every gradient, flat, in the order of its parameter's elements in memory.
+
+        Raises:
+            OptimizerError, NonFiniteError: one of them, or its parameter, cannot be taken.
+        """
+        found = {}
+        for index, parameter in enumerate(self._parameters):
+            if (grad := parameter.grad) is None:
+                continue
+
+            # The kernels get addresses and lengths, and the state's order is that of the parameter as it was placed.
+            if self._forms.get(index) != form_of(parameter):
+                raise OptimizerError(
+                    f"{self._names[index]} was changed after its state was placed: its type, shape, strides or "
+                    "device; or it needed no gradient then. Make a new TieredAdamW; load_state_dict gives it the state."
+                )
+            if grad.layout is not torch.strided:
+                raise OptimizerError(f"the gradient of {self._names[index]} is sparse; make it dense (sparse=False).")
+            found[index] = in_order(parameter, grad.to(parameter.dtype))
+        self._check_finite(found)
+        return found
+
+    def _check_finite(self, gradients: Mapping[int, Tensor]) -> None:
+        """Refuse gradients that are not finite, by sums of squares: those of bf16 and fp32 cannot overflow fp64."""
+        pieces = [piece for grad in gradients.values() if grad.numel() for piece in grad.split(PIECE_ELEMENTS)]
+        sums = [_sum_squares(piece) for piece in pieces if piece.is_cuda]
+        sums += self._threads.map(_sum_squares, (piece for piece in pieces if not piece.is_cuda))
+
+        # One look at all sums: on a GPU each look would make the host wait.
+        if sums and not torch.cat(sums).isfinite().all():
+            index = next(index for index, grad in gradients.items() if not grad.isfinite().all())
+            raise NonFiniteError(
+                f"the gradient of {self._names[index]} is not finite; no parameter was changed. Leave this step out by "
+                "zero_grad(); lower the learning rate, or clip, if it happens again."
+            )
+
+    def update(self, gradients: Mapping[int, Tensor], settings: Callable[[int], Mapping[str, Any]]) -> None:
+        """Update the parameters that have a gradient. If this raises, some of them are a step ahead of others.
+
+        Each chunk is brought, updated and given back. The next chunk's update begins before one's has ended. `SLOTS`
+        counts on what is in slots at once: chunks ahead, two in `flying`, and one on its way home.
+
+        Args:
+            gradients: those that `gradients` returned.
+            settings: gives the settings of the group that a parameter is in, by the parameter's number.
+        """
+        runs = ((chunk, [run for run in chunk.runs if run.parameter in gradients]) for chunk in self.store.chunks)
+        due = [(chunk, its_runs) for chunk, its_runs in runs if its_runs]
+        flying: deque[tuple[StateChunk, Lease, list[_native.Batch | None]]] = deque()
+        try:
+            for number, (chunk, its_runs) in enumerate(due):
+                # Towards the end this brings the first chunks again, for the next step.
+                self.store.prefetch(due[(number + AHEAD) % len(due)][0])
+
+                # Noted before its updates begin: if one of them fails, those before it are still waited for below.
+                flying.append((chunk, self.store.lease(chunk), []))
+                _, lease, batches = flying[-1]
+                for run in its_runs:
+                    gradient = gradients[run.parameter][run.start : run.stop]
+                    batches.append(self._apply(run, lease.bytes, gradient, settings(run.parameter)))
+
+                # The one before is given back only now, so that the threads had this one's work when they ended it.
+                if len(flying) > 1:
+                    _finish(self.store, *flying.popleft())
+        finally:
+            # Also after an error: threads may be at work on parameters and slots. The stack calls all of them, the
+            # oldest first, even if one raises.
+            with contextlib.ExitStack() as rest:
+                for applied in reversed(flying):
+                    rest.callback(_finish, self.store, *applied)
+
+        for index in gradients:
+            self.steps[index] = self.steps.get(index, 0) + 1
+
+    def _apply(
+        self, run: ElementRun, chunk: Tensor, gradient: Tensor, group: Mapping[str, Any]
+    ) -> _native.Batch | None:
+        """Begin the update of a run, whose state lies in a chunk's bytes; return what to wait for."""
+        index = run.parameter
+        learning_rate = group["lr"]
+        scalars = step_scalars(self.steps.get(index, 0) + 1, learning_rate, group["betas"], group["eps"])
+
+        # The parameter is the weight plane, a view of its memory: the kernel takes elements in the order of memory.
+        planes = {kind: chunk[start:stop] for kind, (start, stop) in run.planes.items()}
+        planes[Kind.WEIGHT] = in_order(self._parameters[index], self._parameters[index])[run.start : run.stop]
+        segment = (0, run.stop - run.start, 1 - learning_rate * group["weight_decay"])
+        return begin_adamw(self._pool, planes, gradient, [segment], (*scalars, 1.0), {})
+
+    # ------------------------------------------------------------------ numbers in and out
+
+    def check(self, state: Mapping[int, Entry]) -> None:
+        """Refuse a state of other parameters.
+
+        Raises:
+            OptimizerError: names the first parameter that it does not fit.
+        """
+        for index, entry in state.items():
+            form = self._forms.get(index)
+            shapes = [tuple(entry[kind].shape) for kind in STATE if kind in entry]
+            if form is None or "step" not in entry or any(shape != form.shape for shape in shapes):
+                had = "none here" if form is None else f"{tuple(form.shape)} here"
+                raise OptimizerError(
+                    f"the state of parameter {index} has shapes {shapes}, {had}. Load the state of the same model."
+                )
+
+    def load(self, state: Mapping[int, Entry]) -> None:
+        """Take a state that `check` has let pass, chunk by chunk; parameters that it does not have begin with zeros."""
+        for chunk in self.store.chunks:
+            with self.store.overwrite(chunk) as block:
+                for run in chunk.runs:
+                    self._fill(run, block, state.get(run.parameter, {}))
+        self.steps = {index: int(entry["step"]) for index, entry in state.items()}
+
+    @torch.no_grad()
+    def _fill(self, run: ElementRun, chunk: Tensor, entry: Entry) -> None:
+        """Fill the planes of a run from a parameter's state, with zeros for each kind that the state has not."""
+        for kind, plane in _planes(run, chunk):
+            if kind in entry:
+                plane.copy_(in_order(self._parameters[run.parameter], entry[kind])[run.start : run.stop])
+            else:
+                plane.zero_()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the entries that `empty` makes."""
+        return sum(
+            self._parameters[index].numel() * sum(dtype.itemsize for dtype in self._types(index).values())
+            for index in self.steps
+        )
+
+    def empty(self) -> dict[Tensor, dict[str, Tensor]]:
+        """Return the entry of each parameter that had an update, by the parameter, for `copy_to` to fill."""
+        found = {}
+        for index in self.steps:
+            parameter = self._parameters[index]
+            found[parameter] = {"step": torch.tensor(0.0)} | {
+                str(kind): torch.empty_strided(parameter.size(), parameter.stride(), dtype=dtype)
+                for kind, dtype in self._types(index).items()
+            }
+        return found
+
+    @torch.no_grad()
+    def copy_to(self, state: Mapping[int, Entry]) -> None:
+        """Write the numbers into entries that `empty` made."""
+        for index, entry in state.items():
+            entry["step"].fill_(self.steps[index])
+
+        # Closed whatever happens, because the generator holds the lease of a chunk.
+        with contextlib.closing(self.store.read()) as chunks:
+            for chunk, block in chunks:
+                for run in chunk.runs:
+                    entry = state.get(run.parameter, {})
+                    for kind, plane in _planes(run, block):
+                        if kind in entry:
+                            in_order(entry[kind], entry[kind])[run.start : run.stop] = plane
+
+    def _types(self, index: int) -> dict[Kind, torch.dtype]:
+        """Return the kinds of a parameter's state with their types; fp32 is its own master and has no remainder."""
+        is_split = self._forms[index].dtype is torch.bfloat16
+        return {kind: dtype for kind, dtype in STATE.items() if is_split or kind is not Kind.REMAINDER}
+
+
+def _update_tier(device: torch.device) -> Tier:
+    """Return the tier in which chunks are updated, which is that of the parameters."""
+    return Tier.GPU if device.type == "cuda" else Tier.RAM
+
+
+def _planes(run: ElementRun, chunk: Tensor) -> Iterator[tuple[Kind, Tensor]]:
+    """Yield each kind of a run's state, as a flat view of a chunk in RAM."""
+    for kind, (start, stop) in run.planes.items():
+        yield kind, chunk[start:stop].view(STATE[kind])
+
+
+def _sum_squares(grad: Tensor) -> Tensor:
+    """Return the sums of squares of a flat tensor, fp64 [spans]."""
+    if grad.is_cuda:
+        from megatier.numerics import kernels  # Triton comes with torch's CUDA builds alone
+
+        return kernels.sum_squares(grad)
+
+    sums = torch.empty(-(-grad.numel() // SPAN_ELEMENTS), dtype=torch.float64)
+    _native.sum_squares(grad.data_ptr(), grad.numel(), grad.dtype is torch.bfloat16, sums.data_ptr())
+    return sums
+
+
+def _finish(store: ChunkStore, chunk: StateChunk, lease: Lease, batches: Iterable[_native.Batch | None]) -> None:
+    """Wait for the updates of a chunk, then start its way home."""
+    # A GPU's updates lie on its current stream, and the store orders the copies home behind them.
+    for batch in batches:
+        if batch is not None:
+            batch.wait()
+
+    # After an interrupt inside the store nobody knows whose its slots are: `load_state_dict` takes all of them back.
+    if not store.is_torn:
+        store.give_back(chunk, lease)
+
+
+def _release(process: int, pool: _native.ThreadPool, threads: ThreadPoolExecutor, store: ChunkStore) -> None:
+    """End the threads and free the chunks. This runs in `close`, at the optimizer's end or at that of the process."""
+    # A forked child inherits the finalizer; it has none of the threads, and the files are its parent's.
+    if os.getpid() == process:
+        pool.close()
+        threads.shutdown()
+        store.close()
