@@ -34,8 +34,9 @@ from megatier.engine.node import Node
 from megatier.hardware import cores_usable
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.numerics.optimizer import AdamW
-from megatier.play.player import Player, Use
+from megatier.play.gradients import UnitGradients
 from megatier.play.trace import stall_seconds
+from megatier.play.weights import UnitWeights, Use
 from megatier.session.session import Session
 
 RATE, CLIP = 1e-4, 1.0
@@ -175,10 +176,10 @@ TIMED: tuple[tuple[type[Any], str], ...] = (
     (Node, "__call__"),
     (Node, "run"),
     (Node, "leaves"),
-    (Player, "enter"),
+    (UnitWeights, "enter"),
     (Use, "leave"),
-    (Player, "take_grad"),
-    (Player, "ship_grad"),
+    (UnitGradients, "take_grad"),
+    (UnitGradients, "ship_grad"),
     (Gradients, "add"),
     (Gradients, "close"),
     (AdamW, "measure"),

@@ -170,8 +170,8 @@ def fill(session: Session) -> None:
     block = (torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
     blocks = {"cpu": block, str(session.engine.options.device.type): block.to(session.engine.options.device)}
     for unit in session.units:
-        for elements in session.player.blocks.chunks(unit.name):
-            with session.player.blocks.open_state(unit.name, elements, [Kind.WEIGHT], fresh=[Kind.WEIGHT]) as state:
+        for elements in session.blocks.chunks(unit.name):
+            with session.blocks.open_state(unit.name, elements, [Kind.WEIGHT], fresh=[Kind.WEIGHT]) as state:
                 plane = state.planes[Kind.WEIGHT].view(torch.bfloat16)
                 for tensor in unit.layout.tensors:
                     start, stop = max(tensor.start, elements[0]), min(tensor.stop, elements[1])
@@ -246,8 +246,8 @@ def measure(
             master_dtype="fp32",
             budgets=run.what,
             settings={"tiers": dict(run.tiers), "model": dict(run.model), "train": dict(run.train)},
-            speculation=dict(session.player.updates.speculation.outcomes),
-            void_bytes=session.player.updates.speculation.void_bytes,
+            speculation=dict(session.speculation.outcomes),
+            void_bytes=session.speculation.void_bytes,
             deterministic=deterministic,
             torch_peak_allocated_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
             reserve_seconds=reserved,

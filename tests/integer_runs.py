@@ -114,10 +114,12 @@ class Run:
         self.placement = place(units, budgets, policy)
         self.adder = Adder(self.model)
         self.player = Player(store, units, self.placement, policy, self.adder)
+        self.blocks = self.player.blocks
+        self.speculation = self.player.updates.speculation
         self.store = store
         for unit in units:
-            for elements in self.player.blocks.chunks(unit.name):
-                with self.player.blocks.open_state(unit.name, elements, self.kinds, fresh=self.kinds) as state:
+            for elements in self.blocks.chunks(unit.name):
+                with self.blocks.open_state(unit.name, elements, self.kinds, fresh=self.kinds) as state:
                     for kind in self.kinds:
                         plane = self.model.planes[unit.name, kind][slice(*elements)]
                         state.planes[kind].copy_(plane.view(torch.uint8))
@@ -129,18 +131,18 @@ class Run:
         return state_kinds(split=self.policy.split)
 
     def use(self, unit: str, phase: Phase, group: int) -> None:
-        use = self.player.enter(unit, phase, group)
+        use = self.player.weights.enter(unit, phase, group)
         expected = self.model.planes[unit, Kind.WEIGHT]
         assert torch.equal(use.bytes.view(expected.dtype), expected), f"stale weights of {unit} in {phase}"
         if phase is Phase.BACKWARD:
             self.fill_grad(unit, group)
         use.leave()
         if phase is Phase.BACKWARD:
-            self.player.ship_grad(unit, group=group)
+            self.player.gradients.ship_grad(unit, group=group)
 
     def fill_grad(self, unit: str, group: int) -> None:
-        grad, buffer = self.model.grad(unit, group), self.player.take_grad(unit)
-        last, sums = group == self.policy.groups - 1, self.player.sums_here(unit)
+        grad, buffer = self.model.grad(unit, group), self.player.gradients.take_grad(unit)
+        last, sums = group == self.policy.groups - 1, self.player.gradients.sums_here(unit)
         if self.policy.groups > 1:
             total = grad + buffer.view(torch.int32)[: grad.numel()] if group and sums else grad
             buffer.view(torch.int32).copy_(total)
@@ -149,7 +151,7 @@ class Run:
             buffer.view(self.adder.width)[: grad.numel()].copy_(grad)
 
     def order(self) -> list[tuple[str, Phase, int]]:
-        names, found = list(self.player.units), list[tuple[str, Phase, int]]()
+        names, found = list(self.blocks.units), list[tuple[str, Phase, int]]()
         for group in range(self.policy.groups):
             found += [(name, Phase.FORWARD, group) for name in names]
             found += [(name, Phase.BACKWARD, group) for name in reversed(names)]
@@ -183,15 +185,15 @@ class Run:
     def evaluate(self) -> None:
         self.player.drain()
         self.player.begin("evaluate")
-        for name in self.player.units:
+        for name in self.blocks.units:
             self.use(name, Phase.FORWARD, 0)
         self.player.end()
 
     def check_state(self) -> None:
         self.player.drain()
-        for unit in self.player.units.values():
-            for elements in self.player.blocks.chunks(unit.name):
-                with self.player.blocks.open_state(unit.name, elements, self.kinds) as state:
+        for unit in self.blocks.units.values():
+            for elements in self.blocks.chunks(unit.name):
+                with self.blocks.open_state(unit.name, elements, self.kinds) as state:
                     for kind, plane in state.planes.items():
                         expected = self.model.planes[unit.name, kind][slice(*elements)]
                         assert torch.equal(plane.view(expected.dtype), expected), f"{unit.name}/{kind}"

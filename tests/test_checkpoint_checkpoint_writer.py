@@ -209,7 +209,7 @@ def test_session_closed_while_a_checkpoint_is_written_leaves_nothing_of_it(
         step(session, UNTIED.train, 2)
         closing = threading.Thread(target=session.close)
         closing.start()
-        while not session.player.is_closed:
+        while not session.reader.is_closed:
             time.sleep(0.001)
         held.set()
         closing.join(HANG_S)

@@ -123,7 +123,7 @@ def check_poisoned(run: Run, mount: Path) -> None:
         session.player.drain()
         assert session.store.moved_bytes - before == session.player.demanded
         found = outcome(session, [result for result in results if result.skipped is None])
-        assert bool(session.player.updates.speculation.outcomes["void"]) is (place.generations == 2)
+        assert bool(session.speculation.outcomes["void"]) is (place.generations == 2)
     named = POISON | {4: "lm_head.weight"}  # what a loss that is NaN reaches first
     assert [result.skipped for result in results] == [named.get(step) for step in range(1, STEPS + 1)]
     assert found == unpoisoned(run.clip, run.groups, run.device)

@@ -105,8 +105,8 @@ def test_exactness_updates_before_the_norm_is_known_give_the_same_bits(tmp_path:
     run = replace(run, clip=0.999 * max(run(tmp_path).norms))
     with opened(exactness_config(model), tmp_path, PLACES["nvme_twice"], run.train) as session:
         found = outcome(session, run_steps(session, run.train))
-        assert session.player.updates.speculation.outcomes["void"] == 1
-        assert session.player.updates.speculation.outcomes["kept"]
+        assert session.speculation.outcomes["void"] == 1
+        assert session.speculation.outcomes["kept"]
     assert replace(run, place="ram")(tmp_path) == replace(run, place="gpu")(tmp_path) == found
 
 
@@ -307,20 +307,20 @@ def check_trace(session: Session, timeline: Timeline) -> None:
         moved[event.name] += event.num_bytes
     expected: Counter[str] = Counter()
     for name in loads + fed:
-        expected[f"{name}/weight"] += 2 * session.player.units[name].num_elements
+        expected[f"{name}/weight"] += 2 * session.blocks.units[name].num_elements
     assert moved == expected
     if not timeline.updates:
         assert [name for name, _ in itertools.groupby(event.name for event in came)] == [f"{n}/weight" for n in loads]
 
 
 def demanded(session: Session, timeline: Timeline) -> dict[str, int]:
-    player, streamed = session.player, session.placement.streamed
-    moves = Moves(player.units, session.placement, player.policy)
-    moved = by_lane(moves.of_pass(timeline, gradients=player.units, updated=player.units))
-    offloaded = player.policy.groups * sum(unit.activation_bytes for unit in player.units.values())
+    blocks, streamed = session.blocks, session.placement.streamed
+    moves = Moves(blocks.units, session.placement, blocks.policy)
+    moved = by_lane(moves.of_pass(timeline, gradients=blocks.units, updated=blocks.units))
+    offloaded = blocks.policy.groups * sum(unit.activation_bytes for unit in blocks.units.values())
     moved += by_lane([stash(offloaded), unstash(offloaded)])
     if streamed:  # 10 bytes of state go and come; the weights, which come anyway, go home
-        num_elements = sum(player.units[name].num_elements for name in streamed)
+        num_elements = sum(blocks.units[name].num_elements for name in streamed)
         moved |= {"state_to_gpu": 10 * num_elements, "state_to_ram": 10 * num_elements}
         moved["gpu_to_ram"] += 2 * num_elements
     return moved
@@ -331,7 +331,7 @@ def test_player_state_on_nvme_is_read_and_written_once_a_step(tmp_path: Path) ->
     with opened(exactness_config("untied"), tmp_path, PLACES["nvme"], run.train) as session:
         num_elements = sum(unit.layout.num_elements for unit in session.units)
         assert session.placement.state_bytes[Tier.NVME] == 12 * num_elements
-        assert len(session.player.blocks.chunks("model.embed_tokens")) == 3
+        assert len(session.blocks.chunks("model.embed_tokens")) == 3
         run_steps(session, run.train, 2)
         before = Counter(session.store.moved_bytes)
         [batch] = random_groups(run.train, 2112, 3)

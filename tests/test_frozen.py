@@ -185,7 +185,7 @@ def test_frozen_weights_stay_and_have_no_state(tmp_path: Path) -> None:
     with opened(CONFIG, tmp_path, ROOMY["nvme_twice"], train, source=ModelWeights(source), frozen=patterns) as session:
         run_steps(session, train)
         weights, moments = read_parameters(session, Kind.WEIGHT), read_parameters(session, Kind.EXP_AVG)
-        units = {unit.name: unit for unit in session.player.units.values()}
+        units = {unit.name: unit for unit in session.blocks.units.values()}
         assert units["model.embed_tokens"].num_trained == 0
         homes = {kind for unit, kind in session.placement.homes if unit == "model.embed_tokens"}
         assert homes == {Kind.WEIGHT}
@@ -229,7 +229,7 @@ def test_gradients_beside_frozen_parameters_are_those_of_the_plain_model(case: s
 def test_frozen_model_is_counted_by_what_is_trained(tmp_path: Path) -> None:
     train, patterns = settings(), FROZEN["below"]
     with opened(CONFIG, tmp_path, ROOMY["nvme"], train, frozen=patterns, numerics=NumericsConfig()) as session:
-        units = session.player.units.values()
+        units = session.blocks.units.values()
         state = session.placement.state_bytes[Tier.NVME]
         assert state == sum(2 * unit.num_elements + 10 * unit.num_trained for unit in units)
         trained = sum(unit.num_trained for unit in units)
@@ -259,8 +259,8 @@ def test_frozen_run_updated_before_the_norm_is_known_gives_the_same_bits(tmp_pat
     train = settings(clip=0.999 * max(norms))
     with opened(CONFIG, tmp_path, ROOMY["ram_nvme_twice"], train, frozen=FROZEN["inside"]) as session:
         found = outcome(session, run_steps(session, train, 4))
-        assert session.player.updates.speculation.outcomes["void"] == 1
-        assert session.player.updates.speculation.outcomes["kept"]
+        assert session.speculation.outcomes["void"] == 1
+        assert session.speculation.outcomes["kept"]
     assert found == trained_on(ROOMY["gpu"], "inside", tmp_path, train)
 
 

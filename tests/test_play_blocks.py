@@ -14,7 +14,7 @@ from integer_runs import UNITS, Run, starter, within
 from torch import Tensor
 
 from megatier.errors import PlanError
-from megatier.play.blocks import Generation
+from megatier.play.generations import Generation
 from megatier.schedule.placement import place
 from megatier.schedule.sizes import Budgets, Policy
 from megatier.tier import Kind, Tier
@@ -31,10 +31,10 @@ class Keeper:
     """Keeps what holds on NVMe, and says whether it is still there."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self._blocks = run, run.player.blocks
+        self._run, self._blocks = run, run.blocks
         run.player.drain()
-        self._blocks.keep()
-        self._generations = {unit: self._blocks.valid[unit] for unit in run.placement.spilled}
+        self._blocks.generations.keep()
+        self._generations = {unit: self._blocks.generations.valid[unit] for unit in run.placement.spilled}
         self._planes = self._read()
 
     def _read(self) -> dict[tuple[str, Kind], Tensor]:
@@ -90,7 +90,7 @@ def test_kept_generation_moves_what_is_demanded(start: Callable[..., Run], gener
     for clipped in (False, True, False, False):
         run.train_step(clipped=clipped)
         run.player.drain()
-        run.player.blocks.keep()
+        run.blocks.generations.keep()
     run.train_step()
     run.player.drain()
     assert run.store.moved_bytes - before == run.player.demanded
@@ -98,26 +98,26 @@ def test_kept_generation_moves_what_is_demanded(start: Callable[..., Run], gener
 
 def test_second_of_two_generations_is_written_once_and_then_in_place(start: Callable[..., Run]) -> None:
     run = start("nvme", generations=2)
-    blocks = run.player.blocks
-    assert blocks.advance("u0") == (Generation(0), Generation(0))
-    blocks.keep()
-    assert blocks.advance("u0") == (Generation(0), Generation(1))
-    assert blocks.advance("u0") == (Generation(1), Generation(1))
-    assert blocks.spare("u0") is None
-    blocks.keep()
-    assert blocks.advance("u0") == (Generation(1), Generation(0))
+    blocks = run.blocks
+    assert blocks.generations.advance("u0") == (Generation(0), Generation(0))
+    blocks.generations.keep()
+    assert blocks.generations.advance("u0") == (Generation(0), Generation(1))
+    assert blocks.generations.advance("u0") == (Generation(1), Generation(1))
+    assert blocks.generations.spare("u0") is None
+    blocks.generations.keep()
+    assert blocks.generations.advance("u0") == (Generation(1), Generation(0))
 
 
 def test_speculation_goes_on_beside_a_kept_generation_where_there_are_three(start: Callable[..., Run]) -> None:
     run = start("nvme", generations=3)
     for _ in range(3):
         run.player.drain()
-        run.player.blocks.keep()
+        run.blocks.generations.keep()
         for _ in range(3):
             run.train_step()
-            assert run.player.updates.speculation.outcome == "kept"
-            held = {run.player.blocks.valid[unit.name].nvme for unit in UNITS}
-            assert held.isdisjoint(run.player.blocks.kept.values())
+            assert run.speculation.outcome == "kept"
+            held = {run.blocks.generations.valid[unit.name].nvme for unit in UNITS}
+            assert held.isdisjoint(run.blocks.generations.kept.values())
     run.check_state()
 
 
@@ -125,14 +125,14 @@ def test_speculation_rests_while_the_other_generation_is_kept(tmp_path: Path) ->
     """A run that goes on from a savepoint without making any."""
     with starter(tmp_path) as start_run:
         run = start_run("nvme", generations=2)
-        run.player.blocks.keep()
+        run.blocks.generations.keep()
         run.train_step()
-        assert run.player.updates.speculation.updated == {unit.name for unit in UNITS}
+        assert run.speculation.updated == {unit.name for unit in UNITS}
         run.train_step()
-        assert run.player.updates.speculation.updated == frozenset()
-        run.player.blocks.kept = {}
+        assert run.speculation.updated == frozenset()
+        run.blocks.generations.release()
         run.train_step()
-        assert run.player.updates.speculation.updated == {unit.name for unit in UNITS}
+        assert run.speculation.updated == {unit.name for unit in UNITS}
         run.check_state()
 
 
@@ -177,11 +177,11 @@ class Pending:
 @pytest.mark.parametrize("generations", [2, 3])
 def test_reader_is_waited_for_by_what_writes_to_one_of_its_places(start: Callable[..., Run], generations: int) -> None:
     run = start("mixed", split=True, generations=generations, ram=180 << 10)
-    blocks, unit = run.player.blocks, run.placement.spilled[0]
-    blocks.keep()
+    blocks, unit = run.blocks, run.placement.spilled[0]
+    blocks.generations.keep()
     pending: Any = Pending()
-    blocks.hold(unit, pending)
-    assert blocks.readers(unit, blocks.valid[unit]) == [pending]
-    _, new = blocks.advance(unit)
+    blocks.generations.hold(unit, pending)
+    assert blocks.generations.readers(unit, blocks.generations.valid[unit]) == [pending]
+    _, new = blocks.generations.advance(unit)
     # With two, what lies in RAM is updated in place although another place on NVMe is written.
-    assert blocks.readers(unit, new) == ([pending] if generations == 2 else [])
+    assert blocks.generations.readers(unit, new) == ([pending] if generations == 2 else [])

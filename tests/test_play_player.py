@@ -136,8 +136,8 @@ def resident(run: Run) -> list[bool]:
 def test_activation_comes_back_as_it_was_stashed(start: Callable[..., Run]) -> None:
     run = start("ram", units=[UnitSpec(name="u0", num_elements=4096, activation_bytes=4096), *UNITS[1:]])
     tensor = torch.randn(32, 32)
-    run.player.stash("u0", tensor)
-    found = run.player.fetch("u0")
+    run.player.weights.stash("u0", tensor)
+    found = run.player.weights.fetch("u0")
     assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
     assert torch.equal(found, tensor)
 
@@ -152,10 +152,10 @@ def test_activations_come_back_in_any_order_each_once_and_the_next_one_ahead(
     run.player.begin("train")
     tensors = [torch.randn(32, 32), torch.randn(8, 4, 32), torch.randn(64, 32).bfloat16(), torch.randn(32, 32)]
     for number, tensor in enumerate(tensors):
-        run.player.stash(f"u{number}", tensor.clone())
+        run.player.weights.stash(f"u{number}", tensor.clone())
     before = run.store.moved_bytes["ram_to_gpu"]
     for count, number in enumerate(order, 1):
-        assert torch.equal(run.player.fetch(f"u{number}"), tensors[number])
+        assert torch.equal(run.player.weights.fetch(f"u{number}"), tensors[number])
         if order[0] == 3:  # as in a backward
             assert run.store.moved_bytes["ram_to_gpu"] - before == 4096 * min(4, count + 1)
     assert run.store.moved_bytes["ram_to_gpu"] - before == 4 * 4096
@@ -195,7 +195,7 @@ def test_unit_out_of_order_is_refused_by_name(start: Callable[..., Run]) -> None
     run.player.begin("train")
     run.use("u1", Phase.FORWARD, 0)
     with pytest.raises(TimelineError, match=r"use 2 of this pass is u0 \(forward, group 0\)"):
-        run.player.enter("u0", Phase.FORWARD, 0)
+        run.player.weights.enter("u0", Phase.FORWARD, 0)
     assert len(run.player.accesses) == 2, "nothing was used on the way to the error"
 
 
@@ -239,7 +239,7 @@ def test_more_uses_than_recorded_are_refused(start: Callable[..., Run]) -> None:
     run.evaluate()
     run.evaluate()
     with pytest.raises(TimelineError, match="use 5 of this pass is u0"):
-        run.player.enter("u0", Phase.FORWARD, 0)
+        run.player.weights.enter("u0", Phase.FORWARD, 0)
 
 
 def test_pass_that_ends_early_is_refused_and_the_next_one_works(start: Callable[..., Run]) -> None:
@@ -292,7 +292,7 @@ def test_close_while_compute_holds_a_unit_ends(start: Callable[..., Run]) -> Non
     run = start("mixed")
     run.train_step()
     run.player.begin("train")
-    run.player.enter("u0", Phase.FORWARD, 0)
+    run.player.weights.enter("u0", Phase.FORWARD, 0)
     close(run)
 
 

@@ -12,7 +12,8 @@ from conftest import check_invariants, slow_reads
 from integer_runs import BROKEN, UNITS, Run, check_broken_for_good, fail_moves, starter, within
 
 from megatier.errors import PlanError
-from megatier.play.blocks import Generation, block_key
+from megatier.play.blocks import block_key
+from megatier.play.generations import Generation
 from megatier.play.speculation import HISTORY
 from megatier.schedule.placement import place
 from megatier.schedule.sizes import Budgets, Policy
@@ -60,7 +61,7 @@ def test_speculation_moves_what_is_demanded(start: Callable[..., Run], fates: tu
     before = run.store.moved_bytes.copy()
     for fate in fates:
         run.train_step(clipped=fate == "clipped", skipped=fate == "skipped")
-        assert run.player.updates.speculation.outcome in ("kept" if fate == "kept" else "void", None)
+        assert run.speculation.outcome in ("kept" if fate == "kept" else "void", None)
     run.player.drain()
     assert run.store.moved_bytes - before == run.player.demanded
     run.check_state()
@@ -69,8 +70,8 @@ def test_speculation_moves_what_is_demanded(start: Callable[..., Run], fates: tu
 def test_speculation_that_is_kept_updates_in_the_backward_alone(start: Callable[..., Run]) -> None:
     run = start("nvme")
     run.train_step()
-    assert run.player.updates.speculation.outcome == "kept"
-    assert run.player.updates.speculation.updated == {unit.name for unit in UNITS}
+    assert run.speculation.outcome == "kept"
+    assert run.speculation.updated == {unit.name for unit in UNITS}
     run.train_step()
     assert run.player.timeline is not None
     assert run.player.timeline.updates == ()
@@ -83,7 +84,7 @@ def test_speculation_moves_state_once_and_weights_twice(start: Callable[..., Run
     run = start("nvme")
     moved = run.moved_in_a_step()
     assert run.player.timeline is not None
-    weights = sum(4 * run.player.units[load.unit].num_elements for load in run.player.timeline.loads)
+    weights = sum(4 * run.blocks.units[load.unit].num_elements for load in run.player.timeline.loads)
     state = sum(12 * unit.num_elements for unit in UNITS)
     assert moved["nvme_to_ram"] == state + weights
     assert moved["ram_to_nvme"] == state
@@ -92,10 +93,10 @@ def test_speculation_moves_state_once_and_weights_twice(start: Callable[..., Run
 def test_speculation_that_is_void_updates_again_from_the_old_state(start: Callable[..., Run]) -> None:
     run = start("nvme")
     run.train_step(clipped=True)
-    assert run.player.updates.speculation.outcome == "void"
-    assert run.player.updates.speculation.updated == frozenset()
+    assert run.speculation.outcome == "void"
+    assert run.speculation.updated == frozenset()
     run.check_state()
-    assert set(run.player.blocks.valid.values()) == {Generation()}
+    assert set(run.blocks.generations.valid.values()) == {Generation()}
     assert run.adder.updated[-len(UNITS) :] == [unit.name for unit in UNITS]
 
 
@@ -121,7 +122,7 @@ def test_speculation_rests_while_most_steps_are_clipped(start: Callable[..., Run
     outcomes = []
     for step in range(3 * HISTORY):
         run.train_step(clipped=step < HISTORY)
-        outcomes.append(run.player.updates.speculation.outcome)
+        outcomes.append(run.speculation.outcome)
     assert outcomes[0] == "void"  # nothing is known yet
     assert outcomes[1 : HISTORY + 4] == [None] * (HISTORY + 3)
     assert outcomes[HISTORY + 4 :] == ["kept"] * (2 * HISTORY - 4)
@@ -163,7 +164,7 @@ def test_speculation_waits_for_no_norm_and_the_norm_for_no_drive(
         run.use(*access)
     run.player.end()
     within(run.player.drain_gradients)
-    speculation = run.player.updates.speculation
+    speculation = run.speculation
     assert not all(transfer.done() for transfer in speculation.all())
     run.player.defer_updates(clipped=False)
     run.model.update()
@@ -231,8 +232,8 @@ def test_one_generation_is_enough_without_spilling() -> None:
 
 def test_blocks_of_two_generations_have_names_of_their_own(start: Callable[..., Run]) -> None:
     run = start("nvme")
-    blocks = run.player.blocks
-    first, spare = Generation(), blocks.spare("u0")
+    blocks = run.blocks
+    first, spare = Generation(), blocks.generations.spare("u0")
     keys = {blocks.key("u0", kind, generation) for kind in run.kinds for generation in (first, spare)}
     assert len(keys) == 2 * len(run.kinds)
     assert blocks.key("u0", Kind.WEIGHT) == block_key("u0", Kind.WEIGHT)

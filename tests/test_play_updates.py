@@ -52,11 +52,11 @@ def test_updates_run_in_forward_order_and_feed_the_loads(start: Callable[..., Ru
     timeline = run.player.timeline
     assert timeline is not None
     assert all(update.load is not None for update in timeline.updates)
-    moves = Moves(run.player.units, run.placement, run.policy)
-    demanded = by_lane(moves.of_pass(timeline, gradients=run.player.units, updated=run.player.units))
+    moves = Moves(run.blocks.units, run.placement, run.policy)
+    demanded = by_lane(moves.of_pass(timeline, gradients=run.blocks.units, updated=run.blocks.units))
     assert moved == demanded
     state = sum(12 * unit.num_elements for unit in UNITS)
-    again = sum(4 * run.player.units[load.unit].num_elements for load in timeline.loads)
+    again = sum(4 * run.blocks.units[load.unit].num_elements for load in timeline.loads)
     assert demanded["nvme_to_ram"] == state + again  # state once; weights again only where the backward reloads them
 
 
@@ -112,8 +112,8 @@ def test_update_waits_until_its_units_state_was_read_and_the_stall_says_so(
     def read() -> None:
         free.wait(HANG_S)
 
-    for unit in run.player.units:
-        run.player.read_state(unit, read, unit=unit)
+    for unit in run.blocks.units:
+        run.player.reader.submit(unit, read, unit=unit)
     run.train_step()
     run.player.take_events()
     updated = list(run.adder.updated)
@@ -128,7 +128,7 @@ def test_update_waits_until_its_units_state_was_read_and_the_stall_says_so(
     within(run.train_step)
     thread.join()
     assert "checkpoint" in stall_seconds(run.player.take_events())
-    assert len(run.adder.updated) == len(updated) + len(run.player.units)
+    assert len(run.adder.updated) == len(updated) + len(run.blocks.units)
     run.check_state()
 
 
@@ -138,8 +138,8 @@ def test_work_that_reads_state_is_undone_behind_one_that_failed(start: Callable[
     def fail() -> None:
         raise BROKEN
 
-    failed = run.player.read_state("first", fail, unit="u0")
-    behind = run.player.read_state("second", lambda: done.append("second"), failed, "u1")
+    failed = run.player.reader.submit("first", fail, unit="u0")
+    behind = run.player.reader.submit("second", lambda: done.append("second"), failed, "u1")
     with pytest.raises(TransferError):
         behind.wait()
     assert not done
@@ -276,7 +276,7 @@ def settle_exchange(run: Run) -> None:
 
 
 def on_gpu(run: Run, kind: Kind) -> set[str]:
-    return {name for name in run.player.units if Tier.GPU in run.store.residency(block_key(name, kind))}
+    return {name for name in run.blocks.units if Tier.GPU in run.store.residency(block_key(name, kind))}
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -285,7 +285,7 @@ def test_streamed_state_passes_through_the_gpu_on_lanes_of_its_own(
     start: Callable[..., Run], split: bool, groups: int
 ) -> None:
     run = start("streamed", split=split, groups=groups)
-    size = sum((10 if split else 8) * run.player.units[name].num_elements for name in STREAMED)
+    size = sum((10 if split else 8) * run.blocks.units[name].num_elements for name in STREAMED)
     run.train_step()
     assert run.player.demanded["state_to_gpu"] == run.store.moved_bytes["state_to_gpu"] == 0  # it only records
     run.train_step()
@@ -296,8 +296,8 @@ def test_streamed_state_passes_through_the_gpu_on_lanes_of_its_own(
         settle_exchange(run)
         moved = run.store.moved_bytes - before
         assert (moved["state_to_gpu"], moved["state_to_ram"]) == (size, size), step
-        weights = sum((2 if split else 4) * run.player.units[name].num_elements for name in STREAMED)
-        shipped = sum(run.player.units[name].num_elements for name in ("u1", "u3"))
+        weights = sum((2 if split else 4) * run.blocks.units[name].num_elements for name in STREAMED)
+        shipped = sum(run.blocks.units[name].num_elements for name in ("u1", "u3"))
         grads = groups * shipped * (2 if split and groups == 1 else 4)
         assert moved["gpu_to_ram"] == weights + grads
         assert on_gpu(run, Kind.EXP_AVG) == set(STREAMED)

@@ -46,7 +46,7 @@ from megatier.errors import StepAbandonedError
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
 from megatier.numerics.optimizer import join_master
-from megatier.play.blocks import Generation
+from megatier.play.generations import Generation
 from megatier.schedule.sizes import bytes_per_element
 from megatier.session.session import Session
 from megatier.store.arena import Arena
@@ -94,13 +94,13 @@ class CheckpointWriter:
         self._opened = ExitStack()
         self._writers: list[_PlaneWriter] = []
         self._began = time.perf_counter()
-        player = session.player
-        last = player.read_state("begin", self._begin)
+        reader = session.reader
+        last = reader.submit("begin", self._begin)
 
         for unit in _in_order(session):
-            work = partial(self._write_unit, unit, player.blocks.valid[unit.name])
-            last = player.read_state(unit.name, work, last, unit.name)
-        self._end = player.read_state("end", partial(self._finish, last))
+            work = partial(self._write_unit, unit, session.blocks.generations.valid[unit.name])
+            last = reader.submit(unit.name, work, last, unit.name)
+        self._end = reader.submit("end", partial(self._finish, last))
 
     def is_over(self) -> bool:
         """True when `wait` would not block."""
@@ -171,7 +171,7 @@ class _Buffers:
         """Allocate, unless all state is in RAM."""
         self.run_elements = run_elements
         self._places: dict[Kind, tuple[int, int]] = {}
-        kinds = session.player.blocks.kinds
+        kinds = session.blocks.kinds
         num_bytes = 0
         for kind in kinds:
             size = round_up(run_elements * bytes_per_element(kind, split=Kind.REMAINDER in kinds))
@@ -207,9 +207,9 @@ class _PlaneWriter:
         buffers: _Buffers,
     ) -> None:
         """For the arrays of one name in the folder of a checkpoint."""
-        self._player = session.player
+        self._reader = session.reader
         self._store = session.store
-        self._blocks = session.player.blocks
+        self._blocks = session.blocks
         self.files = files
         self._folder = folder / name
         self._name = name
@@ -254,7 +254,7 @@ class _PlaneWriter:
         with ExitStack() as stack:
             ahead = self._ask(stack, unit, generation, runs[0], 0)
             for number, run in enumerate(runs):
-                if self._player.is_closed:
+                if self._reader.is_closed:
                     raise StepAbandonedError("the run was closed before its checkpoint was whole")
                 planes = ahead
                 if number + 1 < len(runs):

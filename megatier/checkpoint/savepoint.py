@@ -7,7 +7,7 @@
         checksums/           of every chunk that is kept on NVMe, block after block
 
 A savepoint is of this run, on these tiers and drives: a checkpoint is the portable copy. What spilled is not written
-again, since the updates after it write another generation (`UnitBlocks.advance`). Block files then outlive the process.
+again, since the updates after it write another generation (`Generations.advance`). Block files then outlive the process.
 
 Files are chunk files (`checkpoint.chunkfile`): raw words, each file with its CRC32C. They lie in the run directory, not
 on the mounts, so that one rename decides: the folder gets its name when all of it, and the block files, are on the
@@ -57,7 +57,8 @@ from megatier.errors import (
     SavepointError,
     TransferError,
 )
-from megatier.play.blocks import Generation, block_key
+from megatier.play.blocks import block_key
+from megatier.play.generations import Generation
 from megatier.session.session import Session
 from megatier.tier import Kind, Tier
 
@@ -135,9 +136,9 @@ class Savepoint:
         Raises:
             SavepointError: something is damaged, or a drive failed.
         """
-        blocks = session.player.blocks
-        blocks.valid.update({unit: Generation(nvme=place) for unit, place in self.generations.items()})
-        blocks.keep()
+        blocks = session.blocks
+        blocks.generations.valid.update({unit: Generation(nvme=place) for unit, place in self.generations.items()})
+        blocks.generations.keep()
         with _refusing(self.path, self.before):
             _read_arrays(session, self.path.resolve(), self.manifest)
             _verify(session)
@@ -178,7 +179,7 @@ def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str
             _keep_files(session, bool(checkpoints(folder)))
         raise
 
-    session.player.blocks.keep()
+    session.blocks.generations.keep()
     prune(folder, 1)
     return num_bytes
 
@@ -190,7 +191,7 @@ def drop_savepoint(session: Session, folder: Path) -> None:
         TransferError: it cannot be removed.
     """
     remove_savepoints(folder)
-    session.player.blocks.kept = {}
+    session.blocks.generations.release()
     _keep_files(session, False)
 
 
@@ -245,7 +246,7 @@ def _refusing(path: Path, before: str) -> Iterator[None]:
 
 def _planes(session: Session) -> list[Plane]:
     """In an order that is the same in every process."""
-    blocks = session.player.blocks
+    blocks = session.blocks
     return [
         Plane(block_key(unit, kind), blocks.key(unit, kind), blocks.whole(unit, kind)[1], home)
         for (unit, kind), home in sorted(session.placement.homes.items())
@@ -259,10 +260,14 @@ def _extents(session: Session) -> list[Extent]:
 
 def _fingerprint(session: Session) -> str:
     """Digest of where every block of state lies, in all of its places."""
-    blocks = session.player.blocks
+    blocks = session.blocks
     lies: dict[str, Any] = {}
     for (unit, kind), home in session.placement.homes.items():
-        keys = [block_key(unit, kind, place) for place in blocks.places(unit, kind)] if home is Tier.NVME else []
+        keys = (
+            [block_key(unit, kind, place) for place in blocks.generations.places(unit, kind)]
+            if home is Tier.NVME
+            else []
+        )
         stripes = [[astuple(stripe) for stripe in session.store.extents[key].stripes] for key in keys]
         lies[block_key(unit, kind)] = [str(home), blocks.whole(unit, kind)[1], stripes]
     return digest_of(lies)
@@ -272,8 +277,8 @@ def _fingerprint(session: Session) -> str:
 
 
 def _write_manifest(session: Session, path: Path, state: Mapping[str, Any], manifest: Manifest) -> None:
-    blocks = session.player.blocks
-    generations = {unit: blocks.valid[unit].nvme for unit in session.placement.spilled}
+    blocks = session.blocks
+    generations = {unit: blocks.generations.valid[unit].nvme for unit in session.placement.spilled}
     lies = {"placement": _fingerprint(session), "generations": generations}
     found = {"state": state, **lies, "manifest": manifest.to_dict()}
     text = json.dumps({"format": FORMAT, "digest": digest_of(found), **found})
@@ -371,7 +376,7 @@ def _files(sizes: list[int]) -> ChunkFiles:
 
 def _verify(session: Session) -> None:
     """Read everything that was kept on NVMe once, a chunk ahead; the store compares its checksums."""
-    blocks = session.player.blocks
+    blocks = session.blocks
     store = session.store
     runs: list[tuple[str, tuple[int, int], list[Kind]]] = []
     for unit in blocks.units:

@@ -42,8 +42,16 @@ REMEDY = "Lower train.learning_rate, set train.clip, or look at the data of this
 """What helps against numbers that are not finite."""
 
 
-class Stream(WeightSource, GradSink, Protocol):
+class UnitPlayer(Protocol):
     """What plays the timeline under the engine."""
+
+    @property
+    def weights(self) -> WeightSource:
+        """Brings weights, and takes activations."""
+
+    @property
+    def gradients(self) -> GradSink:
+        """Takes gradients."""
 
     def begin(self, name: str) -> None:
         """Start a pass."""
@@ -124,7 +132,12 @@ class Engine:
     """
 
     def __init__(
-        self, model: PreTrainedModel, units: Sequence[Unit], stream: Stream, optimizer: AdamW, options: EngineOptions
+        self,
+        model: PreTrainedModel,
+        units: Sequence[Unit],
+        player: UnitPlayer,
+        optimizer: AdamW,
+        options: EngineOptions,
     ) -> None:
         """Install nodes on every module that uses a unit. Buffers move to the device, in the dtype they compute in.
 
@@ -133,18 +146,18 @@ class Engine:
         Args:
             model: the skeleton, whose parameters lie on meta.
             units: all of the model's units.
-            stream: plays the timeline; brings weights and takes gradients.
+            player: plays the timeline; brings weights and takes gradients.
             optimizer: measures gradients, clips, and holds the scalars of the step.
             options: numeric choices and policies.
         """
         self.model = model
-        self._stream = stream
+        self._player = player
         self._optimizer = optimizer
         self.options = options
-        gradients = Gradients(optimizer.layouts, options.dtype, stream, optimizer, groups=options.groups)
+        gradients = Gradients(optimizer.layouts, options.dtype, player.gradients, optimizer, groups=options.groups)
         anchor = torch.zeros((), device=options.device, requires_grad=True)
         self._stage = Stage(
-            stream,
+            player.weights,
             gradients,
             options.dtype,
             options.device,
@@ -224,7 +237,7 @@ class Engine:
 
         # Updates of the step before start in `begin`. They read the scalars that `clip` noted, not those noted here.
         self._optimizer.begin_step(step, rate)
-        self._stream.begin("train")
+        self._player.begin("train")
 
     def begin_group(self, group: int) -> None:
         """Say that the forward of a group follows, then its backward: group 0, 1, ..."""
@@ -237,11 +250,11 @@ class Engine:
             TimelineError: units were used in a forward, and not in the backward that the recorded order has.
             NonFiniteError: a gradient is NaN or infinite, and updates do not wait for the norm (immediate mode).
         """
-        self._stream.end()
+        self._player.end()
 
         # Sums of groups and their squares are made on other threads, so the norm has to wait for them.
         try:
-            self._stream.drain_gradients()
+            self._player.drain_gradients()
         except NonFiniteError as error:
             raise NonFiniteError(f"step {step}: {error}. {REMEDY}") from error
         return self._optimizer.norm()
@@ -270,13 +283,13 @@ class Engine:
         # A unit that was updated in the backward, unclipped and with the scalars of then, is updated anew if either was
         # wrong.
         if self._optimizer.hyper.deferred:
-            self._stream.defer_updates(clipped=coefficient != 1.0 or is_revised)
+            self._player.defer_updates(clipped=coefficient != 1.0 or is_revised)
 
         return StepResult(loss, norm, coefficient)
 
     def abandon(self) -> None:
         """Leave a step half-way: none of its updates is made."""
-        self._stream.cancel()
+        self._player.cancel()
 
     def close(self) -> None:
         """Let go of the tiers' memory. What the model's cycles hold would stay until they are collected."""
@@ -295,7 +308,7 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss per counted token, on the weights of the last whole step. Modules keep their mode."""
         # Updates of the last step are still due: in training they would run ahead of the next forward.
-        self._stream.drain()
+        self._player.drain()
         total = 0.0
         tokens = 0
 
@@ -320,16 +333,16 @@ class Engine:
 
         # Inference mode is left. Views of homes that are made in it stay cached, and no backward could use them later.
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._stream.begin(name)
+            self._player.begin(name)
             # Whatever ends the forward early, an interrupt too: weights in use have to be given back.
             try:
                 with refused_outside(self.model):
                     yield
             except BaseException:
-                self._stream.cancel()
+                self._player.cancel()
                 raise
 
-            self._stream.end()
+            self._player.end()
 
     def _node(self, unit: Unit, name: str, places: Sequence[Binding]) -> Node:
         """Install the node of one module of a unit."""
@@ -370,7 +383,7 @@ class Engine:
         # Immediate updates run inside the backward, so a loss that is not finite has to stop the step before it. This
         # costs a wait for the device, which the deferred mode does without.
         if not self._optimizer.hyper.deferred and not math.isfinite(loss.item()):
-            self._stream.cancel()
+            self._player.cancel()
             raise self._error(step, "loss", None, batch)
 
         self.check_outputs(loss)
@@ -383,7 +396,7 @@ class Engine:
         Raises:
             NonFiniteError: more steps in a row than allowed were left out.
         """
-        self._stream.drop_updates()
+        self._player.drop_updates()
         self._skips += 1
         parameter = self._optimizer.first_non_finite()
         if self._skips > self.options.max_skips:
@@ -409,7 +422,7 @@ class Engine:
             loss = self._step_loss.weighed(lambda: self.model(**inputs, use_cache=False).loss, share)
 
         if is_packed and not asked:
-            self._stream.cancel()
+            self._player.cancel()
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} makes its masks without position_ids, so that documents of one sequence "
                 "see each other. Set data.cross_documents to true."

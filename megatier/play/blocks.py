@@ -1,13 +1,11 @@
 """The blocks of a run: their names in the store, and leases on runs of a unit's state where AdamW works on them.
 
-A unit has one block per kind of state, one for its gradient, one more if gradients of several groups are summed in RAM,
-and one for its activation if that is offloaded. A unit that is frozen has weights alone. Frozen elements of other units
-follow the trained ones in the block of the weights, and no update touches them. A unit that spills may have several
-blocks per kind of state, for its generations: one holds, one may be kept as a savepoint, one may take an update that
-may yet be void.
+A unit has one block per kind of state, and one for its activation if that is offloaded; `grad_blocks` has the blocks of
+gradients. A unit that is frozen has weights alone. Frozen elements of other units follow the trained ones in the block
+of the weights, and no update touches them. A unit that spills may have several blocks per kind of state, one for each
+of its `generations`.
 
-Threads: the lanes that update lease and read ahead. The thread that computes sends gradients and alone decides which
-generation holds (`valid`, `kept`, `hold`); it does so before it submits the update that goes by it.
+Threads: the lanes that update lease and read ahead.
 """
 
 from __future__ import annotations
@@ -18,39 +16,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from megatier.errors import TransferError
 from megatier.play.gate import Gate
+from megatier.play.generations import Generation, Generations
+from megatier.play.grad_blocks import GradBlocks, grad_key
 from megatier.play.optimizer import Elements
 from megatier.schedule.placement import Placement
-from megatier.schedule.sizes import (
-    Policy,
-    UnitSpec,
-    bytes_per_element,
-    final_grad_bytes,
-    grad_bytes,
-    kinds_of,
-    passing_kinds,
-    state_kinds,
-)
+from megatier.schedule.sizes import Policy, UnitSpec, bytes_per_element, kinds_of, passing_kinds, state_kinds
 from megatier.schedule.timeline import Load
 from megatier.store.store import TieredStore
-from megatier.store.transfer import Transfer
 from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One version of a unit's state, given by the places in which it lies.
-
-    These are two numbers, because a generation that a savepoint keeps on NVMe takes no place in RAM.
-
-    Attributes:
-        nvme: which of the unit's places on NVMe.
-        ram: which of its places in RAM, for kinds that are at home there.
-    """
-
-    nvme: int = 0
-    ram: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +71,8 @@ class UnitBlocks:
         placement: homes and slots.
         policy: dtype, groups, clip.
         kinds: the kinds of state of a unit that is trained.
-        valid: the generation of each unit's state that holds.
-        kept: for each unit that spills, the place on NVMe that a savepoint keeps; empty without a savepoint.
+        generations: which generation of each unit's state holds.
+        grads: the blocks of gradients.
     """
 
     def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec], placement: Placement, policy: Policy) -> None:
@@ -109,61 +83,13 @@ class UnitBlocks:
         self.policy = policy
         self.kinds = state_kinds(split=policy.split)
         self._passing = passing_kinds(split=policy.split)
-        self.valid = dict.fromkeys(units, Generation())
-        self.kept: dict[str, int] = {}
-        self._readers: dict[str, tuple[Generation, Transfer]] = {}
-        """The reader of each unit that came last, and the generation that it reads. Earlier ones are over before it,
-        since all of them are work of one lane."""
+        self.generations = Generations(units, placement)
+        self.grads = GradBlocks(store, units, placement, policy)
         self._register()
 
     def key(self, unit: str, kind: Kind, generation: Generation | None = None) -> str:
         """Name of the block of a unit's state of one kind; of the generation that holds, unless one is named."""
-        generation = generation or self.valid[unit]
-        is_spilled = self.placement.homes[unit, kind] is Tier.NVME
-        return block_key(unit, kind, generation.nvme if is_spilled else generation.ram)
-
-    def places(self, unit: str, kind: Kind) -> range:
-        """The places that there are for a unit's state of one kind."""
-        if self.placement.homes[unit, kind] is Tier.NVME:
-            return range(self.placement.generations if unit in self.placement.spilled else 1)
-        return range(2 if unit in self.placement.speculative else 1)
-
-    def spare(self, unit: str) -> Generation | None:
-        """A generation that neither holds nor is kept, if there is one: it may be overwritten."""
-        valid = self.valid[unit]
-        taken = {valid.nvme, self.kept.get(unit)}
-        free = (place for place in range(self.placement.generations) if place not in taken)
-        ram = 1 - valid.ram if unit in self.placement.speculative else 0
-        return next((Generation(place, ram) for place in free), None)
-
-    def advance(self, unit: str) -> tuple[Generation, Generation]:
-        """The generations from which and into which a unit's next update goes; the latter holds from now on.
-
-        They are one, for an update in place, unless the one that holds is kept. Then none of its weights may lie in a
-        GPU slot: the slot would still belong to the old generation, and the next load would leave it there.
-        """
-        old = new = self.valid[unit]
-        if self.kept.get(unit) == old.nvme:
-            spare = self.spare(unit)
-            assert spare is not None, "a kept generation is one of several"
-            new = self.valid[unit] = spare
-        return old, new
-
-    def keep(self) -> None:
-        """From now on a savepoint keeps the generations that hold, and no longer those that it kept before."""
-        self.kept = {unit: self.valid[unit].nvme for unit in self.placement.spilled}
-
-    def hold(self, unit: str, reader: Transfer) -> None:
-        """Note a transfer that reads the generation that holds: until it is over, updates leave that as it is."""
-        self._readers[unit] = self.valid[unit], reader
-
-    def readers(self, unit: str, generation: Generation) -> list[Transfer]:
-        """The transfers that read from a place of this generation: whatever overwrites it comes behind them."""
-        if unit not in self._readers:
-            return []
-        read, reader = self._readers[unit]
-        shares = read.nvme == generation.nvme or read.ram == generation.ram
-        return [reader] if shares and not reader.done() else []
+        return block_key(unit, kind, self.generations.place(unit, kind, generation))
 
     def chunks(self, name: str) -> list[Elements]:
         """The runs of trained elements of a unit: AdamW works on one run at a time."""
@@ -256,7 +182,7 @@ class UnitBlocks:
 
         Call it when they were written to the generation that holds.
         """
-        places = [Generation(place, place) for place in self.places(unit, Kind.WEIGHT)]
+        places = [Generation(place, place) for place in self.generations.places(unit, Kind.WEIGHT)]
         for other in places if len(places) > 1 else ():
             if self.key(unit, Kind.WEIGHT, other) == self.key(unit, Kind.WEIGHT):
                 continue
@@ -300,77 +226,6 @@ class UnitBlocks:
             self.store.write_back(self.key(unit, kind), Tier.GPU)
             self.store.evict(self.key(unit, kind), Tier.GPU)
 
-    @contextlib.contextmanager
-    def open_grad(self, name: str, elements: Elements) -> Iterator[torch.Tensor]:
-        """Lease a run of the final gradient, uint8 in the compute dtype.
-
-        A sum over groups was rounded into the front of its block.
-        """
-        home = self.placement.grad_homes[name]
-        span = self._grad_span(name, elements)
-        key = sum_key(name) if self.sums_in_ram(name) else grad_key(name)
-        if home is None:  # the gradient lies in one slot, whole
-            with self.store.lease(key, Tier.RAM) as lease:
-                yield lease.bytes[span[0] : span[1]]
-            return
-
-        with self.store.lease(key, Tier.GPU if home is Tier.GPU else Tier.RAM, span, wait=True) as lease:
-            yield lease.bytes[: (elements[1] - elements[0]) * self._grad_width]
-        # Read once: nobody needs its slot any more.
-        if home is Tier.NVME:
-            self.store.evict(key, Tier.RAM, span)
-
-    def sums_in_ram(self, name: str) -> bool:
-        """Whether the gradients of several groups are added up in RAM; else that is done on the GPU."""
-        return self.policy.groups > 1 and self.placement.sums_at(name) is Tier.RAM
-
-    def send_grad(self, name: str, *, final: bool) -> None:
-        """Start taking a gradient from its GPU slot to its home or slot in RAM, or to NVMe; waits for RAM slots.
-
-        A final gradient that was added up on the GPU, and rounded there, is only the front of its block.
-        """
-        key = grad_key(name)
-        unit = self.units[name]
-        is_front = final and self.placement.sums_on_gpu
-        size = final_grad_bytes(unit, self.policy) if is_front else grad_bytes(unit, self.policy)
-        self.store.mark_dirty(key, Tier.GPU, (0, size))
-
-        # Chunk by chunk, and each one leaves for NVMe before the next comes: all of them may have to share one slot in
-        # RAM. Evicting now means that a slot is free as soon as its bytes are written.
-        if self.placement.grad_homes[name] is Tier.NVME:
-            step = self.placement.chunk_elements * self._grad_width
-            for start in range(0, size, step):
-                span = start, min(start + step, size)
-                self.store.write_back(key, Tier.GPU, span, wait=True)
-                self.store.write_back(key, Tier.RAM, span)
-                self.store.evict(key, Tier.RAM, span)
-        else:
-            self.store.write_back(key, Tier.GPU, (0, size), wait=True)
-        self.store.evict(key, Tier.GPU)  # the slot is free at once: the next gradient comes behind the copies from it
-
-    def drop_grad(self, name: str) -> None:
-        """Drop a gradient of a step that was given up from all slots. No update and no sum of it is under way."""
-        home = None if self.sums_in_ram(name) else self.placement.grad_homes[name]
-        for tier in (Tier.GPU, Tier.RAM):
-            if home is not tier:
-                with contextlib.suppress(TransferError):  # it stays, and whoever writes it next has the error
-                    self.store.discard(grad_key(name), tier)
-
-    def forget_readers(self) -> None:
-        """Forget all readers, which are over."""
-        self._readers.clear()
-
-    @property
-    def _grad_width(self) -> int:
-        return 2 if self.policy.split else 4
-
-    def _grad_span(self, name: str, elements: Elements) -> tuple[int, int]:
-        """Bytes of a run of elements in the final gradient; the last run on NVMe ends with a checksummed chunk."""
-        unit = self.units[name]
-        width = self._grad_width
-        is_padded = self.placement.grad_homes[name] is Tier.NVME and elements[1] == unit.num_trained
-        return elements[0] * width, final_grad_bytes(unit, self.policy) if is_padded else elements[1] * width
-
     def read_ahead(self, name: str, elements: Elements, generation: Generation) -> int:
         """Start reading what a chunk's update needs from NVMe into RAM slots; returns its bytes."""
         size = 0
@@ -388,7 +243,7 @@ class UnitBlocks:
         """Blocks and spans that a chunk's update reads from NVMe."""
         found = [(self.key(name, kind, generation), self.span(name, kind, elements)) for kind in self.spilled(name)]
         if self.placement.grad_homes[name] is Tier.NVME:
-            found.append((grad_key(name), self._grad_span(name, elements)))
+            found.append((grad_key(name), self.grads.span(name, elements)))
         return found
 
     def _register(self) -> None:
@@ -397,10 +252,10 @@ class UnitBlocks:
             for kind in kinds_of(unit, self.policy):
                 size = unit.elements_of(kind) * bytes_per_element(kind, split=self.policy.split)
                 home = self.placement.homes[unit.name, kind]
-                for place in self.places(unit.name, kind):
+                for place in self.generations.places(unit.name, kind):
                     self.store.register(BlockSpec(block_key(unit.name, kind, place), size, home, kind))
             if unit.num_trained:
-                self._register_grad(unit)
+                self.grads.register(unit.name)
             if unit.activation_bytes:
                 key = activation_key(unit.name)
                 self.store.register(BlockSpec(key, unit.activation_bytes, Tier.RAM, Kind.ACTIVATION))
@@ -411,29 +266,10 @@ class UnitBlocks:
         for tier in (Tier.GPU, Tier.RAM):
             self.store.reserve(tier, None, PAGE_BYTES, 0)
 
-    def _register_grad(self, unit: UnitSpec) -> None:
-        """Register a unit's gradient, and its sum; then the sum has the home, and the gradient passes through slots."""
-        home = self.placement.grad_homes[unit.name]
-        size = grad_bytes(unit, self.policy)
-        if self.sums_in_ram(unit.name):
-            self.store.register(BlockSpec(sum_key(unit.name), size, home, Kind.GRAD))
-            home = None
-        self.store.register(BlockSpec(grad_key(unit.name), size, home, Kind.GRAD))
-
 
 def block_key(unit: str, kind: Kind, place: int = 0) -> str:
     """Name of a unit's block of one kind of state, in one of its places."""
     return f"{unit}/{kind}" if not place else f"{unit}/{kind}@{place}"
-
-
-def grad_key(unit: str) -> str:
-    """Name of a unit's gradient, of one group or whole."""
-    return f"{unit}/{Kind.GRAD}"
-
-
-def sum_key(unit: str) -> str:
-    """Name of the fp32 sum of a unit's gradients over groups in RAM."""
-    return f"{unit}/{Kind.GRAD}_sum"
 
 
 def activation_key(unit: str) -> str:

@@ -1,12 +1,16 @@
-"""The optimizer as the lanes that update see it: a protocol. The optimizer itself knows no tier."""
+"""The optimizer as the lanes that update see it: a protocol, and its work. The optimizer itself knows no tier."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 
+from megatier.store.tear import Tear
+from megatier.store.transfer import FAILURES
 from megatier.tier import Kind
 
 Elements = tuple[int, int]
@@ -49,3 +53,38 @@ class Optimizer(Protocol):
 
     def check(self, unit: str) -> None:
         """Raise NonFiniteError when the unit's measured gradient is not finite."""
+
+
+class Applied:
+    """AdamW under way on a unit in RAM. Its leases end when somebody has waited for it."""
+
+    def __init__(self, work: Work, leases: contextlib.ExitStack, tear: Tear) -> None:
+        """The lane `update` makes it, and goes on to the next unit meanwhile, so that the threads never run dry."""
+        self._work = work
+        self._leases = leases
+        self._tear = tear
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+
+    def wait(self) -> None:
+        """Block until it is done; any thread, any number of times."""
+        self._work.wait()
+
+        # Whoever waits first marks the state dirty and ends the leases, perhaps the training thread, which an interrupt
+        # may stop half-way. All others wait at the lock until that is done, and get the same error.
+        with self._lock:
+            try:
+                with self._tear.call:
+                    self._leases.close()
+            except FAILURES as error:
+                self._error = error
+            if self._error is not None:
+                raise self._error
+
+    def done(self) -> bool:
+        """True when wait() would not block."""
+        return self._work.done()
+
+    def span_ns(self) -> tuple[int, int]:
+        """Start and end, in time.perf_counter_ns."""
+        return self._work.span_ns()

@@ -24,6 +24,7 @@ class Pass:
         accesses: uses of units so far, in order.
         loads: loads that were submitted, by the index of the access that needs them.
         left_out: units that it did not use, though its record has them, with their group.
+        sums_ahead: accesses for whose backward the sum of the groups before comes to the GPU ahead.
     """
 
     def __init__(self, name: str) -> None:
@@ -34,6 +35,7 @@ class Pass:
         self.accesses: list[Access] = []
         self.loads: dict[int, Transfer] = {}
         self.left_out: set[tuple[str, int]] = set()
+        self.sums_ahead: frozenset[int] = frozenset()
 
     @property
     def trains(self) -> bool:

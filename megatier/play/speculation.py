@@ -17,25 +17,23 @@ lane's side runs on the lane's worker.
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from megatier.play.blocks import Generation, UnitBlocks
-from megatier.play.optimizer import Apply, Elements, Optimizer
+from megatier.play.blocks import UnitBlocks
+from megatier.play.generations import Generation
+from megatier.play.optimizer import Apply, Optimizer
+from megatier.play.spilled import CHUNK_DEPTH, UpdateChunk, update_chunk
 from megatier.play.trace import Recorder
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Move, read, write
-from megatier.schedule.slots import UPDATE_DEPTH
 from megatier.store.queue import Queue
 from megatier.store.transfer import Transfer
 from megatier.tier import round_up
 
-CHUNK_DEPTH = UPDATE_DEPTH - 1
-"""Update chunks that arrive or are worked on; one more leaves."""
 HISTORY = 8
 """Steps that are looked back on: if more than half of them were clipped, or left out, nobody speculates."""
 
@@ -57,23 +55,12 @@ class Attempt:
     moved_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A run of a unit's state, to be read in one generation and written in the other.
-
-    Attributes:
-        attempt: the pass's attempt that it belongs to.
-        unit: name of the unit.
-        old: the generation that is read, which holds.
-        new: the generation that is written, which is spare.
-        elements: the run.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeChunk(UpdateChunk):
+    """A chunk of a speculative update, which goes from the generation that holds into a spare one."""
 
     attempt: Attempt
-    unit: str
-    old: Generation
-    new: Generation
-    elements: Elements
+    """The pass's attempt that it belongs to."""
 
 
 class Speculation:
@@ -91,7 +78,6 @@ class Speculation:
         blocks: UnitBlocks,
         optimizer: Optimizer,
         recorder: Recorder,
-        busy: dict[str, str],
         demand: Demand,
         lane: Queue,
     ) -> None:
@@ -101,14 +87,12 @@ class Speculation:
             blocks: the run's blocks.
             optimizer: does the arithmetic.
             recorder: notes updates.
-            busy: per lane, the queue or wait that it is at; kept up to date here.
             demand: counts the bytes that move.
             lane: runs them, and all other updates of units that spill.
         """
         self._blocks = blocks
         self._optimizer = optimizer
         self._recorder = recorder
-        self._busy = busy
         self._demand = demand
         self._lane = lane
         self._store = blocks.store
@@ -127,9 +111,9 @@ class Speculation:
         self._attempt: Attempt | None = None
         self._transfers: dict[str, Transfer] = {}
         """Each unit's last speculative update, until another update or sum takes its place."""
-        self._planned: deque[Chunk] = deque()
+        self._planned: deque[SpeculativeChunk] = deque()
         """Chunks that nobody asked for yet, in the order of the lane."""
-        self._asked: deque[Chunk] = deque()
+        self._asked: deque[SpeculativeChunk] = deque()
         """Chunks that were asked for, before those planned; known to the lane alone."""
 
     # ------------------------------------------------------------------ the player's side
@@ -150,17 +134,21 @@ class Speculation:
         """
         if (attempt := self._attempt) is None or unit not in self._units:
             return
-        if (new := self._blocks.spare(unit)) is None:
+        if (new := self._blocks.generations.spare(unit)) is None:
             return
 
-        old = self._blocks.valid[unit]
-        chunks = self._blocks.chunks(unit)
+        old = self._blocks.generations.valid[unit]
+        chunks = [
+            SpeculativeChunk(unit=unit, elements=elements, old=old, new=new, attempt=attempt)
+            for elements in self._blocks.chunks(unit)
+        ]
+        work = partial(self._update, attempt, len(chunks))
+        behind = self._blocks.generations.readers(unit, new)
         with self._store.tear.change:
             attempt.units[unit] = new
             # Chunks come before the update that takes them from the front: the lane finds all of them there.
-            self._planned.extend(Chunk(attempt, unit, old, new, elements) for elements in chunks)
-            work = partial(self._update, attempt, unit, len(chunks))
-            self._transfers[unit] = self._lane.submit(unit, 0, work, after, self._blocks.readers(unit, new))
+            self._planned.extend(chunks)
+            self._transfers[unit] = self._lane.submit(unit, 0, work, after, behind)
 
     def decide(self, *, clipped: bool) -> None:
         """The norm is known: updates so far hold, or are void because the step is to be clipped or left out.
@@ -181,7 +169,7 @@ class Speculation:
         # The new generation holds though the lane may still be writing it: whoever uses the unit waits for `of` first.
         self._attempt = None
         self.updated = frozenset(attempt.units)
-        self._blocks.valid.update(attempt.units)
+        self._blocks.generations.valid.update(attempt.units)
 
     def abandon(self) -> None:
         """Make an attempt that was not decided void; chunks that have not begun are left out."""
@@ -197,8 +185,9 @@ class Speculation:
         """Forget every speculative update: all have ended, and their state is overwritten next."""
         self.abandon()
         self.updated = frozenset()
-        for kept in (self._transfers, self._planned, self._asked):
-            kept.clear()
+        self._transfers.clear()
+        self._planned.clear()
+        self._asked.clear()
 
     def of(self, unit: str) -> Transfer | None:
         """The unit's speculative update, until another update takes its place."""
@@ -218,7 +207,7 @@ class Speculation:
 
     # ------------------------------------------------------------------ the lane's side
 
-    def _update(self, attempt: Attempt, unit: str, num_chunks: int) -> None:
+    def _update(self, attempt: Attempt, num_chunks: int) -> None:
         """AdamW on a unit, chunk by chunk, from one generation into the other."""
         # Every chunk leaves the front of `_asked` and `_planned`, whether it was updated, left out or failed: else the
         # next unit would take it for its own.
@@ -235,31 +224,18 @@ class Speculation:
 
     def _read_ahead(self) -> None:
         """Ask for the next chunks, also those of units that come later, but for those that are void."""
-        self._busy["update_nvme"] = "nvme_to_ram"
+        self._recorder.busy["update_nvme"] = "nvme_to_ram"
         while self._planned and len(self._asked) < CHUNK_DEPTH and not self._planned[0].attempt.is_void:
             chunk = self._planned.popleft()
             self._asked.append(chunk)  # before it is read: if that fails half-way, `_next` drops what it brought
             size = self._blocks.read_ahead(chunk.unit, chunk.elements, chunk.old)
             self._count(chunk.attempt, read(size))
 
-    def _update_chunk(self, chunk: Chunk) -> None:
+    def _update_chunk(self, chunk: SpeculativeChunk) -> None:
         """AdamW on one chunk, and its way to the new generation."""
-        unit = chunk.unit
-        elements = chunk.elements
-        with (
-            self._blocks.open_grad(unit, elements) as grad,
-            self._blocks.open_update(unit, elements, chunk.old, chunk.new) as state,
-        ):
-            self._busy["update_nvme"] = "update"
-            start = time.perf_counter_ns()
-            work = chunk.attempt.apply(unit, elements, state.planes, grad, state.before)
-            if work is not None:
-                work.wait()
-            self._recorder.work("update_nvme", unit, start, time.perf_counter_ns())
-            state.write_back()
-
-        for kind in self._blocks.spilled(unit):
-            start, stop = self._blocks.span(unit, kind, elements)
+        update_chunk(self._blocks, self._recorder, chunk.attempt.apply, chunk, feeds=False)
+        for kind in self._blocks.spilled(chunk.unit):
+            start, stop = self._blocks.span(chunk.unit, kind, chunk.elements)
             self._count(chunk.attempt, write(round_up(stop) - start))
 
     def _next(self) -> None:

@@ -49,10 +49,16 @@ class TraceEvent:
 
 
 class Recorder:
-    """Collects a pass's events; device times are read when they have passed, so that recording never blocks compute."""
+    """Collects a pass's events; device times are read when they have passed, so that recording never blocks compute.
+
+    Attributes:
+        busy: per lane, the queue or wait that it is at now: the cause of a stall that waits for this lane. The lanes
+            keep it up to date.
+    """
 
     def __init__(self) -> None:
         """Begin with no events."""
+        self.busy: dict[str, str] = {}
         self._accesses: list[tuple[Access, str, Instant, Instant, Instant]] = []
         """Uses whose times the device may not have passed yet."""
         self._transfers: list[Transfer] = []

@@ -1,14 +1,11 @@
 """The updates: AdamW unit by unit, in the tier that holds a unit's state, submitted when its gradient is final.
 
 The lane `update` runs AdamW on the CPU for units whose state is in RAM, and sums groups there. The lane `update_nvme`
-does so for units that spill, chunk by chunk, and writes back; it is a lane of its own so that no drive waits for the
-other. The lane `update_gpu` runs AdamW on the GPU.
+does so for units that spill (`spilled`); it is a lane of its own so that no drive waits for the other. The lane
+`update_gpu` runs AdamW on the GPU.
 
 A streamed unit's state comes to GPU slots during the backward, when links and memory have time. It is updated there as
 soon as the norm is known, and goes home when the CPU is through with its own updates, which need all that memory gives.
-
-If a unit's weights come from NVMe and its update is due, the update feeds the load: state is read once, and the new
-weight plane goes from the RAM slot to the GPU on its way home.
 
 Why nothing deadlocks: an update that feeds a load waits only for accesses before that load's; a streamed unit's waits
 for its load, and no load waits for it; the exchange of streamed state waits for the other lanes, never the other way
@@ -24,59 +21,23 @@ one of them (`of`).
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections import deque
 from collections.abc import Collection, Sequence
 from functools import partial
 
 from megatier.errors import StepAbandonedError
-from megatier.play.blocks import Generation, UnitBlocks, block_key, grad_key, sum_key
+from megatier.play.blocks import UnitBlocks, block_key
 from megatier.play.gate import Gate
-from megatier.play.optimizer import Elements, Optimizer, Work
-from megatier.play.speculation import CHUNK_DEPTH, Speculation
+from megatier.play.grad_blocks import grad_key, sum_key
+from megatier.play.optimizer import Applied, Optimizer
+from megatier.play.speculation import Speculation
+from megatier.play.spilled import SpilledUpdates
 from megatier.play.trace import Recorder
 from megatier.schedule.demand import Demand
-from megatier.schedule.timeline import Load, Update
+from megatier.schedule.timeline import Update
 from megatier.store.queue import Queue
-from megatier.store.tear import Tear
-from megatier.store.transfer import FAILURES, Transfer, mark
+from megatier.store.transfer import Transfer, mark
 from megatier.tier import Kind, Tier
-
-
-class Applied:
-    """AdamW under way on a unit in RAM. Its leases end when somebody has waited for it."""
-
-    def __init__(self, work: Work, leases: contextlib.ExitStack, tear: Tear) -> None:
-        """The lane `update` makes it, and goes on to the next unit meanwhile, so that the threads never run dry."""
-        self._work = work
-        self._leases = leases
-        self._tear = tear
-        self._lock = threading.Lock()
-        self._error: Exception | None = None
-
-    def wait(self) -> None:
-        """Block until it is done; any thread, any number of times."""
-        self._work.wait()
-
-        # Whoever waits first marks the state dirty and ends the leases, perhaps the training thread, which an interrupt
-        # may stop half-way. All others wait at the lock until that is done, and get the same error.
-        with self._lock:
-            try:
-                with self._tear.call:
-                    self._leases.close()
-            except FAILURES as error:
-                self._error = error
-            if self._error is not None:
-                raise self._error
-
-    def done(self) -> bool:
-        """True when wait() would not block."""
-        return self._work.done()
-
-    def span_ns(self) -> tuple[int, int]:
-        """Start and end, in time.perf_counter_ns."""
-        return self._work.span_ns()
 
 
 class Updates:
@@ -94,7 +55,6 @@ class Updates:
         optimizer: Optimizer,
         gate: Gate,
         recorder: Recorder,
-        busy: dict[str, str],
         demand: Demand,
     ) -> None:
         """Start the lanes.
@@ -104,14 +64,11 @@ class Updates:
             optimizer: does the arithmetic.
             gate: counts the accesses of the pass that are over; a fed load waits for its slot there.
             recorder: notes updates.
-            busy: per lane, the queue or wait that it is at, for the causes of stalls; kept up to date here.
             demand: counts the bytes that move besides those that a pass demands as a whole.
         """
         self._blocks = blocks
         self._optimizer = optimizer
-        self._gate = gate
         self._recorder = recorder
-        self._busy = busy
         self._store = blocks.store
         self._placement = blocks.placement
         self._policy = blocks.policy
@@ -122,13 +79,10 @@ class Updates:
         """Each unit's update or sum that was submitted last; speculative updates are not among them."""
         self._fetched: dict[str, Transfer] = {}
         """Sums of groups on their way to the GPU that nobody has taken yet."""
-        self._ahead: deque[tuple[str, Elements, Generation]] = deque()
-        """Chunks of spilled state that are due, in the order of their lane. The thread that submits appends; the lane
-        alone takes them out."""
         self._is_ahead = False
         """Streamed state is on the GPU, or on its way there, for the next update."""
         self._is_closed = False
-        busy.update(update="update", update_nvme="nvme_to_ram", update_gpu="update_gpu")
+        recorder.busy.update(update="update", update_nvme="nvme_to_ram", update_gpu="update_gpu")
 
         # The immediate mode looks at sums of squares on the GPU; in the deferred mode these lanes need no stream.
         clock = None if self._policy.deferred else self._store.clock
@@ -137,7 +91,8 @@ class Updates:
         self._on_nvme = Queue("update_nvme", clock)
         self._on_gpu = Queue("update_gpu", self._store.clock)
         self.queues = (self._in_ram, self._on_nvme, self._on_gpu)
-        self.speculation = Speculation(blocks, optimizer, recorder, busy, demand, self._on_nvme)
+        self._spilled = SpilledUpdates(blocks, optimizer, gate, recorder, self._on_nvme, self._check)
+        self.speculation = Speculation(blocks, optimizer, recorder, demand, self._on_nvme)
 
     # ------------------------------------------------------------------ the player's side
 
@@ -156,11 +111,11 @@ class Updates:
     def _submit(self, update: Update, after: list[Transfer], load: Transfer | None) -> None:
         """Append an update to its lane. A region of the tear is around it."""
         unit = update.unit
-        old, new = self._blocks.advance(unit)
+        old, new = self._blocks.generations.advance(unit)
 
         # Behind whoever still reads the generation that this update overwrites, such as a checkpoint. The load is no
         # `after`: the update runs even if that failed or was given up.
-        behind = self._blocks.readers(unit, new)
+        behind = self._blocks.generations.readers(unit, new)
         behind += [load] if load is not None else []
         self.speculation.drop(unit)  # this update takes its place: whoever asks for the unit waits for this one
 
@@ -168,12 +123,10 @@ class Updates:
             transfer = self._on_gpu.submit(unit, 0, partial(self._update_on_gpu, unit), after, behind)
             self._recorder.watch(transfer)
         elif self._blocks.is_cut(unit):
-            # The chunks before the update: when its lane comes to the update, all of them are there to take.
-            self._ahead.extend((unit, elements, old) for elements in self._blocks.chunks(unit))
             # Sums are taken in another lane, `update`, so the order of this lane alone would not do.
             if self._policy.groups > 1 and (summed := self._last.get(unit)) is not None:
                 after.append(summed)
-            transfer = self._on_nvme.submit(unit, 0, partial(self._update_on_nvme, update, old, new), after, behind)
+            transfer = self._spilled.submit(update, old=old, new=new, after=after, behind=behind)
         else:
             transfer = self._in_ram.submit(unit, 0, partial(self._update_in_ram, unit), after, behind)
         self._last[unit] = transfer
@@ -251,7 +204,7 @@ class Updates:
             transfer.wait()
 
         for name, kind in self._placement.homes:
-            for place in self._blocks.places(name, kind):
+            for place in self._blocks.generations.places(name, kind):
                 self._store.settle(block_key(name, kind, place))
         for name, home in self._placement.grad_homes.items():
             if home is Tier.NVME:
@@ -264,11 +217,12 @@ class Updates:
     def forget(self) -> None:
         """Forget every update: all have ended, and the state is overwritten next."""
         self.speculation.forget()
-        for kept in (self._last, self._fetched, self._ahead):
-            kept.clear()
+        self._spilled.forget()
+        self._last.clear()
+        self._fetched.clear()
         self.exchange = None
         self._is_ahead = False
-        self._blocks.forget_readers()
+        self._blocks.generations.forget_readers()
 
     def close(self) -> None:
         """Abandon what has not begun and stop the lanes. Abandon the gate first: an update may wait on it."""
@@ -302,7 +256,7 @@ class Updates:
         self._check(unit)
         (elements,) = self._blocks.chunks(unit)
         streamed = unit in self._placement.streamed
-        self._busy["update_gpu"] = "state_to_gpu" if streamed else "update_gpu"
+        self._recorder.busy["update_gpu"] = "state_to_gpu" if streamed else "update_gpu"
 
         # Kernels of different streams can start in the order in which they were enqueued: one that waits on its stream
         # for a copy would hold up compute. So the host waits.
@@ -311,7 +265,7 @@ class Updates:
                 transfer.wait()
 
         with (
-            self._blocks.open_grad(unit, elements) as grad,
+            self._blocks.grads.open(unit, elements) as grad,
             self._blocks.open_state(unit, elements, self._blocks.kinds, streamed=streamed) as state,
         ):
             if (work := self._optimizer.apply(unit, elements, state.planes, grad, state.before)) is not None:
@@ -343,13 +297,13 @@ class Updates:
                 applied.wait()
             return applied
         finally:
-            self._free_gradient(unit)
+            self._blocks.grads.free(unit)
 
     def _begin_update(self, unit: str) -> Applied | None:
         """Start AdamW on a whole unit; None if it is done."""
         (elements,) = self._blocks.chunks(unit)
         with contextlib.ExitStack() as leases:
-            grad = leases.enter_context(self._blocks.open_grad(unit, elements))
+            grad = leases.enter_context(self._blocks.grads.open(unit, elements))
             state = leases.enter_context(self._blocks.open_state(unit, elements, self._blocks.kinds))
             start = time.perf_counter_ns()
             work = self._optimizer.apply(unit, elements, state.planes, grad, state.before)
@@ -375,66 +329,6 @@ class Updates:
 
     def _fetch(self, unit: str) -> None:
         self._store.prefetch(grad_key(unit), Tier.GPU, wait=True)
-
-    # ------------------------------------------------------------------ lane update_nvme
-
-    def _update_on_nvme(self, update: Update, old: Generation, new: Generation) -> None:
-        """AdamW on a unit that spills, chunk by chunk: read ahead, update, feed the load, write back."""
-        unit = update.unit
-        try:
-            self._check(unit)
-            # Room on the GPU comes first. It waits for accesses, so for loads, which pass through RAM slots: none of
-            # these may be leased here meanwhile.
-            feeds = update.load is not None and self._may_feed(update.load)
-            for elements in self._blocks.chunks(unit):
-                self._busy["update_nvme"] = "nvme_to_ram"
-                self._read_ahead()
-                self._ahead.popleft()
-                self._update_chunk(unit, elements, old, new, feeds=feeds)
-            if feeds:
-                self._blocks.feed_frozen(unit)
-        finally:
-            # If it failed half-way, the next unit must not take its chunks for its own.
-            while self._ahead and self._ahead[0][0] == unit:
-                self._ahead.popleft()
-            self._free_gradient(unit)
-
-    def _update_chunk(self, unit: str, elements: Elements, old: Generation, new: Generation, *, feeds: bool) -> None:
-        """AdamW on one chunk, its way home, and its weights to the GPU if a load is fed."""
-        with (
-            self._blocks.open_grad(unit, elements) as grad,
-            self._blocks.open_update(unit, elements, old, new) as state,
-        ):
-            self._busy["update_nvme"] = "update"
-            start = time.perf_counter_ns()
-            if (work := self._optimizer.apply(unit, elements, state.planes, grad, state.before)) is not None:
-                work.wait()
-            self._recorder.work("update_nvme", unit, start, time.perf_counter_ns())
-
-            state.write_back()
-            # While the slot in RAM is leased: once it is left to the drive, the weights would be read from there.
-            if feeds:
-                span = self._blocks.span(unit, Kind.WEIGHT, elements)
-                self._store.prefetch(self._blocks.key(unit, Kind.WEIGHT, new), Tier.GPU, span, wait=True)
-
-    def _may_feed(self, load: Load) -> bool:
-        """True once there is room for the weights on the GPU; False if the step that wanted them was given up."""
-        self._busy["update_nvme"] = "slot"
-        try:
-            self._blocks.make_room(load, self._gate)
-        except StepAbandonedError:
-            return False
-        return True
-
-    def _read_ahead(self) -> None:
-        """Ask for the next chunks, also those of units that come later; what is there or asked for moves no more."""
-        for chunk in list(self._ahead)[:CHUNK_DEPTH]:
-            self._blocks.read_ahead(*chunk)
-
-    def _free_gradient(self, unit: str) -> None:
-        """Drop a gradient that lies in a slot alone, so that the next one finds room."""
-        if self._policy.groups == 1 and self._placement.grad_homes[unit] is None:
-            self._store.evict(grad_key(unit), Tier.RAM)
 
     def _check(self, unit: str) -> None:
         """Refuse to update once the run is closed; in the immediate mode also with a gradient that is not finite."""

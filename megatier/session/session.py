@@ -47,7 +47,13 @@ class Session:
         model: the skeleton; `model(**batch)` streams inside a pass.
         units: in module order.
         engine: steps and evaluation.
-        player: the timeline at work; its placement and store.
+        store: holds all blocks of the run.
+        placement: their homes, and the slots.
+        optimizer: does the arithmetic of updates, and measures gradients.
+        player: begins and ends passes.
+        blocks: names and leases of the units' blocks.
+        reader: reads state for checkpoints, while passes go on.
+        speculation: updates before the norm is known.
         io_threads: native threads that read and write NVMe, each way, and why so many.
         rates: of the mounts, where they were measured on this machine.
     """
@@ -129,6 +135,9 @@ class Session:
             stack.callback(self.optimizer.close)
             self.player = Player(store, work.specs, self.placement, work.policy, self.optimizer)
             stack.callback(self.player.close)
+            self.blocks = self.player.blocks
+            self.reader = self.player.reader
+            self.speculation = self.player.updates.speculation
             engine_options = EngineOptions(
                 dtype,
                 device,
@@ -185,7 +194,7 @@ class Session:
 
         What fails in here leaves the state torn.
         """
-        with self.player.tear.change:
+        with self.store.tear.change:
             self._fill(unit, kinds, pieces)
 
     def _fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]]) -> None:
@@ -201,7 +210,7 @@ class Session:
             ahead = _assemble(values, elements, pieces, ahead)
             planes = (Kind.WEIGHT,) if is_frozen else kinds
 
-            with self.player.blocks.open_state(unit.name, elements, planes, fresh=planes) as state:
+            with self.blocks.open_state(unit.name, elements, planes, fresh=planes) as state:
                 if Kind.REMAINDER in planes:
                     weight = state.planes[Kind.WEIGHT]
                     remainder = state.planes[Kind.REMAINDER]
@@ -211,12 +220,11 @@ class Session:
                 state.write_back()
 
         if is_master:
-            self.player.blocks.share_frozen(unit.name)
+            self.blocks.share_frozen(unit.name)
 
     def _runs(self, unit: Unit) -> Iterator[tuple[int, int]]:
         """A unit's elements in runs of bounded size; one at home on the GPU, which is updated whole, is cut as well."""
-        blocks = self.player.blocks
-        for (start, stop), _ in blocks.runs(unit.name):
+        for (start, stop), _ in self.blocks.runs(unit.name):
             for first in range(start, stop, CHUNK_ELEMENTS_MAX):
                 yield first, min(first + CHUNK_ELEMENTS_MAX, stop)
 
@@ -239,13 +247,12 @@ class Session:
         """
         dtype = {Kind.WEIGHT: self._dtype, Kind.REMAINDER: torch.int16}.get(kind, torch.float32)
         result = torch.empty(stop - start, dtype=dtype)
-        blocks = self.player.blocks
-        for (first, last), _ in blocks.runs(unit.name):
+        for (first, last), _ in self.blocks.runs(unit.name):
             lower = max(first, start)
             upper = min(last, stop)
             if lower >= upper:
                 continue
-            with blocks.open_state(unit.name, (first, last), [kind]) as state:
+            with self.blocks.open_state(unit.name, (first, last), [kind]) as state:
                 plane = state.planes[kind].view(dtype)
                 result[lower - start : upper - start].copy_(plane[lower - first : upper - first])
 

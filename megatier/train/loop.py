@@ -113,7 +113,7 @@ class Loop:
         moved = store.moved_bytes - self._moved_before
         rows = [QueueBytes(queue, moved[queue], player.demanded[queue]) for queue in QUEUES]
         if self._session.placement.speculative:
-            _describe_speculation(self._console, player.updates.speculation)
+            _describe_speculation(self._console, self._session.speculation)
 
         shown = [row for row in rows if row.queue != "nvme_to_gpu" or store.gpu_path is not None]
         is_streamed = bool(self._session.placement.streamed)
@@ -176,7 +176,7 @@ class Loop:
                 "attainment": attainment,
                 "stall_seconds": stalls,
                 "busy_seconds": busy,
-                "speculation": session.player.updates.speculation.outcome,
+                "speculation": session.speculation.outcome,
                 **self._moves(),
                 **memory_bytes(self._device),
                 "nvme_path": nvme_path(session.store),

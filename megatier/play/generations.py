@@ -1,0 +1,159 @@
+"""Generations of units' state: which one holds, which one a savepoint keeps, and which one is being read.
+
+A unit that spills may have several places for its state on NVMe, and two for what it has in RAM. One generation holds.
+One may be kept as a savepoint. One may take an update that may yet be void.
+
+The lane `checkpoint` reads state while passes go on. An update comes after the reader of the generation that it
+overwrites.
+
+Threads: the thread that computes alone decides which generation holds, and it does so before it submits the update that
+goes by it. Other threads may look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from megatier.play.trace import Recorder
+from megatier.schedule.placement import Placement
+from megatier.store.queue import Queue
+from megatier.store.transfer import Transfer
+from megatier.tier import Kind, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One version of a unit's state, given by the places in which it lies.
+
+    These are two numbers, because a generation that a savepoint keeps on NVMe takes no place in RAM.
+    """
+
+    nvme: int = 0
+    """The unit's place on NVMe."""
+    ram: int = 0
+    """The unit's place in RAM, for kinds of state that are at home there."""
+
+
+class Generations:
+    """The generations of all units of a run.
+
+    Attributes:
+        valid: the generation of each unit's state that holds.
+        kept: for each unit that spills, the place on NVMe that a savepoint keeps; empty without a savepoint.
+    """
+
+    def __init__(self, units: Mapping[str, object], placement: Placement) -> None:
+        """Every unit's first generation holds, and none is kept.
+
+        Args:
+            units: the run's units, by name.
+            placement: says how many places each has.
+        """
+        self._placement = placement
+        self.valid = dict.fromkeys(units, Generation())
+        self.kept: dict[str, int] = {}
+        self._readers: dict[str, tuple[Generation, Transfer]] = {}
+        """The reader of each unit that came last, and the generation that it reads. Earlier ones are over before it,
+        since all of them are work of one lane."""
+
+    def places(self, unit: str, kind: Kind) -> range:
+        """The places that there are for a unit's state of one kind."""
+        if self._placement.homes[unit, kind] is Tier.NVME:
+            return range(self._placement.generations if unit in self._placement.spilled else 1)
+        return range(2 if unit in self._placement.speculative else 1)
+
+    def place(self, unit: str, kind: Kind, generation: Generation | None = None) -> int:
+        """The place of a unit's state of one kind, in the generation that holds unless another one is named."""
+        generation = generation or self.valid[unit]
+        return generation.nvme if self._placement.homes[unit, kind] is Tier.NVME else generation.ram
+
+    def spare(self, unit: str) -> Generation | None:
+        """A generation that neither holds nor is kept, if there is one: it may be overwritten."""
+        valid = self.valid[unit]
+        taken = {valid.nvme, self.kept.get(unit)}
+        free = (place for place in range(self._placement.generations) if place not in taken)
+        ram = 1 - valid.ram if unit in self._placement.speculative else 0
+        return next((Generation(place, ram) for place in free), None)
+
+    def advance(self, unit: str) -> tuple[Generation, Generation]:
+        """The generations from which and into which a unit's next update goes; the latter holds from now on.
+
+        They are one, for an update in place, unless the one that holds is kept. Then none of its weights may lie in a
+        GPU slot: the slot would still belong to the old generation, and the next load would leave it there.
+        """
+        old = self.valid[unit]
+        if self.kept.get(unit) != old.nvme:
+            return old, old
+
+        new = self.spare(unit)
+        assert new is not None, "a kept generation is one of several"
+        self.valid[unit] = new
+        return old, new
+
+    def keep(self) -> None:
+        """From now on a savepoint keeps the generations that hold, and no longer those that it kept before."""
+        self.kept = {unit: self.valid[unit].nvme for unit in self._placement.spilled}
+
+    def release(self) -> None:
+        """There is no savepoint any more: every generation but the one that holds may be overwritten."""
+        self.kept = {}
+
+    def hold(self, unit: str, reader: Transfer) -> None:
+        """Note a transfer that reads the generation that holds: until it is over, updates leave that as it is."""
+        self._readers[unit] = self.valid[unit], reader
+
+    def readers(self, unit: str, generation: Generation) -> list[Transfer]:
+        """The transfers that read from a place of this generation: whatever overwrites it comes behind them."""
+        if unit not in self._readers:
+            return []
+        read, reader = self._readers[unit]
+        shares = read.nvme == generation.nvme or read.ram == generation.ram
+        return [reader] if shares and not reader.done() else []
+
+    def forget_readers(self) -> None:
+        """Forget all readers, which are over."""
+        self._readers.clear()
+
+
+class StateReader:
+    """The lane `checkpoint`: it reads state where that is home, while passes go on.
+
+    Attributes:
+        queue: the lane.
+        is_closed: the run ends: work that has not begun shall not begin, and long work shall stop half-way.
+    """
+
+    def __init__(self, generations: Generations, recorder: Recorder) -> None:
+        """Start the lane.
+
+        Args:
+            generations: remembers who reads which.
+            recorder: notes the lane's work.
+        """
+        self._generations = generations
+        self._recorder = recorder
+        self.queue = Queue("checkpoint")
+        self.is_closed = False
+
+    def submit(
+        self, name: str, work: Callable[[], None], before: Transfer | None = None, unit: str | None = None
+    ) -> Transfer:
+        """Work on the lane. Call `Player.drain` first.
+
+        Args:
+            name: names the work in the trace.
+            work: reads state, and gives up soon when `is_closed`.
+            before: work of this lane; if it failed, this one fails with the same error, undone.
+            unit: the unit that it reads, if it reads one; no update changes that unit's state before the work is over.
+        """
+        transfer = self.queue.submit(name, 0, work, [before] if before is not None else [])
+        self._recorder.watch(transfer)
+        if unit is not None:
+            self._generations.hold(unit, transfer)
+        return transfer
+
+    def close(self) -> None:
+        """Stop the lane, when the work that it is at has given up."""
+        self.is_closed = True
+        self.queue.close()

@@ -1,0 +1,132 @@
+"""The blocks of gradients: from the GPU to where they wait for their update, and leases on them there.
+
+A unit that is trained has one block for its gradient of a group. If gradients of several groups are added up in RAM,
+the sum has a block of its own. The sum then has the home, and gradients merely pass through slots.
+
+Threads: the thread that computes sends gradients. The lanes that update lease and read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from megatier.errors import TransferError
+from megatier.play.optimizer import Elements
+from megatier.schedule.placement import Placement
+from megatier.schedule.sizes import Policy, UnitSpec, final_grad_bytes, grad_bytes
+from megatier.store.store import TieredStore
+from megatier.tier import BlockSpec, Kind, Tier
+
+
+class GradBlocks:
+    """The gradient blocks of all units that are trained."""
+
+    def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec], placement: Placement, policy: Policy) -> None:
+        """Nothing is registered yet.
+
+        Args:
+            store: holds the blocks.
+            units: sizes of every unit, by name.
+            placement: the homes of gradients, and where sums are taken.
+            policy: dtype, groups.
+        """
+        self._store = store
+        self._units = units
+        self._placement = placement
+        self._policy = policy
+        self._width = 2 if policy.split else 4
+        """Bytes of an element of a final gradient."""
+
+    def register(self, name: str) -> None:
+        """Register the blocks of a unit's gradient and, if it is taken in RAM, of its sum over groups."""
+        home = self._placement.grad_homes[name]
+        size = grad_bytes(self._units[name], self._policy)
+        if self.sums_in_ram(name):
+            self._store.register(BlockSpec(sum_key(name), size, home, Kind.GRAD))
+            home = None
+        self._store.register(BlockSpec(grad_key(name), size, home, Kind.GRAD))
+
+    def sums_in_ram(self, name: str) -> bool:
+        """Whether the gradients of several groups are added up in RAM; else that is done on the GPU."""
+        return self._policy.groups > 1 and self._placement.sums_at(name) is Tier.RAM
+
+    def send(self, name: str, *, final: bool) -> None:
+        """Start taking a gradient from its GPU slot to its home or slot in RAM, or to NVMe; waits for RAM slots.
+
+        A final gradient that was added up on the GPU, and rounded there, is only the front of its block.
+        """
+        key = grad_key(name)
+        unit = self._units[name]
+        is_front = final and self._placement.sums_on_gpu
+        size = final_grad_bytes(unit, self._policy) if is_front else grad_bytes(unit, self._policy)
+        self._store.mark_dirty(key, Tier.GPU, (0, size))
+
+        # Chunk by chunk, and each one leaves for NVMe before the next comes: all of them may have to share one slot in
+        # RAM. Evicting now means that a slot is free as soon as its bytes are written.
+        if self._placement.grad_homes[name] is Tier.NVME:
+            step = self._placement.chunk_elements * self._width
+            for start in range(0, size, step):
+                span = start, min(start + step, size)
+                self._store.write_back(key, Tier.GPU, span, wait=True)
+                self._store.write_back(key, Tier.RAM, span)
+                self._store.evict(key, Tier.RAM, span)
+        else:
+            self._store.write_back(key, Tier.GPU, (0, size), wait=True)
+
+        # The slot is free at once: the next gradient comes behind the copies from it.
+        self._store.evict(key, Tier.GPU)
+
+    @contextlib.contextmanager
+    def open(self, name: str, elements: Elements) -> Iterator[torch.Tensor]:
+        """Lease a run of the final gradient, uint8 in the compute dtype.
+
+        A sum over groups was rounded into the front of its block.
+        """
+        home = self._placement.grad_homes[name]
+        span = self.span(name, elements)
+        key = sum_key(name) if self.sums_in_ram(name) else grad_key(name)
+        if home is None:  # the gradient lies in one slot, whole
+            with self._store.lease(key, Tier.RAM) as lease:
+                yield lease.bytes[span[0] : span[1]]
+            return
+
+        with self._store.lease(key, Tier.GPU if home is Tier.GPU else Tier.RAM, span, wait=True) as lease:
+            yield lease.bytes[: (elements[1] - elements[0]) * self._width]
+
+        # It is read once, so nobody needs its slot any more.
+        if home is Tier.NVME:
+            self._store.evict(key, Tier.RAM, span)
+
+    def free(self, name: str) -> None:
+        """Drop a gradient that lies in a slot alone, after its update, so that the next one finds room."""
+        if self._policy.groups == 1 and self._placement.grad_homes[name] is None:
+            self._store.evict(grad_key(name), Tier.RAM)
+
+    def drop(self, name: str) -> None:
+        """Drop a gradient of a step that was given up from all slots. No update and no sum of it is under way."""
+        home = None if self.sums_in_ram(name) else self._placement.grad_homes[name]
+        for tier in (Tier.GPU, Tier.RAM):
+            if home is not tier:
+                with contextlib.suppress(TransferError):  # it stays, and whoever writes it next has the error
+                    self._store.discard(grad_key(name), tier)
+
+    def span(self, name: str, elements: Elements) -> tuple[int, int]:
+        """Bytes of a run of elements in the final gradient; the last run on NVMe ends with a checksummed chunk."""
+        unit = self._units[name]
+        start = elements[0] * self._width
+        if self._placement.grad_homes[name] is Tier.NVME and elements[1] == unit.num_trained:
+            return start, final_grad_bytes(unit, self._policy)
+        return start, elements[1] * self._width
+
+
+def grad_key(unit: str) -> str:
+    """Name of a unit's gradient, of one group or whole."""
+    return f"{unit}/{Kind.GRAD}"
+
+
+def sum_key(unit: str) -> str:
+    """Name of the fp32 sum of a unit's gradients over groups in RAM."""
+    return f"{unit}/{Kind.GRAD}_sum"

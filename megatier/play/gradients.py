@@ -1,0 +1,111 @@
+"""How gradients leave the GPU: compute makes them in buffers, and hands them to the updates.
+
+A gradient on the GPU is a buffer of its unit from `take_grad` to `ship_grad`. From there on it belongs to `Updates`: it
+goes to RAM or NVMe, or stays, is added to those of other groups, and is applied.
+
+Threads: all calls come from the thread that computes (autograd's, in a backward).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatier.play.blocks import UnitBlocks
+from megatier.play.grad_blocks import grad_key
+from megatier.play.updates import Updates
+from megatier.schedule.timeline import Update
+from megatier.store.lease import Lease
+from megatier.store.transfer import mark
+from megatier.tier import Tier
+
+
+class UnitGradients:
+    """The gradients of the present step, as compute makes them.
+
+    Attributes:
+        final: the units whose gradient of this step is final.
+    """
+
+    def __init__(self, blocks: UnitBlocks, updates: Updates) -> None:
+        """No step has begun.
+
+        Args:
+            blocks: the run's blocks.
+            updates: takes the gradients.
+        """
+        self._blocks = blocks
+        self._updates = updates
+        self.final: set[str] = set()
+        self._summed: set[str] = set()
+        """Units that have handed over a group's gradient in this step."""
+        self._buffers: dict[str, Lease] = {}
+        """GPU buffers in which compute makes gradients now, by unit."""
+
+    def begin(self) -> None:
+        """A training pass begins: no unit has a gradient of its step."""
+        self._summed.clear()
+        self.final.clear()
+
+    def take_grad(self, unit: str) -> torch.Tensor:
+        """A GPU buffer for the unit's gradient of this group: uint8, contents unspecified unless `sums_here`."""
+        if (fetched := self._updates.fetched(unit)) is not None:
+            fetched.over()
+        fresh = unit not in self._summed or not self.sums_here(unit)
+        store = self._blocks.store
+        with store.tear.call:  # else nobody would give the lease back
+            lease = self._buffers[unit] = store.lease(grad_key(unit), Tier.GPU, fresh=fresh, wait=True)
+        return lease.bytes
+
+    def ship_grad(self, unit: str, *, group: int) -> None:
+        """Hand a group's gradient over; after the last group the unit's gradient is final.
+
+        In the immediate mode its update starts at once.
+        """
+        policy = self._blocks.policy
+        last = group == policy.groups - 1
+        self._summed.add(unit)
+        if last:
+            self.final.add(unit)
+
+        # The lease ends before the gradient is sent: sending evicts the GPU slot, and a lease forbids that.
+        with self._blocks.store.tear.change:
+            self._buffers.pop(unit).release()
+        if group and (summed := self._updates.of(unit)) is not None:
+            summed.wait()  # this gradient takes the place of the last group's
+        if self._blocks.placement.grad_homes[unit] is not Tier.GPU:
+            self._blocks.grads.send(unit, final=last)
+            if self._blocks.grads.sums_in_ram(unit):
+                self._updates.submit_sum(unit, group)
+
+        # After the sum: an update comes behind the sum of its unit that was submitted last.
+        if last:
+            made = mark(self._blocks.store.clock, unit)
+            if policy.deferred:
+                self._updates.submit_speculative(unit, made)
+            else:
+                self._updates.submit(Update(unit, None), made)
+
+    def sums_here(self, unit: str) -> bool:
+        """True if the gradient's groups are added up on the GPU: it is at home there, or RAM is too short for it."""
+        return self._blocks.placement.sums_at(unit) is Tier.GPU
+
+    def fetch_sum(self, unit: str) -> None:
+        """Start bringing the sum of the groups before to the GPU, if this step has one: a backward will add to it."""
+        if unit in self._summed:
+            self._updates.submit_fetch(unit)
+
+    def give_back(self) -> None:
+        """Give back the buffers of a backward that was left half-way."""
+        while self._buffers:
+            with self._blocks.store.tear.change:
+                _, lease = self._buffers.popitem()
+                lease.release()
+
+    def drop(self) -> None:
+        """Drop the gradients of a step that was given up. No lane may use them any more."""
+        for unit in self._blocks.placement.grad_homes:
+            self._blocks.grads.drop(unit)
+
+    def forget(self) -> None:
+        """Forget all buffers, whose slots the store takes back."""
+        self._buffers.clear()

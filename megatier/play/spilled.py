@@ -1,0 +1,169 @@
+"""Updates of units that spill: AdamW on the CPU, chunk by chunk, on the lane `update_nvme`.
+
+A chunk is read from NVMe into RAM slots, updated there, and written back. The lane reads a few chunks ahead, also those
+of units that come later, so that the drive has no pause between units.
+
+If a unit's weights come from NVMe and its update is due, the update feeds the load: state is read once, and the new
+weight plane goes from the RAM slot to the GPU on its way home.
+
+Threads: the thread that computes submits (autograd's, in a backward). All else runs on the lane's worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from megatier.errors import StepAbandonedError
+from megatier.play.blocks import UnitBlocks
+from megatier.play.gate import Gate
+from megatier.play.generations import Generation
+from megatier.play.optimizer import Apply, Elements, Optimizer
+from megatier.play.trace import Recorder
+from megatier.schedule.slots import UPDATE_DEPTH
+from megatier.schedule.timeline import Load, Update
+from megatier.store.queue import Queue
+from megatier.store.transfer import Transfer
+from megatier.tier import Kind, Tier
+
+CHUNK_DEPTH = UPDATE_DEPTH - 1
+"""Update chunks that arrive or are worked on; one more leaves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateChunk:
+    """A run of a unit's state, to be read in one generation and written in another, or in place."""
+
+    unit: str
+    elements: Elements
+    old: Generation
+    """The generation that is read, which holds until this update."""
+    new: Generation
+    """The generation that is written; the same one, for an update in place."""
+
+
+def update_chunk(blocks: UnitBlocks, recorder: Recorder, apply: Apply, chunk: UpdateChunk, *, feeds: bool) -> None:
+    """Update a chunk and start its way home.
+
+    Args:
+        blocks: the run's blocks.
+        recorder: notes the update.
+        apply: AdamW.
+        chunk: the run of elements, and its generations.
+        feeds: take its new weights to the unit's GPU slot as well.
+    """
+    with (
+        blocks.grads.open(chunk.unit, chunk.elements) as grad,
+        blocks.open_update(chunk.unit, chunk.elements, chunk.old, chunk.new) as state,
+    ):
+        recorder.busy["update_nvme"] = "update"
+        start = time.perf_counter_ns()
+        if (work := apply(chunk.unit, chunk.elements, state.planes, grad, state.before)) is not None:
+            work.wait()
+        recorder.work("update_nvme", chunk.unit, start, time.perf_counter_ns())
+
+        state.write_back()
+        # While the slot in RAM is leased: once it is left to the drive, the weights would be read from there.
+        if feeds:
+            span = blocks.span(chunk.unit, Kind.WEIGHT, chunk.elements)
+            blocks.store.prefetch(blocks.key(chunk.unit, Kind.WEIGHT, chunk.new), Tier.GPU, span, wait=True)
+
+
+class SpilledUpdates:
+    """The updates of a run's units that spill, but for those that are speculative."""
+
+    def __init__(
+        self,
+        blocks: UnitBlocks,
+        optimizer: Optimizer,
+        gate: Gate,
+        recorder: Recorder,
+        lane: Queue,
+        check: Callable[[str], None],
+    ) -> None:
+        """Nothing is submitted yet.
+
+        Args:
+            blocks: the run's blocks.
+            optimizer: does the arithmetic.
+            gate: counts the accesses of the pass that are over; a fed load waits for its slot there.
+            recorder: notes updates.
+            lane: `update_nvme`, which does the speculative updates as well.
+            check: called before a unit is updated; it raises if that must not be.
+        """
+        self._blocks = blocks
+        self._optimizer = optimizer
+        self._gate = gate
+        self._recorder = recorder
+        self._lane = lane
+        self._check = check
+        self._ahead: deque[UpdateChunk] = deque()
+        """Chunks that are due, in the order of the lane. The thread that submits appends; the lane alone takes out."""
+
+    def submit(
+        self,
+        update: Update,
+        *,
+        old: Generation,
+        new: Generation,
+        after: Sequence[Transfer],
+        behind: Sequence[Transfer],
+    ) -> Transfer:
+        """Append the update of a unit to the lane. Call it inside a region of the store's tear.
+
+        Args:
+            update: the unit, and the load to feed.
+            old: the generation that is read.
+            new: the generation that is written.
+            after: what makes its gradient, or adds it up.
+            behind: what still uses the generation that is written.
+        """
+        unit = update.unit
+        chunks = [UpdateChunk(unit=unit, elements=elements, old=old, new=new) for elements in self._blocks.chunks(unit)]
+        # The chunks come before the update: when the lane comes to the update, all of them are there to take.
+        self._ahead.extend(chunks)
+        return self._lane.submit(unit, 0, partial(self._update, update, chunks), after, behind)
+
+    def forget(self) -> None:
+        """Forget every update: all have ended."""
+        self._ahead.clear()
+
+    # ------------------------------------------------------------------ the lane's side
+
+    def _update(self, update: Update, chunks: Sequence[UpdateChunk]) -> None:
+        """AdamW on a unit: read ahead, update, feed the load, write back."""
+        unit = update.unit
+        try:
+            self._check(unit)
+            # Room on the GPU comes first. It waits for accesses, so for loads, which pass through RAM slots: none of
+            # these may be leased here meanwhile.
+            feeds = update.load is not None and self._may_feed(update.load)
+            for chunk in chunks:
+                self._recorder.busy["update_nvme"] = "nvme_to_ram"
+                self._read_ahead()
+                self._ahead.popleft()
+                update_chunk(self._blocks, self._recorder, self._optimizer.apply, chunk, feeds=feeds)
+            if feeds:
+                self._blocks.feed_frozen(unit)
+        finally:
+            # If it failed half-way, the next unit must not take its chunks for its own.
+            while self._ahead and self._ahead[0].unit == unit:
+                self._ahead.popleft()
+            self._blocks.grads.free(unit)
+
+    def _may_feed(self, load: Load) -> bool:
+        """True once there is room for the weights on the GPU; False if the step that wanted them was given up."""
+        self._recorder.busy["update_nvme"] = "slot"
+        try:
+            self._blocks.make_room(load, self._gate)
+        except StepAbandonedError:
+            return False
+        return True
+
+    def _read_ahead(self) -> None:
+        """Ask for the next chunks, also those of units that come later; what is there or asked for moves no more."""
+        for chunk in list(self._ahead)[:CHUNK_DEPTH]:
+            self._blocks.read_ahead(chunk.unit, chunk.elements, chunk.old)

@@ -1,0 +1,225 @@
+"""How weights come to the GPU, and into the hands of compute.
+
+Compute asks for a unit (`enter`), gets its bytes on the GPU, and gives them back (`leave`). Ahead of it the lane `load`
+brings weights into GPU slots in the timeline's order, each as soon as the access that it displaces is over. Without a
+timeline (the first step, the first evaluation) every load happens on demand and the order is recorded.
+
+Threads: `enter`, `leave`, `stash` and `fetch` come from the thread that computes (autograd's, in a backward). Loads run
+on the lane's worker.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import torch
+
+from megatier.play.blocks import UnitBlocks
+from megatier.play.gate import Gate
+from megatier.play.gradients import UnitGradients
+from megatier.play.offload import Offload
+from megatier.play.passes import Pass
+from megatier.play.trace import Recorder
+from megatier.play.updates import Updates
+from megatier.schedule.timeline import Access, Load
+from megatier.store.lease import Lease
+from megatier.store.queue import Queue
+from megatier.store.stream_clock import Instant
+from megatier.store.transfer import Transfer
+from megatier.tier import Kind, Phase, Tier
+
+WAIT_SLICE_S = 0.001
+"""How often a waiting access looks again at what it waits for, to name the cause."""
+
+
+class Use:
+    """A unit's weights in compute's hands, from `enter` to `leave`.
+
+    Attributes:
+        bytes: uint8 [weight block] on the GPU.
+        access: the use of the pass that this is.
+        lease: holds the weights.
+        asked: when compute asked for them.
+        entered: when it got them.
+        cause: the lane that it waited for longest in between.
+    """
+
+    def __init__(self, weights: UnitWeights, access: Access, lease: Lease, asked: Instant, cause: str) -> None:
+        """Only UnitWeights makes one."""
+        self._weights = weights
+        self.access = access
+        self.lease = lease
+        self.asked = asked
+        self.cause = cause
+        self.entered = weights.now()
+        self.bytes = lease.bytes
+
+    def leave(self) -> None:
+        """Give the weights back; their slot may be filled again once compute enqueued so far is over."""
+        self._weights.leave(self)
+
+
+class UnitWeights:
+    """The weights of all units, as compute uses them in the present pass."""
+
+    def __init__(
+        self,
+        blocks: UnitBlocks,
+        updates: Updates,
+        gradients: UnitGradients,
+        gate: Gate,
+        recorder: Recorder,
+        offload: Offload,
+    ) -> None:
+        """Start the lane `load`.
+
+        Args:
+            blocks: the run's blocks.
+            updates: a unit's weights are used after its update.
+            gradients: sums of groups come to the GPU when the unit's weights do.
+            gate: told of each access that is over.
+            recorder: notes uses.
+            offload: takes activations.
+        """
+        self._blocks = blocks
+        self._store = blocks.store
+        self._updates = updates
+        self._gradients = gradients
+        self._gate = gate
+        self._recorder = recorder
+        self._offload = offload
+        self._pass = Pass("")
+        self._held: list[Lease] = []
+        """Weights that compute has in its hands."""
+        recorder.busy["load"] = "ram_to_gpu"
+        self.queue = Queue("load")  # it only decides and waits: no stream
+
+    # ------------------------------------------------------------------ compute's side
+
+    def enter(self, unit: str, phase: Phase, group: int) -> Use:
+        """The unit's weights on the GPU; waits for them and notes the stall.
+
+        Raises:
+            TimelineError: the order is not the recorded one.
+            TransferError, IntegrityError: the weights could not be brought.
+        """
+        access = Access(unit, phase, group)
+        if not self._pass.expects(access):
+            self.pass_over(access)
+        if len(self._pass.accesses) in self._pass.sums_ahead:
+            self._gradients.fetch_sum(unit)
+        return self._use(access)
+
+    def leave(self, use: Use) -> None:
+        """See `Use.leave`."""
+        left = self.now()
+        with self._store.tear.change:
+            use.lease.release()
+            self._held.remove(use.lease)
+
+        self._recorder.access(use.access, use.cause, use.asked, use.entered, left)
+        # The gate opens after the release: a load that it lets through evicts these weights, and a lease forbids that.
+        self._gate.open_to(len(self._pass.accesses))
+        if self._pass.timeline is None:  # nothing is known of the next use: make room
+            self._blocks.drop_weights(use.access.unit)
+
+    def stash(self, unit: str, tensor: torch.Tensor) -> None:
+        """Take an activation to RAM; see `Offload.stash`."""
+        self._offload.stash(unit, tensor)
+
+    def fetch(self, unit: str) -> torch.Tensor:
+        """Bring it back; see `Offload.fetch`."""
+        return self._offload.fetch(unit)
+
+    def _use(self, access: Access) -> Use:
+        """Wait for the unit's update and the access's load, then lease the weights."""
+        asked = self.now()
+        unit = access.unit
+        index = len(self._pass.accesses)
+        self._pass.accesses.append(access)
+
+        # An access that an update feeds has no load of its own: its weights are there after the update.
+        causes: Counter[str] = Counter()
+        for transfer in (self._updates.of(unit), self._pass.loads.get(index)):
+            if transfer is not None:
+                self._wait(transfer, causes)
+
+        # Without a timeline, or where an update did not feed its load, this brings the weights on demand.
+        key = self._blocks.key(unit, Kind.WEIGHT)
+        for transfer in self._store.prefetch(key, Tier.GPU, wait=True):
+            self._wait(transfer, causes)
+        with self._store.tear.call:  # else nobody would give the lease back
+            lease = self._store.lease(key, Tier.GPU)
+            self._held.append(lease)
+
+        cause = causes.most_common(1)[0][0] if causes else "ram_to_gpu"
+        return Use(self, access, lease, asked, cause)
+
+    def _wait(self, transfer: Transfer, causes: Counter[str]) -> None:
+        """Order compute behind a transfer, and count per time slice which lane it waited for."""
+        busy = self._recorder.busy
+        while not transfer.issued(WAIT_SLICE_S):
+            # The transfer forgets both when it starts, on another thread: then its own queue is the cause.
+            before = (*transfer.after, *transfer.behind)
+            waits_for = next((other.queue for other in before if not other.done()), transfer.queue)
+            causes[busy.get(waits_for, waits_for)] += 1
+        if not transfer.done():
+            causes[transfer.queue] += 1
+        transfer.order()
+
+    def now(self) -> Instant:
+        """This moment, on the device's clock if there is one."""
+        return Instant(self._store.clock)
+
+    # ------------------------------------------------------------------ the player's side
+
+    def begin(self, played: Pass) -> None:
+        """A pass begins, in which nothing was used yet."""
+        self._pass = played
+        self._offload.clear()
+
+    def submit(self, load: Load) -> Transfer:
+        """Append a load of the present pass to the lane."""
+        transfer = self.queue.submit(load.unit, 0, partial(self._load, load))
+        self._pass.loads[load.access] = transfer
+        return transfer
+
+    def pass_over(self, access: Access | None) -> None:
+        """Use and leave the accesses that this pass leaves out before one (None: before its end).
+
+        They have loads and updates like any other, and later loads wait until they are over.
+        """
+        for recorded in self._pass.leave_out(access, self._blocks.placement.grad_homes.keys()):
+            self._use(recorded).leave()
+
+    def give_back(self) -> None:
+        """Give back the weights of a forward or backward that was left half-way."""
+        while self._held:
+            with self._store.tear.change:
+                self._held.pop().release()
+
+    def evict(self) -> None:
+        """Drop all weights from GPU slots."""
+        for name in self._blocks.units:
+            self._blocks.drop_weights(name)
+
+    def forget(self) -> None:
+        """Forget the pass, and all weights in use, whose slots the store takes back."""
+        self._pass = Pass("")
+        self._held.clear()
+
+    # ------------------------------------------------------------------ the lane's side
+
+    def _load(self, load: Load) -> None:
+        """Bring weights into a GPU slot, on the lane `load`."""
+        busy = self._recorder.busy
+        busy["load"] = "slot"
+        self._blocks.make_room(load, self._gate)
+
+        # A streamed unit is updated in its slot, so there the update comes behind the load.
+        if load.unit not in self._blocks.placement.streamed and (update := self._updates.of(load.unit)) is not None:
+            busy["load"] = "update"
+            update.wait()
+        busy["load"] = "ram_to_gpu"
+        self._store.prefetch(self._blocks.key(load.unit, Kind.WEIGHT), Tier.GPU, wait=True)
