@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatier.schedule.forecast import HOST_SECONDS, Forecast, floor, forecast
+from megatier.schedule.forecast import Forecast, floor, forecast
+from megatier.schedule.jobs import HOST_SECONDS
 from megatier.schedule.moves import Moves, by_lane
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import DriveRates, Rates

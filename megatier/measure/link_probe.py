@@ -19,7 +19,7 @@ import torch
 from megatier import _native
 from megatier.hardware import ram_available_bytes
 from megatier.numerics.optimizer import adamw_threads
-from megatier.schedule.forecast import UPDATE_BYTES
+from megatier.schedule.jobs import UPDATE_BYTES
 from megatier.store.arena import Arena
 from megatier.store.lanes import Lanes
 from megatier.store.transfer import Transfer

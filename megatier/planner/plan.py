@@ -22,7 +22,8 @@ from megatier.models.experts import cut_units
 from megatier.planner.memory import ActivationBytes, mask_bytes
 from megatier.planner.trial import Trial, with_parts
 from megatier.play.trace import TraceEvent
-from megatier.schedule.forecast import HOST_SECONDS, QUEUES_OF_DISK, Forecast
+from megatier.schedule.forecast import QUEUES_OF_DISK, Forecast
+from megatier.schedule.jobs import HOST_SECONDS
 from megatier.schedule.moves import Moves, by_lane
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import DriveRates, Rates

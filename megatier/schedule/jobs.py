@@ -1,0 +1,333 @@
+"""Jobs: what the lanes do in a step, and what each job waits for, as the player would play it. Pure.
+
+`schedule.moves` says how many bytes each part of a step takes over which lane. Only their order in time is known here.
+The forecast simulates these jobs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from megatier.schedule.moves import Move, Moves, by_lane, stash, unstash
+from megatier.schedule.placement import Placement
+from megatier.schedule.simulate import Job
+from megatier.schedule.sizes import Policy, UnitSpec
+from megatier.schedule.slots import GRAD_DEPTH, SLOTS_MIN, UPDATE_DEPTH
+from megatier.schedule.timeline import Access, Load, Timeline
+from megatier.tier import Phase, Tier
+
+HOST_SECONDS = 0.03
+"""Seconds of Python between two steps, when nothing else is going on."""
+PIECES_MAX = 4
+"""Pieces in which a spilled unit's state is simulated: reads, AdamW and writes of a unit overlap."""
+UPDATE_BYTES = 26
+"""Memory traffic of AdamW on the CPU for one parameter: 14 bytes read, 12 written."""
+ALLOCATE_BYTES = 12
+"""Memory traffic for one parameter in addition, if AdamW writes to another generation: a processor fetches the bytes
+that lie there before it overwrites them."""
+SUM_BYTES = {False: 12, True: 24}
+"""Memory traffic of adding a group's gradient in RAM, for one parameter, by whether it is the last group's: that one is
+rounded and measured too."""
+
+
+class StepJobs:
+    """The jobs of some steps in a row, in the order of their lanes.
+
+    All references to jobs are their indices in `jobs`.
+    """
+
+    def __init__(
+        self,
+        compute_seconds: Mapping[tuple[str, Phase], float],
+        units: Sequence[UnitSpec],
+        placement: Placement,
+        policy: Policy,
+    ) -> None:
+        """No step was added yet.
+
+        Args:
+            compute_seconds: seconds of one use of a unit by one group, by unit and phase. One that is missing takes
+                none.
+            units: all units.
+            placement: homes, slots.
+            policy: groups, clipping.
+        """
+        self.jobs: list[Job] = []
+        """All jobs so far."""
+        self._compute_seconds = compute_seconds
+        self._units = {unit.name: unit for unit in units}
+        self._placement = placement
+        self._policy = policy
+        self._moves = Moves(self._units, placement, policy)
+        self._begun: int | None = None
+        """The end of the last step, which lets the present one begin; None: this is the first."""
+
+        # By unit, the last job that did something for it.
+        self._grads: dict[str, int] = {}
+        """The job that brought its last gradient to where AdamW finds it."""
+        self._updates: dict[str, int] = {}
+        """The job that updated it."""
+        self._speculated: dict[str, int] = {}
+        """The job that updated it in the present backward."""
+        self._states: dict[str, int] = {}
+        """The job that brought its state to the GPU, if it is streamed."""
+        self._stashed: dict[str, int] = {}
+        """The job that brought its activation to RAM. The last activation comes back first."""
+        self._fetched: dict[str, int] = {}
+        """The job that brings its activation back."""
+
+        # Slots are few, so a job may wait for the one that empties a slot. Each of these keeps as many jobs as there
+        # are slots: the first one empties the slot that is free next.
+        self._grad_slots: deque[int] = deque(maxlen=SLOTS_MIN)
+        """The last jobs that emptied a GPU slot for gradients."""
+        self._sums: deque[int] = deque(maxlen=GRAD_DEPTH)
+        """The last sums that emptied a RAM slot for gradients."""
+        self._chunks: deque[int] = deque(maxlen=UPDATE_DEPTH)
+        """The last writes that emptied a RAM slot for update chunks."""
+
+    def follow_a_step(self) -> None:
+        """Go on as if a step had been before: there are updates to do, and those of its backward are over."""
+        self._begun = self._add("host", "step", 0.0)
+        self._speculated = dict.fromkeys(self._placement.speculative, self._begun)
+
+    def step(self, timeline: Timeline) -> int:
+        """Add a step; returns the job that ends it."""
+        uses: list[int] = []
+        """The job that computes, for each access so far."""
+        arrivals: dict[str, int] = {}
+        """The job that brings a unit's weights to the GPU, by unit."""
+        fed = {update.unit: update.load for update in timeline.updates if update.load is not None}
+        loads = {load.access: load for load in timeline.loads}
+
+        last_uses = timeline.last_uses()
+        offloaded = self._offloaded(timeline)
+
+        # Units that the last backward updated are due no more.
+        self._updates = self._speculated
+        self._speculated = {}
+
+        for index, access in enumerate(timeline.accesses):
+            unit = self._units[access.unit]
+            load = loads.get(index)
+            is_due = bool(timeline.updates) and self._begun is not None and unit.name not in self._updates
+            is_due = is_due and unit.num_trained > 0
+
+            # A unit's update comes before its load, because the load takes the new weights. A streamed unit is updated
+            # after its load, because AdamW works in the slot that the load fills.
+            if is_due and unit.name not in self._placement.streamed:
+                copied = self._update(unit, fed.get(unit.name), uses)
+                if copied is not None:
+                    arrivals[unit.name] = copied
+            elif unit.name in fed and fed[unit.name].access == index:
+                # In the first step there is nothing to update, so no update feeds the load.
+                load = fed[unit.name]
+
+            if load is not None:
+                arrivals[unit.name] = self._load(unit, load, uses)
+            if is_due and unit.name in self._placement.streamed:
+                self._update_streamed(unit, arrivals[unit.name])
+
+            before = uses[-1] if uses else self._begun
+            activation = self._offload(access, before) if (unit.name, access.group) in offloaded else None
+
+            # The last use may be a forward: that of a fused head makes its gradient.
+            makes_grad = last_uses[unit.name, access.group] == index and unit.num_trained > 0
+            uses.append(self._compute(access, arrivals.get(unit.name), activation, makes_grad=makes_grad))
+            if makes_grad:
+                self._ship(unit, access.group, uses[-1], before)
+
+        self._exchange()
+        self._begun = self._add("host", "step", HOST_SECONDS, uses[-1], *self._sums, *self._immediate())
+        return self._begun
+
+    # ------------------------------------------------------------------ compute and activations
+
+    def _compute(self, access: Access, arrival: int | None, activation: int | None, *, makes_grad: bool) -> int:
+        """One use of a unit, when its weights and its activation are there and its update is over."""
+        seconds = self._compute_seconds.get((access.unit, access.phase), 0.0)
+        needs = [self._begun, arrival, activation, self._updates.get(access.unit) if self._policy.deferred else None]
+
+        # A use that makes a gradient which leaves the GPU needs a slot for it.
+        is_shipped = makes_grad and self._placement.grad_homes[access.unit] is not Tier.GPU
+        if is_shipped and len(self._grad_slots) == SLOTS_MIN:
+            needs.append(self._grad_slots[0])
+        return self._add("compute", f"{access.unit} {access.phase} {access.group}", seconds, *needs)
+
+    def _offloaded(self, timeline: Timeline) -> set[tuple[str, int]]:
+        """Units and groups with an activation to offload.
+
+        The last unit of a backward has none, because its input needs no gradient.
+        """
+        ends = {access.group: index for index, access in enumerate(timeline.accesses)}
+        return {
+            (access.unit, access.group)
+            for index, access in enumerate(timeline.accesses)
+            if access.phase is Phase.BACKWARD
+            and self._units[access.unit].activation_bytes
+            and index < ends[access.group]
+        }
+
+    def _offload(self, access: Access, before: int | None) -> int | None:
+        """Move a unit's input; returns the job that its use waits for.
+
+        The input leaves as the unit's forward begins. The backward waits for it, and asks for the input that the next
+        unit of the backward will want.
+
+        Args:
+            access: the use.
+            before: the job of the use before.
+        """
+        if access.phase is Phase.FORWARD:
+            out = stash(self._units[access.unit].activation_bytes)
+            self._stashed[access.unit] = self._chain([out], access.unit, before)
+            return None
+
+        if access.unit not in self._fetched:
+            self._fetch(access.unit, before)
+        if self._stashed:
+            self._fetch(next(reversed(self._stashed)), before)
+        return self._fetched.pop(access.unit)
+
+    def _fetch(self, unit: str, before: int | None) -> None:
+        """Bring a unit's activation back."""
+        back = unstash(self._units[unit].activation_bytes)
+        self._fetched[unit] = self._chain([back], unit, self._stashed.pop(unit), before)
+
+    # ------------------------------------------------------------------ weights and updates
+
+    def _load(self, unit: UnitSpec, load: Load, uses: Sequence[int]) -> int:
+        """Bring weights to the GPU, as soon as their slot is free and they are updated; returns the last job."""
+        # AdamW on a streamed unit works in the slot that this load fills, so it comes after.
+        updated = None if unit.name in self._placement.streamed else self._updates.get(unit.name)
+        moves = self._moves.load(unit.name)
+
+        # In pieces: one comes to RAM while the one before goes on to the GPU.
+        pieces = self._num_pieces(unit.num_elements) if len(moves) > 1 else 1
+        return self._chain(moves, unit.name, self._slot_free(load, uses), updated, pieces=pieces)
+
+    def _slot_free(self, load: Load, uses: Sequence[int]) -> int | None:
+        """The job after which the slot of a load is free."""
+        return uses[load.after_access] if load.after_access >= 0 else self._begun
+
+    def _update(self, unit: UnitSpec, fed: Load | None, uses: Sequence[int]) -> int | None:
+        """Run AdamW where the unit's state is at home; returns the job that brings the weights it feeds, if any."""
+        gradient = self._grads.get(unit.name)
+        if self._placement.updater(unit.name) is Tier.GPU:
+            self._updates[unit.name] = self._add("update_gpu", unit.name, unit.num_trained, self._begun, gradient)
+            return None
+
+        if not by_lane(self._moves.update(unit.name)):
+            self._updates[unit.name] = self._add("update", unit.name, unit.num_trained, self._begun, gradient)
+            return None
+
+        return self._update_spilled(unit, gradient, fed, uses)
+
+    def _update_spilled(
+        self, unit: UnitSpec, gradient: int | None, fed: Load | None, uses: Sequence[int]
+    ) -> int | None:
+        """Run AdamW on a unit with bytes on NVMe, piece by piece: read, update, feed, write.
+
+        Returns:
+            The job that brings the weights it feeds, if any.
+        """
+        pieces = self._num_pieces(unit.num_trained)
+        is_speculative = unit.name in self._placement.speculative
+        amount = unit.num_trained * (1 + ALLOCATE_BYTES / UPDATE_BYTES * is_speculative)
+        copied: int | None = None
+        updated = -1
+
+        for _ in range(pieces):
+            # Nothing is read ahead of an update that is not due yet, so reads wait for the gradient too.
+            free = self._chunks[0] if len(self._chunks) == UPDATE_DEPTH else None
+            read = self._part(self._moves.read_state(unit.name), unit.name, pieces, self._begun, free, gradient)
+            updated = self._add("update_nvme", unit.name, amount / pieces, read)
+            if fed is not None:
+                weights = self._moves.feed(unit.name)
+                copied = self._part(weights, unit.name, pieces, updated, self._slot_free(fed, uses))
+
+            self._chunks.append(self._part(self._moves.write_state(unit.name), unit.name, pieces, updated))
+
+        # Frozen weights lie behind the trained ones, and no update feeds them.
+        if fed is not None and unit.frozen_elements:
+            copied = self._chain(self._moves.load_frozen(unit.name), unit.name, updated)
+        (self._speculated if is_speculative else self._updates)[unit.name] = updated
+        return copied
+
+    def _update_streamed(self, unit: UnitSpec, arrival: int) -> None:
+        """Run AdamW on the GPU, when weights, gradient and state are there. The new weights go home at once."""
+        needs = [arrival, self._grads.get(unit.name), self._states.get(unit.name)]
+        self._updates[unit.name] = self._add("update_gpu", unit.name, unit.num_trained, *needs)
+        self._chain(self._moves.return_weights(unit.name), unit.name, self._updates[unit.name])
+
+    def _exchange(self) -> None:
+        """Move streamed state home when the CPU is through with its own updates, and to the GPU again."""
+        on_cpu = [job for name, job in self._updates.items() if self._placement.updater(name) is Tier.RAM]
+        for unit in self._placement.streamed:
+            home = None
+            if unit in self._updates:
+                home = self._chain(self._moves.return_state(unit), unit, *on_cpu, self._updates[unit])
+            self._states[unit] = self._chain(self._moves.fetch_state(unit), unit, home, self._begun)
+
+    # ------------------------------------------------------------------ gradients
+
+    def _ship(self, unit: UnitSpec, group: int, made: int, before: int | None) -> None:
+        """Move the gradient of a group to where it waits. In the immediate mode its update follows at once.
+
+        Args:
+            unit: the unit.
+            group: the group.
+            made: the use that makes the gradient.
+            before: the use before.
+        """
+        is_last = group == self._policy.groups - 1
+        if group and (fetched := self._moves.fetch_sum(unit.name)):
+            arrived = self._chain(fetched, unit.name, self._grads[unit.name], before)
+            made = self._add("compute", f"{unit.name} sum", 0.0, made, arrived)
+
+        self._grads[unit.name] = made
+        if shipped := self._moves.ship(unit.name, is_last=is_last):
+            # A GPU slot is free again when the gradient is where it waits, in RAM or on NVMe.
+            slot = self._sums[0] if len(self._sums) == GRAD_DEPTH else None
+            self._grads[unit.name] = self._chain(shipped, unit.name, made, slot)
+            self._grad_slots.append(self._grads[unit.name])
+
+            if self._policy.groups > 1 and self._placement.sums_at(unit.name) is not Tier.GPU:
+                amount = unit.num_trained * SUM_BYTES[is_last] / UPDATE_BYTES
+                self._grads[unit.name] = self._add("update", unit.name, amount, self._grads[unit.name])
+                self._sums.append(self._grads[unit.name])
+
+        if is_last and (not self._policy.deferred or unit.name in self._placement.speculative):
+            self._update(unit, None, ())
+
+    def _immediate(self) -> Iterable[int]:
+        """The updates that a step waits for: its own, if they run in its backward."""
+        return () if self._policy.deferred else self._updates.values()
+
+    # ------------------------------------------------------------------ adding jobs
+
+    def _chain(self, moves: Sequence[Move], name: str, *after: int | None, pieces: int = 1) -> int:
+        """Add moves of which each begins when the one before is over, piece by piece; returns the last job."""
+        last = -1
+        for _ in range(pieces):
+            last = self._part(moves, name, pieces, *after)
+        return last
+
+    def _part(self, moves: Sequence[Move], name: str, pieces: int, *after: int | None) -> int:
+        """Add one of so many pieces of each move, one after the other; returns the last job."""
+        last = -1
+        for move in moves:
+            last = self._add(move.lane, name, move.num_bytes / pieces, *after)
+            after = (last,)
+        return last
+
+    def _add(self, lane: str, name: str, amount: float, *after: int | None) -> int:
+        """Add one job, behind all others of its lane; returns its index."""
+        self.jobs.append(
+            Job(lane=lane, name=name, amount=amount, after=tuple({index for index in after if index is not None}))
+        )
+        return len(self.jobs) - 1
+
+    def _num_pieces(self, elements: int) -> int:
+        """Pieces of a unit's state: its chunks, but no more than are worth simulating."""
+        return max(1, min(PIECES_MAX, -(-elements // self._placement.chunk_elements)))

@@ -1,0 +1,298 @@
+"""RAM: which gradients wait there, which state is at home there, and through which slots the rest passes. Pure.
+
+Gradients come before state, because they have to be somewhere between the backward and the update. State fills what is
+left by kind, weight planes first: a spilled parameter then moves 20 bytes a step instead of 26. State that does not fit
+is at home on NVMe.
+
+A speculative update writes to a generation that does not hold. What is at home in RAM of a unit that spills then has a
+second place there. A unit that is whole in RAM needs none, so with speculation RAM takes the kinds of a unit together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatier.errors import PlanError, at_least
+from megatier.schedule.sizes import (
+    Budgets,
+    Policy,
+    UnitSpec,
+    block_bytes,
+    grad_bytes,
+    kinds_of,
+    passing_kinds,
+    state_bytes,
+    trained,
+)
+from megatier.schedule.slots import (
+    CHUNK_ELEMENTS_FAST,
+    CHUNK_ELEMENTS_MAX,
+    GRAD_DEPTH,
+    SlotPlan,
+    chunk_slots,
+    grad_slots,
+    total_bytes,
+    update_slots,
+)
+from megatier.tier import Kind, Tier, round_up
+
+Homes = Mapping[tuple[str, Kind], Tier]
+"""The home tier of each unit's block of each kind of state."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RamShare:
+    """What RAM takes of the units that are not at home on the GPU."""
+
+    homes: Homes
+    """RAM or NVMe, for each block of their state."""
+    slots: tuple[SlotPlan, ...]
+    """Slots in RAM for gradients, and for what passes on its way from and to NVMe."""
+    chunk_elements: int
+    """Elements of one update chunk."""
+    waiting: frozenset[str]
+    """Units whose gradients wait in RAM."""
+    spills_grads: bool
+    """Whether other units' gradients wait on NVMe, because RAM is too short for all."""
+    fixed_bytes: int
+    """Bytes of RAM for held gradients and offloaded activations."""
+
+
+def fill_ram(
+    units: Sequence[UnitSpec],
+    rest: Sequence[UnitSpec],
+    shipped: Sequence[UnitSpec],
+    budgets: Budgets,
+    policy: Policy,
+) -> RamShare:
+    """Choose what RAM takes.
+
+    Args:
+        units: all units.
+        rest: those that are not at home on the GPU.
+        shipped: those whose gradients leave the GPU.
+        budgets: bytes of each tier.
+        policy: the tiers that may hold state, and all that decides sizes.
+
+    Raises:
+        PlanError: RAM is too short, and NVMe may not or cannot take what is left.
+    """
+    waiting, spills_grads = _choose_waiting(units, rest, shipped, budgets, policy)
+    slots = [] if spills_grads else grad_slots(waiting, policy)
+    fixed = _fixed_bytes(units, waiting, policy)
+    used = fixed + total_bytes(slots)
+    if used > budgets.ram:
+        raise _no_room_for_gradients(used, waiting, budgets, policy)
+
+    everything = sum(state_bytes(unit, policy) for unit in rest)
+    fits = Tier.RAM in policy.state and used + everything <= budgets.ram and not spills_grads
+    homes: Homes
+    if fits or not rest:
+        homes = {(unit.name, kind): Tier.RAM for unit in rest for kind in kinds_of(unit, policy)}
+        longest = max((unit.num_elements for unit in rest), default=0)
+        chunk = max(policy.chunk_elements or min(longest, CHUNK_ELEMENTS_MAX), policy.align_elements)
+        slots = [_deepened(plan, budgets.ram - used - everything) for plan in slots]
+    elif Tier.NVME not in policy.state or not budgets.nvme:
+        raise _no_room(units, used + everything, everything, budgets, policy)
+    else:
+        spilling = {unit.name for unit in trained(rest) if spills_grads and unit not in waiting}
+        homes, passing, chunk = _spill_some(rest, spilling, used, budgets.ram, policy, spills_grads)
+        slots += passing
+
+    return RamShare(
+        homes=homes,
+        slots=tuple(slots),
+        chunk_elements=chunk,
+        waiting=frozenset(unit.name for unit in waiting),
+        spills_grads=spills_grads,
+        fixed_bytes=fixed,
+    )
+
+
+def spills(unit: UnitSpec, homes: Homes, policy: Policy) -> bool:
+    """Whether any of a unit's state is at home on NVMe."""
+    return any(homes[unit.name, kind] is Tier.NVME for kind in kinds_of(unit, policy))
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+def _choose_waiting(
+    units: Sequence[UnitSpec],
+    rest: Sequence[UnitSpec],
+    shipped: Sequence[UnitSpec],
+    budgets: Budgets,
+    policy: Policy,
+) -> tuple[Sequence[UnitSpec], bool]:
+    """Choose the units whose gradients wait in RAM, and say whether others spill theirs to NVMe.
+
+    All wait in RAM, unless they would leave no room for update chunks and NVMe can take some. If sums of groups spill,
+    RAM takes as many as it has room for, and none is added up there.
+    """
+    held = policy.deferred or policy.groups > 1
+    if not (shipped and held and Tier.NVME in policy.state and budgets.nvme):
+        return shipped, False
+
+    # Perhaps nothing spills: then no update chunk needs room either.
+    room = budgets.ram - _fixed_bytes(units, (), policy)
+    wanted = sum(grad_bytes(unit, policy) for unit in shipped) + total_bytes(grad_slots(shipped, policy))
+    if Tier.RAM in policy.state and wanted + sum(state_bytes(unit, policy) for unit in rest) <= room:
+        return shipped, False
+
+    # Perhaps state alone spills: then its update chunks need room, at their smallest.
+    longest = max(unit.num_elements for unit in rest)
+    updated = max(unit.num_trained for unit in rest)
+    if wanted + total_bytes(update_slots(policy.align_elements, longest, updated, policy, spills_grads=False)) <= room:
+        return shipped, False
+
+    # Gradients spill too. Chunks come first, at the size that drives need for full speed; gradients take what is left.
+    chunk = round_up(policy.chunk_elements or min(longest, CHUNK_ELEMENTS_FAST), policy.align_elements)
+    room -= total_bytes(update_slots(chunk, longest, updated, policy, spills_grads=True))
+    waiting = []
+
+    for unit in shipped:
+        if (size := grad_bytes(unit, policy)) <= room:
+            waiting.append(unit)
+            room -= size
+
+    return waiting, True
+
+
+def _fixed_bytes(units: Sequence[UnitSpec], waiting: Sequence[UnitSpec], policy: Policy) -> int:
+    """Bytes of RAM that do not depend on where the state lies: held gradients and offloaded activations."""
+    held = sum(grad_bytes(unit, policy) for unit in waiting) if policy.deferred or policy.groups > 1 else 0
+    return held + sum(round_up(unit.activation_bytes) for unit in units)
+
+
+def _deepened(plan: SlotPlan, free: int) -> SlotPlan:
+    """Slots for gradients, more of them as far as free bytes of RAM go, which nothing else wants.
+
+    With more slots, gradients come while the CPU still adds up others.
+    """
+    return replace(plan, num_slots=min(GRAD_DEPTH, plan.num_slots + free // round_up(plan.slot_bytes)))
+
+
+# ---------------------------------------------------------------------- state
+
+
+def _spill_some(
+    rest: Sequence[UnitSpec], spilling: Collection[str], used: int, budget: int, policy: Policy, spills_grads: bool
+) -> tuple[Homes, list[SlotPlan], int]:
+    """Choose homes when RAM is too short for all, the slots through which the rest passes, and the chunk size.
+
+    Args:
+        rest: units that are not at home on the GPU.
+        spilling: names of those whose gradients are at home on NVMe.
+        used: bytes of RAM that are taken already.
+        budget: bytes of RAM.
+        policy: all that decides sizes.
+        spills_grads: whether any gradient is at home on NVMe.
+
+    Raises:
+        PlanError: RAM has no room for the slots.
+    """
+    longest = max(unit.num_elements for unit in rest)
+    room = budget - used
+    slots = list[SlotPlan]()
+
+    # Slots take the largest unit that is updated through them. Which one that is depends on the homes, and these on the
+    # room that slots leave. So the sizes are tried from the least one, and the first that holds is taken.
+    for updated in sorted({0, *(unit.num_trained for unit in rest)}):
+        chunk, slots = chunk_slots(room, longest, updated, policy, spills_grads=spills_grads)
+        homes, passing = _fill_room(rest, slots, room, policy)
+        updates = [unit.num_trained for unit in rest if unit.name in spilling or spills(unit, homes, policy)]
+        if total_bytes(slots) <= room and max(updates, default=0) <= updated:
+            return homes, passing, chunk
+
+    needed = used + total_bytes(slots)
+    remedy = f"Raise tiers.ram to at least {at_least(needed)}{', or lower tiers.chunk' * bool(policy.chunk_elements)}."
+    raise PlanError("RAM slots for what comes from NVMe", needed, budget, remedy)
+
+
+def _fill_room(
+    rest: Sequence[UnitSpec], slots: Sequence[SlotPlan], room: int, policy: Policy
+) -> tuple[Homes, list[SlotPlan]]:
+    """Choose homes in the room that slots leave; return them and the slots that are needed.
+
+    If all weights are at home in RAM, no slots for weights are needed, and their room is taken for homes.
+    """
+    choose = _homes_by_unit if policy.speculates else _homes_by_kind
+    others = [plan for plan in slots if plan.kind is not Kind.WEIGHT]
+    in_ram = Tier.RAM in policy.state
+    homes = choose(rest, (room - total_bytes(others)) * in_ram, policy)
+    if all(homes[unit.name, Kind.WEIGHT] is Tier.RAM for unit in rest):
+        return homes, others
+
+    # Some weights pass through RAM after all, so their slots need room, and homes are chosen anew.
+    return choose(rest, (room - total_bytes(slots)) * in_ram, policy), list(slots)
+
+
+def _homes_by_kind(units: Sequence[UnitSpec], room: int, policy: Policy) -> Homes:
+    """Fill the room with weight planes first, then with the other kinds, unit by unit. What does not fit is on NVMe."""
+    others = passing_kinds(split=policy.split)
+    blocks = [(unit, Kind.WEIGHT) for unit in units] + [(unit, kind) for unit in trained(units) for kind in others]
+    homes = {}
+
+    # A block that does not fit is passed over, and a smaller one after it may fit.
+    for unit, kind in blocks:
+        size = block_bytes(unit, kind, policy)
+        homes[unit.name, kind] = Tier.RAM if size <= room else Tier.NVME
+        room -= size if size <= room else 0
+
+    return homes
+
+
+def _homes_by_unit(units: Sequence[UnitSpec], room: int, policy: Policy) -> Homes:
+    """Fill the room for speculative updates: a unit that spills has a second place for all that it has in RAM.
+
+    Weight planes come first, twice, but once if the unit is frozen. Then come the other kinds of whole units. These
+    spill no more, so their second weight plane is not needed.
+    """
+    homes = dict.fromkeys(((unit.name, kind) for unit in units for kind in kinds_of(unit, policy)), Tier.NVME)
+    for unit in units:
+        if (size := (2 if unit.num_trained else 1) * block_bytes(unit, Kind.WEIGHT, policy)) <= room:
+            homes[unit.name, Kind.WEIGHT] = Tier.RAM
+            room -= size
+
+    for unit in trained(units):
+        taken = 2 * block_bytes(unit, Kind.WEIGHT, policy) if homes[unit.name, Kind.WEIGHT] is Tier.RAM else 0
+        if (size := state_bytes(unit, policy) - taken) <= room:
+            homes |= {(unit.name, kind): Tier.RAM for kind in kinds_of(unit, policy)}
+            room -= size
+
+    return homes
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> PlanError:
+    """The error that says why RAM does not take the gradients, when NVMe takes none."""
+    what = "gradients and activations in RAM"
+    other = "."
+    if not waiting:  # no gradient counts
+        other = ", set train.activations to recompute, or train on fewer tokens a step."
+    elif policy.groups > 1:
+        sums = sum(grad_bytes(unit, policy) for unit in waiting)
+        what = f"gradients and activations in RAM, {at_least(sums)} of it for sums of groups,"
+        other = ", let NVMe hold state (tiers.nvme, tiers.state), so that sums go there, or lower train.groups."
+    elif policy.deferred:
+        other = ", or set train.clip to null and numerics.guard to off."
+
+    return PlanError(what, used, budgets.ram, f"Raise tiers.ram to at least {at_least(used)}{other}")
+
+
+def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budgets, policy: Policy) -> PlanError:
+    """The error that says why state finds no home, when NVMe takes none."""
+    mount = ", or give tiers.nvme a mount." if Tier.NVME in policy.state else ", or add nvme to tiers.state."
+    if Tier.RAM in policy.state:
+        return PlanError("state in RAM", in_ram, budgets.ram, f"Raise tiers.ram to at least {at_least(in_ram)}{mount}")
+
+    if Tier.NVME in policy.state:
+        remedy = "The state has no other home: give tiers.nvme a mount, or add ram to tiers.state."
+        return PlanError("state on NVMe", spilled, budgets.nvme, remedy)
+
+    needed = sum(state_bytes(unit, policy) + grad_bytes(unit, policy) for unit in units)
+    remedy = f"Raise tiers.gpu to at least {at_least(needed)}, or add ram to tiers.state."
+    return PlanError("state on the GPU", needed, budgets.gpu, remedy)
