@@ -14,7 +14,7 @@ from small_commands import command
 
 from megatier.cli import main
 from megatier.report import report
-from megatier.report.report import TierState
+from megatier.report.figures import TierState
 from megatier.train import trainer
 
 MIB, GIB = 1 << 20, 1 << 30

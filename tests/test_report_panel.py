@@ -8,8 +8,8 @@ import math
 import pytest
 from rich.console import Console
 
+from megatier.report.figures import StepReport, TierUse
 from megatier.report.panel import WIDTH, Course, bound_of, panel, sparkline
-from megatier.report.report import StepReport, TierUse
 
 STALLS = {"ram_to_gpu": 0.05, "nvme_to_ram": 0.2}
 

@@ -5,16 +5,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from megatier.report.report import (
-    Progress,
-    QueueBytes,
-    StepReport,
-    TierState,
-    TierUse,
-    print_moves,
-    print_placement,
-    step_line,
-)
+from megatier.report.figures import QueueBytes, StepReport, TierState, TierUse
+from megatier.report.report import Progress, print_moves, print_placement, step_line
 
 
 def console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:

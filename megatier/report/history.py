@@ -20,7 +20,7 @@ import torch
 from megatier.errors import ConfigError
 from megatier.files import open_regular
 from megatier.planner.prediction import Prediction
-from megatier.report.report import TierState
+from megatier.report.figures import TierState
 from megatier.session.session import Session
 from megatier.tier import STATE_KINDS, Kind
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.progress_bar import ProgressBar
@@ -12,11 +11,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from megatier.errors import mib
+from megatier.report.figures import StepReport
 from megatier.report.metrics import format_seconds, format_share
 from megatier.report.picture import in_row_order
-
-if TYPE_CHECKING:
-    from megatier.report.report import StepReport
 
 WIDTH = 32
 """Characters of a bar and of the course of the loss; even."""

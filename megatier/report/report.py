@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -16,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from megatier.errors import mib
+from megatier.report.figures import QueueBytes, StepReport, TierState
 from megatier.report.metrics import format_seconds, format_share
 from megatier.report.panel import Course, panel
 
@@ -24,61 +24,6 @@ SMOOTHING = 0.9
 
 REDRAW_SECONDS = 0.1
 LINE_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class TierUse:
-    """How full a tier is."""
-
-    tier: str
-    used_bytes: int
-    budget_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """One finished step."""
-
-    step: int
-    """Counted from 1."""
-    loss: float
-    learning_rate: float
-    gradient_norm: float | None
-    """Before clipping; None where it was not computed."""
-    num_tokens: int
-    """Tokens of this step."""
-    seconds: float
-    stall_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that compute waited, by cause."""
-    tiers: tuple[TierUse, ...] = ()
-    attainment: float | None = None
-    """Seconds that the step should take over those that it took; None where the machine was not measured."""
-    bound_by: str = ""
-    """What should bound it."""
-    busy_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that each lane was busy."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierState:
-    """What the placement puts in a tier."""
-
-    tier: str
-    state_bytes: int
-    """Weights, remainders and moments that live here."""
-    other_bytes: int
-    """Gradients, activations and slots."""
-    budget_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class QueueBytes:
-    """What went through a queue."""
-
-    queue: str
-    moved_bytes: int
-    demanded_bytes: int
-    """What the placement says must move."""
 
 
 class Progress:

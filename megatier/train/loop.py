@@ -16,8 +16,9 @@ from megatier.numerics.optimizer import learning_rate
 from megatier.planner.prediction import Prediction
 from megatier.play.speculation import Speculation
 from megatier.play.trace import TraceEvent, busy_seconds, stall_seconds
+from megatier.report.figures import QueueBytes, StepReport, TierUse
 from megatier.report.metrics import format_seconds
-from megatier.report.report import Progress, QueueBytes, StepReport, TierUse, print_moves
+from megatier.report.report import Progress, print_moves
 from megatier.session.process import memory_bytes, seed
 from megatier.session.session import Session
 from megatier.store.lanes import QUEUES

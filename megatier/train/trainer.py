@@ -39,9 +39,10 @@ from megatier.errors import ConfigError
 from megatier.guards.unchanged import check_evaluates
 from megatier.models.decoder import check_stops_at_borders
 from megatier.play.trace import write_trace
+from megatier.report.figures import TierState
 from megatier.report.history import opening, read_what_there_is
 from megatier.report.metrics import MetricsLog, format_count, format_seconds
-from megatier.report.report import TierState, print_placement
+from megatier.report.report import print_placement
 from megatier.report.tensorboard import Scalars, load_tensorboard
 from megatier.schedule.placement import Placement
 from megatier.session.process import make_repeatable, share_interpreter

@@ -1,0 +1,61 @@
+"""The figures of a run as plain records, which the text, the live panel and the page show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """How full a tier is."""
+
+    tier: str
+    used_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One finished step."""
+
+    step: int
+    """Counted from 1."""
+    loss: float
+    learning_rate: float
+    gradient_norm: float | None
+    """Before clipping; None where it was not computed."""
+    num_tokens: int
+    """Tokens of this step."""
+    seconds: float
+    stall_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that compute waited, by cause."""
+    tiers: tuple[TierUse, ...] = ()
+    attainment: float | None = None
+    """Seconds that the step should take over those that it took; None where the machine was not measured."""
+    bound_by: str = ""
+    """What should bound it."""
+    busy_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that each lane was busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """What the placement puts in a tier."""
+
+    tier: str
+    state_bytes: int
+    """Weights, remainders and moments that live here."""
+    other_bytes: int
+    """Gradients, activations and slots."""
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueueBytes:
+    """What went through a queue."""
+
+    queue: str
+    moved_bytes: int
+    demanded_bytes: int
+    """What the placement says must move."""
