@@ -58,7 +58,7 @@ def test_history_has_the_range_of_a_plan_and_what_the_run_made_of_it(tmp_path: P
     wavers = {**BEGINS, "expected": {**BEGINS["expected"], "seconds_range": [0.3, 0.6]}}
     history = written(tmp_path / "m", BEGINS, wavers, {"step": 4, "correction": made})
     assert [each.expected.seconds_range for each in history.openings if each.expected] == [(0.4, 0.4), (0.3, 0.6)]
-    assert history.corrections == [Corrected(4, 0.5, 2e9, 1.6e9)]
+    assert history.corrections == [Corrected(step=4, seconds=0.5, planned_bytes_per_s=2e9, measured_bytes_per_s=1.6e9)]
 
 
 def test_history_of_a_run_that_went_on_counts_moves_of_each_process_anew(tmp_path: Path) -> None:

@@ -17,7 +17,19 @@ STALLS = {"ram_to_gpu": 0.05, "nvme_to_ram": 0.2}
 def report(stalls: dict[str, float], attainment: float | None = None) -> StepReport:
     tiers = (TierUse("gpu", 5 << 20, 10 << 20), TierUse("nvme", 0, 0))
     busy = {"zeta": 0.1, "ram_to_gpu": 2.0, "nvme_to_ram": 0.25}
-    return StepReport(7, 3.21, 1e-3, 1.5, 4096, 1.0, stalls, tiers, attainment, "nvme", busy)
+    return StepReport(
+        step=7,
+        loss=3.21,
+        learning_rate=1e-3,
+        gradient_norm=1.5,
+        num_tokens=4096,
+        seconds=1.0,
+        stall_seconds=stalls,
+        tiers=tiers,
+        attainment=attainment,
+        bound_by="nvme",
+        busy_seconds=busy,
+    )
 
 
 def drawn(report: StepReport, width: int) -> list[list[str]]:

@@ -17,7 +17,16 @@ def console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
 def report(step: int, seconds: float = 0.5) -> StepReport:
     stalls = {"update": 0.002, "nvme_to_ram": 0.1, "ram_to_gpu": 0.0}
     tiers = (TierUse("gpu", 5, 10), TierUse("nvme", 0, 0))
-    return StepReport(step, 3.21, 1e-3, 1.5, 4096, seconds, stalls, tiers)
+    return StepReport(
+        step=step,
+        loss=3.21,
+        learning_rate=1e-3,
+        gradient_norm=1.5,
+        num_tokens=4096,
+        seconds=seconds,
+        stall_seconds=stalls,
+        tiers=tiers,
+    )
 
 
 def test_step_line_shows_every_figure() -> None:
@@ -33,7 +42,9 @@ def test_step_line_of_a_planned_run_shows_attainment_and_what_bounds_it() -> Non
 
 
 def test_step_line_without_norm_and_stalls_leaves_them_out() -> None:
-    line = step_line(StepReport(1, 2.0, 0.0, None, 10, 0.0), 1, 0)
+    line = step_line(
+        StepReport(step=1, loss=2.0, learning_rate=0.0, gradient_norm=None, num_tokens=10, seconds=0.0), 1, 0
+    )
     assert "norm" not in line
     assert "tokens/s -" in line
     assert line.endswith("stalled 0 ms")
@@ -75,7 +86,11 @@ def test_progress_on_terminal_redraws_and_keeps_notes() -> None:
 
 def test_print_placement_shares_add_up() -> None:
     out, target = console()
-    rows = [TierState("gpu", 1 << 20, 512, 1 << 22), TierState("ram", 1 << 20, 0, 0), TierState("nvme", 2 << 20, 0, 0)]
+    rows = [
+        TierState(tier="gpu", state_bytes=1 << 20, other_bytes=512, budget_bytes=1 << 22),
+        TierState(tier="ram", state_bytes=1 << 20, other_bytes=0, budget_bytes=0),
+        TierState(tier="nvme", state_bytes=2 << 20, other_bytes=0, budget_bytes=0),
+    ]
     print_placement(out, rows)
     text = target.getvalue()
     assert text.count("25.0 %") == 2

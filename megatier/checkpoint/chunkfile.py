@@ -110,7 +110,7 @@ class StoredArray:
     """CRC32C of each chunk, by its place; None: nobody noted them."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Staged:
     """A staging buffer, and the file that it goes to or comes from."""
 
@@ -158,7 +158,7 @@ class ChunkFiles:
         """
         size = round_up(4 * chunk_elements + CRC_BYTES)
         arena = Arena(num_staged * size, torch.device("cpu"))
-        self._free = deque(Staged(arena.view(index * size, size)) for index in range(num_staged))
+        self._free = deque(Staged(buffer=arena.view(index * size, size)) for index in range(num_staged))
         self._flying: deque[Staged] = deque()
         self._pool = _native.ThreadPool(num_threads, QUEUE_DEPTH_MAX)
 

@@ -40,7 +40,7 @@ FREE = (
 FIELDS = {"step": int, "config": dict, "environment": dict, "random": dict, "text": dict, "origin": dict}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
     """A run after a step, but for its arrays."""
 
@@ -66,7 +66,14 @@ class RunState:
         origin: Mapping[str, str] = MappingProxyType({}),
     ) -> Self:
         """The present state of this process."""
-        return cls(step, _plain(config), environment(device), random_states(device), text, dict(origin))
+        return cls(
+            step=step,
+            config=_plain(config),
+            environment=environment(device),
+            random=random_states(device),
+            text=text,
+            origin=dict(origin),
+        )
 
     @classmethod
     def read(cls, stored: Mapping[str, Any]) -> Self:

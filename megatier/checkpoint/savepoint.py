@@ -72,7 +72,7 @@ UNBOUND_FORMAT = 1
 WORD_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plane:
     """One block of state, of the generation that holds."""
 
@@ -83,7 +83,7 @@ class Plane:
     home: Tier
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Savepoint:
     """What a run can go on from, as its manifest says."""
 
@@ -111,7 +111,15 @@ class Savepoint:
             return None
         before = "its start" if checkpoint is None else str(checkpoint)
         with _refusing(path, before):
-            return cls(path, before, *_read_manifest(path / MANIFEST_FILE))
+            state, placement, generations, manifest = _read_manifest(path / MANIFEST_FILE)
+        return cls(
+            path=path,
+            before=before,
+            state=state,
+            placement=placement,
+            generations=generations,
+            manifest=manifest,
+        )
 
     def check(self, session: Session, config: RunConfig) -> None:
         """Allocate what the session planned, with the block files that were kept, if blocks lie where they lay.
@@ -248,7 +256,7 @@ def _planes(session: Session) -> list[Plane]:
     """In an order that is the same in every process."""
     blocks = session.blocks
     return [
-        Plane(block_key(unit, kind), blocks.key(unit, kind), blocks.whole(unit, kind)[1], home)
+        Plane(name=block_key(unit, kind), key=blocks.key(unit, kind), num_bytes=blocks.whole(unit, kind)[1], home=home)
         for (unit, kind), home in sorted(session.placement.homes.items())
     ]
 

@@ -64,7 +64,7 @@ class Text:
         return _whole_characters(text)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Turns:
     """A list of turns under one key."""
 
@@ -104,10 +104,12 @@ class Turns:
         return {"role": role, "content": _text(content, self.content, place), **rest}
 
 
-SHAREGPT = Turns("conversations", "from", "value", tuple(SHAREGPT_ROLES.items()), system="system")
+SHAREGPT = Turns(
+    turns="conversations", role="from", content="value", roles=tuple(SHAREGPT_ROLES.items()), system="system"
+)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Alpaca:
     """An instruction, perhaps with an input, and the answer; perhaps earlier rounds."""
 

@@ -69,11 +69,20 @@ def _shape(place: str, formatting: object, columns: dict[str, str], tags: dict[s
             raise DataError(f"{place}: columns has no prompt.")
         if response is None:  # for pre-training
             return Text(prompt)
-        return Alpaca(prompt, columns.get("query"), response, system, columns.get("history"))
+        return Alpaca(
+            prompt=prompt, query=columns.get("query"), response=response, system=system, history=columns.get("history")
+        )
 
     missing = [key for key in ("role_tag", "content_tag", "user_tag", "assistant_tag") if key not in tags]
     if formatting != "sharegpt" or "messages" not in columns or missing:
         what = f"tags has no {missing[0]}" if missing else f"formatting {formatting!r} without a messages column"
         raise DataError(f"{place}: {what}. It must be alpaca, or sharegpt with messages and the tags of its turns.")
     roles = tuple((tag, ROLES[key]) for key, tag in tags.items() if key in ROLES)
-    return Turns(columns["messages"], tags["role_tag"], tags["content_tag"], roles, system, columns.get("tools"))
+    return Turns(
+        turns=columns["messages"],
+        role=tags["role_tag"],
+        content=tags["content_tag"],
+        roles=roles,
+        system=system,
+        tools=columns.get("tools"),
+    )

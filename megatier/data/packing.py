@@ -37,7 +37,7 @@ SHUFFLE_ROUNDS = 6
 """Feistel rounds; four already look random."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSpan:
     """Tokens of a file, in which sequences are counted."""
 
@@ -104,7 +104,14 @@ class PackedText:
                 f"the dataset has {train_span.num_tokens} tokens to train on, less than one sequence of "
                 f"{config.sequence_length}. Give it more text or lower data.sequence_length."
             )
-        return PackedText(train_span, held_out_span, config.sequence_length, config.seed, len(tokenizer), damaged)
+        return PackedText(
+            train=train_span,
+            held_out=held_out_span,
+            sequence_length=config.sequence_length,
+            seed=config.seed,
+            vocabulary_size=len(tokenizer),
+            damaged=damaged,
+        )
 
     @property
     def state(self) -> dict[str, Any]:
@@ -163,7 +170,14 @@ def tokenise(
         raise DataError(f"cannot write tokens to {directory}: {error.strerror}.") from error
 
     train, held_out = (
-        TokenSpan(directory / name, dtype, 0, content.num_bytes // dtype.itemsize, config.is_apart, content.crc32)
+        TokenSpan(
+            path=directory / name,
+            dtype=dtype,
+            start=0,
+            num_tokens=content.num_bytes // dtype.itemsize,
+            is_apart=config.is_apart,
+            crc32=content.crc32,
+        )
         for name, content in zip(FILES, contents, strict=True)
     )
     return train, held_out, damaged

@@ -39,7 +39,7 @@ STEPS_AHEAD = 2
 """Steps whose sequences are made before they are asked for."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
     """Where in a stream a sequence ends."""
 
@@ -233,7 +233,7 @@ class TextStream:
                     f"no text in {config.dataset} ({config.split}) behind the rows held out. Check data.dataset, "
                     "data.split and data.text_field, or lower data.holdout_rows."
                 )
-            position = Position(position.epoch + 1)
+            position = Position(epoch=position.epoch + 1)
 
     def _read_window(self, rows: Iterator[str | Conversation]) -> list[str | Conversation]:
         window = list[str | Conversation]()

@@ -38,7 +38,7 @@ class ParameterSize:
     """True for bf16, whose master has a remainder; False for fp32, which is its own master."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ElementRun:
     """Elements [start, stop) of a parameter inside a chunk."""
 
@@ -66,7 +66,7 @@ class ElementRun:
         return sum(_widths(self.is_split).values()) * round_up(self.stop - self.start, ALIGN_ELEMENTS)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StateChunk:
     """A piece of state that moves at once: a block of the store."""
 
@@ -129,7 +129,7 @@ def plan_chunks(sizes: Sequence[ParameterSize], ram: int, nvme: int) -> ChunkPla
 def _plan(pieces: Sequence[tuple[tuple[ElementRun, ...], int]], homes: Sequence[Tier], num_ram_slots: int) -> ChunkPlan:
     """Name the pieces, in order, and give each its home."""
     chunks = [
-        StateChunk(f"chunk{number}", runs, size, home)
+        StateChunk(key=f"chunk{number}", runs=runs, num_bytes=size, home=home)
         for number, ((runs, size), home) in enumerate(zip(pieces, homes, strict=True))
     ]
     return ChunkPlan(tuple(chunks), max((chunk.num_bytes for chunk in chunks), default=0), num_ram_slots)
@@ -144,7 +144,13 @@ def _cut(sizes: Iterable[ParameterSize], chunk_elements: int) -> list[tuple[tupl
     for size in sizes:
         start = 0
         while start < size.num_elements:
-            run = ElementRun(size.index, start, min(size.num_elements, start + room), size.is_split, offset)
+            run = ElementRun(
+                parameter=size.index,
+                start=start,
+                stop=min(size.num_elements, start + room),
+                is_split=size.is_split,
+                offset=offset,
+            )
             runs.append(run)
             start = run.stop
             offset += run.num_bytes

@@ -32,7 +32,7 @@ from megatier.errors import UnsupportedModelError
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRun:
     """Consecutive elements of one named tensor."""
 
@@ -78,7 +78,7 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, A
             target = name
             pattern = None
 
-        whole = Assembly(stored[name], (TensorRun(name, 0, math.prod(stored[name])),))
+        whole = Assembly(stored[name], (TensorRun(name=name, start=0, num_elements=math.prod(stored[name])),))
         if pattern is not None:
             parts[target][pattern].append(whole)
         elif target not in assemblies:
@@ -215,7 +215,7 @@ def _take(feed: deque[TensorRun], num_elements: int) -> Iterable[TensorRun]:
         if taken < run.num_elements:
             if run.num_columns:
                 raise UnsupportedModelError(f"{run.name} is stored transposed, and would have to be cut.")
-            feed.appendleft(TensorRun(run.name, run.start + taken, run.num_elements - taken))
+            feed.appendleft(TensorRun(name=run.name, start=run.start + taken, num_elements=run.num_elements - taken))
 
         num_elements -= taken
         yield replace(run, num_elements=taken)
@@ -228,7 +228,9 @@ def _inverted(assemblies: Mapping[str, Assembly], shapes: Mapping[str, Shape]) -
         position = 0
         for run in assembly.runs:
             rows = run.num_elements // run.num_columns if run.num_columns else 0
-            pieces[run.name].append((run.start, TensorRun(own_name, position, run.num_elements, rows)))
+            pieces[run.name].append(
+                (run.start, TensorRun(name=own_name, start=position, num_elements=run.num_elements, num_columns=rows))
+            )
             position += run.num_elements
 
     return {

@@ -37,7 +37,7 @@ MIXES_ROWS = ("DogeCDMoE",)
 """Modules whose output for a row depends on the other rows of its batch: Doge's router cuts its logits across rows."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
     """What is bound and run at once."""
 
@@ -133,7 +133,13 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
         if not shared:
             unit_of.update(dict.fromkeys(shapes, module_name))
             layout = Layout.of(shapes.items(), frozen)
-            unit = Unit(module_name, (module_name,), layout, id(module) in layers, is_round=is_round)
+            unit = Unit(
+                name=module_name,
+                module_names=(module_name,),
+                layout=layout,
+                is_layer=id(module) in layers,
+                is_round=is_round,
+            )
             units[module_name] = unit if module_name else replace(unit, name=type(model).__name__)
             continue
 

@@ -84,7 +84,13 @@ def _cut(model: PreTrainedModel, unit: Unit, parts: int) -> Iterator[Unit]:
         bounds = [part * _count(module) // parts for part in range(parts + 1)]
         for start, stop in pairwise(bounds):
             layout = _rows(tensors, start, stop, frozen)
-            yield Unit(f"{name}[{start}:{stop}]", (name,), layout, is_layer=False, experts=(start, stop))
+            yield Unit(
+                name=f"{name}[{start}:{stop}]",
+                module_names=(name,),
+                layout=layout,
+                is_layer=False,
+                experts=(start, stop),
+            )
 
 
 def _rows(tensors: Sequence[TensorSlice], start: int, stop: int, frozen: Set[str]) -> Layout:

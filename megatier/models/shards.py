@@ -38,7 +38,7 @@ MAX_DIMENSIONS = 64
 """Torch takes no more; a product of many more large numbers takes hours."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
     """Where a tensor lies on disk."""
 
@@ -103,7 +103,9 @@ def _checked(path: Path, name: str, entry: object, start: int, file_bytes: int) 
             tensor = f"{path}: tensor {shown(name)}"
             whole = len(shape) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
             if whole and begin <= end <= file_bytes - start:
-                stored = StoredTensor(path, name, dtype, tuple(shape), start + begin, end - begin)
+                stored = StoredTensor(
+                    path=path, name=name, dtype=dtype, shape=tuple(shape), offset=start + begin, num_bytes=end - begin
+                )
                 if dtype not in DTYPES or stored.num_bytes == math.prod(shape) * DTYPES[dtype].itemsize:
                     return stored
                 raise UnsupportedModelError(

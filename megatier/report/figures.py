@@ -15,7 +15,7 @@ class TierUse:
     budget_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
     """One finished step."""
 
@@ -39,7 +39,7 @@ class StepReport:
     """Seconds that each lane was busy."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TierState:
     """What the placement puts in a tier."""
 

@@ -28,7 +28,7 @@ FIGURE_MAX = 1e18
 """Of bytes, seconds, tokens and steps; what is not below it is damage, and sums of what is stay finite."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
     """A step as the planner forecast it."""
 
@@ -40,7 +40,7 @@ class Expected:
     """Shortest and longest, as the drives waver."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Opening:
     """A process begins to train."""
 
@@ -61,7 +61,7 @@ class Opening:
     """Of numbers since the step, which the user accepted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """A step that ended. What older records lack is None, or empty."""
 
@@ -81,7 +81,7 @@ class Step:
     gpu_bytes: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Corrected:
     """What a step was predicted to take once the run had measured its drives."""
 
@@ -93,7 +93,7 @@ class Corrected:
     measured_bytes_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
     """A checkpoint or savepoint that was written."""
 
@@ -105,7 +105,7 @@ class Saved:
     """That training waited."""
 
 
-@dataclass(slots=True)
+@dataclass(kw_only=True, slots=True)
 class History:
     """A run, in the order of its file."""
 
@@ -153,7 +153,8 @@ class History:
             self.heldout.append((step, float(record["heldout_loss"])))
         elif "correction" in record:
             names = ("seconds", "planned_bytes_per_s", "measured_bytes_per_s")
-            self.corrections.append(Corrected(step, *(_figure(record["correction"][name]) for name in names)))
+            figures = {name: _figure(record["correction"][name]) for name in names}
+            self.corrections.append(Corrected(step=step, **figures))
         elif "checkpoint_bytes" in record:
             self.checkpoints.append(_saved(step, record, "checkpoint"))
         elif "savepoint_bytes" in record:
@@ -242,22 +243,22 @@ def _homes(session: Session, unit: str) -> Iterator[tuple[Kind, str]]:
 def _opening(step: int, record: Mapping[str, Any]) -> Opening:
     expected = record["expected"]
     return Opening(
-        step,
-        _text(record["time"]),
-        _text(record["device"]),
-        round(_figure(record["num_parameters"])),
-        {unit: {kind: _text(tier) for kind, tier in kinds.items()} for unit, kinds in record["homes"].items()},
-        tuple(map(_text, record["streamed"])),
-        tuple(map(_text, record["speculative"])),
-        tuple(_tier(tier) for tier in record["tiers"]),
-        None if expected is None else _expected(expected),
-        tuple(map(_text, record.get("changes", ()))),
+        step=step,
+        time=_text(record["time"]),
+        device=_text(record["device"]),
+        num_parameters=round(_figure(record["num_parameters"])),
+        homes={unit: {kind: _text(tier) for kind, tier in kinds.items()} for unit, kinds in record["homes"].items()},
+        streamed=tuple(map(_text, record["streamed"])),
+        speculative=tuple(map(_text, record["speculative"])),
+        tiers=tuple(_tier(tier) for tier in record["tiers"]),
+        expected=None if expected is None else _expected(expected),
+        changes=tuple(map(_text, record.get("changes", ()))),
     )
 
 
 def _tier(found: Mapping[str, Any]) -> TierState:
-    sizes = (round(_figure(found[name])) for name in ("state_bytes", "other_bytes", "budget_bytes"))
-    return TierState(_text(found["tier"]), *sizes)
+    sizes = {name: round(_figure(found[name])) for name in ("state_bytes", "other_bytes", "budget_bytes")}
+    return TierState(tier=_text(found["tier"]), **sizes)
 
 
 def _expected(found: Mapping[str, Any]) -> Expected:
@@ -266,31 +267,37 @@ def _expected(found: Mapping[str, Any]) -> Expected:
     if not (seconds := _figure(found["seconds"])):
         raise ValueError(found)
     low, high = map(_figure, found.get("seconds_range", (seconds, seconds)))  # older versions wrote none
-    return Expected(seconds, _text(found["bound_by"]), lanes, queues, (low, high))
+    return Expected(
+        seconds=seconds,
+        bound_by=_text(found["bound_by"]),
+        busy_seconds=lanes,
+        moved_bytes=queues,
+        seconds_range=(low, high),
+    )
 
 
 def _step(step: int, record: Mapping[str, Any], moved: Mapping[str, float], demanded: Mapping[str, float]) -> Step:
     skipped = record.get("skipped")
     return Step(
-        step,
-        float(record["loss"]),
-        _figure(record["tokens"]),
-        _figure(record["seconds"]),
-        _optional(record.get("attainment")),
-        None if skipped is None else _text(skipped),
-        _amounts(record, "stall_seconds"),
-        _amounts(record, "busy_seconds"),
-        moved,
-        demanded,
-        _optional(record.get("resident_bytes")),
-        _optional(record.get("gpu_bytes")),
+        step=step,
+        loss=float(record["loss"]),
+        tokens=_figure(record["tokens"]),
+        seconds=_figure(record["seconds"]),
+        attainment=_optional(record.get("attainment")),
+        skipped=None if skipped is None else _text(skipped),
+        stall_seconds=_amounts(record, "stall_seconds"),
+        busy_seconds=_amounts(record, "busy_seconds"),
+        moved_bytes=moved,
+        demanded_bytes=demanded,
+        resident_bytes=_optional(record.get("resident_bytes")),
+        gpu_bytes=_optional(record.get("gpu_bytes")),
     )
 
 
 def _saved(step: int, record: Mapping[str, Any], what: str) -> Saved:
     seconds = _figure(record[f"{what}_seconds"])
     paused = record.get(f"{what}_pause_seconds", seconds)  # for a savepoint training waits all the time
-    return Saved(step, _figure(record[f"{what}_bytes"]), seconds, _figure(paused))
+    return Saved(step=step, num_bytes=_figure(record[f"{what}_bytes"]), seconds=seconds, paused_seconds=_figure(paused))
 
 
 def _amounts(record: Mapping[str, Any], name: str) -> dict[str, float]:

@@ -40,7 +40,7 @@ TO_RAM = "#ee8a22"
 UPDATE = "#2f9e55"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
     """A row of a section."""
 
@@ -90,11 +90,11 @@ def _drive_bars(drive: DriveFigures) -> list[Bar]:
     flows = ("read", drive.read, READ), ("write", drive.write, WRITE), ("mixed 14:12", drive.mixed, MIXED)
     return [
         Bar(
-            name,
-            flow.bytes_per_s / 1e9,
-            0.0,
-            colour,
-            (f"{flow.bytes_per_s / 1e9:.2f}", f"{flow.p50_ms:.1f} ms", f"{flow.p99_ms:.1f} ms"),
+            name=name,
+            value=flow.bytes_per_s / 1e9,
+            inner=0.0,
+            colour=colour,
+            figures=(f"{flow.bytes_per_s / 1e9:.2f}", f"{flow.p50_ms:.1f} ms", f"{flow.p99_ms:.1f} ms"),
         )
         for name, flow, colour in flows
     ]
@@ -126,7 +126,13 @@ def _update_bars(links: LinkFigures) -> list[Bar]:
 
 
 def _compared(name: str, alone: float, shared: float, colour: str) -> Bar:
-    return Bar(name, alone / 1e9, shared / 1e9, colour, (f"{alone / 1e9:.2f}", f"{shared / 1e9:.2f}"))
+    return Bar(
+        name=name,
+        value=alone / 1e9,
+        inner=shared / 1e9,
+        colour=colour,
+        figures=(f"{alone / 1e9:.2f}", f"{shared / 1e9:.2f}"),
+    )
 
 
 def _section_height(num_bars: int, flags: Sequence[str]) -> float:

@@ -155,7 +155,17 @@ class Loop:
         bound_by = "" if self._expected is None else self._expected.forecast.bound_by
         progress.update(
             StepReport(
-                step, result.loss, rate, result.grad_norm, count, seconds, stalls, tiers, attainment, bound_by, busy
+                step=step,
+                loss=result.loss,
+                learning_rate=rate,
+                gradient_norm=result.grad_norm,
+                num_tokens=count,
+                seconds=seconds,
+                stall_seconds=stalls,
+                tiers=tiers,
+                attainment=attainment,
+                bound_by=bound_by,
+                busy_seconds=busy,
             )
         )
         self._last_step = step

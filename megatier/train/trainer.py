@@ -424,5 +424,11 @@ def _tier_states(session: Session) -> list[TierState]:
     state = session.placement.state_bytes
     other = session.placement.other_bytes
     return [
-        TierState(tier, state.get(tier, 0), other.get(tier, 0), session.store.usage(tier)["budget"]) for tier in Tier
+        TierState(
+            tier=tier,
+            state_bytes=state.get(tier, 0),
+            other_bytes=other.get(tier, 0),
+            budget_bytes=session.store.usage(tier)["budget"],
+        )
+        for tier in Tier
     ]
