@@ -107,7 +107,7 @@ def chunk_checksums(region: torch.Tensor, chunk_bytes: int) -> npt.NDArray[np.ui
 
 def probe(store: TieredStore, key: str) -> torch.Tensor:
     """The bytes at a block's home, read around the store: from its file, or by address."""
-    block = store._blocks[key]
+    block = store._blocks.find(key)
     if block.extent is None:
         copy = next(copy for copy in block.copies if copy.slot is None)
         view = store._copies.view(copy, copy.span)
@@ -126,7 +126,7 @@ def probe(store: TieredStore, key: str) -> torch.Tensor:
 def check_invariants(store: TieredStore) -> None:
     """What holds at any moment of any store, whatever was done to it."""
     with store._lock:
-        copies = [copy for block in store._blocks.values() for copy in block.copies]
+        copies = [copy for block in store._blocks.by_key.values() for copy in block.copies]
         slotted = [copy for copy in copies if copy.slot is not None]
         assert set(slotted) == set(store._copies._slotted)
         assert len({id(copy.slot) for copy in slotted}) == len(slotted), "a slot has two occupants"
@@ -141,7 +141,7 @@ def check_invariants(store: TieredStore) -> None:
             for marks in (copy.fills, copy.unwritten):
                 assert all(copy.holds(span) for span in marks)
                 assert disjoint(list(marks))
-        for block in store._blocks.values():
+        for block in store._blocks.by_key.values():
             for tier in (Tier.GPU, Tier.RAM):
                 assert disjoint([copy.span for copy in block.on(tier)])
             unsafe = [span for copy in block.copies for span in copy.unwritten if copy.unsafe(span)]

@@ -32,7 +32,7 @@ def read(store: TieredStore, key: str, tier: Tier, span: tuple[int, int] | None 
 
 def has_copy(store: TieredStore, key: str, tier: Tier) -> bool:
     """True when a copy is there, or on its way."""
-    return bool(store._blocks[key].on(tier))
+    return bool(store._blocks.find(key).on(tier))
 
 
 def send_home(store: TieredStore, key: str, span: tuple[int, int] | None = None) -> None:

@@ -438,5 +438,5 @@ class StoreContract:
                 for step in (Tier.GPU, Tier.RAM) if self.home is Tier.NVME and tier is Tier.GPU else (tier,):
                     store.write_back(key, step, span, wait=True)
                     if self.home is not step and choose.randrange(2):
-                        for copy in store._blocks[key].on(step):
+                        for copy in store._blocks.find(key).on(step):
                             store.evict(key, step, copy.span)

@@ -334,7 +334,7 @@ class PastRam:
             write(store, key, Tier.RAM, pattern(seed, NUM_BYTES))
             send_home(store, key)
             store.evict(key, Tier.RAM)
-        extent = store._blocks["b"].extent
+        extent = store._blocks.find("b").extent
         assert extent is not None
         assert store.files is not None
         path, offset = store.files.paths[0], extent.stripes[0].file_offset + 2 * CHUNK_BYTES + 5
@@ -351,7 +351,7 @@ class PastRam:
         store.seal()
         assert store.files is not None
         (path,) = store.files.paths
-        extent = store._blocks["d"].extent
+        extent = store._blocks.find("d").extent
         assert extent is not None
         os.truncate(path, extent.stripes[0].file_offset)
         with pytest.raises(TransferError) as caught:

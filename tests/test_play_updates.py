@@ -270,7 +270,7 @@ def settle_exchange(run: Run) -> None:
     """Until streamed state has gone home and come again."""
     assert run.player.updates.exchange is not None
     run.player.updates.exchange.wait()
-    for copy in [copy for block in run.store._blocks.values() for copy in block.copies]:
+    for copy in [copy for block in run.store._blocks.by_key.values() for copy in block.copies]:
         for transfer in copy.arriving(copy.span):
             transfer.over()
 

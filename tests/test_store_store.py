@@ -252,7 +252,7 @@ def test_blocks_are_striped_over_mounts(open_nvme: Callable[..., TieredStore], m
     monkeypatch.setattr(blockfile, "STRIPE_BYTES", 2 * CHUNK_BYTES)
     store = open_nvme(mounts=3)
     for seed, key in enumerate(KEYS):
-        extent = store._blocks[key].extent
+        extent = store._blocks.find(key).extent
         assert extent is not None
         assert {stripe.mount for stripe in extent.stripes} == {0, 1, 2}
         write(store, key, Tier.RAM, pattern(seed, NUM_BYTES))

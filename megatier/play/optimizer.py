@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from megatier.store.tear import Tear
 from megatier.store.transfer import FAILURES
+from megatier.tear import Tear
 from megatier.tier import Kind
 
 Elements = tuple[int, int]

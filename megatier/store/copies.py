@@ -17,15 +17,13 @@ from collections.abc import Callable, Iterable
 import torch
 
 from megatier import _native
-from megatier.drives.blockfile import BlockFiles
-from megatier.drives.gds import GpuReader
-from megatier.errors import BlockNotFoundError, CapacityError, DirtyBlockError, LeaseHeldError, StepAbandonedError
+from megatier.errors import CapacityError, DirtyBlockError, LeaseHeldError, StepAbandonedError
 from megatier.store.arena import Slot, SlotPool
-from megatier.store.lanes import Lanes, queue_to_gpu, queue_to_ram
+from megatier.store.lanes import Lanes
 from megatier.store.reservation import Reservation
-from megatier.store.residency import Block, Copy, Span, assign, overlap, without
-from megatier.store.tear import Tear
-from megatier.store.transfer import Transfer, mark
+from megatier.store.residency import Block, Copy, Span, overlap
+from megatier.store.transfer import Transfer
+from megatier.tear import Tear
 from megatier.tier import Tier
 
 POISON = 0xFF
@@ -40,14 +38,10 @@ class Copies:
         tear: whether something broke off while that was changed.
     """
 
-    def __init__(
-        self, reservation: Reservation, lanes: Lanes, files: BlockFiles | None, reader: GpuReader | None
-    ) -> None:
-        """Slots come from the reservation, once it is allocated. With a reader, NVMe -> GPU leaves RAM out."""
+    def __init__(self, reservation: Reservation, lanes: Lanes) -> None:
+        """Slots come from the reservation, once it is allocated."""
         self._reservation = reservation
         self._lanes = lanes
-        self._files = files
-        self._reader = reader
         self._slotted: dict[Copy, None] = {}
         """Copies in slots; the one unused for longest comes first."""
         self.lock = threading.Lock()
@@ -59,6 +53,19 @@ class Copies:
     def view(self, copy: Copy, span: Span) -> torch.Tensor:
         """uint8 [stop - start] of a copy."""
         return self._reservation.view(copy.tier, copy.offset + span[0] - copy.span[0], span[1] - span[0])
+
+    def copy_for(self, block: Block, tier: Tier, span: Span, *, wait: bool) -> Copy:
+        """The copy to use, perhaps still empty; refused if another tier alone has the newest bytes. See `place`.
+
+        Raises:
+            DirtyBlockError: the other tier has newer bytes.
+        """
+        assert tier is not Tier.NVME, "bytes are used in gpu or ram"
+        beyond = Tier.GPU if tier is Tier.RAM else Tier.RAM
+        # Bytes for the gpu come through ram, from dirty copies too. Else they come from home, which lacks the newest.
+        if (tier is Tier.RAM or block.spec.home is Tier.GPU) and any(copy.unsafe(span) for copy in block.on(beyond)):
+            raise DirtyBlockError(f"block {block.spec.key} has newer bytes on {beyond}; write them back first.")
+        return self.place(block, tier, span, wait=wait)
 
     def place(self, block: Block, tier: Tier, span: Span, *, wait: bool) -> Copy:
         """The copy that holds the span, or a new, empty one in a slot. A gpu copy is always whole.
@@ -142,238 +149,11 @@ class Copies:
             finally:
                 self.lock.acquire()
 
-    # ------------------------------------------------------------------ up
-
-    def bring(self, copy: Copy, span: Span, *, wait: bool) -> None:
-        """Start the moves that make the span valid, from the nearest tier that has it.
-
-        Lets go of the lock while it waits for RAM slots, if `wait`.
-
-        Raises:
-            CapacityError: no RAM slot to pass through, and not `wait`.
-            BlockNotFoundError: the bytes are nowhere.
-            TransferError: a write-back to this home failed; its bytes are nowhere else that lasts.
-        """
-        # A slot that was not filled is filled again. Bytes that did not get home exist in no other place: raise.
-        for transfer in copy.arriving(span) if copy.slot is None else ():
-            if transfer.failed():
-                transfer.wait()
-        copy.forget_failures()
-
-        copy.num_leases += 1  # nobody takes the slot while this waits for another one
-        try:
-            for part in copy.missing(span):
-                if copy.tier is Tier.GPU:
-                    self._fill_gpu(copy, part, wait=wait)
-                elif copy.block.extent is not None:
-                    self._read(copy, part)
-                else:
-                    self._fill_ram(copy, part)
-        except BaseException:
-            self.unlease(copy)
-            raise
-        copy.num_leases -= 1
-
-    def _read(self, copy: Copy, span: Span) -> None:
-        """NVMe -> RAM."""
-        files = self._files
-        extent = copy.block.extent
-        slot = copy.slot
-        assert files is not None
-        assert extent is not None
-        assert slot is not None
-        key = copy.block.spec.key
-        address = self.view(copy, span).data_ptr()
-        stop = extent.padded(span[1])
-        transfer = self._lanes.submit(
-            "nvme_to_ram",
-            key,
-            stop - span[0],
-            lambda: files.read(key, extent, span[0], stop, address),
-            behind=slot.pending,
-        )
-        assign(copy.fills, span, transfer)
-
-    def _fill_ram(self, copy: Copy, span: Span) -> None:
-        """GPU -> RAM, from the home there or from the copy of a scratch block."""
-        key = copy.block.spec.key
-        assert copy.slot is not None
-        try:
-            source = copy.block.find(Tier.GPU, span)
-        except BlockNotFoundError:
-            raise BlockNotFoundError(f"block {key} has no bytes {span} anywhere; lease it fresh first.") from None
-
-        # The copy comes after the present point of compute, which may still be writing the bytes.
-        after = [*source.arriving(span), *self.point(key)]
-        transfer = self._lanes.to_ram(key, self.view(copy, span), self.view(source, span), after, copy.slot.pending)
-        assign(copy.fills, span, transfer)
-        source.use(transfer)
-
-    def _fill_gpu(self, copy: Copy, span: Span, *, wait: bool) -> None:
-        """RAM -> GPU; bytes from NVMe pass through RAM in pieces as large as its slots, or go past it."""
-        assert copy.slot is not None
-        block = copy.block
-        key = copy.block.spec.key
-
-        # Any round may wait for a slot in RAM, so each one looks anew whether its bytes are there.
-        for part in self._ram_spans(block, span):
-            passing = not any(c.holds(part) and c.is_usable() for c in block.on(Tier.RAM))
-            if passing and self._reader is not None and block.extent is not None:
-                self._read_past_ram(copy, part, self._reader)
-                continue
-
-            source = self.place(block, Tier.RAM, part, wait=wait)
-            self.bring(source, part, wait=wait)
-            after = source.arriving(part)
-            behind = copy.slot.pending
-            target = self.view(copy, part)
-            queue = queue_to_gpu(block.spec.kind)
-            transfer = self._lanes.to_gpu(key, target, self.view(source, part), after, behind, queue=queue)
-            assign(copy.fills, part, transfer)
-            source.use(transfer)  # whoever gets the slot in RAM next comes behind this move
-            if passing:
-                self.evict(source)
-
-    def _read_past_ram(self, copy: Copy, span: Span, reader: GpuReader) -> None:
-        """NVMe -> GPU. Bytes that are leaving RAM for NVMe come first."""
-        block = copy.block
-        extent = copy.block.extent
-        assert extent is not None
-        assert copy.slot is not None
-
-        # After the newest bytes, without which the extent is stale; behind older writes, however they end.
-        target = self.view(copy, (span[0], extent.padded(span[1])))
-        leaving = [other for other in block.on(Tier.RAM) if not other.is_usable()]
-        after = [t for other in leaving for t in other.unwritten.values() if t is not None]
-        behind = [*copy.slot.pending, *(t for other in leaving for t in other.writes())]
-        transfer = self._lanes.submit(
-            "nvme_to_gpu",
-            block.spec.key,
-            target.numel(),
-            lambda: reader.read(block.spec.key, extent, span[0], target),
-            after,
-            behind,
-        )
-        assign(copy.fills, span, transfer)
-        # No slot in RAM is held meanwhile, so the next write of the extent has to be told of this read.
-        block.reads = [*(read for read in block.reads if not read.done()), transfer]
-
-    def _ram_spans(self, block: Block, span: Span) -> list[Span]:
-        """A span cut at the copies that lie in RAM now; the rest in pieces that fit into slots there."""
-        copies = [copy.span for copy in block.on(Tier.RAM) if overlap(copy.span, span) and copy.is_usable()]
-        parts = [(max(start, span[0]), min(stop, span[1])) for start, stop in copies]
-        rest = without(span, parts)
-        if rest and self._reader is not None and block.extent is not None:
-            parts += rest
-        elif rest and block.spec.home is not None:
-            chunk = self._files.options.chunk_bytes if self._files is not None else 1
-            size = max(chunk, self._reservation.slot_bytes(Tier.RAM, block.spec) // chunk * chunk)
-            for start, stop in rest:
-                parts += [(first, min(first + size, stop)) for first in range(start, stop, size)]
-        return sorted(parts)
-
-    # ------------------------------------------------------------------ home
-
-    def send_home(self, copy: Copy, span: Span, *, wait: bool) -> Transfer:
-        """Start copying a span one step towards home. Lets go of the lock while it waits for a slot, if `wait`."""
-        if copy.tier is Tier.GPU:
-            transfer = self._copy_down(copy, span, wait=wait)
-        elif copy.block.extent is not None:
-            transfer = self._write(copy, span)
-        else:
-            transfer = self._copy_up(copy, span)
-
-        copy.dirty(span)  # an older write-back goes on among the users; from now on the new one counts
-        assign(copy.unwritten, span, transfer)
-        self.wake()  # no slot is free yet, but whoever waits for one has a transfer to wait for now
-        return transfer
-
-    def _write(self, copy: Copy, span: Span) -> Transfer:
-        """RAM -> NVMe, behind an older write of the same bytes."""
-        files = self._files
-        extent = copy.block.extent
-        assert files is not None
-        assert extent is not None
-        key = copy.block.spec.key
-        address = self.view(copy, span).data_ptr()
-        stop = extent.padded(span[1])
-        return self._lanes.submit(
-            "ram_to_nvme",
-            key,
-            stop - span[0],
-            lambda: files.write(key, extent, span[0], stop, address),
-            copy.arriving(span),
-            [*copy.writes(), *copy.block.reads],
-        )
-
-    def _copy_down(self, copy: Copy, span: Span, *, wait: bool) -> Transfer:
-        """GPU -> RAM: into the home there, or into a slot, which is dirty from then on unless the block is scratch."""
-        block = copy.block
-        key = copy.block.spec.key
-        copy.num_leases += 1  # nobody takes the slot while this waits for another one
-        try:
-            below = self.place(block, Tier.RAM, span, wait=wait)
-        finally:
-            copy.num_leases -= 1
-
-        # Compute made the bytes: the uses that ended before this call, and whatever is enqueued now.
-        compute = [transfer for transfer in copy.in_use() if transfer.queue == "compute"]
-        after = [*copy.arriving(span), *compute, *self.point(key)]
-        behind = self.occupants(below)
-        target = self.view(below, span)
-        queue = queue_to_ram(block.spec.kind)
-        transfer = self._lanes.to_ram(key, target, self.view(copy, span), after, behind, queue=queue)
-        assign(below.fills, span, transfer)
-        if block.extent is not None:
-            below.dirty(span)  # one step nearer to home, and not there yet
-        return transfer
-
-    def _copy_up(self, copy: Copy, span: Span) -> Transfer:
-        """RAM -> the home on the GPU."""
-        block = copy.block
-        key = copy.block.spec.key
-        home = block.find(Tier.GPU, span)
-        after = copy.arriving(span)
-        behind = [*self.occupants(home), *self.point(key)]
-        transfer = self._lanes.to_gpu(key, self.view(home, span), self.view(copy, span), after, behind)
-        assign(home.fills, span, transfer)
-        return transfer
-
-    # ------------------------------------------------------------------ out
-
-    def copy_out(self, block: Block, span: Span, target: torch.Tensor) -> Transfer:
-        """Home on the GPU or on NVMe -> RAM outside of the store, past slots and leases; `moved_bytes` leaves it out.
-
-        Args:
-            block: it is settled, and nobody changes the span before the transfer is over.
-            span: bytes of it.
-            target: uint8 on the CPU, page aligned, as long as the span in whole pages; kept until the transfer is over.
-        """
-        key = block.spec.key
-        extent = block.extent
-        files = self._files
-        if extent is not None and files is not None:
-            address = target.data_ptr()
-            stop = extent.padded(span[1])
-            return self._lanes.submit("nvme_to_ram", key, 0, lambda: files.read(key, extent, span[0], stop, address))
-        home = block.find(Tier.GPU, span)
-        queue = "state_to_ram"  # there it yields to what compute waits for
-        inside = self.view(home, span)
-        outside = target[: span[1] - span[0]]
-        transfer = self._lanes.submit(queue, key, 0, lambda: self._lanes.copy(queue, outside, inside))
-        home.use(transfer)
-        return transfer
-
     # ------------------------------------------------------------------ away
 
     def occupants(self, copy: Copy) -> list[Transfer]:
         """The transfers that must have ended before a copy's bytes may be overwritten."""
         return [*copy.in_use(), *(copy.slot.pending if copy.slot is not None else [])]
-
-    def point(self, key: str) -> list[Transfer]:
-        """The present point of compute if it is asynchronous, else nothing."""
-        point = mark(self._lanes.clock, key)
-        return [] if point is None else [point]
 
     def evict(self, copy: Copy) -> None:
         """Drop a copy in a slot, now or, if it is being written to NVMe, when that went well.

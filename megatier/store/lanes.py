@@ -13,7 +13,7 @@ import torch
 from megatier import _native
 from megatier.store.queue import Queue
 from megatier.store.stream_clock import StreamClock
-from megatier.store.transfer import Completion, Transfer
+from megatier.store.transfer import Completion, Transfer, mark
 from megatier.tier import Kind
 
 LOG_TRANSFERS_MAX = 1 << 17
@@ -100,6 +100,11 @@ class Lanes:
     ) -> Transfer:
         """Copy uint8 [n] on the GPU to uint8 [n] in RAM."""
         return self.submit(queue, key, source.numel(), lambda: self.copy(queue, target, source), after, behind)
+
+    def point(self, key: str) -> list[Transfer]:
+        """The present point of compute if it is asynchronous, else nothing."""
+        point = mark(self.clock, key)
+        return [] if point is None else [point]
 
     def take_log(self) -> list[Transfer]:
         """Transfers submitted since the last call."""

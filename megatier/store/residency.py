@@ -11,7 +11,7 @@ state           | fields that say so                | what may happen to the byt
 ----------------|-----------------------------------|------------------------------------------------------------------
 home            | slot is None                      | The copy is never evicted, so it is never leaving. Its bytes may
                 |                                   | be in any other state below.
-empty           | span missing in `fills`           | `Copies.bring` starts to fill them. A copy that is empty when its
+empty           | span missing in `fills`           | `Fills.bring` starts to fill them. A copy that is empty when its
                 |                                   | last lease ends gives its slot back.
 filling         | fills[span]: transfer under way   | They may be leased (the lease waits) and sent on (that move comes
                 |                                   | after). An evicted copy gives its slot back at once: whoever

@@ -29,15 +29,19 @@ from typing import Self
 import torch
 
 from megatier.config.values import parse_bytes, parse_list, parse_mount
-from megatier.drives.blockfile import BlockFiles, Extent, IoOptions
+from megatier.drives.blockfile import BlockFiles, IoOptions
 from megatier.drives.gds import GpuReader, IoPath
-from megatier.errors import BlockNotFoundError, CapacityError, DirtyBlockError, LastCopyError
+from megatier.errors import LastCopyError
+from megatier.store.blocks import Blocks
 from megatier.store.copies import Copies
+from megatier.store.fills import Fills
 from megatier.store.lanes import Lanes
-from megatier.store.lease import Lease
+from megatier.store.lease import Lease, Leases
+from megatier.store.outside import Outside
 from megatier.store.reservation import Reservation
-from megatier.store.residency import Block, Copy, Span, assign, overlap
+from megatier.store.residency import Span, overlap
 from megatier.store.transfer import Transfer
+from megatier.store.write_backs import WriteBacks
 from megatier.tier import BlockSpec, Kind, Tier
 
 
@@ -59,15 +63,18 @@ class TieredStore:
         self.device = device
         self.files = files
         self._reader = GpuReader(files, device) if files is not None and files.options.gpu_direct else None
-        self._blocks: dict[str, Block] = {}
-        self.extents: dict[str, Extent] = {}
         self._reservation = Reservation(budgets)
         self._lanes = Lanes(device)
-        self._copies = Copies(self._reservation, self._lanes, files, self._reader)
+        self._blocks = Blocks(self._reservation, files)
+        self.extents = self._blocks.extents
+        self._copies = Copies(self._reservation, self._lanes)
+        self._fills = Fills(self._copies, self._reservation, self._lanes, files, self._reader)
+        self._write_backs = WriteBacks(self._copies, self._lanes, files)
+        self._outside = Outside(self._blocks, self._copies, self._lanes, files)
+        self._leases = Leases(self._blocks, self._copies, self._fills, self._lanes)
         self._lock = self._copies.lock
         self.tear = self._copies.tear
         self._is_sealed = False
-        self._resets = 0
         self.clock = self._lanes.clock
         self.queues = tuple(self._lanes.queues.values())
 
@@ -122,19 +129,10 @@ class TieredStore:
             ValueError: the key exists, or the store is sealed.
         """
         with self._lock:
-            if self._is_sealed or spec.key in self._blocks:
+            if self._is_sealed or spec.key in self._blocks.by_key:
                 raise ValueError(f"cannot register {spec.key}: it exists, or the store is in use already.")
 
-            block = Block(spec)
-            if spec.home is Tier.NVME:
-                if self.files is None:
-                    raise CapacityError("nvme", spec.num_bytes, 0, "Give the store at least one mount.")
-                block.extent = self.extents[spec.key] = self.files.reserve(spec.num_bytes)
-                self._reservation.home(spec, Tier.NVME)
-            elif spec.home is not None:
-                offset = self._reservation.home(spec, spec.home)
-                block.copies.append(Copy(block, spec.home, block.whole, offset, fills={block.whole: None}))
-            self._blocks[spec.key] = block
+            self._blocks.add(spec)
 
     def reserve(self, tier: Tier, kind: Kind | None, slot_bytes: int, num_slots: int) -> None:
         """Set slots aside in gpu or ram for copies of one kind of block (None: all kinds without slots of their own).
@@ -163,7 +161,8 @@ class TieredStore:
                 self.files.allocate()  # first, because it is quick and shows a disk that is too small
 
             for tier in (Tier.GPU, Tier.RAM):
-                passing = [block.spec.num_bytes for block in self._blocks.values() if block.spec.home is not tier]
+                specs = [block.spec for block in self._blocks.by_key.values()]
+                passing = [spec.num_bytes for spec in specs if spec.home is not tier]
                 self._reservation.default_slots(tier, passing)
             self._reservation.allocate(self.device)
 
@@ -194,9 +193,10 @@ class TieredStore:
         """
         self.seal()
         with self._lock, self.tear.call:
-            copy, span = self._copy(key, tier, span, wait=wait)
+            block, span = self._blocks.span(key, span)
+            copy = self._copies.copy_for(block, tier, span, wait=wait)
             copy.is_ahead = not copy.num_leases
-            self._copies.bring(copy, span, wait=wait)
+            self._fills.bring(copy, span, wait=wait)
             return [transfer for transfer in copy.arriving(span) if not transfer.done()]
 
     def lease(
@@ -217,28 +217,7 @@ class TieredStore:
             TransferError, IntegrityError: the bytes could not be brought; they are whole where they were.
         """
         self.seal()
-        with self.tear.call:
-            with self._lock:
-                copy, span = self._copy(key, tier, span, wait=wait)
-                copy.is_ahead = False
-                # Nothing brings the bytes, so nothing else would wait for those who still use the slot.
-                over = self._copies.occupants(copy) if fresh else []
-                if fresh:
-                    assign(copy.fills, span, None)
-                else:
-                    self._copies.bring(copy, span, wait=wait)
-                copy.num_leases += 1
-                needed = copy.arriving(span)
-
-            # The lease is counted before the lock is let go: nobody takes the slot while this waits for the bytes.
-            try:
-                with self.tear.waiting():
-                    for transfer in (*over, *needed):
-                        transfer.order_for(tier, fails=transfer in needed)
-            except BaseException:
-                self._release(copy)
-                raise
-            return Lease(self, copy, span)
+        return self._leases.take(key, tier, span, fresh=fresh, wait=wait)
 
     def mark_dirty(self, key: str, tier: Tier, span: Span | None = None) -> None:
         """Say that the bytes under a lease were changed. Copies of them in other tiers are stale, and are dropped.
@@ -248,7 +227,7 @@ class TieredStore:
             LeaseHeldError: such a copy is leased.
         """
         with self._lock, self.tear.call:
-            block, span = self._span(key, span)
+            block, span = self._blocks.span(key, span)
             copy = block.find(tier, span)
             self._copies.drop_stale([c for c in block.copies if c.tier is not tier and c.slot is not None], span)
             # At home nothing is dirty. A scratch block has no home; from the gpu it goes to ram, and no further.
@@ -266,7 +245,7 @@ class TieredStore:
             CapacityError: no slot for the step in between, and not `wait`.
         """
         with self._lock, self.tear.call:
-            block, span = self._span(key, span)
+            block, span = self._blocks.span(key, span)
             copy = block.find(tier, span)
 
             copy.settle()
@@ -276,7 +255,7 @@ class TieredStore:
             # The move under way will do: bytes that changed after it began would have a mark of their own.
             if len(unwritten) == 1 and (under_way := unwritten[0]) is not None and not under_way.done():
                 return under_way
-            return self._copies.send_home(copy, span, wait=wait)
+            return self._write_backs.send_home(copy, span, wait=wait)
 
     def evict(self, key: str, tier: Tier, span: Span | None = None) -> None:
         """Drop the copy of exactly this span; a no-op when there is none.
@@ -291,7 +270,7 @@ class TieredStore:
             LastCopyError: it is the home copy.
         """
         with self._lock, self.tear.call:
-            block, span = self._span(key, span)
+            block, span = self._blocks.span(key, span)
             if block.spec.home is tier:
                 raise LastCopyError(f"block {key} is at home on {tier}; it cannot be evicted.")
             for copy in [c for c in block.on(tier) if c.span == span]:
@@ -300,7 +279,7 @@ class TieredStore:
     def discard(self, key: str, tier: Tier) -> None:
         """Drop all copies in slots of a tier, dirty or not, since nobody wants their bytes; else as `evict`."""
         with self._lock, self.tear.call:
-            for copy in [copy for copy in self._block(key).on(tier) if copy.slot is not None]:
+            for copy in [copy for copy in self._blocks.find(key).on(tier) if copy.slot is not None]:
                 self._copies.discard(copy)
 
     def wake(self) -> None:
@@ -321,8 +300,8 @@ class TieredStore:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         with self._lock:
-            self._resets += 1
-            self._copies.forget(self._blocks.values())
+            self._leases.forget()
+            self._copies.forget(self._blocks.by_key.values())
         self.tear.is_torn = False
 
     def settle(self, key: str) -> None:
@@ -332,7 +311,7 @@ class TieredStore:
             TransferError: one failed; the copy is still there, dirty.
         """
         with self._lock:
-            block = self._block(key)
+            block = self._blocks.find(key)
             write_backs = block.write_backs()
 
         # Without the lock, as moves may take long. Only the copies say afterwards which bytes are home.
@@ -350,23 +329,17 @@ class TieredStore:
         The tensor may be freed at once: its memory is not given to others before the copy is over.
         """
         with self._lock, self.tear.call:
-            copy, inside, outside, behind = self._exchange(key, tensor)
-            transfer = self._lanes.to_ram(key, inside, outside, (), behind)
-            assign(copy.fills, (0, inside.numel()), transfer)
-            return transfer
+            return self._outside.push(key, tensor)
 
     def pull(self, key: str, tensor: torch.Tensor) -> Transfer:
         """Start copying a block at home in ram into a contiguous tensor on the gpu device."""
         with self._lock, self.tear.call:
-            copy, inside, outside, behind = self._exchange(key, tensor)
-            transfer = self._lanes.to_gpu(key, outside, inside, copy.arriving((0, inside.numel())), behind)
-            copy.use(transfer)
-            return transfer
+            return self._outside.pull(key, tensor)
 
     def copy_out(self, key: str, span: Span, target: torch.Tensor) -> Transfer:
-        """Start copying bytes from home, on the gpu or NVMe, into RAM outside of the store; see `Copies.copy_out`."""
+        """Start copying bytes from home, on the gpu or NVMe, into RAM outside of the store; see `Outside.copy_out`."""
         with self._lock, self.tear.call:
-            return self._copies.copy_out(*self._span(key, span), target)
+            return self._outside.copy_out(*self._blocks.span(key, span), target)
 
     @property
     def moved_bytes(self) -> Counter[str]:
@@ -381,12 +354,12 @@ class TieredStore:
     def residency(self, key: str) -> dict[Tier, tuple[Span, ...]]:
         """Per tier, the spans of the block that are there now and as new as any."""
         with self._lock:
-            return self._block(key).residency()
+            return self._blocks.find(key).residency()
 
     def is_dirty(self, key: str) -> bool:
         """True if a copy has bytes that home does not have."""
         with self._lock:
-            return self._block(key).is_dirty()
+            return self._blocks.find(key).is_dirty()
 
     def usage(self, tier: Tier) -> dict[str, int]:
         """Bytes by kind at home in the tier, `slots` (reserved for copies), and `budget`."""
@@ -411,46 +384,3 @@ class TieredStore:
         if self.files is not None:
             self.files.close()  # before the memory: its threads may still read and write
         self._reservation.close()
-
-    # ------------------------------------------------------------------ inside; the lock is held
-
-    def _block(self, key: str) -> Block:
-        try:
-            return self._blocks[key]
-        except KeyError:
-            raise BlockNotFoundError(f"no block {key!r} is registered.") from None
-
-    def _span(self, key: str, span: Span | None) -> tuple[Block, Span]:
-        """A block, and the span of it that a caller means; the whole one if none is given."""
-        block = self._block(key)
-        start, stop = span = span or block.whole
-        chunk = self.files.options.chunk_bytes if self.files is not None and block.extent is not None else 1
-        assert 0 <= start < stop <= block.spec.num_bytes, f"{span} lies outside of {key}"
-        assert start % chunk == 0, f"{span} of {key} starts inside a chunk"
-        assert stop % chunk == 0 or stop == block.spec.num_bytes, f"{span} of {key} ends inside a chunk"
-        return block, span
-
-    def _copy(self, key: str, tier: Tier, span: Span | None, *, wait: bool) -> tuple[Copy, Span]:
-        """The copy to use, perhaps still empty; refused if another tier alone has the newest bytes."""
-        assert tier is not Tier.NVME, "bytes are used in gpu or ram"
-        block, span = self._span(key, span)
-        beyond = Tier.GPU if tier is Tier.RAM else Tier.RAM
-        # Bytes for the gpu come through ram, from dirty copies too. Else they come from home, which lacks the newest.
-        if (tier is Tier.RAM or block.spec.home is Tier.GPU) and any(copy.unsafe(span) for copy in block.on(beyond)):
-            raise DirtyBlockError(f"block {key} has newer bytes on {beyond}; write them back first.")
-        return self._copies.place(block, tier, span, wait=wait), span
-
-    def _exchange(self, key: str, tensor: torch.Tensor) -> tuple[Copy, torch.Tensor, torch.Tensor, list[Transfer]]:
-        """Both ends of a move between a block at home in ram and a tensor outside, and the transfers before it."""
-        outside = tensor.detach().reshape(-1).view(torch.uint8)
-        block, span = self._span(key, (0, outside.numel()))
-        copy = block.find(Tier.RAM, span)
-        return copy, self._copies.view(copy, span), outside, [*copy.in_use(), *self._copies.point(key)]
-
-    def _release(self, copy: Copy) -> None:
-        """End a lease. On the gpu, compute that is enqueued by now still uses the bytes: the next user comes after."""
-        with self._lock, self.tear.call:
-            if copy.tier is Tier.GPU:
-                for point in self._copies.point(copy.block.spec.key):
-                    copy.use(point)
-            self._copies.unlease(copy)

@@ -82,7 +82,7 @@ def read(store: TieredStore, key: str, tier: Tier = Tier.RAM) -> torch.Tensor:
 
 
 def offset_of(store: TieredStore, key: str) -> int:
-    extent = store._blocks[key].extent
+    extent = store._blocks.find(key).extent
     assert extent is not None
     return extent.stripes[0].file_offset
 

@@ -1,0 +1,66 @@
+"""The blocks of a store by their keys, and the spans of them that may be asked for.
+
+Every method is called with the lock of `Copies` held.
+"""
+
+from __future__ import annotations
+
+from megatier.drives.blockfile import BlockFiles, Extent
+from megatier.errors import BlockNotFoundError, CapacityError
+from megatier.store.reservation import Reservation
+from megatier.store.residency import Block, Copy, Span
+from megatier.tier import BlockSpec, Tier
+
+
+class Blocks:
+    """The registered blocks of one store.
+
+    Attributes:
+        by_key: every block.
+        extents: the place of each block that is at home on NVMe, by its key.
+    """
+
+    def __init__(self, reservation: Reservation, files: BlockFiles | None) -> None:
+        """Homes are set aside in the reservation, and those on NVMe in the files."""
+        self._reservation = reservation
+        self._files = files
+        self.by_key: dict[str, Block] = {}
+        self.extents: dict[str, Extent] = {}
+
+    def add(self, spec: BlockSpec) -> None:
+        """Set the home of a new block aside.
+
+        Raises:
+            CapacityError: the home tier's budget is used up.
+        """
+        block = Block(spec)
+        if spec.home is Tier.NVME:
+            if self._files is None:
+                raise CapacityError("nvme", spec.num_bytes, 0, "Give the store at least one mount.")
+            block.extent = self.extents[spec.key] = self._files.reserve(spec.num_bytes)
+            self._reservation.home(spec, Tier.NVME)
+        elif spec.home is not None:
+            offset = self._reservation.home(spec, spec.home)
+            block.copies.append(Copy(block, spec.home, block.whole, offset, fills={block.whole: None}))
+        self.by_key[spec.key] = block
+
+    def find(self, key: str) -> Block:
+        """The block of a key.
+
+        Raises:
+            BlockNotFoundError: none was registered under it.
+        """
+        try:
+            return self.by_key[key]
+        except KeyError:
+            raise BlockNotFoundError(f"no block {key!r} is registered.") from None
+
+    def span(self, key: str, span: Span | None) -> tuple[Block, Span]:
+        """A block, and the span of it that a caller means; the whole one if none is given."""
+        block = self.find(key)
+        start, stop = span = span or block.whole
+        chunk = self._files.options.chunk_bytes if self._files is not None and block.extent is not None else 1
+        assert 0 <= start < stop <= block.spec.num_bytes, f"{span} lies outside of {key}"
+        assert start % chunk == 0, f"{span} of {key} starts inside a chunk"
+        assert stop % chunk == 0 or stop == block.spec.num_bytes, f"{span} of {key} ends inside a chunk"
+        return block, span

@@ -1,0 +1,71 @@
+"""Moves between blocks at home and memory outside of the store, which no lease and no slot covers.
+
+Every method is called with the lock of `Copies` held.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatier.drives.blockfile import BlockFiles
+from megatier.store.blocks import Blocks
+from megatier.store.copies import Copies
+from megatier.store.lanes import Lanes
+from megatier.store.residency import Block, Copy, Span, assign
+from megatier.store.transfer import Transfer
+from megatier.tier import Tier
+
+
+class Outside:
+    """Starts moves between homes and memory outside of the store."""
+
+    def __init__(self, blocks: Blocks, copies: Copies, lanes: Lanes, files: BlockFiles | None) -> None:
+        """Take what is moved, and what moves it."""
+        self._blocks = blocks
+        self._copies = copies
+        self._lanes = lanes
+        self._files = files
+
+    def push(self, key: str, tensor: torch.Tensor) -> Transfer:
+        """Tensor on the gpu device -> home in RAM; see `TieredStore.push`."""
+        copy, inside, outside, behind = self._exchange(key, tensor)
+        transfer = self._lanes.to_ram(key, inside, outside, (), behind)
+        assign(copy.fills, (0, inside.numel()), transfer)
+        return transfer
+
+    def pull(self, key: str, tensor: torch.Tensor) -> Transfer:
+        """Home in RAM -> tensor on the gpu device; see `TieredStore.pull`."""
+        copy, inside, outside, behind = self._exchange(key, tensor)
+        transfer = self._lanes.to_gpu(key, outside, inside, copy.arriving((0, inside.numel())), behind)
+        copy.use(transfer)
+        return transfer
+
+    def copy_out(self, block: Block, span: Span, target: torch.Tensor) -> Transfer:
+        """Home on the GPU or on NVMe -> RAM outside of the store, past slots and leases; `moved_bytes` leaves it out.
+
+        Args:
+            block: it is settled, and nobody changes the span before the transfer is over.
+            span: bytes of it.
+            target: uint8 on the CPU, page aligned, as long as the span in whole pages; kept until the transfer is over.
+        """
+        key = block.spec.key
+        extent = block.extent
+        files = self._files
+        if extent is not None and files is not None:
+            address = target.data_ptr()
+            stop = extent.padded(span[1])
+            return self._lanes.submit("nvme_to_ram", key, 0, lambda: files.read(key, extent, span[0], stop, address))
+        home = block.find(Tier.GPU, span)
+        queue = "state_to_ram"  # there it yields to what compute waits for
+        inside = self._copies.view(home, span)
+        outside = target[: span[1] - span[0]]
+        transfer = self._lanes.submit(queue, key, 0, lambda: self._lanes.copy(queue, outside, inside))
+        home.use(transfer)
+        return transfer
+
+    def _exchange(self, key: str, tensor: torch.Tensor) -> tuple[Copy, torch.Tensor, torch.Tensor, list[Transfer]]:
+        """Both ends of a move between a block at home in ram and a tensor outside, and the transfers before it."""
+        outside = tensor.detach().reshape(-1).view(torch.uint8)
+        block, span = self._blocks.span(key, (0, outside.numel()))
+        copy = block.find(Tier.RAM, span)
+        return copy, self._copies.view(copy, span), outside, [*copy.in_use(), *self._lanes.point(key)]
