@@ -7,7 +7,8 @@
         checksums/           of every chunk that is kept on NVMe, block after block
 
 A savepoint is of this run, on these tiers and drives: a checkpoint is the portable copy. What spilled is not written
-again, since the updates after it write another generation (`Generations.advance`). Block files then outlive the process.
+again, since the updates after it write another generation (`Generations.advance`). Block files then outlive the
+process.
 
 Files are chunk files (`checkpoint.chunkfile`): raw words, each file with its CRC32C. They lie in the run directory, not
 on the mounts, so that one rename decides: the folder gets its name when all of it, and the block files, are on the
