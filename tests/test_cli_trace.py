@@ -24,9 +24,9 @@ def run(tmp_path: Path) -> Path:
         (
             step,
             [
-                TraceEvent("stall", "a", 0, step * 10 * MS, cause="update"),
-                TraceEvent("stall", "a", step * 10 * MS, step * 15 * MS, cause="nvme_to_ram"),
-                TraceEvent("compute", "a forward 0", step * 15 * MS, step * 100 * MS),
+                TraceEvent(lane="stall", name="a", start_ns=0, end_ns=step * 10 * MS, cause="update"),
+                TraceEvent(lane="stall", name="a", start_ns=step * 10 * MS, end_ns=step * 15 * MS, cause="nvme_to_ram"),
+                TraceEvent(lane="compute", name="a forward 0", start_ns=step * 15 * MS, end_ns=step * 100 * MS),
             ],
         )
         for step in (4, 5)
@@ -61,7 +61,10 @@ def test_trace_writes_where_it_is_told(run: Path, tmp_path: Path) -> None:
 
 
 def test_trace_hostile_names_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    events = [TraceEvent("[/x]<b>", "a", 0, MS), TraceEvent("stall", "a", 0, MS, cause="[bold]&")]
+    events = [
+        TraceEvent(lane="[/x]<b>", name="a", start_ns=0, end_ns=MS),
+        TraceEvent(lane="stall", name="a", start_ns=0, end_ns=MS, cause="[bold]&"),
+    ]
     write_trace(tmp_path / "trace.json", [(1, events)])
     assert main(["trace", str(tmp_path)]) == 0
     assert "[/x]<b>" in (text := capsys.readouterr().out)

@@ -44,7 +44,7 @@ class Head:
         gradients = Gradients({"head": layout.trained}, dtype, self, self, groups=1)
         gradients.begin_group(0)
         anchor = torch.zeros((), requires_grad=True)
-        stage = Stage(self, gradients, dtype, device, 1, anchor)
+        stage = Stage(source=self, gradients=gradients, dtype=dtype, device=device, slices=1, anchor=anchor)
         self.module = nn.Linear(HIDDEN, VOCAB, bias=bias, device="meta")
         bindings = [(self.module._parameters, tensor.name, tensor) for tensor in layout.tensors]
         node = Node(stage, "head", "lm_head", self.module, bindings, activations=Activations.KEEP)  # type: ignore[arg-type]

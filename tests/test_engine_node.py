@@ -117,7 +117,7 @@ def streamed(activations: str = "keep", slices: int = 1) -> tuple[Probe, Node, S
     gradients = Gradients({"unit": LAYOUT}, torch.float32, shelf, shelf, groups=1)
     gradients.begin_group(0)
     anchor = torch.zeros((), requires_grad=True)
-    stage = Stage(shelf, gradients, torch.float32, device, slices, anchor)
+    stage = Stage(source=shelf, gradients=gradients, dtype=torch.float32, device=device, slices=slices, anchor=anchor)
     probe = Probe("meta")
     bindings = [(probe._parameters, tensor.name, tensor) for tensor in LAYOUT.tensors]
     node = Node(stage, "unit", "probe", probe, bindings, activations=Activations(activations))  # type: ignore[arg-type]

@@ -264,7 +264,15 @@ def streamed(activations: str, share: float, *, slices: int = 1, refused: bool =
     gradients = Gradients({"unit": layout}, torch.float32, shelf, shelf, groups=1)
     gradients.begin_group(0)
     anchor = torch.zeros((), requires_grad=True)
-    stage = Stage(shelf, gradients, torch.float32, device, slices, anchor, Compilation(share))
+    stage = Stage(
+        source=shelf,
+        gradients=gradients,
+        dtype=torch.float32,
+        device=device,
+        slices=slices,
+        anchor=anchor,
+        compilation=Compilation(share),
+    )
     module = Branch("meta", refused=refused)
     places: Any = [(module._parameters, tensor.name, tensor) for tensor in layout.tensors]
     node = Node(stage, "unit", "branch", module, places, activations=Activations(activations))

@@ -60,16 +60,18 @@ def lane_of(made: Forecast, lane: str) -> Iterator[TraceEvent]:
     whole = sum(end - start for start, end in spans)
     for start, end in spans:
         num_bytes = round(made.moved_bytes[lane] * (end - start) / whole)
-        yield TraceEvent(lane, "block", round(start * 1e9), round(end * 1e9), num_bytes)
+        yield TraceEvent(
+            lane=lane, name="block", start_ns=round(start * 1e9), end_ns=round(end * 1e9), num_bytes=num_bytes
+        )
 
 
 def test_measured_rate_counts_time_in_which_any_drive_lane_is_busy() -> None:
     moves = [
-        TraceEvent("nvme_to_ram", "a", 0, 2_000_000_000, 3000),
-        TraceEvent("ram_to_nvme", "a", 1_000_000_000, 3_000_000_000, 2000),
-        TraceEvent("nvme_to_gpu", "b", 7_000_000_000, 8_000_000_000, 1000),
-        TraceEvent("ram_to_gpu", "c", 0, 9_000_000_000, 9999),
-        TraceEvent("stall", "c", 0, 9_000_000_000, cause="nvme_to_ram"),
+        TraceEvent(lane="nvme_to_ram", name="a", start_ns=0, end_ns=2_000_000_000, num_bytes=3000),
+        TraceEvent(lane="ram_to_nvme", name="a", start_ns=1_000_000_000, end_ns=3_000_000_000, num_bytes=2000),
+        TraceEvent(lane="nvme_to_gpu", name="b", start_ns=7_000_000_000, end_ns=8_000_000_000, num_bytes=1000),
+        TraceEvent(lane="ram_to_gpu", name="c", start_ns=0, end_ns=9_000_000_000, num_bytes=9999),
+        TraceEvent(lane="stall", name="c", start_ns=0, end_ns=9_000_000_000, cause="nvme_to_ram"),
     ]
     assert measured_rate(moves) == 6000 / 4
     assert measured_rate(moves[3:]) == 0

@@ -42,11 +42,11 @@ def test_take_gives_compute_stalls_work_and_transfers_in_order_of_start() -> Non
     lanes.close()
     events = recorder.take([transfer])
     assert events[:-1] == [
-        TraceEvent("update", "c", 50_000, 60_000),
-        TraceEvent("stall", "a", 100_000, 200_000, cause="update"),
-        TraceEvent("compute", "a forward 0", 200_000, 400_000),
-        TraceEvent("stall", "b", 500_000, 600_000, cause="nvme_to_ram"),
-        TraceEvent("compute", "b forward 0", 600_000, 700_000),
+        TraceEvent(lane="update", name="c", start_ns=50_000, end_ns=60_000),
+        TraceEvent(lane="stall", name="a", start_ns=100_000, end_ns=200_000, cause="update"),
+        TraceEvent(lane="compute", name="a forward 0", start_ns=200_000, end_ns=400_000),
+        TraceEvent(lane="stall", name="b", start_ns=500_000, end_ns=600_000, cause="nvme_to_ram"),
+        TraceEvent(lane="compute", name="b forward 0", start_ns=600_000, end_ns=700_000),
     ]
     last = events[-1]
     assert (last.lane, last.name, last.num_bytes) == ("ram_to_gpu", "weights", 10)
@@ -87,10 +87,10 @@ def test_take_leaves_a_transfer_under_way_to_the_next_call() -> None:
 
 def test_stall_seconds_adds_up_by_cause() -> None:
     events = [
-        TraceEvent("stall", "a", 0, 10**9, cause="nvme_to_ram"),
-        TraceEvent("stall", "b", 0, 5 * 10**8, cause="nvme_to_ram"),
-        TraceEvent("stall", "c", 0, 25 * 10**7, cause="update"),
-        TraceEvent("compute", "c", 0, 10**9),
+        TraceEvent(lane="stall", name="a", start_ns=0, end_ns=10**9, cause="nvme_to_ram"),
+        TraceEvent(lane="stall", name="b", start_ns=0, end_ns=5 * 10**8, cause="nvme_to_ram"),
+        TraceEvent(lane="stall", name="c", start_ns=0, end_ns=25 * 10**7, cause="update"),
+        TraceEvent(lane="compute", name="c", start_ns=0, end_ns=10**9),
     ]
     assert stall_seconds(events) == {"nvme_to_ram": 1.5, "update": 0.25}
     assert stall_seconds([]) == {}
@@ -98,8 +98,14 @@ def test_stall_seconds_adds_up_by_cause() -> None:
 
 def test_write_trace_gives_one_named_track_per_lane(tmp_path: Path) -> None:
     steps = [
-        (1, [TraceEvent("compute", "a", 1000, 3000), TraceEvent("nvme_to_ram", "b", 2000, 5000, 4096)]),
-        (2, [TraceEvent("stall", "a", 6000, 7000, cause="nvme_to_ram")]),
+        (
+            1,
+            [
+                TraceEvent(lane="compute", name="a", start_ns=1000, end_ns=3000),
+                TraceEvent(lane="nvme_to_ram", name="b", start_ns=2000, end_ns=5000, num_bytes=4096),
+            ],
+        ),
+        (2, [TraceEvent(lane="stall", name="a", start_ns=6000, end_ns=7000, cause="nvme_to_ram")]),
     ]
     path = tmp_path / "trace.json"
     write_trace(path, steps)

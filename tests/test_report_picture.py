@@ -29,12 +29,12 @@ from megatier.report.svg import WIDTH
 MS = 1_000_000
 SVG = "{http://www.w3.org/2000/svg}"
 STEP = [
-    TraceEvent("stall", "a", 0, 20 * MS, cause="nvme_to_ram"),
-    TraceEvent("nvme_to_ram", "a/weight", 0, 15 * MS, 4096),
-    TraceEvent("ram_to_gpu", "a/weight", 15 * MS, 20 * MS, 4096),
-    TraceEvent("compute", "a forward 0", 20 * MS, 50 * MS),
-    TraceEvent("compute", "a backward 0", 50 * MS, 90 * MS),
-    TraceEvent("update", "a", 90 * MS, 100 * MS),
+    TraceEvent(lane="stall", name="a", start_ns=0, end_ns=20 * MS, cause="nvme_to_ram"),
+    TraceEvent(lane="nvme_to_ram", name="a/weight", start_ns=0, end_ns=15 * MS, num_bytes=4096),
+    TraceEvent(lane="ram_to_gpu", name="a/weight", start_ns=15 * MS, end_ns=20 * MS, num_bytes=4096),
+    TraceEvent(lane="compute", name="a forward 0", start_ns=20 * MS, end_ns=50 * MS),
+    TraceEvent(lane="compute", name="a backward 0", start_ns=50 * MS, end_ns=90 * MS),
+    TraceEvent(lane="update", name="a", start_ns=90 * MS, end_ns=100 * MS),
 ]
 
 
@@ -77,7 +77,9 @@ def test_draw_spans_lie_where_and_as_long_as_they_were() -> None:
 
 def test_draw_rows_stand_in_a_fixed_order_and_others_after() -> None:
     lanes = ["zeta", *reversed(LANES), "load"]
-    events = [TraceEvent(lane, "a forward 0", i * MS, (i + 1) * MS) for i, lane in enumerate(lanes)]
+    events = [
+        TraceEvent(lane=lane, name="a forward 0", start_ns=i * MS, end_ns=(i + 1) * MS) for i, lane in enumerate(lanes)
+    ]
     found = texts(draw(events, "step"))
     assert [text for text in found[found.index("at once") :] if text in lanes] == [*LANES, "load", "zeta"]
 
@@ -91,15 +93,15 @@ def test_draw_figures_say_how_long_each_lane_was_busy() -> None:
 
 
 def test_draw_stalls_alone_still_have_the_compute_row() -> None:
-    svg = draw([TraceEvent("stall", "a", 0, MS, cause="somebody")], "step")
+    svg = draw([TraceEvent(lane="stall", name="a", start_ns=0, end_ns=MS, cause="somebody")], "step")
     assert "compute" in texts(svg)
     assert spans(svg, STALL_COLOUR_OTHER) == [(0, PLOT)]
 
 
 def test_draw_short_stall_in_compute_stays_visible_on_top() -> None:
     events = [
-        TraceEvent("stall", "a", 500 * MS, 500 * MS + 1, cause="update"),
-        TraceEvent("compute", "a forward 0", 0, 1000 * MS),
+        TraceEvent(lane="stall", name="a", start_ns=500 * MS, end_ns=500 * MS + 1, cause="update"),
+        TraceEvent(lane="compute", name="a forward 0", start_ns=0, end_ns=1000 * MS),
     ]
     svg = draw(events, "step")
     [(left, right)] = spans(svg, STALL_COLOURS["update"])
@@ -109,20 +111,26 @@ def test_draw_short_stall_in_compute_stays_visible_on_top() -> None:
 
 def test_draw_text_is_escaped() -> None:
     hostile = "<script>&\"'\x00\ud800</script>"
-    events = [TraceEvent("<b>&", hostile, 0, MS), TraceEvent("stall", hostile, 0, MS, cause="</text>&")]
+    events = [
+        TraceEvent(lane="<b>&", name=hostile, start_ns=0, end_ns=MS),
+        TraceEvent(lane="stall", name=hostile, start_ns=0, end_ns=MS, cause="</text>&"),
+    ]
     found = texts(draw(events, hostile))
     assert {"<script>&\"'\ufffd\ufffd</script>", "<b>&", "stall: </text>& 1 ms"} <= set(found)
     draw(events, hostile).encode("utf-8")
 
 
 def test_draw_long_names_are_cut() -> None:
-    found = texts(draw([TraceEvent("l" * 99, "a", 0, MS)], "t" * 999))
+    found = texts(draw([TraceEvent(lane="l" * 99, name="a", start_ns=0, end_ns=MS)], "t" * 999))
     assert found[0] == "t" * 109 + "…"
     assert "l" * 14 + "…" in found
 
 
 def test_draw_legend_of_every_cause_stays_inside_and_above_the_rows() -> None:
-    events = [TraceEvent("stall", "a", i * MS, (i + 1) * MS, cause=cause) for i, cause in enumerate(LANES)]
+    events = [
+        TraceEvent(lane="stall", name="a", start_ns=i * MS, end_ns=(i + 1) * MS, cause=cause)
+        for i, cause in enumerate(LANES)
+    ]
     entries = [t for t in ElementTree.fromstring(draw(events, "")).iter(f"{SVG}text") if "stall:" in (t.text or "")]
     assert len(entries) == len(LANES)
     assert all(float(entry.get("x") or 0) + 6 * len(entry.text or "") < WIDTH for entry in entries)
@@ -131,7 +139,12 @@ def test_draw_legend_of_every_cause_stays_inside_and_above_the_rows() -> None:
 
 def test_draw_thousands_of_spans_make_a_small_file() -> None:
     events = [
-        TraceEvent(lane, "model.layers.0/exp_avg_sq", (start := number * 9 * MS + shift * MS), start + 4 * MS)
+        TraceEvent(
+            lane=lane,
+            name="model.layers.0/exp_avg_sq",
+            start_ns=(start := number * 9 * MS + shift * MS),
+            end_ns=start + 4 * MS,
+        )
         for number in range(5000 // len(LANES))
         for shift, lane in enumerate(LANES)
     ]
@@ -154,7 +167,7 @@ def test_draw_without_events_is_an_empty_picture() -> None:
     ],
 )
 def test_draw_ticks_are_round(end_ns: int, expected: list[str]) -> None:
-    found = texts(draw([TraceEvent("x", "a", 7 * MS, 7 * MS + end_ns)], ""))
+    found = texts(draw([TraceEvent(lane="x", name="a", start_ns=7 * MS, end_ns=7 * MS + end_ns)], ""))
     ticks = found[found.index("100.0 %") + 2 :]
     assert ticks[:3] == expected
     assert 5 <= len(ticks) <= 11
@@ -165,7 +178,8 @@ def test_draw_ticks_are_round(end_ns: int, expected: list[str]) -> None:
 
 def test_lane_uses_overlapping_spans_count_once_and_are_told() -> None:
     events = [
-        TraceEvent("nvme_to_ram", "a", start * MS, end * MS) for start, end in ((0, 10), (2, 4), (5, 16), (20, 25))
+        TraceEvent(lane="nvme_to_ram", name="a", start_ns=start * MS, end_ns=end * MS)
+        for start, end in ((0, 10), (2, 4), (5, 16), (20, 25))
     ]
     [use] = lane_uses(events)
     assert (use.lane, use.busy_seconds, use.span_seconds, use.at_once) == ("nvme_to_ram", 0.021, 0.028, "1.3")
@@ -183,7 +197,7 @@ def test_lane_uses_stalls_are_not_busy() -> None:
 
 
 def test_read_trace_gives_back_what_was_written(tmp_path: Path) -> None:
-    later = [TraceEvent("update", "é", 3_600_000_000_000_123, 3_600_000_000_009_456)]
+    later = [TraceEvent(lane="update", name="é", start_ns=3_600_000_000_000_123, end_ns=3_600_000_000_009_456)]
     write_trace(tmp_path / "trace.json", [(7, STEP), (8, later)])
     assert read_trace(tmp_path / "trace.json") == {7: STEP, 8: later}
 

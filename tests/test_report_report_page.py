@@ -244,7 +244,10 @@ def test_page_hostile_names_are_text(tmp_path: Path) -> None:
     begins["expected"] = {"seconds": 1, "bound_by": HOSTILE, "busy_seconds": amounts, "moved_bytes": amounts}
     begins["tiers"] = [{"tier": HOSTILE, "state_bytes": 1, "other_bytes": 1, "budget_bytes": 1}]
     made = step(1, stall_seconds=amounts, busy_seconds=amounts, moved_bytes=amounts, skipped=HOSTILE)
-    events = [TraceEvent(HOSTILE, HOSTILE, 0, MS), TraceEvent("stall", HOSTILE, 0, MS, cause=HOSTILE)]
+    events = [
+        TraceEvent(lane=HOSTILE, name=HOSTILE, start_ns=0, end_ns=MS),
+        TraceEvent(lane="stall", name=HOSTILE, start_ns=0, end_ns=MS, cause=HOSTILE),
+    ]
     write_trace(directory / "trace.json", [(1, events)])
     page = record(directory, begins, made)
     assert "script" not in page.tags

@@ -54,7 +54,7 @@ class Called(Protocol):
 N = TypeVar("N", bound=Called)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Call(Generic[N]):
     """One use of a node in one group.
 

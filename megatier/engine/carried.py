@@ -163,7 +163,7 @@ class Arguments:
             _fill(originals[index], made.contents(contents))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """What a forward wrote into its copies of the containers."""
 
@@ -241,7 +241,7 @@ class Copy:
 
         tensors = [walk.leaves[position] for position, _ in places]
         rest = [None if torch.is_tensor(x) else x for x in walk.leaves]
-        return Written(changed, walk.containers[count:], rest, places), tensors
+        return Written(changed=changed, new=walk.containers[count:], leaves=rest, places=places), tensors
 
     def _check_in_place(self, module_name: str) -> None:
         changed = [i for i, version in self._versions.items() if self._leaves[i]._version != version]

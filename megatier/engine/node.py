@@ -122,7 +122,13 @@ class Node:
         # Only what hooks take inside of the module has to be handed out.
         collected = tuple(key for key, value in (collector.get() or {}).items() if isinstance(value, list))
         differentiable = [i for i, x in enumerate(flat) if torch.is_tensor(x) and x.requires_grad]
-        call = Call(self, arguments, flat, differentiable, tuple(key for key in collected if key != "hidden_states"))
+        call = Call(
+            node=self,
+            arguments=arguments,
+            flat=flat,
+            differentiable=differentiable,
+            collected=tuple(key for key in collected if key != "hidden_states"),
+        )
         if stage.learnt is not None:
             return call.run_plain(is_cut=False)
         if not training:

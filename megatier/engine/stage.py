@@ -37,7 +37,7 @@ class WeightSource(Protocol):
         """Bring it back."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Stage:
     """What all nodes of a model share."""
 

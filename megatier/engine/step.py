@@ -75,7 +75,7 @@ class UnitPlayer(Protocol):
         """Finish every update and write-back."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What a step reports.
 
@@ -92,7 +92,7 @@ class StepResult:
     skipped: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """Numeric choices and policies.
 
@@ -157,14 +157,14 @@ class Engine:
         gradients = Gradients(optimizer.layouts, options.dtype, player.gradients, optimizer, groups=options.groups)
         anchor = torch.zeros((), device=options.device, requires_grad=True)
         self._stage = Stage(
-            player.weights,
-            gradients,
-            options.dtype,
-            options.device,
-            options.slices,
-            anchor,
-            options.compilation,
-            Fp32Products if options.fp32_products else nullcontext,
+            source=player.weights,
+            gradients=gradients,
+            dtype=options.dtype,
+            device=options.device,
+            slices=options.slices,
+            anchor=anchor,
+            compilation=options.compilation,
+            arithmetic=Fp32Products if options.fp32_products else nullcontext,
             in_fp32=kept_in_fp32(model, (name for name, _ in model.named_parameters())),
             model=model,
         )
@@ -285,7 +285,7 @@ class Engine:
         if self._optimizer.hyper.deferred:
             self._player.defer_updates(clipped=coefficient != 1.0 or is_revised)
 
-        return StepResult(loss, norm, coefficient)
+        return StepResult(loss=loss, grad_norm=norm, clip_coefficient=coefficient)
 
     def abandon(self) -> None:
         """Leave a step half-way: none of its updates is made."""
@@ -401,7 +401,7 @@ class Engine:
         parameter = self._optimizer.first_non_finite()
         if self._skips > self.options.max_skips:
             raise self._error(step, "gradient norm" if math.isfinite(loss) else "loss", parameter, batch)
-        return StepResult(loss, norm, 0.0, parameter or "loss")
+        return StepResult(loss=loss, grad_norm=norm, clip_coefficient=0.0, skipped=parameter or "loss")
 
     def _loss(self, batch: Batch, counted: int | None, share: float = 1.0) -> Tensor:
         """Run one forward and return its loss.

@@ -167,7 +167,7 @@ class Plan:
     def events(self) -> list[TraceEvent]:
         """The forecast as a trace, for the picture."""
         return [
-            TraceEvent(span.lane, span.name, int(span.start * 1e9), int(span.end * 1e9))
+            TraceEvent(lane=span.lane, name=span.name, start_ns=int(span.start * 1e9), end_ns=int(span.end * 1e9))
             for span in self.forecast.spans
             if span.lane != "host"
         ]

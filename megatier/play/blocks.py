@@ -27,7 +27,7 @@ from megatier.store.store import TieredStore
 from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateRun:
     """A leased run of a unit's state.
 
@@ -160,7 +160,7 @@ class UnitBlocks:
                 lease = self.store.lease(keys[kind], tier, spans[kind], fresh=kind in fresh, wait=True)
                 planes[kind] = stack.enter_context(lease).bytes
             with tear.waiting():
-                yield StateRun(self.store, homes, keys, tier, planes, spans)
+                yield StateRun(store=self.store, homes=homes, keys=keys, tier=tier, planes=planes, spans=spans)
 
         # After the leases, which forbid it. A copy that is being written stays until it is home.
         for kind in kinds:

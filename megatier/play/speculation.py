@@ -38,7 +38,7 @@ HISTORY = 8
 """Steps that are looked back on: if more than half of them were clipped, or left out, nobody speculates."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Attempt:
     """The speculative updates of one pass.
 
@@ -123,7 +123,7 @@ class Speculation:
         self.abandon()
         self.updated = frozenset()
         if self._units and 2 * sum(self._clipped) <= len(self._clipped):
-            self._attempt = Attempt(self._optimizer.unclipped())
+            self._attempt = Attempt(apply=self._optimizer.unclipped())
 
     def submit(self, unit: str, after: Sequence[Transfer]) -> None:
         """A unit's gradient is final; update it if this pass speculates and the unit has a spare generation.

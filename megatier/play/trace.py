@@ -22,7 +22,7 @@ STALL_NS_MIN = 20_000
 """Waits shorter than this are the cost of asking, not a stall."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceEvent:
     """One span of time on one lane.
 
@@ -73,7 +73,7 @@ class Recorder:
 
     def work(self, lane: str, unit: str, start_ns: int, end_ns: int) -> None:
         """Note a span on a lane of the host."""
-        self._events.append(TraceEvent(lane, unit, start_ns, end_ns))
+        self._events.append(TraceEvent(lane=lane, name=unit, start_ns=start_ns, end_ns=end_ns))
 
     def watch(self, transfer: Transfer) -> None:
         """Note an item of one of the player's lanes, under the lane's name, once it has ended."""
@@ -134,16 +134,27 @@ class Recorder:
         return sorted(events, key=lambda event: event.start_ns)
 
     def _note_access(self, access: Access, cause: str, asked: Instant, entered: Instant, left: Instant) -> None:
-        start = asked.ns()
-        middle = entered.ns()
-        end = left.ns()
-        if middle - start >= STALL_NS_MIN:
-            self._events.append(TraceEvent("stall", access.unit, start, middle, cause=cause))
-        self._events.append(TraceEvent("compute", f"{access.unit} {access.phase} {access.group}", middle, end))
+        start_ns = asked.ns()
+        middle_ns = entered.ns()
+        end_ns = left.ns()
+        if middle_ns - start_ns >= STALL_NS_MIN:
+            stall = TraceEvent(lane="stall", name=access.unit, start_ns=start_ns, end_ns=middle_ns, cause=cause)
+            self._events.append(stall)
+        name = f"{access.unit} {access.phase} {access.group}"
+        self._events.append(TraceEvent(lane="compute", name=name, start_ns=middle_ns, end_ns=end_ns))
 
     def _note_transfer(self, transfer: Transfer) -> None:
         transfer.wait()
-        self._events.append(TraceEvent(transfer.queue, transfer.key, *transfer.span_ns(), transfer.num_bytes))
+        start_ns, end_ns = transfer.span_ns()
+        self._events.append(
+            TraceEvent(
+                lane=transfer.queue,
+                name=transfer.key,
+                start_ns=start_ns,
+                end_ns=end_ns,
+                num_bytes=transfer.num_bytes,
+            )
+        )
 
 
 def stall_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:

@@ -236,7 +236,14 @@ def _event(lane: str, row: Mapping[str, Any]) -> TraceEvent:
     if end < start:
         raise ValueError(row)
     details = row["args"]
-    return TraceEvent(lane, str(row["name"]), start, end, int(details["bytes"]), str(details["cause"]))
+    return TraceEvent(
+        lane=lane,
+        name=str(row["name"]),
+        start_ns=start,
+        end_ns=end,
+        num_bytes=int(details["bytes"]),
+        cause=str(details["cause"]),
+    )
 
 
 def _row_lane(event: TraceEvent) -> str:

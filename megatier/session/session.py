@@ -139,16 +139,16 @@ class Session:
             self.reader = self.player.reader
             self.speculation = self.player.updates.speculation
             engine_options = EngineOptions(
-                dtype,
-                device,
-                work.activations,
-                train.groups,
-                train.slices,
-                model_config.fused_loss,
-                model_config.loss_chunk,
-                Compilation(model_config.saved_share) if compiles(model_config, device) else None,
-                _takes_fp32_products(model_config, device),
-                numerics.max_skips if numerics.guard else 0,
+                dtype=dtype,
+                device=device,
+                activations=work.activations,
+                groups=train.groups,
+                slices=train.slices,
+                fused_loss=model_config.fused_loss,
+                loss_chunk=model_config.loss_chunk,
+                compilation=Compilation(model_config.saved_share) if compiles(model_config, device) else None,
+                fp32_products=_takes_fp32_products(model_config, device),
+                max_skips=numerics.max_skips if numerics.guard else 0,
             )
             self.engine = Engine(model, self.units, self.player, self.optimizer, engine_options)
             stack.callback(self.engine.close)
