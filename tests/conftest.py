@@ -62,8 +62,8 @@ def threads() -> set[str]:
 
 @pytest.fixture(scope="session")
 def torch_threads() -> None:
-    """Torch starts its own threads at the first large operation; they stay."""
-    torch.rand(1 << 20).sum()
+    """Torch starts its own threads at the first large operation and, with a GPU, at the first backward; they stay."""
+    torch.rand(1 << 20, requires_grad=True).sum().backward()
 
 
 @pytest.fixture(autouse=True, scope="session")

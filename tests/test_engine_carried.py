@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from tiny_gradients import attention_of, far, padded_batch, plain_gradients, streamed_gradients
-from tiny_models import FAMILIES, SHARED_KV, tiny_config
+from tiny_models import FAMILIES, SHARED_KV, known_config, tiny_config
 from tiny_runs import BATCH, PLACES, one_thread, opened
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -63,7 +63,6 @@ def test_shared_keys_and_values_of_frozen_layers_give_the_plain_gradients(
     assert far(found, expected) == {}
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_shared_keys_and_values_of_compiled_layers_give_nearly_the_plain_gradients(tmp_path: Path) -> None:
     sharing = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3, "num_kv_shared_layers": 2}
     config = tiny_config("gemma4_unified_text", **sharing)
@@ -112,7 +111,7 @@ def mistral_large4() -> PretrainedConfig:
     }
     vision = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14, "head_dim": 16}
-    return AutoConfig.for_model("mistral_large4", text_config=text, vision_config=vision)
+    return known_config("mistral_large4", text_config=text, vision_config=vision)
 
 
 @pytest.mark.parametrize("slices", [1, 2])

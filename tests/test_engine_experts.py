@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_gradients import Gradients, attention_of, exact_gradients, far, plain_gradients, streamed_gradients
-from tiny_models import BASE, FUSED, LATENT, tiny_config
+from tiny_models import BASE, FUSED, IS_OLD, LATENT, tiny_config
 from tiny_runs import (
     PLACES,
     Run,
@@ -61,10 +61,21 @@ def unlike(found: Gradients, expected: Gradients, config: PretrainedConfig) -> d
     return distances
 
 
+def skip_if_refused(config: PretrainedConfig) -> None:
+    """Older versions of transformers cannot compute some experts in parts; a test of its own shows the refusal."""
+    for module in build_skeleton(config, attention_of(config)).modules():
+        if IS_OLD and type(module).__name__.endswith("Experts"):
+            try:
+                check_knows_of_others(module)
+            except UnsupportedModelError as refusal:
+                pytest.skip(str(refusal))
+
+
 @pytest.mark.parametrize("family", FUSED)
 def test_family_in_parts_has_the_loss_and_nearly_the_gradients_of_the_plain_model(family: str, tmp_path: Path) -> None:
     """A token goes to two experts, whose outputs make the same sum in any parts: in the forward no bit changes."""
     config = tiny_config(family)
+    skip_if_refused(config)
     loss, expected, source = plain_gradients(config, attention_of(config))
     for parts, activations in ((2, "keep"), (3, "recompute")):
         found_loss, found = streamed_gradients(config, tmp_path, source, activations, expert_parts=parts)
@@ -192,7 +203,6 @@ def test_parts_with_frozen_parameters_have_nearly_the_gradients_of_the_plain_mod
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # in transformers
 def test_compiled_parts_give_the_same_bits_by_every_policy(tmp_path: Path) -> None:
     run = replace(MOE, compile=True)
@@ -294,6 +304,7 @@ def test_parts_to_which_no_token_is_sent_have_gradients_of_zero(implementation: 
     """What a product leaves unset is NaN in the deterministic mode."""
     config = tiny_config("qwen3_moe", output_router_logits=False)
     config._experts_implementation = implementation
+    skip_if_refused(config)
     ids = torch.tensor([[5, 9]] * 4)
     source, was = plain_gradients(config, "sdpa")[2], torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from tiny_gradients import attention_of, far, padded_batch, plain_gradients, streamed_gradients
-from tiny_models import BASE, FAMILIES, tiny_config
+from tiny_models import BASE, FAMILIES, known_config, tiny_config
 from tiny_runs import PLACES, opened, plain_model
 from tiny_vision import VISION_FAMILIES, vision_config
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     ChameleonConfig,
     ChameleonForConditionalGeneration,
     LlamaForCausalLM,
@@ -59,9 +58,7 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 def config_of(model_type: str) -> PretrainedConfig:
-    config = AutoConfig.for_model(model_type, **TINY[model_type])
-    assert isinstance(config, PretrainedConfig)
-    return config
+    return known_config(model_type, **TINY[model_type])
 
 
 def reason_of(model: PreTrainedModel) -> str:

@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatier import hardware
 from megatier.config.values import MountBudget
 from megatier.drives.blockfile import FileBatch, IoOptions
 from megatier.errors import CapacityError, ConfigError, MegatierError, TransferError
+from megatier.hardware import Gpu
 from megatier.measure import drive_probe, link_probe, probe
 from megatier.measure.drive_probe import DriveFigures
 from megatier.measure.drive_traffic import BLOCK_BYTES, Flow
@@ -326,8 +328,14 @@ def other_mount(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     return apart.add
 
 
-def test_rates_of_takes_the_first_gpu_and_the_most_threads(tmp_path: Path) -> None:
+def test_rates_of_takes_the_first_gpu_and_the_most_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Gpu] = []
+    monkeypatch.setattr(hardware, "gpus", lambda: found)
     assert probe.rates_of([], LINKS) == RATES
+
+    found += [Gpu("first", 80 << 30, 70 << 30), Gpu("second", 24 << 30, 20 << 30)]
+    assert probe.rates_of([], LINKS) == dataclasses.replace(RATES, gpu_bytes=float(80 << 30))
+
     drive = figures(directory=str(tmp_path))
     assert probe.rates_of([drive], LINKS).drives == (
         DriveRates(

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from tiny_gradients import attention_of, padded_batch, streamed_gradients
-from tiny_models import BASE, FAMILIES, tiny_config
+from tiny_models import BASE, FAMILIES, known_config, tiny_config
 from tiny_runs import ModelWeights, plain_model
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from megatier.models.decoder import build_skeleton
 from megatier.models.dtypes import buffer_dtypes
@@ -48,9 +48,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 def config_of(model_type: str) -> PretrainedConfig:
     if model_type in FAMILIES:
         return tiny_config(model_type)
-    config = AutoConfig.for_model(model_type, **OTHERS[model_type])
-    assert isinstance(config, PretrainedConfig)
-    return config
+    return known_config(model_type, **OTHERS[model_type])
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gemma4_text", "deepseek_v3", "glm4_moe", "minimax_m2", *OTHERS])

@@ -28,7 +28,6 @@ from megatier.layout import Layout
 from megatier.numerics.compilation import Compilation
 from megatier.tier import Activations
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of the compiler's own imports
 ACTIVATIONS = ("keep", "recompute", "offload")
 ALL = list(itertools.product(PLACES, ACTIVATIONS))
 PLAIN = Run(model="plain", dtype="fp32", fused_loss=True, loss_chunk=32)

@@ -190,7 +190,6 @@ def test_steps_with_and_without_images_equal_every_bit_wherever_the_state_lies(
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of the compiler's own imports
 # torch 2.11 refuses to compile some vision blocks: Qwen3-VL's, by lengths that depend on data, and CLIP's, by hooks
 # that capture outputs. They run uncompiled by design.
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled")
