@@ -27,7 +27,8 @@ from torch import Tensor
 
 from megatier.checkpoint.checkpoint import checkpoint_bytes, restore
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
-from megatier.checkpoint.chunkfile import CHUNK_ELEMENTS, ChunkFiles
+from megatier.checkpoint.chunkfile import ChunkFiles
+from megatier.checkpoint.grid import CHUNK_ELEMENTS
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.config.values import MountBudget
 from megatier.durable import sync_tree

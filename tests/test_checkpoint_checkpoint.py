@@ -18,7 +18,7 @@ import zarr
 from tiny_runs import PLACES, Run, exactness_config, one_thread, opened, outcome, random_groups, read_parameters
 
 from megatier import durable
-from megatier.checkpoint import checkpoint, checkpoint_writer, chunkfile
+from megatier.checkpoint import checkpoint, checkpoint_writer, chunkfile, grid
 from megatier.checkpoint.checkpoint import (
     checkpoint_bytes,
     checkpoints,
@@ -142,12 +142,12 @@ def test_run_on_a_gpu_saved_from_some_tiers_goes_on_in_others_to_the_same_bits(
     go_on_elsewhere(Run(model="untied", device="cuda", compile=False), before, after, tmp_path)
 
 
-class SmallGrid(chunkfile.Grid):
+class SmallGrid(grid.Grid):
     """Arrays of many chunks."""
 
     @staticmethod
-    def of(shape: Any, max_elements: int = 0) -> chunkfile.Grid:
-        return chunkfile.Grid.of(shape, 1000)
+    def of(shape: Any, max_elements: int = 0) -> grid.Grid:
+        return grid.Grid.of(shape, 1000)
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,9 @@ import torch
 from torch import Tensor
 
 from megatier.checkpoint import chunkfile
-from megatier.checkpoint.chunkfile import (
-    STAGED,
-    ArrayChunk,
-    ArrayReader,
-    ArrayWriter,
-    ChunkFiles,
-    Grid,
-    Staged,
-    StoredArray,
-)
+from megatier.checkpoint.arrays import ArrayReader, ArrayWriter
+from megatier.checkpoint.chunkfile import STAGED, ChunkFiles, Staged
+from megatier.checkpoint.grid import ArrayChunk, Grid, StoredArray
 from megatier.errors import CheckpointError, TransferError
 
 SHAPES = [(), (1,), (7,), (4096,), (5, 3), (33, 128), (3, 5, 7), (2, 3, 4, 5), (1, 1000), (1000, 1)]

@@ -26,7 +26,8 @@ from tiny_runs import KIB, Outcome, Place, Run, exactness_config, one_thread, op
 from megatier import durable
 from megatier.checkpoint import chunkfile, savepoint
 from megatier.checkpoint.manifest import digest_of
-from megatier.checkpoint.savepoint import Savepoint, drop_savepoint, resident_bytes, save_savepoint
+from megatier.checkpoint.savepoint import Savepoint, drop_savepoint, save_savepoint
+from megatier.checkpoint.savepoint_blocks import resident_bytes
 from megatier.cli import main
 from megatier.errors import ConfigError, SavepointError
 from megatier.private import PrivateDirectory

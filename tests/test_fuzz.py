@@ -28,7 +28,7 @@ from test_report_history import BEGINS, STEP
 from test_schedule_rates import RATES
 
 from megatier.checkpoint import checkpoint, savepoint
-from megatier.checkpoint.chunkfile import Grid
+from megatier.checkpoint.grid import Grid
 from megatier.checkpoint.manifest import METADATA_FILE, digest_of
 from megatier.checkpoint.run_directory import SAVEPOINT_FOLDER
 from megatier.checkpoint.run_state import RunState, random_states

@@ -19,7 +19,8 @@ from tiny_models import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megatier.checkpoint import checkpoint, checkpoint_writer
-from megatier.checkpoint.chunkfile import ArrayChunk, ChunkFiles, StoredArray
+from megatier.checkpoint.chunkfile import ChunkFiles
+from megatier.checkpoint.grid import ArrayChunk, StoredArray
 from megatier.checkpoint.manifest import digest_of
 from megatier.cli import main
 from megatier.data.tokenizer import byte_tokenizer

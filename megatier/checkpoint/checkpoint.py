@@ -26,7 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatier.checkpoint.chunkfile import ArrayReader, ChunkFiles, Grid, StoredArray
+from megatier.checkpoint.arrays import ArrayReader
+from megatier.checkpoint.chunkfile import ChunkFiles
+from megatier.checkpoint.grid import Grid, StoredArray
 from megatier.checkpoint.manifest import METADATA_FILE, Manifest, digest_of, read_json
 from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER
 from megatier.durable import REPLACED, discard, settle

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megatier import _native
+from megatier.checkpoint.arrays import ArrayWriter
 from megatier.checkpoint.checkpoint import (
     ARRAYS,
     FORMAT,
@@ -39,7 +40,8 @@ from megatier.checkpoint.checkpoint import (
     remove_leftovers,
     tensors_of,
 )
-from megatier.checkpoint.chunkfile import ArrayWriter, ChunkFiles, Grid
+from megatier.checkpoint.chunkfile import ChunkFiles
+from megatier.checkpoint.grid import Grid
 from megatier.checkpoint.manifest import METADATA_FILE, Manifest, checksum_of, digest_of, read_bytes
 from megatier.durable import becoming, sync_tree
 from megatier.errors import StepAbandonedError

@@ -15,11 +15,9 @@ import errno
 import math
 import os
 import stat
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import Self
 
@@ -27,87 +25,15 @@ import torch
 from torch import Tensor
 
 from megatier import _native
+from megatier.checkpoint.grid import ArrayChunk, StoredArray
 from megatier.drives.io_engine import QUEUE_DEPTH_MAX, REQUEST_BYTES
 from megatier.errors import DamagedCheckpointError, TransferError
 from megatier.store.arena import Arena
 from megatier.tier import PAGE_BYTES, round_up
 
-CHUNK_ELEMENTS = 8 << 20
-"""32 MiB: large enough for the drive, small enough for several to wait in RAM."""
 CRC_BYTES = 4
 STAGED = 8
 """Staging buffers: one that is filled or looked at, the others on their way."""
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayChunk:
-    """One chunk of an array."""
-
-    key: str
-    """Path of its file below the array's folder."""
-    start: int
-    """First element."""
-    num_elements: int
-    """Without the padding at the array's edge."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """How an array is cut: along one axis, with whole rows below it and single ones above it."""
-
-    shape: tuple[int, ...]
-    axis: int
-    """0 where the shape is ()."""
-    rows: int
-    """Of a chunk, along the axis."""
-
-    @staticmethod
-    def of(shape: Sequence[int], max_elements: int = CHUNK_ELEMENTS) -> Grid:
-        """Cut as rarely as chunks of max_elements allow, and evenly, since the last chunk is padded."""
-        row = 1
-        for axis in reversed(range(len(shape))):
-            if row * shape[axis] > max_elements or axis == 0:
-                parts = -(-shape[axis] // max(1, max_elements // row))
-                return Grid(tuple(shape), axis, -(-shape[axis] // parts))
-            row *= shape[axis]
-        return Grid((), 0, 1)
-
-    @property
-    def chunk_shape(self) -> tuple[int, ...]:
-        """As Zarr names it."""
-        if not self.shape:
-            return ()
-        return (*(1,) * self.axis, self.rows, *self.shape[self.axis + 1 :])
-
-    @property
-    def chunk_elements(self) -> int:
-        """Elements of every chunk, padding included."""
-        return math.prod(self.chunk_shape)
-
-    def chunks(self) -> Iterator[ArrayChunk]:
-        """Every chunk, in the order of its elements."""
-        if not self.shape:
-            yield ArrayChunk("c", 0, 1)
-            return
-        size = self.shape[self.axis]
-        row = math.prod(self.shape[self.axis + 1 :])
-        below = ["0"] * (len(self.shape) - self.axis - 1)
-
-        for number, above in enumerate(product(*map(range, self.shape[: self.axis]))):
-            for first in range(0, size, self.rows):
-                key = "/".join(["c", *map(str, above), str(first // self.rows), *below])
-                yield ArrayChunk(key, (number * size + first) * row, min(self.rows, size - first) * row)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredArray:
-    """Where an array lies, and what was written there."""
-
-    folder: Path
-    """Resolved already: no link may lead out of it."""
-    grid: Grid
-    checksums: Sequence[int] | None = None
-    """CRC32C of each chunk, by its place; None: nobody noted them."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -327,70 +253,6 @@ class ChunkFiles:
 
     def _submit(self, staged: Staged, segments: Sequence[tuple[int, int, int, int]], *, write: bool) -> None:
         staged.batch = self._pool.submit_io(write, segments, 0, REQUEST_BYTES, REQUEST_BYTES)
-
-
-class ArrayWriter:
-    """One array, filled from its first element to its last."""
-
-    def __init__(self, files: ChunkFiles, folder: Path, grid: Grid) -> None:
-        """Nothing is written before the first chunk is full."""
-        self._files = files
-        self._folder = folder
-        self._grid = grid
-        self._chunks = grid.chunks()
-        self._chunk = ArrayChunk("", 0, 0)
-        self._staged: Staged | None = None
-        self._filled = 0
-        self.checksums: list[int] = []
-        """CRC32C of each chunk that was filled."""
-
-    def rooms(self, num_elements: int) -> Iterator[tuple[int, Tensor]]:
-        """Buffers for the next elements, fp32 [n] each, with the first's number among them; filled by the caller.
-
-        Raises:
-            TransferError: an earlier write failed, or a file cannot be created.
-        """
-        done = 0
-        while done < num_elements:
-            if self._staged is None:
-                self._chunk = next(self._chunks)
-                self._staged = self._files.stage()
-                self._filled = 0
-
-            count = min(num_elements - done, self._chunk.num_elements - self._filled)
-            yield done, self._staged.values(self._filled + count)[self._filled :]
-            self._filled = self._filled + count
-            done = done + count
-            if self._filled == self._chunk.num_elements:
-                path = self._folder / self._chunk.key
-                whole = self._grid.chunk_elements
-                self.checksums.append(self._files.write(self._staged, path, self._filled, whole))
-                self._staged = None
-
-
-class ArrayReader:
-    """One array, read in any order, each chunk once if that is from its first element to its last."""
-
-    def __init__(self, files: ChunkFiles, array: StoredArray) -> None:
-        """Nothing is read."""
-        self._files = files
-        self._array = array
-        self._chunks = list(array.grid.chunks())
-
-    def copy(self, first: int, target: Tensor) -> None:
-        """Copy elements from `first` on into fp32 [n].
-
-        Raises:
-            DamagedCheckpointError, TransferError: as in `ChunkFiles.read`.
-        """
-        stop = first + target.numel()
-        index = bisect_right(self._chunks, first, key=lambda chunk: chunk.start) - 1
-        while index < len(self._chunks) and (chunk := self._chunks[index]).start < stop:
-            values = self._files.fetch(self._array, index, chunk)
-            lower = max(first, chunk.start)
-            upper = min(stop, chunk.start + chunk.num_elements)
-            target[lower - first : upper - first] = values[lower - chunk.start : upper - chunk.start]
-            index += 1
 
 
 def _create(path: Path) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from megatier import _native
-from megatier.checkpoint.chunkfile import Grid, StoredArray
+from megatier.checkpoint.grid import Grid, StoredArray
 from megatier.errors import DamagedCheckpointError
 from megatier.files import read_regular
 

@@ -24,16 +24,11 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from megatier.checkpoint.checkpoint import (
-    NUM_THREADS,
     WRITING,
     checkpoints,
     last_checkpoint,
@@ -42,12 +37,11 @@ from megatier.checkpoint.checkpoint import (
     remove_leftovers,
     step_of,
 )
-from megatier.checkpoint.chunkfile import ArrayWriter, ChunkFiles, Grid, StoredArray
 from megatier.checkpoint.manifest import Manifest, digest_of, read_json
 from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER
 from megatier.checkpoint.run_state import RunState
+from megatier.checkpoint.savepoint_blocks import fingerprint, read_blocks, resident_bytes, verify_spilled, write_blocks
 from megatier.config.schema import RunConfig
-from megatier.drives.blockfile import Extent
 from megatier.durable import becoming
 from megatier.errors import (
     CapacityError,
@@ -58,30 +52,14 @@ from megatier.errors import (
     SavepointError,
     TransferError,
 )
-from megatier.play.blocks import block_key
 from megatier.play.generations import Generation
 from megatier.session.session import Session
-from megatier.tier import Kind, Tier
 
 FORMAT = 2
 MANIFEST_FILE = "manifest.json"
-STATE_FOLDER = "state"
-CHECKSUM_FOLDER = "checksums"
 FIELDS = {"state": dict, "placement": str, "generations": dict}
 UNBOUND_FORMAT = 1
 """Written before there were manifests of files."""
-WORD_BYTES = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plane:
-    """One block of state, of the generation that holds."""
-
-    name: str
-    """Whatever its place."""
-    key: str
-    num_bytes: int
-    home: Tier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +108,7 @@ class Savepoint:
         """
         last = session.placement.generations
         fits = all(type(place) is int and 0 <= place < last for place in self.generations.values())
-        lies = set(self.generations) == set(session.placement.spilled) and self.placement == _fingerprint(session)
+        lies = set(self.generations) == set(session.placement.spilled) and self.placement == fingerprint(session)
         if not (fits and lies):
             changes = "; ".join(self.state.changes_of_tiers(config)) or "by other settings, or rates of the drives"
             reason = f"its blocks lay elsewhere ({changes}). Give it what it had."
@@ -149,8 +127,8 @@ class Savepoint:
         blocks.generations.valid.update({unit: Generation(nvme=place) for unit, place in self.generations.items()})
         blocks.generations.keep()
         with _refusing(self.path, self.before):
-            _read_arrays(session, self.path.resolve(), self.manifest)
-            _verify(session)
+            read_blocks(session, self.path.resolve(), self.manifest)
+            verify_spilled(session)
             for unit in session.placement.spilled:  # other places hold what no checksum is known of
                 blocks.share_frozen(unit)
             session.player.drain()
@@ -180,7 +158,7 @@ def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str
             folder.mkdir(mode=0o700, exist_ok=True)
             remove_leftovers(folder)
             partial.mkdir(mode=0o700)
-            num_bytes, checksums = _write_arrays(session, partial)
+            num_bytes, checksums = write_blocks(session, partial)
             _write_manifest(session, partial / MANIFEST_FILE, state, Manifest(step, checksums))
             _keep_files(session, True)
     except BaseException:
@@ -217,11 +195,6 @@ def remove_savepoints(folder: Path) -> None:
         folder.rmdir()
 
 
-def resident_bytes(session: Session) -> int:
-    """What a savepoint of this run writes, but for checksums."""
-    return sum(plane.num_bytes for plane in _planes(session) if plane.home is not Tier.NVME)
-
-
 def check_savepoint_room(session: Session, folder: Path) -> None:
     """Refuse a run whose drive cannot take a savepoint beside the one before.
 
@@ -250,45 +223,10 @@ def _refusing(path: Path, before: str) -> Iterator[None]:
         raise SavepointError(str(path), str(error), before) from error
 
 
-# ---------------------------------------------------------------------- what lies where
-
-
-def _planes(session: Session) -> list[Plane]:
-    """In an order that is the same in every process."""
-    blocks = session.blocks
-    return [
-        Plane(name=block_key(unit, kind), key=blocks.key(unit, kind), num_bytes=blocks.whole(unit, kind)[1], home=home)
-        for (unit, kind), home in sorted(session.placement.homes.items())
-    ]
-
-
-def _extents(session: Session) -> list[Extent]:
-    """Of the blocks that hold on NVMe."""
-    return [session.store.extents[plane.key] for plane in _planes(session) if plane.home is Tier.NVME]
-
-
-def _fingerprint(session: Session) -> str:
-    """Digest of where every block of state lies, in all of its places."""
-    blocks = session.blocks
-    lies: dict[str, Any] = {}
-    for (unit, kind), home in session.placement.homes.items():
-        keys = (
-            [block_key(unit, kind, place) for place in blocks.generations.places(unit, kind)]
-            if home is Tier.NVME
-            else []
-        )
-        stripes = [[astuple(stripe) for stripe in session.store.extents[key].stripes] for key in keys]
-        lies[block_key(unit, kind)] = [str(home), blocks.whole(unit, kind)[1], stripes]
-    return digest_of(lies)
-
-
-# ---------------------------------------------------------------------- the manifest
-
-
 def _write_manifest(session: Session, path: Path, state: Mapping[str, Any], manifest: Manifest) -> None:
     blocks = session.blocks
     generations = {unit: blocks.generations.valid[unit].nvme for unit in session.placement.spilled}
-    lies = {"placement": _fingerprint(session), "generations": generations}
+    lies = {"placement": fingerprint(session), "generations": generations}
     found = {"state": state, **lies, "manifest": manifest.to_dict()}
     text = json.dumps({"format": FORMAT, "digest": digest_of(found), **found})
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
@@ -313,90 +251,3 @@ def _read_manifest(path: Path) -> tuple[RunState, str, dict[str, int], Manifest 
     if manifest is not None and manifest.step != step_of(path.parent):
         raise DamagedCheckpointError(str(path), f"is of another savepoint: that of step {manifest.step}")
     return RunState.read(stored["state"]), stored["placement"], stored["generations"], manifest
-
-
-# ---------------------------------------------------------------------- the arrays
-
-
-def _write_arrays(session: Session, folder: Path) -> tuple[int, dict[str, list[int]]]:
-    """Every block that is not on NVMe, and the checksums of those that are; returns bytes, and checksums of chunks."""
-    resident = [plane for plane in _planes(session) if plane.home is not Tier.NVME]
-    table = np.concatenate([extent.checksums for extent in _extents(session)] or [np.zeros(0, np.uint32)])
-    checksums: dict[str, list[int]] = {}
-    with _files([*(plane.num_bytes for plane in resident), table.nbytes]) as files:
-        for plane in resident:
-            with session.store.lease(plane.key, plane.home) as lease:
-                node = f"{STATE_FOLDER}/{plane.name}"
-                checksums[node] = _write_words(files, folder / node, lease.bytes.view(torch.int32))
-        if table.size:
-            words = torch.from_numpy(table.view(np.int32))
-            checksums[CHECKSUM_FOLDER] = _write_words(files, folder / CHECKSUM_FOLDER, words)
-        files.flush()
-
-    return sum(plane.num_bytes for plane in resident) + table.nbytes, checksums
-
-
-def _write_words(files: ChunkFiles, folder: Path, words: Tensor) -> list[int]:
-    writer = ArrayWriter(files, folder, Grid.of(words.shape))
-    for first, target in writer.rooms(words.numel()):
-        target.view(torch.int32).copy_(words[first : first + target.numel()])
-    return writer.checksums
-
-
-def _read_arrays(session: Session, folder: Path, manifest: Manifest | None) -> None:
-    """Put back what `_write_arrays` wrote."""
-    resident = [plane for plane in _planes(session) if plane.home is not Tier.NVME]
-    extents = _extents(session)
-    table = np.zeros(sum(extent.checksums.size for extent in extents), np.uint32)
-    sizes = {f"{STATE_FOLDER}/{plane.name}": plane.num_bytes for plane in resident}
-    if table.size:
-        sizes[CHECKSUM_FOLDER] = table.nbytes
-
-    arrays = [_array(manifest, folder, node, size) for node, size in sizes.items()]
-    with _files([*(plane.num_bytes for plane in resident), table.nbytes]) as files:
-        for index, first, values in files.read(arrays):
-            span = WORD_BYTES * first, WORD_BYTES * (first + values.numel())
-            if index == len(resident):
-                table.view(np.uint8)[slice(*span)] = values.view(torch.uint8).numpy()
-                continue
-            plane = resident[index]
-            with session.store.lease(plane.key, plane.home, span, fresh=True) as lease:
-                lease.bytes.copy_(values.view(torch.uint8))
-            session.store.mark_dirty(plane.key, plane.home, span)
-
-    for extent in extents:
-        extent.checksums[:] = table[: extent.checksums.size]
-        table = table[extent.checksums.size :]
-
-
-def _array(manifest: Manifest | None, folder: Path, node: str, num_bytes: int) -> StoredArray:
-    if manifest is None:
-        return StoredArray(folder / node, _grid(num_bytes))
-    return manifest.array(folder, node, _grid(num_bytes), has_metadata=False)
-
-
-def _grid(num_bytes: int) -> Grid:
-    return Grid.of((num_bytes // WORD_BYTES,))
-
-
-def _files(sizes: list[int]) -> ChunkFiles:
-    return ChunkFiles(max(_grid(size).chunk_elements for size in sizes if size), NUM_THREADS)
-
-
-def _verify(session: Session) -> None:
-    """Read everything that was kept on NVMe once, a chunk ahead; the store compares its checksums."""
-    blocks = session.blocks
-    store = session.store
-    runs: list[tuple[str, tuple[int, int], list[Kind]]] = []
-    for unit in blocks.units:
-        spilled = blocks.spilled(unit)
-        for elements, kinds in blocks.runs(unit):
-            if kept := [kind for kind in kinds if kind in spilled]:
-                runs.append((unit, elements, kept))
-
-    for index, (unit, elements, kept) in enumerate(runs):
-        for name, ahead, ahead_kinds in runs[index + 1 : index + 2]:
-            for kind in ahead_kinds:
-                store.prefetch(blocks.key(name, kind), Tier.RAM, blocks.span(name, kind, ahead), wait=True)
-        with blocks.open_state(unit, elements, kept):
-            pass

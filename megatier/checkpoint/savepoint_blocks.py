@@ -1,0 +1,197 @@
+"""The blocks of state that make up a savepoint: where they lie, and how those outside NVMe are written and read back.
+
+A block at home on NVMe stays where it is: its savepoint is a generation that is kept, with a checksum for each of its
+chunks. A block at home in RAM or on the GPU is copied into a file. Files hold 32-bit words, which are the bytes of the
+block whatever they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatier.checkpoint.arrays import ArrayWriter
+from megatier.checkpoint.checkpoint import NUM_THREADS
+from megatier.checkpoint.chunkfile import ChunkFiles
+from megatier.checkpoint.grid import Grid, StoredArray
+from megatier.checkpoint.manifest import Manifest, digest_of
+from megatier.drives.blockfile import Extent
+from megatier.play.blocks import block_key
+from megatier.session.session import Session
+from megatier.tier import Kind, Tier
+
+STATE_FOLDER = "state"
+"""Folder of a savepoint with the blocks that are written to it."""
+CHECKSUM_FOLDER = "checksums"
+"""Folder of a savepoint with the checksums of the blocks that stay on NVMe."""
+WORD_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidBlock:
+    """A block of state in the generation that is valid."""
+
+    name: str
+    """Its name, which is the same for all generations."""
+    key: str
+    """Its key in the store, which names the generation too."""
+    num_bytes: int
+    home: Tier
+
+
+def resident_bytes(session: Session) -> int:
+    """Return the bytes of the blocks that a savepoint of this run writes."""
+    return sum(block.num_bytes for block in _resident_blocks(session))
+
+
+def fingerprint(session: Session) -> str:
+    """Return a digest of where every block of state lies, in all of its generations on NVMe."""
+    blocks = session.blocks
+    lies: dict[str, Any] = {}
+    for (unit, kind), home in session.placement.homes.items():
+        places = blocks.generations.places(unit, kind) if home is Tier.NVME else ()
+        extents = [session.store.extents[block_key(unit, kind, place)] for place in places]
+        stripes = [[astuple(stripe) for stripe in extent.stripes] for extent in extents]
+        lies[block_key(unit, kind)] = [str(home), blocks.whole(unit, kind)[1], stripes]
+    return digest_of(lies)
+
+
+def write_blocks(session: Session, folder: Path) -> tuple[int, dict[str, list[int]]]:
+    """Write every block that is not on NVMe into a folder, and the checksums of those that are.
+
+    Returns:
+        The bytes written, and the checksums of the files by the array that they belong to.
+
+    Raises:
+        TransferError: writing failed.
+    """
+    resident = _resident_blocks(session)
+    table = np.concatenate([extent.checksums for extent in _spilled_extents(session)] or [np.zeros(0, np.uint32)])
+    found: dict[str, list[int]] = {}
+    with _files([*(block.num_bytes for block in resident), table.nbytes]) as files:
+        for block in resident:
+            node = f"{STATE_FOLDER}/{block.name}"
+            with session.store.lease(block.key, block.home) as lease:
+                found[node] = _write_words(files, folder / node, lease.bytes.view(torch.int32))
+
+        if table.size:
+            words = torch.from_numpy(table.view(np.int32))
+            found[CHECKSUM_FOLDER] = _write_words(files, folder / CHECKSUM_FOLDER, words)
+        files.flush()
+
+    return sum(block.num_bytes for block in resident) + table.nbytes, found
+
+
+def read_blocks(session: Session, folder: Path, manifest: Manifest | None) -> None:
+    """Put back what `write_blocks` wrote.
+
+    Args:
+        session: its blocks lie where they lay when they were written.
+        folder: the savepoint, with all links resolved.
+        manifest: the checksums of its files; None if an older version wrote it.
+
+    Raises:
+        DamagedCheckpointError: a file is missing, or holds something else than was written to it.
+        TransferError: the drive failed.
+    """
+    resident = _resident_blocks(session)
+    extents = _spilled_extents(session)
+    table = np.zeros(sum(extent.checksums.size for extent in extents), np.uint32)
+
+    # The checksums come last, so the number of an array tells whether it is one of them or a block.
+    sizes = {f"{STATE_FOLDER}/{block.name}": block.num_bytes for block in resident}
+    if table.size:
+        sizes[CHECKSUM_FOLDER] = table.nbytes
+    arrays = [_array(manifest, folder, node, size) for node, size in sizes.items()]
+
+    with _files(sizes.values()) as files:
+        for index, first, values in files.read(arrays):
+            span = (WORD_BYTES * first, WORD_BYTES * (first + values.numel()))
+            if index == len(resident):
+                table.view(np.uint8)[slice(*span)] = values.view(torch.uint8).numpy()
+                continue
+
+            block = resident[index]
+            with session.store.lease(block.key, block.home, span, fresh=True) as lease:
+                lease.bytes.copy_(values.view(torch.uint8))
+            session.store.mark_dirty(block.key, block.home, span)
+
+    # The store compares what it reads from NVMe with these from now on.
+    for extent in extents:
+        extent.checksums[:] = table[: extent.checksums.size]
+        table = table[extent.checksums.size :]
+
+
+def verify_spilled(session: Session) -> None:
+    """Read everything that was kept on NVMe once, a chunk ahead; the store compares it with its checksums.
+
+    Raises:
+        IntegrityError: a chunk is damaged.
+        TransferError: a drive failed.
+    """
+    blocks = session.blocks
+    store = session.store
+    chunks: list[tuple[str, tuple[int, int], list[Kind]]] = []
+    for unit in blocks.units:
+        spilled = blocks.spilled(unit)
+        for elements, kinds in blocks.runs(unit):
+            if kept := [kind for kind in kinds if kind in spilled]:
+                chunks.append((unit, elements, kept))
+
+    for index, (unit, elements, kept) in enumerate(chunks):
+        for name, ahead, ahead_kinds in chunks[index + 1 : index + 2]:
+            for kind in ahead_kinds:
+                store.prefetch(blocks.key(name, kind), Tier.RAM, blocks.span(name, kind, ahead), wait=True)
+        with blocks.open_state(unit, elements, kept):
+            pass
+
+
+def _valid_blocks(session: Session) -> list[ValidBlock]:
+    """Return all blocks of state, in an order that is the same in every process."""
+    blocks = session.blocks
+    return [
+        ValidBlock(
+            name=block_key(unit, kind), key=blocks.key(unit, kind), num_bytes=blocks.whole(unit, kind)[1], home=home
+        )
+        for (unit, kind), home in sorted(session.placement.homes.items())
+    ]
+
+
+def _resident_blocks(session: Session) -> list[ValidBlock]:
+    """Return the blocks that do not lie on NVMe."""
+    return [block for block in _valid_blocks(session) if block.home is not Tier.NVME]
+
+
+def _spilled_extents(session: Session) -> list[Extent]:
+    """Return the extents of the blocks that lie on NVMe, each of the generation that is valid."""
+    return [session.store.extents[block.key] for block in _valid_blocks(session) if block.home is Tier.NVME]
+
+
+def _write_words(files: ChunkFiles, folder: Path, words: Tensor) -> list[int]:
+    """Write int32 [n] as an array, and return the checksum of each of its files."""
+    writer = ArrayWriter(files, folder, Grid.of(words.shape))
+    for first, target in writer.rooms(words.numel()):
+        target.view(torch.int32).copy_(words[first : first + target.numel()])
+    return writer.checksums
+
+
+def _array(manifest: Manifest | None, folder: Path, node: str, num_bytes: int) -> StoredArray:
+    """Return where an array of so many bytes lies, with its checksums if there is a manifest that has them."""
+    if manifest is None:
+        return StoredArray(folder / node, _grid(num_bytes))
+    return manifest.array(folder, node, _grid(num_bytes), has_metadata=False)
+
+
+def _grid(num_bytes: int) -> Grid:
+    return Grid.of((num_bytes // WORD_BYTES,))
+
+
+def _files(sizes: Iterable[int]) -> ChunkFiles:
+    """Open staging buffers that take the chunks of arrays of these bytes."""
+    return ChunkFiles(max(_grid(size).chunk_elements for size in sizes if size), NUM_THREADS)
