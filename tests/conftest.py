@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from megatier import _native
-from megatier.drives.blockfile import BlockFiles, Extent, FileBatch
+from megatier.drives.blockfile import BlockFiles, FileBatch
+from megatier.drives.extent import Extent
 from megatier.hardware import scratch_directory
 from megatier.store.residency import overlap
 from megatier.store.store import TieredStore

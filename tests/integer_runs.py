@@ -16,7 +16,8 @@ import torch
 from conftest import CHUNK_BYTES, check_invariants
 from torch import Tensor
 
-from megatier.drives.blockfile import BlockFiles, Extent, FileBatch, IoOptions
+from megatier.drives.blockfile import BlockFiles, FileBatch, IoOptions
+from megatier.drives.extent import Extent
 from megatier.errors import NonFiniteError, TransferError
 from megatier.play.optimizer import Apply, Elements, Planes
 from megatier.play.player import Player

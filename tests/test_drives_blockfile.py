@@ -17,8 +17,9 @@ import numpy.typing as npt
 import pytest
 
 from megatier.config.values import MountBudget
-from megatier.drives import blockfile
-from megatier.drives.blockfile import BlockFiles, Extent, IoOptions, budget_bytes
+from megatier.drives.blockfile import BlockFiles, IoOptions
+from megatier.drives.extent import Extent
+from megatier.drives.mounts import budget_bytes
 from megatier.errors import CapacityError, ConfigError, IntegrityError, RunLockedError, TransferError
 from megatier.private import PrivateDirectory
 
@@ -165,7 +166,7 @@ def test_span_off_the_chunks_asserts(files: BlockFiles) -> None:
 def test_stripes_go_round_mounts_by_the_shares_given_while_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blockfile, "STRIPE_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr("megatier.drives.extent.STRIPE_BYTES", CHUNK_BYTES)
     for name in ("fast", "slow"):
         (tmp_path / name).mkdir()
     mounts = [MountBudget(tmp_path / "fast", 12 * CHUNK_BYTES), MountBudget(tmp_path / "slow", 100 * CHUNK_BYTES)]
@@ -182,7 +183,7 @@ def test_stripes_go_round_mounts_by_the_shares_given_while_there_is_room(
 
 
 def test_stripes_go_round_mounts_by_free_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockfile, "STRIPE_BYTES", 2 * CHUNK_BYTES)
+    monkeypatch.setattr("megatier.drives.extent.STRIPE_BYTES", 2 * CHUNK_BYTES)
     large, small = tmp_path / "large", tmp_path / "small"
     large.mkdir()
     small.mkdir()
@@ -268,7 +269,7 @@ def test_blocks_that_a_killed_run_of_this_id_left_give_their_room_back(
     (tmp_path / "megatier-run").mkdir(mode=0o700)
     blocks = tmp_path / "megatier-run" / "blocks"
     blocks.write_bytes(b"old")
-    monkeypatch.setattr("megatier.drives.blockfile._free_bytes", lambda _: 0 if blocks.exists() else 10 << 20)
+    monkeypatch.setattr("megatier.drives.mounts.free_bytes", lambda _: 0 if blocks.exists() else 10 << 20)
     files = open_files(tmp_path, budget=None)
     assert files.capacity_bytes == 9 << 20
     files.close()
@@ -353,9 +354,9 @@ def test_directory_left_by_a_killed_run_is_taken_over(tmp_path: Path) -> None:
 def test_budget_of_a_full_mount_without_a_size_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blockfile, "_free_bytes", lambda _: 0)
+    monkeypatch.setattr("megatier.drives.mounts.free_bytes", lambda _: 0)
     with pytest.raises(ConfigError, match=f"{tmp_path} is full. Free space on it"):
-        blockfile.budget_bytes(MountBudget(tmp_path, None))
+        budget_bytes(MountBudget(tmp_path, None))
 
 
 # ---- files that are kept ----

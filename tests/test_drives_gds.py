@@ -23,8 +23,9 @@ from store_contract import StoreContract
 from tiny_runs import MODELS, PLACES, Run, exactness_config, one_thread, opened, run_in_fresh_process, run_steps
 
 from megatier.config.values import MountBudget
-from megatier.drives import blockfile, gds
-from megatier.drives.blockfile import BlockFiles, Extent, IoOptions
+from megatier.drives import gds
+from megatier.drives.blockfile import BlockFiles, IoOptions
+from megatier.drives.extent import Extent
 from megatier.drives.gds import GpuReader, IoPath
 from megatier.errors import ConfigError, IntegrityError, TransferError
 from megatier.store.store import TieredStore
@@ -57,7 +58,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Kvikio:
 @pytest.fixture
 def reader(tmp_path: Path, library: Kvikio, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Prepared]]:
     """Opens a reader of one block, two chunks a stripe, round two mounts."""
-    monkeypatch.setattr(blockfile, "STRIPE_BYTES", 2 * CHUNK_BYTES)
+    monkeypatch.setattr("megatier.drives.extent.STRIPE_BYTES", 2 * CHUNK_BYTES)
     opened_files: list[tuple[BlockFiles, GpuReader]] = []
 
     def open_reader(**options: Any) -> Prepared:

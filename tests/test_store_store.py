@@ -14,7 +14,6 @@ from plain_engine import PlainEngine
 from store_blocks import KEYS, NUM_BYTES, SPAN, ZERO, read, send_home, write
 from store_contract import StoreContract
 
-from megatier.drives import blockfile
 from megatier.drives.blockfile import IoOptions
 from megatier.errors import (
     CapacityError,
@@ -249,7 +248,7 @@ def test_prefetched_block_is_spared_while_written_ones_leave(open_nvme: Callable
 
 
 def test_blocks_are_striped_over_mounts(open_nvme: Callable[..., TieredStore], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockfile, "STRIPE_BYTES", 2 * CHUNK_BYTES)
+    monkeypatch.setattr("megatier.drives.extent.STRIPE_BYTES", 2 * CHUNK_BYTES)
     store = open_nvme(mounts=3)
     for seed, key in enumerate(KEYS):
         extent = store._blocks.find(key).extent

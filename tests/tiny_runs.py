@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from megatier.checkpoint.checkpoint import parameter_shapes
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
-from megatier.drives.blockfile import budget_bytes
+from megatier.drives.mounts import budget_bytes
 from megatier.engine.step import Batch, StepResult
 from megatier.errors import PlanError
 from megatier.models.decoder import Unit, auto_class, build_skeleton

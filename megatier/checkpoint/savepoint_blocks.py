@@ -21,7 +21,7 @@ from megatier.checkpoint.checkpoint import NUM_THREADS
 from megatier.checkpoint.chunkfile import ChunkFiles
 from megatier.checkpoint.grid import Grid, StoredArray
 from megatier.checkpoint.manifest import Manifest, digest_of
-from megatier.drives.blockfile import Extent
+from megatier.drives.extent import Extent
 from megatier.play.blocks import block_key
 from megatier.session.session import Session
 from megatier.tier import Kind, Tier

@@ -2,43 +2,30 @@
 
 Where it stands: hop 1 (NVMe extent -> RAM slot) and hop 6 (RAM slot -> NVMe extent) of a byte's journey.
 
-A block is cut into stripes that are dealt to the mounts by their shares. Every chunk of 64 KiB has a checksum, held in
-RAM, stored when it is written and verified when it is read. Files are filled once at the start: the first write into a
-fresh extent is half as fast as an overwrite, and a full disk shows before training, not during it.
+What it is made of: `extent` says where the bytes of a block lie, `mounts` has the locked directories, `io_engine` reads
+and writes. Here they meet: files are opened, filled, asked for spans of blocks, and failures become typed errors.
 
-Files live in `<mount>/megatier-<run id>/`, under a lock, with modes 0700 and 0600; only that directory is ever removed.
-They go with the process, unless a savepoint needs them (`keep`). `leftovers` removes those of a killed process. Files
-that others may have put in their place are refused (`private`).
+Files are filled once at the start: the first write into a fresh extent is half as fast as an overwrite, and a full disk
+shows before training, not during it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from megatier import _native
 from megatier.config.values import MountBudget
+from megatier.drives.extent import Extent, Striping
 from megatier.drives.io_engine import REQUEST_BYTES, IoBatch, IoEngine, NativeEngine
-from megatier.errors import CapacityError, ConfigError, IntegrityError, TransferError
-from megatier.hardware import mount_of
-from megatier.private import FOLDER_FLAGS, LOCK_FILE, PrivateDirectory
-from megatier.tier import PAGE_BYTES, round_up
-
-STRIPE_BYTES = 32 << 20
-"""Most bytes of one stripe."""
-BLOCK_FILE = "blocks"
-KEPT_FILE = "savepoint"
-"""Marks block files that outlive their process."""
-FILES = (KEPT_FILE, BLOCK_FILE, LOCK_FILE)
-"""All that a run's directory on a mount holds; the lock goes last."""
+from megatier.drives.mounts import MountDirectories, budget_bytes, check_directory, free_bytes
+from megatier.errors import CapacityError, IntegrityError, TransferError
+from megatier.tier import PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,53 +52,6 @@ class IoOptions:
     chunk_bytes: int = 64 << 10
     shares: tuple[float, ...] = ()
     reuses: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Stripe:
-    """A run of a block's bytes on one mount.
-
-    Attributes:
-        mount: index of the mount.
-        file_offset: where it begins in the mount's file.
-        start: where it begins in the block.
-        num_bytes: its length.
-    """
-
-    mount: int
-    file_offset: int
-    start: int
-    num_bytes: int
-
-
-class Extent:
-    """The place of one block, and the checksum of each of its chunks.
-
-    Attributes:
-        num_bytes: the block's size in whole pages.
-        stripes: its pieces, in order.
-        checksums: uint32 per chunk, in RAM. Native threads store them and compare with them.
-    """
-
-    __slots__ = ("checksums", "num_bytes", "stripes")
-
-    def __init__(self, num_bytes: int, stripes: tuple[Stripe, ...], checksums: npt.NDArray[np.uint32]) -> None:
-        """Take the place of a block, in whole pages."""
-        self.num_bytes = num_bytes
-        self.stripes = stripes
-        self.checksums = checksums
-
-    def padded(self, stop: int) -> int:
-        """The end on the drive of a span that ends at `stop`: a block's last page is moved whole."""
-        return round_up(stop)
-
-    def pieces(self, start: int, stop: int) -> Iterator[Stripe]:
-        """Give the parts of stripes that hold bytes [start, stop) of the block; a part's `start` counts from there."""
-        for stripe in self.stripes:
-            first = max(start, stripe.start)
-            last = min(stop, stripe.start + stripe.num_bytes)
-            if first < last:
-                yield Stripe(stripe.mount, stripe.file_offset + first - stripe.start, first - start, last - first)
 
 
 class FileBatch:
@@ -171,23 +111,16 @@ class BlockFiles:
         for mount in mounts:
             check_directory(mount.directory)
 
-        directories = [mount.directory / f"megatier-{run_id}" for mount in mounts]
-        self.paths = [directory / BLOCK_FILE for directory in directories]
-        self._directories: list[PrivateDirectory] = []
+        self._directories = MountDirectories(mounts, run_id)
+        self.paths = self._directories.paths
         self._files: list[int] = []
         """An open descriptor per mount."""
-        self._used = [0] * len(mounts)
-        """Bytes reserved per mount."""
         self._engine = options.engine(options.num_threads)
 
         # Threads, locks and files are given back by `close` alone, and whoever gets an error here has nothing to close.
         try:
-            for path in directories:
-                self._directories.append(PrivateDirectory(path))
-                for name in () if options.reuses else (KEPT_FILE, BLOCK_FILE):
-                    with contextlib.suppress(OSError):  # a run of this id left it; now it would only fill the drive
-                        self._directories[-1].remove(name)
-            self._budgets = [budget_bytes(mount) for mount in mounts]
+            self._directories.lock(reuses=options.reuses)
+            self._striping = Striping([budget_bytes(mount) for mount in mounts], options.shares, options.chunk_bytes)
         except BaseException:
             self.close()
             raise
@@ -200,12 +133,12 @@ class BlockFiles:
     @property
     def used_bytes(self) -> int:
         """Bytes that are reserved on all mounts together."""
-        return sum(self._used)
+        return sum(self._striping.used)
 
     @property
     def capacity_bytes(self) -> int:
         """The sum of the mounts' budgets."""
-        return sum(self._budgets)
+        return self._striping.capacity_bytes
 
     def reserve(self, num_bytes: int) -> Extent:
         """Give a block its place, striped over the mounts; it will hold zeros.
@@ -213,30 +146,7 @@ class BlockFiles:
         Raises:
             CapacityError: the mounts' budgets are used up.
         """
-        total = round_up(num_bytes)
-        chunk = self.options.chunk_bytes
-        before = list(self._used)
-        stripes = []
-        start = 0
-        while start < total:
-            mount, size = self._next_mount(total - start)
-            if not size:
-                free = self.capacity_bytes - sum(before)
-                self._used = before
-                raise CapacityError("nvme", total, free, "Raise a mount's size in tiers.nvme or add a mount.")
-            stripes.append(Stripe(mount, self._used[mount], start, size))
-            self._used[mount] += size
-            start += size
-        return Extent(total, tuple(stripes), zero_checksums(total, chunk))
-
-    def _next_mount(self, missing: int) -> tuple[int, int]:
-        """The mount with room that has taken least for its share, and the bytes that it takes; 0 if none has room."""
-        chunk = self.options.chunk_bytes
-        shares = self.options.shares or self._budgets
-        free = [budget - used for budget, used in zip(self._budgets, self._used, strict=True)]
-        sizes = [min(missing, STRIPE_BYTES, room if room >= missing else room // chunk * chunk) for room in free]
-        best = min(range(len(free)), key=lambda i: (sizes[i] <= 0, self._used[i] / max(1, shares[i]), i))
-        return best, max(0, sizes[best])
+        return self._striping.reserve(num_bytes)
 
     def allocate(self) -> None:
         """Create the files at full size, quickly; `fill` writes them. Or open those that were kept.
@@ -247,13 +157,13 @@ class BlockFiles:
             ConfigError: a file that was kept is not this user's alone.
         """
         for index, path in enumerate(self.paths):
-            size = self._used[index]
+            size = self._striping.used[index]
             if self.options.reuses:
                 self._files.append(self._open(index))
                 continue
 
             remedy = f"Give {self._mounts[index].directory} a smaller size in tiers.nvme or free space on it."
-            if size > (free := _free_bytes(path.parent)):  # else the attempt would fill the disk for a moment
+            if size > (free := free_bytes(path.parent)):  # else the attempt would fill the disk for a moment
                 raise CapacityError("nvme", size, free, remedy)
 
             self._files.append(self._open(index))
@@ -265,7 +175,7 @@ class BlockFiles:
                     raise TransferError("preallocating", "nvme", str(path), 0, error.errno or 0) from error
                 if error.errno == errno.EFBIG:
                     remedy = f"Raise the limit on the size of a file (ulimit -f); it stops {path}."
-                raise CapacityError("nvme", size, _free_bytes(path.parent), remedy) from error
+                raise CapacityError("nvme", size, free_bytes(path.parent), remedy) from error
 
     def fill(self) -> None:
         """Write zeros over everything that is new: the first write into a fresh extent is half as fast.
@@ -281,8 +191,8 @@ class BlockFiles:
 
         # All mounts at once; the bounded queue of the native threads holds this loop back.
         for index, path in enumerate(self.paths):
-            for offset in range(0, self._used[index], REQUEST_BYTES):
-                segment = (self._files[index], offset, address, min(REQUEST_BYTES, self._used[index] - offset))
+            for offset in range(0, self._striping.used[index], REQUEST_BYTES):
+                segment = (self._files[index], offset, address, min(REQUEST_BYTES, self._striping.used[index] - offset))
                 batch = self._engine.submit([segment], 0, self.options.chunk_bytes, writes=True)
                 batches.append(FileBatch(batch, "write", "(zeros)", [path]))
 
@@ -296,17 +206,15 @@ class BlockFiles:
     def _open(self, mount: int) -> int:
         """Open a mount's block file; without O_DIRECT from the first file system on that refuses it."""
         flags = 0 if self.options.reuses else os.O_CREAT
-        directory = self._directories[mount]
         try:
-            return directory.open(BLOCK_FILE, flags | (os.O_DIRECT if self.is_direct else 0))
+            return self._directories.open(mount, flags | (os.O_DIRECT if self.is_direct else 0))
         except OSError as error:
             if not self.is_direct or error.errno != errno.EINVAL:
                 raise TransferError("opening", "nvme", str(self.paths[mount]), 0, error.errno or 0) from error
 
         self.is_direct = False
         if not self.options.reuses:
-            with contextlib.suppress(OSError):
-                directory.remove(BLOCK_FILE)  # the refused attempt may have made it
+            self._directories.remove(mount)  # the refused attempt may have made it
         return self._open(mount)
 
     def opened(self, mount: int) -> Path:
@@ -346,19 +254,7 @@ class BlockFiles:
         self._is_kept = keeps
         if keeps:
             self.sync()  # all of it, on all mounts, before a mark says that it is kept
-        for directory in self._directories:
-            try:
-                directory.mark(KEPT_FILE) if keeps else directory.remove(KEPT_FILE)
-            except OSError as error:
-                mark = directory.path / KEPT_FILE
-                raise TransferError("marking", "nvme", str(mark), 0, error.errno or 0) from error
-
-        # A name that was made is on the drive only when its directory is.
-        for directory in self._directories if keeps else ():
-            try:
-                directory.sync()
-            except OSError as error:
-                raise TransferError("synchronising", "nvme", str(directory.path), 0, error.errno or 0) from error
+        self._directories.keep(keeps)
 
     def sync(self) -> None:
         """Wait until everything written is on the drives, through a loss of power too.
@@ -366,11 +262,10 @@ class BlockFiles:
         Raises:
             TransferError: a drive failed.
         """
-        for directory, file, path in zip(self._directories, self._files, self.paths, strict=True):
+        for mount, (file, path) in enumerate(zip(self._files, self.paths, strict=True)):
             try:
                 os.fsync(file)
-                directory.sync()
-                _sync(path.parent.parent)
+                self._directories.sync(mount)
             except OSError as error:
                 raise TransferError("synchronising", "nvme", str(path), 0, error.errno or 0) from error
 
@@ -383,68 +278,5 @@ class BlockFiles:
         for file in self._files:
             with contextlib.suppress(OSError):
                 os.close(file)
-        for directory in self._directories:
-            directory.close(() if self._is_kept and directory.holds(BLOCK_FILE) else FILES)
-
-        # Else a second call would close descriptors of somebody else.
-        self._files = []
-        self._directories = []
-
-
-def _sync(directory: Path) -> None:
-    """Wait until the names in a directory are on the drive."""
-    file = os.open(directory, FOLDER_FLAGS)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-@functools.cache
-def zero_checksum(num_bytes: int) -> int:
-    """The checksum of so many zeros."""
-    zeros = np.zeros(num_bytes, dtype=np.uint8)
-    return _native.checksum(zeros.ctypes.data, num_bytes)
-
-
-def zero_checksums(num_bytes: int, chunk_bytes: int) -> npt.NDArray[np.uint32]:
-    """The checksum of each chunk of so many zeros; the last chunk may be shorter."""
-    checksums = np.full(-(-num_bytes // chunk_bytes), zero_checksum(chunk_bytes), dtype=np.uint32)
-    if tail := num_bytes % chunk_bytes:
-        checksums[-1] = zero_checksum(tail)
-    return checksums
-
-
-def check_directory(directory: Path, setting: str = "tiers.nvme") -> None:
-    """Refuse a directory that cannot be a mount. Bytes in a file system in RAM are RAM that no budget counts.
-
-    Raises:
-        ConfigError: it is not a directory, or its files lie in RAM; the message begins with `setting`.
-    """
-    if not directory.is_dir():
-        raise ConfigError(f"{setting}: {directory} is not a directory. Create it, or name a mount that exists.")
-    if (mount := mount_of(directory)).is_memory:
-        raise ConfigError(
-            f"{setting}: files in {directory} lie in RAM ({mount.file_system} on {mount.directory}), outside tiers.ram."
-            " Name a directory on a drive, or raise tiers.ram and leave this one out."
-        )
-
-
-def budget_bytes(mount: MountBudget) -> int:
-    """A mount's budget; nine tenths of the free space there if none was given.
-
-    Raises:
-        ConfigError: it is no directory on a drive, or full.
-    """
-    check_directory(mount.directory)
-    if mount.num_bytes is not None:
-        return mount.num_bytes
-    if not (budget := _free_bytes(mount.directory) * 9 // 10):
-        raise ConfigError(f"tiers.nvme: {mount.directory} is full. Free space on it, or name another drive.")
-    return budget
-
-
-def _free_bytes(directory: Path) -> int:
-    """Bytes that this user may still fill."""
-    file_system = os.statvfs(directory)
-    return file_system.f_bavail * file_system.f_frsize
+        self._directories.close(keeps=self._is_kept)
+        self._files = []  # else a second call would close descriptors of somebody else

@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatier.drives.blockfile import BlockFiles, Extent, Stripe, zero_checksums
+from megatier.drives.blockfile import BlockFiles
+from megatier.drives.extent import Extent, Stripe, zero_checksums
 from megatier.drives.io_engine import REQUEST_BYTES
 from megatier.errors import ConfigError, IntegrityError, TransferError, mib
 from megatier.hardware import nvidia_fs_is_loaded

@@ -21,7 +21,7 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 
 from megatier import _native
-from megatier.drives.blockfile import zero_checksums
+from megatier.drives.extent import zero_checksums
 from megatier.tier import PAGE_BYTES
 
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["count"])

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatier.drives.blockfile import FILES, KEPT_FILE
+from megatier.drives.mounts import FILES, KEPT_FILE
 from megatier.errors import ConfigError, TransferError
 from megatier.private import FOLDER_FLAGS, LOCK_FILE, is_ours_alone
 

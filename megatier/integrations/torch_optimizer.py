@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from megatier.config.values import parse_bytes, parse_list, parse_mount
-from megatier.drives.blockfile import budget_bytes
+from megatier.drives.mounts import budget_bytes
 from megatier.errors import CapacityError, ConfigError, OptimizerError
 from megatier.hardware import ram_available_bytes
 from megatier.integrations.chunks import ChunkPlan, ParameterSize, plan_chunks

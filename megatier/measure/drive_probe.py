@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatier.config.values import MountBudget
-from megatier.drives.blockfile import IoOptions, check_directory
+from megatier.drives.blockfile import IoOptions
+from megatier.drives.mounts import check_directory
 from megatier.errors import CapacityError, ConfigError, at_least
 from megatier.hardware import mount_of
 from megatier.measure.block_device import block_device

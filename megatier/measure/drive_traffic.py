@@ -22,7 +22,8 @@ import torch
 
 from megatier import _native
 from megatier.config.values import MountBudget
-from megatier.drives.blockfile import STRIPE_BYTES, BlockFiles, FileBatch, IoOptions
+from megatier.drives.blockfile import BlockFiles, FileBatch, IoOptions
+from megatier.drives.extent import STRIPE_BYTES
 from megatier.measure.block_device import block_device
 from megatier.measure.link_probe import UpdateTraffic
 from megatier.numerics.optimizer import adamw_threads

@@ -5,7 +5,8 @@ Every method is called with the lock of `Copies` held.
 
 from __future__ import annotations
 
-from megatier.drives.blockfile import BlockFiles, Extent
+from megatier.drives.blockfile import BlockFiles
+from megatier.drives.extent import Extent
 from megatier.errors import BlockNotFoundError, CapacityError
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span

@@ -39,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from megatier.drives.blockfile import Extent
+from megatier.drives.extent import Extent
 from megatier.errors import BlockNotFoundError
 from megatier.store.arena import Slot
 from megatier.store.transfer import Transfer

@@ -9,7 +9,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from megatier.config.schema import RunConfig, TiersConfig
-from megatier.drives.blockfile import budget_bytes
+from megatier.drives.mounts import budget_bytes
 from megatier.engine.head import can_fuse
 from megatier.errors import PlanError
 from megatier.measure.probe import cached_rates

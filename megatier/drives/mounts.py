@@ -1,0 +1,145 @@
+"""Mounts: the budget of each, and the locked directory that a run has there.
+
+Files live in `<mount>/megatier-<run id>/`, under a lock, with modes 0700 and 0600; only that directory is ever removed.
+They go with the process, unless a savepoint needs them. `leftovers` removes those of a killed process. Files that
+others may have put in their place are refused (`private`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatier.config.values import MountBudget
+from megatier.errors import ConfigError, TransferError
+from megatier.hardware import mount_of
+from megatier.private import FOLDER_FLAGS, LOCK_FILE, PrivateDirectory
+
+BLOCK_FILE = "blocks"
+KEPT_FILE = "savepoint"
+"""Marks block files that outlive their process."""
+FILES = (KEPT_FILE, BLOCK_FILE, LOCK_FILE)
+"""All that a run's directory on a mount holds; the lock goes last."""
+
+
+class MountDirectories:
+    """The directory of one run on each mount, locked.
+
+    Attributes:
+        paths: the block file on each mount; for messages, since files are reached from the open directories.
+    """
+
+    def __init__(self, mounts: Sequence[MountBudget], run_id: str) -> None:
+        """Name the directories. Nothing is made yet."""
+        self._names = [mount.directory / f"megatier-{run_id}" for mount in mounts]
+        self.paths = [directory / BLOCK_FILE for directory in self._names]
+        self._directories: list[PrivateDirectory] = []
+        """Those that are locked."""
+
+    def lock(self, *, reuses: bool) -> None:
+        """Make and lock them. Unless the run reuses what a process of its id kept, that is removed.
+
+        Raises:
+            ConfigError: a directory is not this user's alone.
+            RunLockedError: one is in use.
+        """
+        for path in self._names:
+            self._directories.append(PrivateDirectory(path))
+            for name in () if reuses else (KEPT_FILE, BLOCK_FILE):
+                with contextlib.suppress(OSError):  # a run of this id left it; now it would only fill the drive
+                    self._directories[-1].remove(name)
+
+    def open(self, mount: int, flags: int) -> int:
+        """Open the block file on a mount; returns the descriptor.
+
+        Raises:
+            OSError: the file system refused.
+            ConfigError: the file is not this user's alone.
+        """
+        return self._directories[mount].open(BLOCK_FILE, flags)
+
+    def remove(self, mount: int) -> None:
+        """Remove the block file on a mount, if it is there and may be removed."""
+        with contextlib.suppress(OSError):
+            self._directories[mount].remove(BLOCK_FILE)
+
+    def keep(self, keeps: bool) -> None:
+        """Mark the block files as kept, or take the marks away.
+
+        Raises:
+            TransferError: a drive failed, or refuses the mark.
+        """
+        for directory in self._directories:
+            try:
+                directory.mark(KEPT_FILE) if keeps else directory.remove(KEPT_FILE)
+            except OSError as error:
+                mark = directory.path / KEPT_FILE
+                raise TransferError("marking", "nvme", str(mark), 0, error.errno or 0) from error
+
+        # A name that was made is on the drive only when its directory is.
+        for directory in self._directories if keeps else ():
+            try:
+                directory.sync()
+            except OSError as error:
+                raise TransferError("synchronising", "nvme", str(directory.path), 0, error.errno or 0) from error
+
+    def sync(self, mount: int) -> None:
+        """Wait until the names of a mount's files, and of the directory itself, are on the drive.
+
+        Raises:
+            OSError: the drive failed.
+        """
+        self._directories[mount].sync()
+        _sync(self._names[mount].parent)
+
+    def close(self, *, keeps: bool) -> None:
+        """Remove the files, unless they are kept, and unlock. Safe to call twice."""
+        for directory in self._directories:
+            directory.close(() if keeps and directory.holds(BLOCK_FILE) else FILES)
+        self._directories = []
+
+
+def _sync(directory: Path) -> None:
+    """Wait until the names in a directory are on the drive."""
+    file = os.open(directory, FOLDER_FLAGS)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def check_directory(directory: Path, setting: str = "tiers.nvme") -> None:
+    """Refuse a directory that cannot be a mount. Bytes in a file system in RAM are RAM that no budget counts.
+
+    Raises:
+        ConfigError: it is not a directory, or its files lie in RAM; the message begins with `setting`.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"{setting}: {directory} is not a directory. Create it, or name a mount that exists.")
+    if (mount := mount_of(directory)).is_memory:
+        raise ConfigError(
+            f"{setting}: files in {directory} lie in RAM ({mount.file_system} on {mount.directory}), outside tiers.ram."
+            " Name a directory on a drive, or raise tiers.ram and leave this one out."
+        )
+
+
+def budget_bytes(mount: MountBudget) -> int:
+    """A mount's budget; nine tenths of the free space there if none was given.
+
+    Raises:
+        ConfigError: it is no directory on a drive, or full.
+    """
+    check_directory(mount.directory)
+    if mount.num_bytes is not None:
+        return mount.num_bytes
+    if not (budget := free_bytes(mount.directory) * 9 // 10):
+        raise ConfigError(f"tiers.nvme: {mount.directory} is full. Free space on it, or name another drive.")
+    return budget
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that this user may still fill."""
+    file_system = os.statvfs(directory)
+    return file_system.f_bavail * file_system.f_frsize
