@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,26 +23,47 @@ from megatier.engine.rows import Rows
 from megatier.engine.stage import Stage
 from megatier.errors import ConfigError, NonFiniteError, UnsupportedModelError
 from megatier.guards.crossing import check_inside, claim
-from megatier.tier import Phase
+from megatier.tier import Activations, Phase
 
 collector: ContextVar[dict[str, Any] | None] = _active_collector  # type: ignore[assignment]
 """Where Hugging Face collects what its hooks capture, such as router logits."""
 
 
 class Called(Protocol):
-    """What a call needs of the node that it calls.
-
-    Attributes:
-        stage: what all nodes of the model share.
-        unit: name of the unit that brings the weights.
-        module_name: for messages.
-        rows: which arguments and results of the module have the batch in front.
-    """
+    """A node, as a call and its backward see it."""
 
     stage: Stage
+    """What all nodes of the model share."""
     unit: str
+    """Name of the unit that brings the weights."""
     module_name: str
+    """Name of the module in the model, for messages."""
     rows: Rows
+    """Which arguments and results of the module have the batch in front."""
+    activations: Activations
+    """The policy between forward and backward."""
+    is_trained: dict[str, bool]
+    """By parameter name, in the order of `leaves`, whether the parameter is trained."""
+    is_new: bool
+    """Whether this is one of the module's first forwards, which are looked at closely."""
+    is_written: bool
+    """Whether a forward of the module has written a weight's own bits into it."""
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether the forward's graph stays for the backward, rather than being made again there."""
+
+    @property
+    def names(self) -> list[str]:
+        """Parameter names, in the order of `leaves`."""
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the parameters that are trained, in the order of `leaves`."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of the parameters is trained; else a backward has gradients of inputs alone."""
 
     def leaves(self, weights: Tensor) -> list[Tensor]:
         """Views of the unit's parameters in a slot."""
@@ -51,11 +72,8 @@ class Called(Protocol):
         """The module's own forward with these weights bound."""
 
 
-N = TypeVar("N", bound=Called)
-
-
 @dataclass(slots=True, kw_only=True)
-class Call(Generic[N]):
+class Call:
     """One use of a node in one group.
 
     Attributes:
@@ -71,7 +89,7 @@ class Call(Generic[N]):
         written: what the last slice wrote into containers.
     """
 
-    node: N
+    node: Called
     arguments: Arguments
     flat: list[Any]
     differentiable: list[int]

@@ -15,25 +15,23 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatier.engine.activation import Rebinding, Replay, dropping
-from megatier.engine.call import Call, collector, join
+from megatier.engine.call import Call, collector
 from megatier.engine.carried import Arguments
 from megatier.engine.rows import Rows
 from megatier.engine.stage import Stage
+from megatier.engine.unit_function import lend_weights, run_unit
 from megatier.errors import UnsupportedModelError
-from megatier.guards.crossing import CHECKED, check_inside, claim
+from megatier.guards.crossing import CHECKED, claim
 from megatier.guards.unbound import make_unbound
 from megatier.guards.unchanged import REMEDY, Unchanged, refused
 from megatier.layout import TensorSlice
 from megatier.numerics.compilation import Compiled
-from megatier.tier import Activations, Phase
+from megatier.tier import Activations
 
 CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
 
@@ -144,10 +142,9 @@ class Node:
         # The backward counts down what is announced here, so it is announced before autograd knows of the call.
         if self.trains:
             stage.gradients.expect(self.unit, call.num_slices)
-        results = _UnitFunction.apply(call, stage.anchor, *inputs)  # type: ignore[no-untyped-call]
+        return call.unpack(run_unit(call, inputs))
 
-        return call.unpack(list(results))
-
+    # HOP 3/6: GPU slot -> weights: views, no copy
     def leaves(self, weights: Tensor) -> list[Tensor]:
         """Views of the unit's parameters in a slot, one per tensor, each an autograd leaf; cached by address.
 
@@ -261,228 +258,6 @@ class Node:
         if self.trains and torch.is_grad_enabled():
             self.stage.gradients.expect(self.unit, 1)
         with torch.set_grad_enabled(self.trains and torch.is_grad_enabled()):
-            copies = _Lent.apply(self, self.stage.anchor)  # type: ignore[no-untyped-call]
+            copies = lend_weights(self)
         with self._bound(copies):
             yield
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """The graph of one slice, from its forward to its backward.
-
-    Outputs are kept as edges, since tensors would keep their memory.
-    """
-
-    inputs: list[Tensor]
-    leaves: list[Tensor]
-    outputs: list[GradientEdge | None]
-    rows: list[int]
-    """Number of rows of each output."""
-    rebinding: Rebinding
-
-
-# HOP 3/6: GPU slot -> weights: views, no copy
-class _UnitFunction(torch.autograd.Function):
-    """Forward and backward of one use of one unit."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call[Node], anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
-        node = call.node
-        stage = call.node.stage
-        ctx.call = call
-        ctx.kept = []
-        ctx.replays = []
-        present = _stash(ctx, inputs)
-
-        # Asked once: a compiler that refuses the module changes the answer in the forward below.
-        keep = node.keeps_graph
-
-        # No `finally` gives the weights back. After an error the step is abandoned, and the player takes back all.
-        use = stage.source.enter(node.unit, Phase.FORWARD, stage.gradients.group)
-        leaves = node.leaves(use.bytes)
-        parts = []
-
-        for slice_inputs, flat in call.cut(present):
-            rebinding = Rebinding(node.module_name, use.bytes, *([] if ctx.stashed is None else [present[ctx.stashed]]))
-            # Taken for each slice: each draws its own random numbers.
-            if not keep:
-                ctx.replays.append(Replay(stage.device))
-            with torch.enable_grad(), rebinding.hooks() if keep else dropping(node.module_name):
-                outputs = call.run(leaves, flat)
-            if node.is_new:
-                check_inside(node.module_name, outputs, [*slice_inputs, *leaves], stage.model)
-            if keep:
-                if ctx.stashed is not None:  # autograd holds the leaf; its bytes may go
-                    slice_inputs[ctx.stashed].data = slice_inputs[ctx.stashed].data.new_empty(0)
-                edges = [get_gradient_edge(x) if x is not None and x.requires_grad else None for x in outputs]
-                rows = [0 if x is None or not x.dim() else x.shape[0] for x in outputs]
-                ctx.kept.append(_Kept(slice_inputs, leaves, edges, rows, rebinding))
-
-            parts.append([None if x is None else x.detach() for x in outputs])
-
-        # Given back before the slices are joined, so that the next load into this slot may start.
-        use.leave()
-        results = join(parts)
-        saved = [None if i == ctx.stashed else x for i, x in enumerate(present)]
-        ctx.save_for_backward(*(() if keep else saved))
-        ctx.mark_non_differentiable(*[x for x in results if x is not None and not x.is_floating_point()])
-
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        call: Call[Node] = ctx.call
-        node = call.node
-        stage = call.node.stage
-        stage.gradients.watch_backward()
-
-        # With CUDA this is autograd's thread. It is the one that computes now: the main thread waits in `backward`.
-        fetched = _fetch(ctx)
-        use = stage.source.enter(node.unit, Phase.BACKWARD, stage.gradients.group)
-        input_grads: list[list[Tensor | None]] = []
-        pieces = iter(()) if ctx.kept else call.cut(_saved_inputs(ctx, fetched))
-        outputs: Sequence[Tensor | GradientEdge | None]
-
-        for index in range(call.num_slices):
-            if ctx.kept:
-                kept: _Kept = ctx.kept[index]
-                slice_inputs = kept.inputs
-                leaves = kept.leaves
-                outputs = kept.outputs
-                rows = kept.rows
-                kept.rebinding.bind(use.bytes, *fetched)
-
-                # Autograd frees what it saved as it goes, but only if nobody else holds the graph.
-                ctx.kept[index] = kept = None  # type: ignore[assignment]
-            else:
-                slice_inputs, flat = next(pieces)
-                leaves = node.leaves(use.bytes)
-                rebinding = Rebinding(node.module_name, use.bytes)
-
-                # Autograd would take a weight's own bits, written into it, for a change since it was saved.
-                hooks = rebinding.hooks() if node.is_written else contextlib.nullcontext()
-                with torch.enable_grad(), ctx.replays[index].again(), hooks:
-                    made = call.run(leaves, flat)
-                rebinding.bind(use.bytes)
-                rows = [0 if x is None or not x.dim() else x.shape[0] for x in made]
-                outputs = [x if x is not None and x.requires_grad else None for x in made]
-                del made
-
-            with stage.arithmetic():
-                wanted = [*slice_inputs, *(leaf for leaf in leaves if leaf.requires_grad)]
-                found = _grads(outputs, _cut_grads(grads, rows, index, call.num_slices), wanted)
-
-            # The graph of this slice goes before the gradients are summed and before the next slice makes its own.
-            del outputs
-            if node.trains:
-                stage.gradients.add(node.unit, list(zip(node.trained, found[len(slice_inputs) :], strict=True)))
-            input_grads.append(list(found[: len(slice_inputs)]))
-
-        # The weights first: `close` may wait for the sum of the group before, and no load should wait for that.
-        use.leave()
-        if node.trains:
-            stage.gradients.close(node.unit)
-        return (None, None, *_join_grads(input_grads, call))
-
-
-class _Lent(torch.autograd.Function):
-    """A unit's weights as tensors of their own, whose gradients are one summand of the unit's."""
-
-    @staticmethod
-    def forward(ctx: Any, node: Node, anchor: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
-        ctx.node = node
-        use = node.stage.source.enter(node.unit, Phase.FORWARD, node.stage.gradients.group)
-        leaves = node.leaves(use.bytes)
-
-        # Slots are filled again when the use is over; these outlive it.
-        copies = tuple(leaf.detach().clone() for leaf in leaves)
-        use.leave()
-        frozen = (copy for copy, leaf in zip(copies, leaves, strict=True) if not leaf.requires_grad)
-        ctx.mark_non_differentiable(*frozen)
-
-        return copies
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:  # noqa: ANN401
-        node: Node = ctx.node
-        node.stage.gradients.watch_backward()
-
-        # The weights are not asked for: the copies were enough for whoever computed with them.
-        parts = zip(node.names, grads, strict=True)
-        node.stage.gradients.add(node.unit, [(name, grad) for name, grad in parts if node.is_trained[name]])
-        node.stage.gradients.close(node.unit)
-        return None, None
-
-
-def _stash(ctx: Any, inputs: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401
-    """If the policy says so, start offloading the largest input, and note which; returns the inputs to work with."""
-    node: Node = ctx.call.node
-    ctx.stashed = None
-    result = list(inputs)
-
-    # What lies in a container stays: other units read it as well.
-    own = [i for i, position in enumerate(ctx.call.differentiable) if position not in ctx.call.arguments.carried]
-    if node.activations.offloads_input and own:
-        ctx.stashed = max(own, key=lambda i: inputs[i].numel())
-        tensor = result[ctx.stashed] = inputs[ctx.stashed].detach().contiguous()
-        node.stage.source.stash(node.unit, tensor)
-
-    return result
-
-
-def _fetch(ctx: Any) -> list[Tensor]:  # noqa: ANN401
-    """Bring the offloaded input back, if there is one."""
-    if ctx.stashed is None:
-        return []
-    node: Node = ctx.call.node
-    return [node.stage.source.fetch(node.unit)]
-
-
-def _saved_inputs(ctx: Any, fetched: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401
-    """The inputs of the forward, with the offloaded one in its place."""
-    inputs = list(ctx.saved_tensors)
-    if ctx.stashed is not None:
-        inputs[ctx.stashed] = fetched[0]
-    return inputs
-
-
-def _cut_grads(grads: Sequence[Tensor | None], rows: Sequence[int], index: int, count: int) -> list[Tensor | None]:
-    """The rows of each output's gradient that belong to one slice of so many."""
-    if count == 1:
-        return list(grads)
-    return [
-        None if grad is None else grad[index * size : (index + 1) * size]
-        for grad, size in zip(grads, rows, strict=True)
-    ]
-
-
-def _grads(
-    outputs: Sequence[Tensor | GradientEdge | None], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
-) -> Sequence[Tensor | None]:
-    """Gradients of the inputs; None for those that no output depends on."""
-    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None]
-    if not pairs:
-        return [None] * len(inputs)
-    edges = [get_gradient_edge(o) if torch.is_tensor(o) else o for o, _ in pairs]
-    return torch.autograd.grad(edges, inputs, [g for _, g in pairs], allow_unused=True)
-
-
-def _join_grads(parts: list[list[Tensor | None]], call: Call[Node]) -> list[Tensor | None]:
-    """Lay gradients of batched inputs end to end, and add up those of inputs that all slices share."""
-    if len(parts) == 1:
-        return parts[0]
-    joined: list[Tensor | None] = []
-    for position, column in zip(call.differentiable, zip(*parts, strict=True), strict=True):
-        present = [grad for grad in column if grad is not None]
-        if not present:
-            joined.append(None)
-        elif call.node.rows.are_cut(position):
-            joined.append(torch.cat(present))
-        else:
-            # In the order of the slices, always: a sum in another order has other bits.
-            total = present[0]
-            for grad in present[1:]:
-                total = total + grad
-            joined.append(total)
-
-    return joined

@@ -1,0 +1,279 @@
+"""The autograd functions of a unit: its forward and its backward. Each asks for the weights, and gives them back.
+
+Between the two, the graph of a slice either stays or is dropped and made again (`activation`). If it stays, what it
+saved of memory that will leave is saved as addresses, and bound again in the backward.
+
+Threads: with CUDA, a backward runs on autograd's thread. That is the one that computes then, since the main thread
+waits in `backward`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatier.engine.activation import Rebinding, Replay, dropping
+from megatier.engine.call import Call, Called, join
+from megatier.guards.crossing import check_inside
+from megatier.tier import Phase
+
+
+def run_unit(call: Call, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Run a call of a node, with a backward; returns all that its slices gave, laid end to end.
+
+    Args:
+        call: the call, whose differentiable inputs are taken out.
+        inputs: the differentiable inputs.
+    """
+    results = _UnitFunction.apply(call, call.node.stage.anchor, *inputs)  # type: ignore[no-untyped-call]
+    return list(results)
+
+
+def lend_weights(node: Called) -> tuple[Tensor, ...]:
+    """Copies of a unit's weights, in the order of `leaves`, whose gradients are one summand of the unit's."""
+    copies: tuple[Tensor, ...] = _Lent.apply(node, node.stage.anchor)  # type: ignore[no-untyped-call]
+    return copies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SliceGraph:
+    """The graph of one slice. Its outputs are edges, since tensors would keep their memory."""
+
+    inputs: list[Tensor]
+    leaves: list[Tensor]
+    outputs: list[GradientEdge | None]
+    rows: list[int]
+    """Number of rows of each output."""
+    rebinding: Rebinding
+
+    @classmethod
+    def of(
+        cls, outputs: Sequence[Tensor | None], inputs: list[Tensor], leaves: list[Tensor], rebinding: Rebinding
+    ) -> Self:
+        """The graph that ends in these outputs."""
+        return cls(
+            inputs=inputs,
+            leaves=leaves,
+            outputs=[get_gradient_edge(x) if x is not None and x.requires_grad else None for x in outputs],
+            rows=[0 if x is None or not x.dim() else x.shape[0] for x in outputs],
+            rebinding=rebinding,
+        )
+
+
+class _UnitFunction(torch.autograd.Function):
+    """Forward and backward of one use of one unit.
+
+    The context has the call, the position of the offloaded input (`stashed`), whether graphs stay (`keeps`), the
+    graphs, and what is needed to make them again (`replays`).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        node = call.node
+        stage = node.stage
+        ctx.call = call
+        ctx.graphs = []
+        ctx.replays = []
+        present = _stash(ctx, inputs)
+
+        # Asked once: a compiler that refuses the module changes the answer in the forward below.
+        keeps = ctx.keeps = node.keeps_graph
+
+        # No `finally` gives the weights back. After an error the step is abandoned, and the player takes back all.
+        use = stage.source.enter(node.unit, Phase.FORWARD, stage.gradients.group)
+        leaves = node.leaves(use.bytes)
+        leaving = [use.bytes] if ctx.stashed is None else [use.bytes, present[ctx.stashed]]
+        parts = []
+
+        for slice_inputs, flat in call.cut(present):
+            rebinding = Rebinding(node.module_name, *leaving)
+            # Taken for each slice: each draws its own random numbers.
+            if not keeps:
+                ctx.replays.append(Replay(stage.device))
+            with torch.enable_grad(), rebinding.hooks() if keeps else dropping(node.module_name):
+                outputs = call.run(leaves, flat)
+            if node.is_new:
+                check_inside(node.module_name, outputs, [*slice_inputs, *leaves], stage.model)
+            if keeps:
+                if ctx.stashed is not None:  # autograd holds the leaf; its bytes may go
+                    slice_inputs[ctx.stashed].data = slice_inputs[ctx.stashed].data.new_empty(0)
+                ctx.graphs.append(_SliceGraph.of(outputs, slice_inputs, leaves, rebinding))
+
+            parts.append([None if x is None else x.detach() for x in outputs])
+
+        # Given back before the slices are joined, so that the next load into this slot may start.
+        use.leave()
+        results = join(parts)
+        saved = [None if i == ctx.stashed else x for i, x in enumerate(present)]
+        ctx.save_for_backward(*(() if keeps else saved))
+        ctx.mark_non_differentiable(*[x for x in results if x is not None and not x.is_floating_point()])
+
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        call: Call = ctx.call
+        node = call.node
+        stage = node.stage
+        stage.gradients.watch_backward()
+
+        fetched = _fetch(ctx)
+        use = stage.source.enter(node.unit, Phase.BACKWARD, stage.gradients.group)
+        input_grads: list[list[Tensor | None]] = []
+        pieces = iter(()) if ctx.keeps else call.cut(_saved_inputs(ctx, fetched))
+
+        for index in range(call.num_slices):
+            if ctx.keeps:
+                graph = _take_graph(ctx, index, use.bytes, *fetched)
+            else:
+                graph = _make_graph(ctx, index, next(pieces), use.bytes)
+            num_inputs = len(graph.inputs)
+            wanted = [*graph.inputs, *(leaf for leaf in graph.leaves if leaf.requires_grad)]
+            with stage.arithmetic():
+                found = _grads(graph.outputs, _cut_grads(grads, graph.rows, index, call.num_slices), wanted)
+
+            # The graph of this slice goes before the gradients are summed and before the next slice makes its own.
+            del graph
+            if node.trains:
+                stage.gradients.add(node.unit, list(zip(node.trained, found[num_inputs:], strict=True)))
+            input_grads.append(list(found[:num_inputs]))
+
+        # The weights first: `close` may wait for the sum of the group before, and no load should wait for that.
+        use.leave()
+        if node.trains:
+            stage.gradients.close(node.unit)
+        return (None, None, *_join_grads(input_grads, call))
+
+
+class _Lent(torch.autograd.Function):
+    """A unit's weights as tensors of their own, whose gradients are one summand of the unit's."""
+
+    @staticmethod
+    def forward(ctx: Any, node: Called, anchor: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+        ctx.node = node
+        use = node.stage.source.enter(node.unit, Phase.FORWARD, node.stage.gradients.group)
+        leaves = node.leaves(use.bytes)
+
+        # Slots are filled again when the use is over; these outlive it.
+        copies = tuple(leaf.detach().clone() for leaf in leaves)
+        use.leave()
+        frozen = (copy for copy, leaf in zip(copies, leaves, strict=True) if not leaf.requires_grad)
+        ctx.mark_non_differentiable(*frozen)
+
+        return copies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:  # noqa: ANN401
+        node: Called = ctx.node
+        node.stage.gradients.watch_backward()
+
+        # The weights are not asked for: the copies were enough for whoever computed with them.
+        parts = zip(node.names, grads, strict=True)
+        node.stage.gradients.add(node.unit, [(name, grad) for name, grad in parts if node.is_trained[name]])
+        node.stage.gradients.close(node.unit)
+        return None, None
+
+
+def _stash(ctx: Any, inputs: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401
+    """If the policy says so, start offloading the largest input, and note which; returns the inputs to work with."""
+    call: Call = ctx.call
+    node = call.node
+    ctx.stashed = None
+    result = list(inputs)
+
+    # What lies in a container stays: other units read it as well.
+    own = [i for i, position in enumerate(call.differentiable) if position not in call.arguments.carried]
+    if node.activations.offloads_input and own:
+        ctx.stashed = max(own, key=lambda i: inputs[i].numel())
+        tensor = result[ctx.stashed] = inputs[ctx.stashed].detach().contiguous()
+        node.stage.source.stash(node.unit, tensor)
+
+    return result
+
+
+def _fetch(ctx: Any) -> list[Tensor]:  # noqa: ANN401
+    """Bring the offloaded input back, if there is one."""
+    if ctx.stashed is None:
+        return []
+    node: Called = ctx.call.node
+    return [node.stage.source.fetch(node.unit)]
+
+
+def _saved_inputs(ctx: Any, fetched: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401
+    """The inputs of the forward, with the offloaded one in its place."""
+    inputs = list(ctx.saved_tensors)
+    if ctx.stashed is not None:
+        inputs[ctx.stashed] = fetched[0]
+    return inputs
+
+
+def _take_graph(ctx: Any, index: int, *regions: Tensor) -> _SliceGraph:  # noqa: ANN401
+    """The graph of a slice that the forward left, bound to where its memory lies now."""
+    graph: _SliceGraph = ctx.graphs[index]
+    graph.rebinding.bind(*regions)
+
+    # Autograd frees what it saved as it goes, but only if nobody else holds the graph.
+    ctx.graphs[index] = None
+    return graph
+
+
+def _make_graph(ctx: Any, index: int, piece: tuple[list[Tensor], list[Any]], weights: Tensor) -> _SliceGraph:  # noqa: ANN401
+    """The graph of a slice, made again."""
+    node: Called = ctx.call.node
+    inputs, flat = piece
+    leaves = node.leaves(weights)
+    rebinding = Rebinding(node.module_name, weights)
+
+    # Autograd would take a weight's own bits, written into it, for a change since it was saved.
+    hooks = rebinding.hooks() if node.is_written else contextlib.nullcontext()
+    with torch.enable_grad(), ctx.replays[index].again(), hooks:
+        outputs = ctx.call.run(leaves, flat)
+    rebinding.bind(weights)
+    return _SliceGraph.of(outputs, inputs, leaves, rebinding)
+
+
+def _cut_grads(grads: Sequence[Tensor | None], rows: Sequence[int], index: int, count: int) -> list[Tensor | None]:
+    """The rows of each output's gradient that belong to one slice of so many."""
+    if count == 1:
+        return list(grads)
+    return [
+        None if grad is None else grad[index * size : (index + 1) * size]
+        for grad, size in zip(grads, rows, strict=True)
+    ]
+
+
+def _grads(
+    outputs: Sequence[GradientEdge | None], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """Gradients of the inputs; None for those that no output depends on."""
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None]
+    if not pairs:
+        return [None] * len(inputs)
+    return torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
+
+
+def _join_grads(parts: list[list[Tensor | None]], call: Call) -> list[Tensor | None]:
+    """Lay gradients of batched inputs end to end, and add up those of inputs that all slices share."""
+    if len(parts) == 1:
+        return parts[0]
+    joined: list[Tensor | None] = []
+    for position, column in zip(call.differentiable, zip(*parts, strict=True), strict=True):
+        present = [grad for grad in column if grad is not None]
+        if not present:
+            joined.append(None)
+        elif call.node.rows.are_cut(position):
+            joined.append(torch.cat(present))
+        else:
+            # In the order of the slices, always: a sum in another order has other bits.
+            total = present[0]
+            for grad in present[1:]:
+                total = total + grad
+            joined.append(total)
+
+    return joined
