@@ -66,8 +66,10 @@ def test_window_rates_show_how_a_drive_wavers() -> None:
 
 
 def test_flow_of_windows_has_the_rate_of_the_median_one() -> None:
-    assert Flow(9 * GB, 3.0, 1.0, 1.0, None).bytes_per_s == 3 * GB
-    assert Flow(9 * GB, 3.0, 1.0, 1.0, None, (1e9, 5e9, 2e9)).bytes_per_s == 2e9
+    assert Flow(num_bytes=9 * GB, seconds=3.0, p50_ms=1.0, p99_ms=1.0, device_bytes=None).bytes_per_s == 3 * GB
+    windows = (1e9, 5e9, 2e9)
+    flow = Flow(num_bytes=9 * GB, seconds=3.0, p50_ms=1.0, p99_ms=1.0, device_bytes=None, windows=windows)
+    assert flow.bytes_per_s == 2e9
 
 
 def test_updates_beside_are_of_as_many_parameters_as_blocks_hold(monkeypatch: pytest.MonkeyPatch) -> None:

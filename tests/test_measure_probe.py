@@ -23,7 +23,8 @@ from megatier.hardware import Gpu
 from megatier.measure import drive_probe, link_probe, probe
 from megatier.measure.drive_probe import DriveFigures
 from megatier.measure.drive_traffic import BLOCK_BYTES, Flow
-from megatier.measure.link_probe import CopyFigures, LinkFigures, UpdateFigures, UpdateTraffic
+from megatier.measure.link_probe import CopyFigures, LinkFigures, UpdateFigures
+from megatier.measure.link_traffic import COPY_PIECES, CopyTraffic, UpdateTraffic
 from megatier.schedule.rates import WAVERING, DriveRates, Rates
 
 SIZE = 4 << 20
@@ -33,24 +34,70 @@ GB = 10**9
 
 
 def flow(bytes_per_s: float = 2 * GB, counted: float | None = 1.0) -> Flow:
-    return Flow(10 * GB, 10 * GB / bytes_per_s, 1.0, 2.0, None if counted is None else int(10 * GB * counted))
+    return Flow(
+        num_bytes=10 * GB,
+        seconds=10 * GB / bytes_per_s,
+        p50_ms=1.0,
+        p99_ms=2.0,
+        device_bytes=None if counted is None else int(10 * GB * counted),
+    )
 
 
 def figures(read: Flow | None = None, **other: object) -> DriveFigures:
     """A drive at 2 GB/s with nothing to say about it."""
     plain = DriveFigures(
-        "/mnt/a", "vda", 512, 1, "ext4", True, 4096, 1 << 33, BLOCK_BYTES, read or flow(), flow(), flow(), (), None
+        directory="/mnt/a",
+        device="vda",
+        logical_block_bytes=512,
+        num_drives=1,
+        file_system="ext4",
+        is_direct=True,
+        alignment_bytes=4096,
+        size_bytes=1 << 33,
+        block_bytes=BLOCK_BYTES,
+        read=read or flow(),
+        write=flow(),
+        mixed=flow(),
+        sustained_bytes_per_s=(),
+        knee_bytes=None,
     )
     return dataclasses.replace(plain, **other)  # type: ignore[arg-type]
 
 
 LINKS = LinkFigures(
-    "cpu",
-    (CopyFigures("cpu", 1.0, 2.0, 3.0, 4.0),),
-    (UpdateFigures(1, 5.0, 130.0, 4.0, 1.0, 1.0, 106.0), UpdateFigures(2, 10.0, 260.0, 9.0, 2.0, 3.0, 239.0)),
-    11.0,
-    12.0,
-    13.0,
+    device="cpu",
+    copies=(
+        CopyFigures(
+            device="cpu",
+            to_gpu_bytes_per_s=1.0,
+            to_ram_bytes_per_s=2.0,
+            to_gpu_both_bytes_per_s=3.0,
+            to_ram_both_bytes_per_s=4.0,
+        ),
+    ),
+    updates=(
+        UpdateFigures(
+            threads=1,
+            parameters_per_s=5.0,
+            memory_bytes_per_s=130.0,
+            shared_parameters_per_s=4.0,
+            shared_to_gpu_bytes_per_s=1.0,
+            shared_to_ram_bytes_per_s=1.0,
+            shared_memory_bytes_per_s=106.0,
+        ),
+        UpdateFigures(
+            threads=2,
+            parameters_per_s=10.0,
+            memory_bytes_per_s=260.0,
+            shared_parameters_per_s=9.0,
+            shared_to_gpu_bytes_per_s=2.0,
+            shared_to_ram_bytes_per_s=3.0,
+            shared_memory_bytes_per_s=239.0,
+        ),
+    ),
+    gpu_update_parameters_per_s=11.0,
+    matmul_flops_per_s=12.0,
+    flops_per_s=13.0,
 )
 
 
@@ -270,13 +317,13 @@ def test_layers_on_a_gpu_count_at_their_share_of_a_sustained_product() -> None:
 
 
 def test_copies_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    with link_probe.CopyTraffic(torch.device("cpu"), 1 << 20) as copies:
+    with CopyTraffic(torch.device("cpu"), 1 << 20) as copies:
         half = copies._way_bytes
         copies._host.bytes[:half].fill_(1)
         copies._device.bytes[half:].fill_(2)
         turns = itertools.count()
-        assert copies.to_gpu(lambda: next(turns) >= link_probe.COPY_PIECES) > 0
-        assert copies.to_ram(lambda: next(turns) >= 3 * link_probe.COPY_PIECES) > 0
+        assert copies.to_gpu(lambda: next(turns) >= COPY_PIECES) > 0
+        assert copies.to_ram(lambda: next(turns) >= 3 * COPY_PIECES) > 0
         assert copies._device.bytes[:half].unique().tolist() == [1]
         assert copies._host.bytes[half:].unique().tolist() == [2]
 
@@ -292,7 +339,18 @@ def test_updates_keep_numbers_finite() -> None:
 
 def test_link_flags_tell_what_no_link_carries() -> None:
     assert not link_probe.link_flags(LINKS)
-    fast = dataclasses.replace(LINKS, copies=(CopyFigures("X", 1e9, 500e9, 1.0, 1.0),))
+    fast = dataclasses.replace(
+        LINKS,
+        copies=(
+            CopyFigures(
+                device="X",
+                to_gpu_bytes_per_s=1e9,
+                to_ram_bytes_per_s=500e9,
+                to_gpu_both_bytes_per_s=1.0,
+                to_ram_both_bytes_per_s=1.0,
+            ),
+        ),
+    )
     assert link_probe.link_flags(fast) == ("X: copies at 500 GB/s, more than any link carries",)
 
 

@@ -19,7 +19,7 @@ GB = 1e9
 
 
 def flow(bytes_per_s: float) -> Flow:
-    return Flow(int(10 * bytes_per_s), 10.0, 12.3, 45.6, None)
+    return Flow(num_bytes=int(10 * bytes_per_s), seconds=10.0, p50_ms=12.3, p99_ms=45.6, device_bytes=None)
 
 
 DRIVE = DriveFigures(
@@ -40,10 +40,34 @@ DRIVE = DriveFigures(
 )
 LINKS = LinkFigures(
     device="cuda",
-    copies=(CopyFigures("card", 50 * GB, 40 * GB, 25 * GB, 20 * GB),),
+    copies=(
+        CopyFigures(
+            device="card",
+            to_gpu_bytes_per_s=50 * GB,
+            to_ram_bytes_per_s=40 * GB,
+            to_gpu_both_bytes_per_s=25 * GB,
+            to_ram_both_bytes_per_s=20 * GB,
+        ),
+    ),
     updates=(
-        UpdateFigures(1, 1 * GB, 26 * GB, 0.5 * GB, GB, GB, GB),
-        UpdateFigures(2, 2 * GB, 52 * GB, GB, GB, GB, GB),
+        UpdateFigures(
+            threads=1,
+            parameters_per_s=1 * GB,
+            memory_bytes_per_s=26 * GB,
+            shared_parameters_per_s=0.5 * GB,
+            shared_to_gpu_bytes_per_s=GB,
+            shared_to_ram_bytes_per_s=GB,
+            shared_memory_bytes_per_s=GB,
+        ),
+        UpdateFigures(
+            threads=2,
+            parameters_per_s=2 * GB,
+            memory_bytes_per_s=52 * GB,
+            shared_parameters_per_s=GB,
+            shared_to_gpu_bytes_per_s=GB,
+            shared_to_ram_bytes_per_s=GB,
+            shared_memory_bytes_per_s=GB,
+        ),
     ),
     gpu_update_parameters_per_s=GB,
     matmul_flops_per_s=GB,

@@ -28,7 +28,7 @@ from megatier.errors import CapacityError, IntegrityError, TransferError
 from megatier.tier import PAGE_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IoOptions:
     """How block files are accessed.
 

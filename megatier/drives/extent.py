@@ -21,7 +21,7 @@ STRIPE_BYTES = 32 << 20
 """Most bytes of one stripe."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stripe:
     """A run of a block's bytes on one mount.
 
@@ -65,7 +65,12 @@ class Extent:
             first = max(start, stripe.start)
             last = min(stop, stripe.start + stripe.num_bytes)
             if first < last:
-                yield Stripe(stripe.mount, stripe.file_offset + first - stripe.start, first - start, last - first)
+                yield Stripe(
+                    mount=stripe.mount,
+                    file_offset=stripe.file_offset + first - stripe.start,
+                    start=first - start,
+                    num_bytes=last - first,
+                )
 
 
 class Striping:
@@ -101,7 +106,7 @@ class Striping:
                 free = self.capacity_bytes - sum(before)
                 self.used = before
                 raise CapacityError("nvme", total, free, "Raise a mount's size in tiers.nvme or add a mount.")
-            stripes.append(Stripe(mount, self.used[mount], start, size))
+            stripes.append(Stripe(mount=mount, file_offset=self.used[mount], start=start, num_bytes=size))
             self.used[mount] += size
             start += size
         return Extent(total, tuple(stripes), zero_checksums(total, chunk))

@@ -97,7 +97,11 @@ class GpuReader:
             with self._typed_errors("opening", path, 0):
                 self._handles.append(self._opened.enter_context(self._library.CuFile(self._files.opened(mount), "r")))
             if size := min(PROBE_BYTES, path.stat().st_size):
-                zeros = Extent(size, (Stripe(mount, 0, 0, size),), zero_checksums(size, options.chunk_bytes))
+                zeros = Extent(
+                    size,
+                    (Stripe(mount=mount, file_offset=0, start=0, num_bytes=size),),
+                    zero_checksums(size, options.chunk_bytes),
+                )
                 self.read("(zeros)", zeros, 0, torch.empty(size, dtype=torch.uint8, device=device))
 
     # Hops 1 and 2 of a byte's journey in one; blockfile.py and transfer.py carry the marks.

@@ -36,7 +36,7 @@ REASONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
     """A directory with the name of a run's.
 
@@ -88,28 +88,30 @@ def _examined(path: Path, remove: bool) -> Leftover:
         with _opened(path) as folder:
             # Of the directory that is open: its name may lead elsewhere a moment later.
             if os.fstat(folder).st_uid != os.geteuid():
-                return Leftover(path, stays="it is another user's")
+                return Leftover(path=path, stays="it is another user's")
             if not is_ours_alone(os.fstat(folder)):
-                return Leftover(path, stays="other users may open it")
+                return Leftover(path=path, stays="other users may open it")
             with _locked(folder) as is_free:
-                return _examined_under_lock(path, folder, remove) if is_free else Leftover(path, stays="a run uses it")
+                if not is_free:
+                    return Leftover(path=path, stays="a run uses it")
+                return _examined_under_lock(path, folder, remove)
     except TransferError:
         raise
     except OSError as error:
-        return Leftover(path, stays=REASONS.get(error.errno or 0, str(error.strerror)))
+        return Leftover(path=path, stays=REASONS.get(error.errno or 0, str(error.strerror)))
 
 
 def _examined_under_lock(path: Path, folder: int, remove: bool) -> Leftover:
     with os.scandir(folder) as entries:
         files = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
     if foreign := sorted(name for name, status in files.items() if not _is_a_runs(name, status)):
-        return Leftover(path, stays=f"no run made {foreign[0]!r} in it")
+        return Leftover(path=path, stays=f"no run made {foreign[0]!r} in it")
 
     if remove:
         _remove(path, folder)
     age = time.time() - max(status.st_mtime for status in files.values())
     num_bytes = sum(status.st_blocks for status in files.values()) * 512
-    return Leftover(path, num_bytes, max(0.0, age), KEPT_FILE in files)
+    return Leftover(path=path, num_bytes=num_bytes, age_s=max(0.0, age), has_savepoint=KEPT_FILE in files)
 
 
 def _is_a_runs(name: str, status: os.stat_result) -> bool:

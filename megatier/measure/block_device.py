@@ -12,7 +12,7 @@ SECTOR_BYTES = 512
 """Unit of the kernel's counters, whatever the device's sectors are."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockDevice:
     """The device under a directory, as the kernel shows it."""
 
@@ -35,11 +35,16 @@ def block_device(directory: Path, root: Path = ROOT) -> BlockDevice:
     number = directory.stat().st_dev
     folder = root / f"sys/dev/block/{os.major(number)}:{os.minor(number)}"
     if not (folder / "stat").is_file():
-        return BlockDevice("unknown", None, 1, None)
+        return BlockDevice(name="unknown", logical_block_bytes=None, num_drives=1, counters=None)
     names = [line.removeprefix("DEVNAME=") for line in _text(folder / "uevent").splitlines() if "DEVNAME=" in line]
     sizes = [_text(queue / "queue/logical_block_size").strip() for queue in (folder, folder.resolve().parent)]
     size = next((int(text) for text in sizes if text.isdigit()), None)
-    return BlockDevice(names[0] if names else folder.name, size, _num_drives(folder), folder / "stat")
+    return BlockDevice(
+        name=names[0] if names else folder.name,
+        logical_block_bytes=size,
+        num_drives=_num_drives(folder),
+        counters=folder / "stat",
+    )
 
 
 def _num_drives(folder: Path) -> int:

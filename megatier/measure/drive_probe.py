@@ -42,7 +42,7 @@ UNCOUNTED_SHARE_MAX = 1.5
 KNEE_SHARE = 0.7
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DriveFigures:
     """One mount."""
 
@@ -144,11 +144,7 @@ def probe_drive(
     with BlockTraffic(directory, num_bytes // block_bytes, block_bytes, options, pin=pin) as traffic:
         sustained = traffic.sustained(sustained_bytes) if sustained_bytes else ()
         is_direct = traffic.is_direct
-        io_threads = options.num_threads
-        trials = try_threads(traffic, seconds * TRIAL_SHARE) if is_direct else {}  # else RAM answers for a part
-        if trials:
-            io_threads = fewest_threads(trials)
-            traffic.set_threads(io_threads)
+        io_threads, trials = choose_threads(traffic, options.num_threads, seconds)
 
         # Anew, and for long: the best of several short trials is too good a figure.
         write = traffic.write(seconds)
@@ -176,6 +172,19 @@ def probe_drive(
         trials=trials,
     )
     return replace(figures, notes=drive_notes(figures), flags=drive_flags(figures))
+
+
+def choose_threads(traffic: BlockTraffic, default: int, seconds: float) -> tuple[int, dict[int, tuple[float, float]]]:
+    """Go on with as many threads as the drive is best with; returns their number, and the rates of all that were tried.
+
+    Through the page cache none are tried, since RAM answers for a part there. The default number stays then.
+    """
+    if not traffic.is_direct:
+        return default, {}
+    trials = try_threads(traffic, seconds * TRIAL_SHARE)
+    io_threads = fewest_threads(trials)
+    traffic.set_threads(io_threads)
+    return io_threads, trials
 
 
 def try_threads(traffic: BlockTraffic, seconds: float) -> dict[int, tuple[float, float]]:

@@ -25,7 +25,7 @@ from megatier.config.values import MountBudget
 from megatier.drives.blockfile import BlockFiles, FileBatch, IoOptions
 from megatier.drives.extent import STRIPE_BYTES
 from megatier.measure.block_device import block_device
-from megatier.measure.link_probe import UpdateTraffic
+from megatier.measure.link_traffic import UpdateTraffic
 from megatier.numerics.optimizer import adamw_threads
 from megatier.store.arena import Arena
 
@@ -48,7 +48,7 @@ Operation = tuple[bool, int]
 """(write, index of the block)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
     """Blocks moved one after the other, several in flight."""
 
@@ -221,7 +221,14 @@ class BlockTraffic:
         p99 = quantile(times, 0.99)
         ends = [end for _, end in spans]
         windows = () if window_s is None else window_rates(began, ends, self._block_bytes, window_s)
-        return Flow(len(spans) * self._block_bytes, (ended - began) / 1e9, p50, p99, counted, windows)
+        return Flow(
+            num_bytes=len(spans) * self._block_bytes,
+            seconds=(ended - began) / 1e9,
+            p50_ms=p50,
+            p99_ms=p99,
+            device_bytes=counted,
+            windows=windows,
+        )
 
     def _run(self, operations: Iterable[Operation], window: int, until_ns: int | None = None) -> list[tuple[int, int]]:
         """Do operations until the time is over, each mixed turn at least once; start and end of each, in ns."""

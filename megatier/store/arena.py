@@ -124,7 +124,7 @@ class Arena:
             self.pinned = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Slot:
     """A reusable piece of an arena.
 
@@ -161,7 +161,7 @@ class SlotPool:
     def take_back(self) -> None:
         """Make all slots free, whoever had them. Nothing moves in them any more."""
         offsets = (self._offset + number * self.slot_bytes for number in range(self.num_slots))
-        self._free = deque(Slot(offset, self.slot_bytes, self) for offset in offsets)
+        self._free = deque(Slot(offset=offset, num_bytes=self.slot_bytes, pool=self) for offset in offsets)
 
     @property
     def num_free(self) -> int:

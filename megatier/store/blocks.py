@@ -34,7 +34,7 @@ class Blocks:
         Raises:
             CapacityError: the home tier's budget is used up.
         """
-        block = Block(spec)
+        block = Block(spec=spec)
         if spec.home is Tier.NVME:
             if self._files is None:
                 raise CapacityError("nvme", spec.num_bytes, 0, "Give the store at least one mount.")
@@ -42,7 +42,9 @@ class Blocks:
             self._reservation.home(spec, Tier.NVME)
         elif spec.home is not None:
             offset = self._reservation.home(spec, spec.home)
-            block.copies.append(Copy(block, spec.home, block.whole, offset, fills={block.whole: None}))
+            block.copies.append(
+                Copy(block=block, tier=spec.home, span=block.whole, offset=offset, fills={block.whole: None})
+            )
         self.by_key[spec.key] = block
 
     def find(self, key: str) -> Block:

@@ -91,7 +91,7 @@ class Copies:
 
             pool = self._reservation.pool(tier, block.spec, wanted[1] - wanted[0])
             if (slot := self._take(pool, wait=wait)) is not None:
-                copy = Copy(block, tier, wanted, slot.offset, slot)
+                copy = Copy(block=block, tier=tier, span=wanted, offset=slot.offset, slot=slot)
                 block.copies.append(copy)
                 self._slotted[copy] = None
                 return copy

@@ -26,7 +26,7 @@ from megatier.store.transfer import Completion, Transfer
 from megatier.tier import Tier
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QueueState:
     """The work that a queue is at, seen from another thread.
 
@@ -108,7 +108,13 @@ class Queue:
     def state(self) -> QueueState:
         """The item and the moves that it is at just now; asking waits for nothing that can hang."""
         in_flight = tuple(transfer for transfer in tuple(self._in_flight) if not transfer.seen_done())
-        return QueueState(self.name, self._num_begun, self._current, in_flight, self._items.qsize())
+        return QueueState(
+            name=self.name,
+            num_begun=self._num_begun,
+            current=self._current,
+            in_flight=in_flight,
+            num_waiting=self._items.qsize(),
+        )
 
     def close(self) -> None:
         """Let the worker finish what was submitted, and join it. Safe to call twice."""

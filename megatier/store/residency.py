@@ -81,7 +81,7 @@ def assign(marks: dict[Span, Transfer | None], span: Span, mark: Transfer | None
     marks[span] = mark
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Copy:
     """Bytes of a block in gpu or ram, at an arena offset. The module's head has the states that they can be in.
 
@@ -186,7 +186,7 @@ class Copy:
         return any(overlap(span, other) and (t is None or t.failed()) for other, t in self.unwritten.items())
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Block:
     """A registered block and its copies in gpu and ram.
 

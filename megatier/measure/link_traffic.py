@@ -1,0 +1,227 @@
+"""Traffic on links and processors, as a run makes it: copies on the store's lanes between arenas, AdamW, products.
+
+Each kind goes on until it is told to stop and returns its rate, so that several can run at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self
+
+import torch
+
+from megatier import _native
+from megatier.numerics.optimizer import adamw_threads
+from megatier.store.arena import Arena
+from megatier.store.lanes import Lanes
+from megatier.store.transfer import Transfer
+from megatier.tier import PAGE_BYTES, round_up
+
+STATE_BYTES_PER_PARAMETER = 14
+"""12 of state, 2 of gradient."""
+UPDATE_CHUNK_ELEMENTS = 8 << 20
+"""As the store's largest update chunks."""
+SCALARS = (0.9, 0.1, 0.999, 0.001, 1e-8, 1e-4, 1.0, 1.0)
+STATE_BYTE = 0x3C
+"""Any plane filled with it holds numbers of about 0.01."""
+
+COPY_PIECES = 8
+COPY_DEPTH = 2
+LAUNCHES_IN_A_ROW = 8
+
+Work = Callable[[Callable[[], bool]], float]
+"""Goes on until told to stop; returns its rate."""
+
+
+def at_once(works: Mapping[str, Work], seconds: float) -> dict[str, float]:
+    """Run all for a while; the rate of each."""
+    end = time.perf_counter() + seconds
+    with ThreadPoolExecutor(len(works)) as threads:
+        running = {name: threads.submit(work, lambda: time.perf_counter() > end) for name, work in works.items()}
+        return {name: future.result() for name, future in running.items()}
+
+
+def alone(work: Work, seconds: float) -> float:
+    """Run one for a while; its rate."""
+    end = time.perf_counter() + seconds
+    return work(lambda: time.perf_counter() > end)
+
+
+class CopyTraffic:
+    """Copies both ways on the store's lanes, between arenas as the store's."""
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        """Allocate num_bytes on both sides for each direction.
+
+        Raises:
+            CapacityError: there is less memory.
+        """
+        self._piece = max(PAGE_BYTES, num_bytes // COPY_PIECES // PAGE_BYTES * PAGE_BYTES)
+        self._way_bytes = COPY_PIECES * self._piece
+        self._host = Arena(2 * self._way_bytes, torch.device("cpu"), pin=device.type == "cuda")
+        try:
+            self._device = Arena(2 * self._way_bytes, device)
+            self._lanes = Lanes(device)
+        except BaseException:
+            self._host.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._lanes.close()
+        self._host.close()
+
+    def to_gpu(self, until: Callable[[], bool]) -> float:
+        """Copy from RAM; bytes per second."""
+        return self._run(0, until)
+
+    def to_ram(self, until: Callable[[], bool]) -> float:
+        """Copy to RAM; bytes per second."""
+        return self._run(1, until)
+
+    def _run(self, way: int, until: Callable[[], bool]) -> float:
+        flying: deque[Transfer] = deque()
+        done = 0
+        began = time.perf_counter()
+        for piece in itertools.cycle(range(COPY_PIECES)):
+            offset = way * self._way_bytes + piece * self._piece
+            host = self._host.view(offset, self._piece)
+            device = self._device.view(offset, self._piece)
+            copy = self._lanes.to_ram("copy", host, device) if way else self._lanes.to_gpu("copy", device, host)
+            flying.append(copy)
+            if len(flying) == COPY_DEPTH:
+                flying.popleft().wait()
+                done += self._piece
+                if until():
+                    break
+
+        while flying:
+            flying.popleft().wait()
+            done += self._piece
+        return done / (time.perf_counter() - began)
+
+
+class UpdateTraffic:
+    """AdamW on a state of split masters, chunk by chunk."""
+
+    WIDTHS = (2, 2, 4, 4, 2)
+    """Bytes an element of weight, remainder, exp_avg, exp_avg_sq, grad."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        num_elements: int,
+        *,
+        chunk_elements: int = UPDATE_CHUNK_ELEMENTS,
+        pin: bool = False,
+    ) -> None:
+        """Allocate the state, with small numbers in it.
+
+        Raises:
+            CapacityError: there is less memory.
+        """
+        self._chunk = min(chunk_elements, round_up(num_elements))  # planes start at multiples of their width
+        self.num_elements = max(1, num_elements // self._chunk) * self._chunk
+        self._arena = Arena(self.num_elements * STATE_BYTES_PER_PARAMETER, device, pin=pin)
+        self._arena.bytes.fill_(STATE_BYTE)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._arena.close()
+
+    def submit(self, pool: _native.ThreadPool, chunk: int) -> _native.Batch:
+        """Begin to update a chunk, by its number; never one that is being updated."""
+        return pool.submit_adamw(self._addresses(chunk * self._chunk), True, [(0, self._chunk, 1.0)], SCALARS)
+
+    def on_cpu(self, threads: int, until: Callable[[], bool]) -> float:
+        """Update with native threads; parameters per second."""
+        pool = adamw_threads(threads)
+        try:
+            return self._on_cpu(pool, until)
+        finally:
+            pool.close()
+
+    def on_gpu(self, seconds: float) -> float:
+        """Update with the GPU's kernel; parameters per second."""
+        from megatier.numerics.kernels import adamw  # Triton comes with torch's CUDA builds alone
+
+        starts = [self.num_elements * width for width in itertools.accumulate(self.WIDTHS, initial=0)]
+        weight, remainder, exp_avg, exp_avg_sq, grad = (
+            self._arena.bytes[start:stop] for start, stop in itertools.pairwise(starts)
+        )
+
+        def work() -> None:
+            adamw((weight, remainder, exp_avg, exp_avg_sq, grad), [(0, self.num_elements, 1.0)], SCALARS)
+
+        return self.num_elements * _repeats_per_s(work, self._arena.bytes.device, seconds)
+
+    def _on_cpu(self, pool: _native.ThreadPool, until: Callable[[], bool]) -> float:
+        flying: deque[_native.Batch] = deque()
+        done = 0
+        began = time.perf_counter()
+        chunks = range(self.num_elements // self._chunk)
+        depth = min(2, len(chunks))  # the next chunk is queued while one is worked on; never one chunk twice
+        for chunk in itertools.cycle(chunks):
+            flying.append(self.submit(pool, chunk))
+            if len(flying) == depth:
+                flying.popleft().wait()
+                done += self._chunk
+                if until():
+                    break
+
+        while flying:
+            flying.popleft().wait()
+            done += self._chunk
+        return done / (time.perf_counter() - began)
+
+    def _addresses(self, start: int) -> tuple[int, int, int, int, int]:
+        begins = itertools.accumulate(self.WIDTHS, initial=0)
+        weight, remainder, exp_avg, exp_avg_sq, grad = (
+            self._arena.address + begin * self.num_elements + width * start
+            for begin, width in zip(begins, self.WIDTHS, strict=False)
+        )
+        return weight, remainder, exp_avg, exp_avg_sq, grad
+
+
+def matmul_flops_per_s(device: torch.device, size: int, seconds: float) -> float:
+    """FLOP/s of a square product: bf16 on cuda, fp32 on cpu."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(left)
+
+    def work() -> None:
+        torch.mm(left, right, out=product)
+
+    return 2.0 * size**3 * _repeats_per_s(work, device, seconds)
+
+
+def _repeats_per_s(work: Callable[[], None], device: torch.device, seconds: float) -> float:
+    """How often a second; on a GPU several in a row, so that it need not wait for the host."""
+    has_stream = device.type == "cuda"
+    in_a_row = LAUNCHES_IN_A_ROW if has_stream else 1
+    work()  # compiles kernels, wakes threads
+    if has_stream:
+        torch.cuda.synchronize()
+
+    done = 0
+    began = time.perf_counter()
+    while not done or time.perf_counter() - began < seconds:
+        for _ in range(in_a_row):
+            work()
+        if has_stream:
+            torch.cuda.synchronize()
+        done += in_a_row
+
+    return done / (time.perf_counter() - began)
