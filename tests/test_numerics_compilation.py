@@ -64,11 +64,14 @@ def test_compiled_run_gives_the_same_bits_on_any_tier_and_nearly_those_of_an_unc
     settings = [("recompute", "nvme"), ("offload", "ram_streamed"), ("keep", "gpu_ram_nvme"), ("offload", "gpu")]
     found = {(a, p): replace(run, activations=a, place=p)(tmp_path) for a, p in settings}
     assert [setting for setting, result in found.items() if result != expected] == []
-    uncompiled = PLAIN(tmp_path)
-    assert uncompiled != expected
-    assert expected.losses == pytest.approx(uncompiled.losses, rel=1e-5)
-    assert expected.norms[0] == pytest.approx(uncompiled.norms[0], rel=1e-5)
-    assert expected.norms == pytest.approx(uncompiled.norms, rel=1e-3)  # AdamW's first steps look at signs
+
+    # With the usual eps, one weight in 32,032 whose gradient is nearly zero can take another step in AdamW's second
+    # update, and the norms of steps 3 to 5 then differ by a thousandth.
+    compiled = replace(run, eps=0.1)(tmp_path)
+    uncompiled = replace(PLAIN, eps=0.1)(tmp_path)
+    assert uncompiled != compiled
+    assert compiled.losses == pytest.approx(uncompiled.losses, rel=1e-6)
+    assert compiled.norms == pytest.approx(uncompiled.norms, rel=1e-6)
 
 
 def test_compiling_where_bf16_products_are_taken_in_fp32_changes_nothing(tmp_path: Path) -> None:

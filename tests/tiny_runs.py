@@ -259,6 +259,8 @@ class Run:
     saved_share: float = 0.8
     fused_loss: bool = False
     loss_chunk: int = 20
+    eps: float = 1e-8
+    """AdamW's. With a large one, an update is in proportion to its gradient, and no gradient near zero decides."""
     expert_parts: int = 1
     gpu_direct: bool = False
     guard: bool = False
@@ -280,6 +282,7 @@ class Run:
             activations=self.activations,  # type: ignore[arg-type]
             clip=self.clip,
             weight_decay=0.1,
+            eps=self.eps,
         )
 
     def __call__(self, mount: Path) -> Outcome:
