@@ -22,8 +22,9 @@ from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import build_skeleton
 from megatier.models.weights import Initialiser
+from megatier.session.machine import choose_device
 from megatier.session.process import make_repeatable, share_interpreter
-from megatier.session.session import Session, choose_device
+from megatier.session.session import Session
 
 VARIANTS: dict[str, Any] = {"together": "sdpa", "apart": "sdpa", "apart_flex": "flex_attention"}
 WARMUP = 3

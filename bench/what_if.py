@@ -17,9 +17,9 @@ from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainCon
 from megatier.errors import PlanError
 from megatier.planner.plan import make_plan
 from megatier.planner.search import changed, search
-from megatier.planner.trial import skeleton_of
 from megatier.schedule.rates import DriveRates, Rates, read_rates
 from megatier.schedule.sizes import Budgets
+from megatier.session.skeleton import skeleton_of
 
 GIB, TIB = 1 << 30, 1 << 40
 DRIVE = DriveRates(directory="drive", read_bytes_per_s=14e9, write_bytes_per_s=12e9, mixed_bytes_per_s=20e9)

@@ -43,9 +43,9 @@ from megatier.layout import CHECKED_ELEMENTS, Layout
 from megatier.models.decoder import find_units
 from megatier.models.frozen import freeze
 from megatier.planner.plan import make_plan
-from megatier.planner.trial import skeleton_of
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.schedule.sizes import Budgets
+from megatier.session.skeleton import skeleton_of
 from megatier.tier import Kind, Tier
 
 RATES = Rates(

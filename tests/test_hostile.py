@@ -28,7 +28,7 @@ from megatier.errors import ConfigError, DataError, MegatierError, UnsupportedMo
 from megatier.models import limits
 from megatier.models.decoder import build_skeleton
 from megatier.models.weights import SafetensorsFolder, resolve
-from megatier.session.workload import read_model_config
+from megatier.session.skeleton import read_model_config
 
 SECONDS = 60
 """No file may keep a reader busy for that long, on a busy machine."""

@@ -12,7 +12,7 @@ from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import find_units
 from megatier.planner.memory import ActivationBytes, activation_bytes
-from megatier.planner.trial import skeleton_of
+from megatier.session.skeleton import skeleton_of
 from megatier.session.workload import Workload
 
 RESULTS = Path(__file__).parent.parent / "bench" / "results"

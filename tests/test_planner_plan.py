@@ -17,10 +17,10 @@ from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainCon
 from megatier.errors import PlanError
 from megatier.models.decoder import build_skeleton
 from megatier.planner.plan import Plan, checkpoint_seconds, make_plan, pause_seconds
-from megatier.planner.trial import skeleton_of
 from megatier.schedule.forecast import Forecast
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.schedule.sizes import Budgets
+from megatier.session.skeleton import skeleton_of
 from megatier.tier import Kind, Tier
 
 RATES = Rates(

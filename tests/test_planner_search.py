@@ -16,9 +16,10 @@ from megatier.models.decoder import find_units
 from megatier.planner import search as searching
 from megatier.planner import trial as trials
 from megatier.planner.search import MARGIN, WORTH, changed, search
-from megatier.planner.trial import Trial, skeleton_of
+from megatier.planner.trial import Trial
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.schedule.sizes import Budgets
+from megatier.session.skeleton import skeleton_of
 
 MIB = 1 << 20
 LLAMA = {"model_type": "llama", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024}

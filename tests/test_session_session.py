@@ -33,7 +33,7 @@ from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, Tra
 from megatier.errors import NonFiniteError, PlanError
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.schedule.rates import DriveRates, Rates
-from megatier.session import session as session_module
+from megatier.session import machine
 from megatier.session.session import Session
 from megatier.tier import Activations, Kind
 
@@ -225,7 +225,7 @@ def test_session_takes_as_many_io_threads_as_were_measured(
         gpu_update_parameters_per_s=1e9,
         flops_per_s=1e12,
     )
-    monkeypatch.setattr(session_module, "cached_rates", lambda *arguments: rates if found else None)
+    monkeypatch.setattr(machine, "cached_rates", lambda *arguments: rates if found else None)
     tiers = TiersConfig(
         device="cpu", gpu=1 << 20, ram=8 << 20, nvme=(f"{tmp_path}:16MiB",), state=("nvme",), io_threads=asked
     )
@@ -258,7 +258,7 @@ def test_session_stripes_by_the_rates_that_were_measured(tmp_path: Path, monkeyp
             flops_per_s=1e12,
         )
 
-    monkeypatch.setattr(session_module, "cached_rates", measured)
+    monkeypatch.setattr(machine, "cached_rates", measured)
     for name in "ab":
         (tmp_path / name).mkdir()
     mounts = tuple(f"{tmp_path / name}:16MiB" for name in "ab")

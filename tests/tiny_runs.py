@@ -30,7 +30,8 @@ from megatier.models.frozen import freeze
 from megatier.models.weights import Initialiser
 from megatier.schedule import placement
 from megatier.schedule.sizes import Budgets
-from megatier.session.session import Session, WeightReader
+from megatier.session.session import Session
+from megatier.session.skeleton import WeightReader
 from megatier.session.workload import Workload
 from megatier.tier import Kind, Tier
 
@@ -153,7 +154,7 @@ def opened(
     budgets = least_budgets(skeleton, model, tiers, train, numerics, tokens, place)
     tiers = replace(tiers, gpu=budgets.gpu, ram=budgets.ram)
     with (
-        patch("megatier.session.session.cpu_has_bf16", return_value=not fp32_products),
+        patch("megatier.session.machine.cpu_has_bf16", return_value=not fp32_products),
         Session(skeleton, model, tiers, train, numerics, tokens, savepoints=place.savepoints) as session,
     ):
         session.load(source or Initialiser(session.model, 0))

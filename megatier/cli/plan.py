@@ -109,8 +109,8 @@ def _planned(
     """
     from megatier.planner.plan import make_plan
     from megatier.planner.search import changed, search
-    from megatier.planner.trial import skeleton_of
-    from megatier.session.session import choose_device, compiles
+    from megatier.session.machine import choose_device, compiles
+    from megatier.session.skeleton import skeleton_of
     from megatier.train.choices import budgets_here, fix_choices, with_true_loss
 
     model = skeleton_of(loaded.model)

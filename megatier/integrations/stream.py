@@ -19,8 +19,8 @@ from megatier.models.decoder import build_skeleton
 from megatier.models.frozen import freeze
 from megatier.models.weights import SafetensorsFolder, resolve
 from megatier.session.process import share_interpreter
-from megatier.session.session import Session, WeightReader
-from megatier.session.workload import read_model_config
+from megatier.session.session import Session
+from megatier.session.skeleton import WeightReader, read_model_config
 
 
 def stream(

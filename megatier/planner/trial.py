@@ -9,20 +9,18 @@ from typing import Any, Self
 
 from transformers import PreTrainedModel
 
-from megatier.config.schema import ModelConfig, RunConfig
+from megatier.config.schema import RunConfig
 from megatier.errors import PlanError, mib
 from megatier.layout import Layout
-from megatier.models.decoder import Unit, build_skeleton
+from megatier.models.decoder import Unit
 from megatier.models.experts import cut_units
-from megatier.models.frozen import freeze
-from megatier.models.weights import resolve
 from megatier.planner.memory import ActivationBytes, activation_bytes, interpolated
 from megatier.schedule.forecast import Forecast, floor, forecast
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import Rates
 from megatier.schedule.sizes import Budgets
 from megatier.schedule.timeline import Access
-from megatier.session.workload import Workload, advised, read_model_config
+from megatier.session.workload import Workload, advised
 from megatier.tier import Phase, Tier
 
 REPEATED = ((0.0, 0.7), (0.1, 0.6), (0.15, 0.55), (0.3, 0.39), (0.5, 0.16), (0.8, 0.03), (1.0, 0.0))
@@ -149,19 +147,6 @@ def with_parts(
         Trial.of(model, cut_units(model, parts), config, rates, budgets, compiles=compiles).placed()
 
     return advised(short, model, config.model.expert_parts, place_with)
-
-
-def skeleton_of(config: ModelConfig) -> PreTrainedModel:
-    """The model without its weights.
-
-    Raises:
-        UnsupportedModelError: transformers does not take its config, or it cannot be streamed.
-        ConfigError: a pattern of what is frozen names nothing.
-    """
-    folder = resolve(config.path) if config.path is not None else None
-    model = build_skeleton(read_model_config(config, folder), config.attention)
-    freeze(model, config.frozen)
-    return model
 
 
 def _accesses(head: str, config: RunConfig, work: Workload) -> tuple[Access, ...]:

@@ -6,21 +6,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.drives.blockfile import IoOptions
 from megatier.engine.step import Engine, EngineOptions
-from megatier.errors import ConfigError, PlanError, mib
-from megatier.hardware import cores_usable, cpu_has_bf16, default_budgets, ram_total_bytes, set_cuda_defaults
-from megatier.measure.probe import cached_rates, io_threads
-from megatier.models.decoder import Unit, build_skeleton, decays
+from megatier.errors import PlanError
+from megatier.hardware import cores_usable
+from megatier.measure.probe import io_threads
+from megatier.models.decoder import Unit, decays
 from megatier.models.experts import cut_units
-from megatier.models.frozen import freeze
-from megatier.models.weights import Initialiser, SafetensorsFolder, resolve
 from megatier.numerics.compilation import Compilation
 from megatier.numerics.optimizer import AdamW, Hyperparameters, join_master, split_master
 from megatier.play.player import Player
@@ -28,16 +27,18 @@ from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import Rates
 from megatier.schedule.sizes import Budgets
 from megatier.schedule.slots import CHUNK_ELEMENTS_MAX
-from megatier.session.workload import COMPUTE_DTYPES, Workload, advised, read_model_config
+from megatier.session.machine import (
+    budgets_of,
+    choose_device,
+    compiles,
+    limit_gpu,
+    measured_rates,
+    takes_fp32_products,
+)
+from megatier.session.skeleton import WeightReader
+from megatier.session.workload import COMPUTE_DTYPES, Workload, advised
 from megatier.store.store import TieredStore
 from megatier.tier import Kind, Tier
-
-
-class WeightReader(Protocol):
-    """Where initial weights come from."""
-
-    def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
-        """(first element, flat fp32 tensor) pieces of a unit's layout, in increasing order."""
 
 
 class Session:
@@ -88,73 +89,33 @@ class Session:
             PlanError, CapacityError, ConfigError, RunLockedError, UnsupportedModelError: before training starts.
         """
 
-        def cut(parts: int) -> Workload:
+        def work_in(parts: int) -> Workload:
             units = cut_units(model, parts)
             return Workload.of(model, units, model_config, tiers, train, numerics, tokens, savepoints=savepoints)
 
-        parts = model_config.expert_parts
-        work = cut(parts)
+        work = work_in(model_config.expert_parts)
         self.model = model
         self.units = work.units
-        dtype = COMPUTE_DTYPES[model_config.compute_dtype]
+        self._dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         device = choose_device(tiers)
-        gpu, ram = budgets_of(tiers, device)
-        if device.type == "cuda":
-            _limit_gpu(tiers.gpu_limit)
+        self.rates = measured_rates(tiers, device)
+        self.io_threads = io_threads(tiers.io_threads, self.rates)
 
-        layouts = {unit.name: unit.layout.trained for unit in self.units if unit.layout.num_trained}
-        with ExitStack() as stack:
-            self.rates = _measured(tiers, device)
-            self.io_threads = io_threads(tiers.io_threads, self.rates)
-            drives = self.rates.drives if self.rates is not None and len(tiers.mounts) > 1 else ()
-            shares = tuple(drive.mixed_bytes_per_s for drive in drives)
-            options = replace(work.options, num_threads=self.io_threads[0], shares=shares, reuses=reuses)
-            store = TieredStore.open(
-                gpu=gpu, ram=ram, nvme=tiers.nvme, device=str(device), run_id=run_id, options=options
-            )
-            self.store = stack.enter_context(store)
-            budgets = Budgets(gpu, ram, store.usage(Tier.NVME)["budget"])
+        # Each step opens one part and leaves on the stack what closes it. If a later step fails, all that is open is
+        # closed, the last part first. `close` does the same.
+        with ExitStack() as opened:
+            io = replace(work.options, num_threads=self.io_threads[0], shares=_shares(tiers, self.rates), reuses=reuses)
+            self.store, budgets = _open_store(opened, tiers, device, io, run_id)
+            self.placement = _place(model, work, budgets, model_config.expert_parts, work_in)
+            self.optimizer = _open_optimizer(opened, model, work, tiers, train, self._dtype)
+            self.player = _open_player(opened, self.store, work, self.placement, self.optimizer)
+            options = _engine_options(work, model_config, train, numerics, device)
+            self.engine = _open_engine(opened, model, work, self.player, self.optimizer, options)
+            self._opened = opened.pop_all()
 
-            try:
-                self.placement: Placement = place(work.specs, budgets, work.policy)
-            except PlanError as short:
-                raise advised(short, model, parts, lambda n: place(cut(n).specs, budgets, work.policy)) from short
-
-            decay = train.weight_decay
-            deferred = work.policy.deferred
-            hyper = Hyperparameters(
-                beta1=train.beta1,
-                beta2=train.beta2,
-                eps=train.eps,
-                weight_decay=decay,
-                clip=train.clip,
-                deferred=deferred,
-            )
-            threads = tiers.update_threads or cores_usable()
-            self.optimizer = AdamW(layouts, decays(model), hyper, dtype=dtype, groups=train.groups, num_threads=threads)
-            stack.callback(self.optimizer.close)
-            self.player = Player(store, work.specs, self.placement, work.policy, self.optimizer)
-            stack.callback(self.player.close)
-            self.blocks = self.player.blocks
-            self.reader = self.player.reader
-            self.speculation = self.player.updates.speculation
-            engine_options = EngineOptions(
-                dtype=dtype,
-                device=device,
-                activations=work.activations,
-                groups=train.groups,
-                slices=train.slices,
-                fused_loss=model_config.fused_loss,
-                loss_chunk=model_config.loss_chunk,
-                compilation=Compilation(model_config.saved_share) if compiles(model_config, device) else None,
-                fp32_products=_takes_fp32_products(model_config, device),
-                max_skips=numerics.max_skips if numerics.guard else 0,
-            )
-            self.engine = Engine(model, self.units, self.player, self.optimizer, engine_options)
-            stack.callback(self.engine.close)
-            self._opened = stack.pop_all()
-
-        self._dtype = dtype
+        self.blocks = self.player.blocks
+        self.reader = self.player.reader
+        self.speculation = self.player.updates.speculation
 
     def __enter__(self) -> Self:
         return self
@@ -259,83 +220,109 @@ class Session:
         return result
 
 
-def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
-    """The skeleton of a run's model, with its buffers and generation settings, and its first weights.
+def _shares(tiers: TiersConfig, rates: Rates | None) -> tuple[float, ...]:
+    """What each mount takes of a block in relation to the others, as its drive can do; empty: all take the same."""
+    drives = rates.drives if rates is not None and len(tiers.mounts) > 1 else ()
+    return tuple(drive.mixed_bytes_per_s for drive in drives)
+
+
+def _open_store(
+    opened: ExitStack, tiers: TiersConfig, device: torch.device, options: IoOptions, run_id: str | None
+) -> tuple[TieredStore, Budgets]:
+    """Open the tiers, in which nothing is reserved yet; returns their budgets too."""
+    gpu, ram = budgets_of(tiers, device)
+    if device.type == "cuda":
+        limit_gpu(tiers.gpu_limit)
+
+    store = TieredStore.open(gpu=gpu, ram=ram, nvme=tiers.nvme, device=str(device), run_id=run_id, options=options)
+    opened.enter_context(store)
+    return store, Budgets(gpu, ram, store.usage(Tier.NVME)["budget"])
+
+
+def _place(
+    model: PreTrainedModel, work: Workload, budgets: Budgets, parts: int, work_in: Callable[[int], Workload]
+) -> Placement:
+    """Choose homes and slots.
+
+    Args:
+        model: the skeleton.
+        work: the model in so many parts.
+        budgets: bytes of each tier.
+        parts: units that the experts of a layer are cut into.
+        work_in: gives the work in another number of parts.
 
     Raises:
-        ConfigError, UnsupportedModelError: there is no such model, or it cannot be streamed.
+        PlanError: it does not fit; says so if more parts would do.
     """
-    folder = resolve(config.model.path) if config.model.path is not None else None
-    model = build_skeleton(read_model_config(config.model, folder), config.model.attention)
-    freeze(model, config.model.frozen)
-    return model, SafetensorsFolder(folder, model) if folder is not None else Initialiser(model, config.train.seed)
+    try:
+        return place(work.specs, budgets, work.policy)
+    except PlanError as short:
+        raise advised(short, model, parts, lambda n: place(work_in(n).specs, budgets, work.policy)) from short
 
 
-def choose_device(tiers: TiersConfig) -> torch.device:
-    """The device that computes.
-
-    Raises:
-        ConfigError: cuda was asked for and is not there.
-    """
-    set_cuda_defaults()
-    available = torch.cuda.is_available()
-    if tiers.device == "cuda" and not available:
-        raise ConfigError(
-            "tiers.device is cuda, but torch sees no GPU. Check the driver (nvidia-smi) and that torch was built with "
-            "CUDA, or set tiers.device to auto or cpu."
-        )
-    return torch.device("cuda" if available and tiers.device != "cpu" else "cpu")
-
-
-def compiles(model: ModelConfig, device: torch.device) -> bool:
-    """Whether layers and loss are compiled: by default on a GPU; never where bf16 products are taken in fp32."""
-    wanted = device.type == "cuda" if model.compile is None else model.compile
-    return wanted and not _takes_fp32_products(model, device)
-
-
-def _takes_fp32_products(model: ModelConfig, device: torch.device) -> bool:
-    return device.type == "cpu" and model.compute_dtype == "bf16" and not cpu_has_bf16()
-
-
-def budgets_of(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
-    """Bytes of GPU memory and RAM: as set, or from the machine.
-
-    Raises:
-        ConfigError: more RAM than there is. The kernel would promise it, and end the process when it is filled.
-    """
-    total_bytes = ram_total_bytes()
-    if tiers.ram is not None and tiers.ram > total_bytes:
-        raise ConfigError(
-            f"tiers.ram is {mib(tiers.ram)}, but this machine, or its container, has {mib(total_bytes)} of RAM. Lower "
-            "it, or leave it out for what is free."
-        )
-
-    if tiers.gpu is not None and tiers.ram is not None:
-        return tiers.gpu, tiers.ram
-    machine = default_budgets(device.type)
-    return (
-        machine.gpu_bytes if tiers.gpu is None else tiers.gpu,
-        machine.ram_bytes if tiers.ram is None else tiers.ram,
+def _open_optimizer(
+    opened: ExitStack,
+    model: PreTrainedModel,
+    work: Workload,
+    tiers: TiersConfig,
+    train: TrainConfig,
+    dtype: torch.dtype,
+) -> AdamW:
+    """Start the optimizer of the units that are trained, with its threads."""
+    hyper = Hyperparameters(
+        beta1=train.beta1,
+        beta2=train.beta2,
+        eps=train.eps,
+        weight_decay=train.weight_decay,
+        clip=train.clip,
+        deferred=work.policy.deferred,
     )
+    optimizer = AdamW(
+        {unit.name: unit.layout.trained for unit in work.units if unit.layout.num_trained},
+        decays(model),
+        hyper,
+        dtype=dtype,
+        groups=train.groups,
+        num_threads=tiers.update_threads or cores_usable(),
+    )
+    opened.callback(optimizer.close)
+    return optimizer
 
 
-def _measured(tiers: TiersConfig, device: torch.device) -> Rates | None:
-    """Rates of the mounts, where `megatier bench` measured them on this machine: stripes and threads follow them."""
-    return cached_rates([mount.directory for mount in tiers.mounts], device.type) if tiers.mounts else None
+def _open_player(
+    opened: ExitStack, store: TieredStore, work: Workload, placement: Placement, optimizer: AdamW
+) -> Player:
+    """Start the lanes that play the timeline."""
+    player = Player(store, work.specs, placement, work.policy, optimizer)
+    opened.callback(player.close)
+    return player
 
 
-def _limit_gpu(limit_bytes: int | None) -> None:
-    """Let this process take so much GPU memory and no more; the driver's own part counts."""
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    context_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved()
-    share = 1.0 if limit_bytes is None else (limit_bytes - context_bytes) / total_bytes
-    if share <= 0:
-        raise ConfigError(
-            f"tiers.gpu_limit is {mib(limit_bytes or 0)}, but the GPU's driver and other programs hold "
-            f"{mib(context_bytes)} already; raise it."
-        )
+def _open_engine(
+    opened: ExitStack, model: PreTrainedModel, work: Workload, player: Player, optimizer: AdamW, options: EngineOptions
+) -> Engine:
+    """Install the nodes in the skeleton's modules."""
+    engine = Engine(model, work.units, player, optimizer, options)
+    opened.callback(engine.close)
+    return engine
 
-    torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+
+def _engine_options(
+    work: Workload, model: ModelConfig, train: TrainConfig, numerics: NumericsConfig, device: torch.device
+) -> EngineOptions:
+    """What the settings mean for the engine on this device."""
+    return EngineOptions(
+        dtype=COMPUTE_DTYPES[model.compute_dtype],
+        device=device,
+        activations=work.activations,
+        groups=train.groups,
+        slices=train.slices,
+        fused_loss=model.fused_loss,
+        loss_chunk=model.loss_chunk,
+        compilation=Compilation(model.saved_share) if compiles(model, device) else None,
+        fp32_products=takes_fp32_products(model, device),
+        max_skips=numerics.max_skips if numerics.guard else 0,
+    )
 
 
 def _assemble(

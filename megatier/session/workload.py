@@ -4,30 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.drives.blockfile import IoOptions
 from megatier.errors import PlanError, UnsupportedModelError
-from megatier.foreign import SETTINGS_BYTES_MAX, read_object, reading, reason_of, shown
 from megatier.models.decoder import Unit, decoder_layers
 from megatier.models.experts import most_parts
-from megatier.models.limits import check_counts
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import GPU_SLOTS
 from megatier.tier import Activations, Tier
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 STATE_BYTES_PER_ELEMENT = 12
-CONFIG_FILE = "config.json"
-NAME_CHARACTERS_MAX = 100
-"""What is longer resembles nothing, and comparing takes its time."""
 STREAMS = ("altup_num_inputs", "hc_mult", "hc_count")
 """Settings that say how many hidden states a token has: Gemma 3n (AltUp); DeepSeek-V4, Hy-V4; Qwen4-Exp."""
 
@@ -148,65 +140,6 @@ def _fits_slots(parts: int, place_with: Callable[[int], object]) -> bool:
     except PlanError as short:
         return not short.what.startswith(GPU_SLOTS)
     return True
-
-
-def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedConfig:
-    """Hugging Face's config of a folder, or of the settings given.
-
-    Raises:
-        UnsupportedModelError: transformers does not take it, or it asks for more than any model has.
-    """
-    settings: Mapping[str, Any] = config.config or {}
-    where = "model.config"
-    if folder is not None:
-        where = str(folder / CONFIG_FILE)
-        settings = _settings_of(folder)
-
-    check_counts(settings, where)
-    what = f"{where}: transformers does not take this model config"
-    with reading(what, UnsupportedModelError, _complaint, _hint(settings)):
-        found: PretrainedConfig = (
-            AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            if folder is not None
-            else AutoConfig.for_model(**settings)
-        )
-
-    if folder is None:
-        _check_keys(settings)
-    return found
-
-
-def _settings_of(folder: Path) -> dict[str, Any]:
-    try:
-        return read_object(folder / CONFIG_FILE, SETTINGS_BYTES_MAX, UnsupportedModelError)
-    except FileNotFoundError as error:
-        raise UnsupportedModelError(f"{folder} has no {CONFIG_FILE}, so it is no model of Hugging Face's.") from error
-
-
-def _complaint(error: BaseException) -> str:
-    """What transformers says about one field, which stands below its headline; of anything else the first sentence."""
-    lines = str(error).strip().splitlines()
-    if isinstance(error, StrictDataclassError) and lines:
-        return shown(lines[-1].strip()).rstrip(".")
-    return reason_of(error).partition(". ")[0].rstrip(".")
-
-
-def _hint(settings: Mapping[str, Any]) -> str:
-    """The nearest model type, where there is none of this name."""
-    given = settings.get("model_type")
-    near = get_close_matches(str(given)[:NAME_CHARACTERS_MAX], CONFIG_MAPPING, n=1)
-    return f"Did you mean {near[0]}?" if near and near[0] != given else ""
-
-
-def _check_keys(settings: Mapping[str, Any]) -> None:
-    """Refuse what looks like a misspelt key: transformers keeps any, and takes its own default instead."""
-    known = AutoConfig.for_model(settings["model_type"])
-    for key in settings:
-        near = get_close_matches(key[:NAME_CHARACTERS_MAX], known.to_dict(), n=1, cutoff=0.85)
-        if not hasattr(known, key) and near:
-            raise UnsupportedModelError(
-                f"model.config: {settings['model_type']} has no setting {key}. Did you mean {near[0]}?"
-            )
 
 
 def _policy(

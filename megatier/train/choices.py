@@ -17,11 +17,11 @@ from megatier.models.decoder import find_units
 from megatier.planner.plan import hidden_at
 from megatier.planner.prediction import Prediction
 from megatier.planner.search import Choice, changed, search
-from megatier.planner.trial import skeleton_of
 from megatier.report.metrics import wavering
 from megatier.schedule.rates import Rates
 from megatier.schedule.sizes import Budgets
-from megatier.session.session import budgets_of, choose_device, compiles
+from megatier.session.machine import budgets_of, choose_device, compiles
+from megatier.session.skeleton import skeleton_of
 
 
 def fix_choices(config: RunConfig, model: PreTrainedModel | None = None) -> RunConfig:

@@ -27,7 +27,8 @@ from megatier.errors import CheckpointError, DamagedCheckpointError, ExportError
 from megatier.models.decoder import Unit, find_units
 from megatier.models.export import export
 from megatier.report.history import read_what_there_is
-from megatier.session.session import Session, open_model
+from megatier.session.session import Session
+from megatier.session.skeleton import open_model
 from megatier.session.workload import COMPUTE_DTYPES
 from megatier.train.origin import UNKNOWN, check_origin, differences, exported, origin_of
 from megatier.train.saves import Saves

@@ -22,7 +22,7 @@ from megatier.data.tokenizer import tokenizer_files
 from megatier.errors import ConfigError, DataError, UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, read_input, read_object
 from megatier.models.weights import resolve
-from megatier.session.workload import CONFIG_FILE
+from megatier.session.skeleton import CONFIG_FILE
 
 COMPUTED = "computed buffer"
 """Begins the name of a buffer that no file holds: a constructor computes it, with the kernels of this machine."""

@@ -45,8 +45,10 @@ from megatier.report.metrics import MetricsLog, format_count, format_seconds
 from megatier.report.report import print_placement
 from megatier.report.tensorboard import Scalars, load_tensorboard
 from megatier.schedule.placement import Placement
+from megatier.session.machine import choose_device
 from megatier.session.process import make_repeatable, share_interpreter
-from megatier.session.session import Session, WeightReader, choose_device, open_model
+from megatier.session.session import Session
+from megatier.session.skeleton import WeightReader, open_model
 from megatier.tier import Tier
 from megatier.train.choices import fix_choices, plan_choices
 from megatier.train.export import export_end

@@ -1,0 +1,84 @@
+"""Machine: the device on which a run computes, its budgets there, and what was measured on it."""
+
+from __future__ import annotations
+
+import torch
+
+from megatier.config.schema import ModelConfig, TiersConfig
+from megatier.errors import ConfigError, mib
+from megatier.hardware import cpu_has_bf16, default_budgets, ram_total_bytes, set_cuda_defaults
+from megatier.measure.probe import cached_rates
+from megatier.schedule.rates import Rates
+
+
+def choose_device(tiers: TiersConfig) -> torch.device:
+    """The device that computes.
+
+    Raises:
+        ConfigError: cuda was asked for and is not there.
+    """
+    set_cuda_defaults()
+    available = torch.cuda.is_available()
+    if tiers.device == "cuda" and not available:
+        raise ConfigError(
+            "tiers.device is cuda, but torch sees no GPU. Check the driver (nvidia-smi) and that torch was built with "
+            "CUDA, or set tiers.device to auto or cpu."
+        )
+    return torch.device("cuda" if available and tiers.device != "cpu" else "cpu")
+
+
+def compiles(model: ModelConfig, device: torch.device) -> bool:
+    """Whether layers and loss are compiled: by default on a GPU; never where bf16 products are taken in fp32."""
+    wanted = device.type == "cuda" if model.compile is None else model.compile
+    return wanted and not takes_fp32_products(model, device)
+
+
+def takes_fp32_products(model: ModelConfig, device: torch.device) -> bool:
+    """Whether bf16 products are taken in fp32: on a CPU without bf16 instructions."""
+    return device.type == "cpu" and model.compute_dtype == "bf16" and not cpu_has_bf16()
+
+
+def budgets_of(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
+    """Bytes of GPU memory and RAM: as set, or from the machine.
+
+    Raises:
+        ConfigError: more RAM is set than there is. The kernel would promise it, and end the process when it is filled.
+    """
+    total_bytes = ram_total_bytes()
+    if tiers.ram is not None and tiers.ram > total_bytes:
+        raise ConfigError(
+            f"tiers.ram is {mib(tiers.ram)}, but this machine, or its container, has {mib(total_bytes)} of RAM. Lower "
+            "it, or leave it out for what is free."
+        )
+
+    if tiers.gpu is not None and tiers.ram is not None:
+        return tiers.gpu, tiers.ram
+    machine = default_budgets(device.type)
+    return (
+        machine.gpu_bytes if tiers.gpu is None else tiers.gpu,
+        machine.ram_bytes if tiers.ram is None else tiers.ram,
+    )
+
+
+def measured_rates(tiers: TiersConfig, device: torch.device) -> Rates | None:
+    """Rates of the mounts, if `megatier bench` measured them on this machine. Stripes and I/O threads follow them."""
+    return cached_rates([mount.directory for mount in tiers.mounts], device.type) if tiers.mounts else None
+
+
+def limit_gpu(limit_bytes: int | None) -> None:
+    """Let this process take so much GPU memory and no more; None: all of it. The driver's own part counts.
+
+    Raises:
+        ConfigError: the driver and other programs hold more than that already.
+    """
+    # torch limits only what it takes itself, so what others hold is taken off.
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    context_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved()
+    share = 1.0 if limit_bytes is None else (limit_bytes - context_bytes) / total_bytes
+    if share <= 0:
+        raise ConfigError(
+            f"tiers.gpu_limit is {mib(limit_bytes or 0)}, but the GPU's driver and other programs hold "
+            f"{mib(context_bytes)} already; raise it."
+        )
+
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share))

@@ -1,0 +1,122 @@
+"""Skeleton: a run's model without its weights, and the weights that it begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Protocol
+
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+
+from megatier.config.schema import ModelConfig, RunConfig
+from megatier.errors import UnsupportedModelError
+from megatier.foreign import SETTINGS_BYTES_MAX, read_object, reading, reason_of, shown
+from megatier.models.decoder import Unit, build_skeleton
+from megatier.models.frozen import freeze
+from megatier.models.limits import check_counts
+from megatier.models.weights import Initialiser, SafetensorsFolder, resolve
+
+CONFIG_FILE = "config.json"
+NAME_CHARACTERS_MAX = 100
+"""What is longer resembles nothing, and comparing takes its time."""
+
+
+class WeightReader(Protocol):
+    """A source of initial weights."""
+
+    def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
+        """(first element, flat fp32 tensor) pieces of a unit's layout, in increasing order."""
+
+
+def skeleton_of(config: ModelConfig) -> PreTrainedModel:
+    """The model without its weights.
+
+    Raises:
+        UnsupportedModelError: transformers does not take its config, or it cannot be streamed.
+        ConfigError: a pattern of what is frozen names nothing.
+    """
+    return _skeleton_in(_folder_of(config), config)
+
+
+def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
+    """The skeleton of a run's model, with its buffers and generation settings, and its first weights.
+
+    Raises:
+        ConfigError, UnsupportedModelError: there is no such model, or it cannot be streamed.
+    """
+    folder = _folder_of(config.model)
+    model = _skeleton_in(folder, config.model)
+    return model, SafetensorsFolder(folder, model) if folder is not None else Initialiser(model, config.train.seed)
+
+
+def _folder_of(config: ModelConfig) -> Path | None:
+    """The folder of the model, which may have to be downloaded; None: it starts from scratch."""
+    return resolve(config.path) if config.path is not None else None
+
+
+def _skeleton_in(folder: Path | None, config: ModelConfig) -> PreTrainedModel:
+    model = build_skeleton(read_model_config(config, folder), config.attention)
+    freeze(model, config.frozen)
+    return model
+
+
+def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedConfig:
+    """Hugging Face's config of a folder, or of the settings given.
+
+    Raises:
+        UnsupportedModelError: transformers does not take it, or it asks for more than any model has.
+    """
+    settings: Mapping[str, Any] = config.config or {}
+    where = "model.config"
+    if folder is not None:
+        where = str(folder / CONFIG_FILE)
+        settings = _settings_of(folder)
+
+    check_counts(settings, where)
+    what = f"{where}: transformers does not take this model config"
+    with reading(what, UnsupportedModelError, _complaint, _hint(settings)):
+        found: PretrainedConfig = (
+            AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            if folder is not None
+            else AutoConfig.for_model(**settings)
+        )
+
+    if folder is None:
+        _check_keys(settings)
+    return found
+
+
+def _settings_of(folder: Path) -> dict[str, Any]:
+    try:
+        return read_object(folder / CONFIG_FILE, SETTINGS_BYTES_MAX, UnsupportedModelError)
+    except FileNotFoundError as error:
+        raise UnsupportedModelError(f"{folder} has no {CONFIG_FILE}, so it is no model of Hugging Face's.") from error
+
+
+def _complaint(error: BaseException) -> str:
+    """What transformers says about one field, which stands below its headline; of anything else the first sentence."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, StrictDataclassError) and lines:
+        return shown(lines[-1].strip()).rstrip(".")
+    return reason_of(error).partition(". ")[0].rstrip(".")
+
+
+def _hint(settings: Mapping[str, Any]) -> str:
+    """The nearest model type, where there is none of this name."""
+    given = settings.get("model_type")
+    near = get_close_matches(str(given)[:NAME_CHARACTERS_MAX], CONFIG_MAPPING, n=1)
+    return f"Did you mean {near[0]}?" if near and near[0] != given else ""
+
+
+def _check_keys(settings: Mapping[str, Any]) -> None:
+    """Refuse what looks like a misspelt key: transformers keeps any, and takes its own default instead."""
+    known = AutoConfig.for_model(settings["model_type"])
+    for key in settings:
+        near = get_close_matches(key[:NAME_CHARACTERS_MAX], known.to_dict(), n=1, cutoff=0.85)
+        if not hasattr(known, key) and near:
+            raise UnsupportedModelError(
+                f"model.config: {settings['model_type']} has no setting {key}. Did you mean {near[0]}?"
+            )
