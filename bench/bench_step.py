@@ -1,9 +1,9 @@
 """Speed of a whole step: forward, backward, exact clipping at 1.0, AdamW with fp32 masters, on random tokens.
 
-Each row of the table in docs/benchmarks.md is one of ROWS. A step carries the update of the step before it, so in a row
-of steps each has exactly one. Weights are one random block repeated, laid straight into the store: speed does not
-depend on their values, and a real initialisation takes longer than the steps. The compute-only bound of the same shape
-is measured in the same run, before the model is built.
+Each row of the table in docs/benchmarks.md is one of `rows.ROWS`. A step carries the update of the step before it, so
+in a row of steps each has exactly one. Weights are one random block repeated, laid straight into the store: speed does
+not depend on their values, and a real initialisation takes longer than the steps. The compute-only bound of the same
+shape is measured in the same run, before the model is built.
 
 python bench/bench_step.py --row 1 [--steps 6]          writes bench/results/<machine>/row1.json
 python bench/bench_step.py --row 11 --nvme DIR          rows 11 to 16 need a directory on the drive
@@ -18,18 +18,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from bound import bound_of
 from peers.shapes import SHAPES, TFLOPS_FORMULA, llama_config, peak_gpu_bytes, peak_ram_bytes
 from record import RESULTS, Row, default_output, row, write_row
+from rows import RATE, ROWS, Run, changed, config_of
 
-from megatier.config.data_section import DataConfig
-from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.hardware import set_cuda_defaults
 from megatier.models.decoder import build_skeleton
 from megatier.planner.plan import make_plan
@@ -40,128 +38,6 @@ from megatier.schedule.sizes import Budgets
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 from megatier.tier import Kind, Tier
-
-GIB = 1 << 30
-RATE = 1e-5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One row: a shape, its tokens, and where its state may lie."""
-
-    shape: str
-    batch: int
-    sequence: int = 1024
-    what: str
-    """The budgets in words."""
-    tiers: Mapping[str, Any]
-    nvme: int = 0
-    """Bytes of NVMe."""
-    model: Mapping[str, Any] = field(default_factory=dict)
-    train: Mapping[str, Any] = field(default_factory=dict)
-
-
-FREE: dict[str, Any] = {"state": ("gpu", "ram"), "ram": 116 * GIB}
-RAM_ONLY: dict[str, Any] = {"state": ("ram",), "ram": 116 * GIB}
-SPILLED: dict[str, Any] = {
-    "tiers": {"state": ("gpu", "ram", "nvme"), "gpu": 31 * GIB // 2, "ram": 163 * GIB // 2},
-    "nvme": 32 * GIB,
-    "model": {"saved_share": 0.15},
-    "train": {"clip": 1e9, "slices": 2},
-}
-TWICE: dict[str, Any] = {"tiers": SPILLED["tiers"] | {"generations": 2, "ram": 84 * GIB}}
-CLIPPED: dict[str, Any] = {"train": SPILLED["train"] | {"clip": 1e-3}}
-ROWS = {
-    1: Run(shape="8b", batch=16, what="free", tiers=FREE | {"gpu": 83 * GIB}),
-    2: Run(
-        shape="8b",
-        batch=16,
-        what="no state on the GPU",
-        tiers=RAM_ONLY | {"gpu": 69 * GIB, "streamed_share": 0.54},
-    ),
-    3: Run(shape="8b", batch=64, what="free", tiers=FREE | {"gpu": 84 * GIB}, train={"groups": 4}),
-    4: Run(
-        shape="8b",
-        batch=64,
-        what="GPU 24 GiB",
-        tiers=FREE | {"gpu": 11 * GIB, "gpu_limit": 24 * GIB},
-        model={"saved_share": 0.0, "loss_chunk": 1024},
-        train={"slices": 4, "activations": "offload", "kept_layers": 8},
-    ),
-    5: Run(shape="3b", batch=16, what="free", tiers=FREE | {"gpu": 60 * GIB}),
-    6: Run(
-        shape="3b",
-        batch=16,
-        what="no state on the GPU",
-        tiers=RAM_ONLY | {"gpu": 60 * GIB, "streamed_share": 0.5},
-    ),
-    7: Run(
-        shape="3b",
-        batch=16,
-        what="GPU 24 GiB",
-        tiers=FREE | {"gpu": 79 * GIB // 4, "gpu_limit": 24 * GIB},
-        model={"saved_share": 0.0, "loss_chunk": 1024},
-        train={"slices": 2, "activations": "offload", "kept_layers": 4},
-    ),
-    8: Run(
-        shape="8b",
-        batch=1,
-        sequence=131_072,
-        what="free, one sequence",
-        tiers=FREE | {"gpu": 40 * GIB},
-        model={"saved_share": 0.0},
-    ),
-    9: Run(
-        shape="8b",
-        batch=1,
-        sequence=262_144,
-        what="free, one sequence",
-        tiers=FREE | {"gpu": 5 * GIB},
-        model={"saved_share": 0.0, "loss_chunk": 2048},
-    ),
-    11: Run(
-        shape="3b24",
-        batch=16,
-        what="all state on NVMe, RAM 16 GiB",
-        tiers={"state": ("nvme",), "ram": 16 * GIB, "gpu": 40 * GIB},
-        nvme=32 * GIB,
-    ),
-    12: Run(
-        shape="3b24",
-        batch=16,
-        what="weights in RAM, RAM 16 GiB",
-        tiers={"state": ("ram", "nvme"), "ram": 16 * GIB, "gpu": 40 * GIB},
-        nvme=32 * GIB,
-    ),
-    13: Run(
-        shape="3b24",
-        batch=16,
-        what="RAM 63 GB, no state on the GPU",
-        tiers={"state": ("ram",), "ram": 63 * 10**9, "gpu": 60 * GIB, "streamed_share": 0.5},
-    ),
-    14: Run(shape="8b", batch=128, what="1G parameters spill, nothing clipped", **SPILLED),
-    15: replace(Run(shape="8b", batch=128, what="the same, updated in the backward", **SPILLED), **TWICE),
-    16: replace(Run(shape="8b", batch=128, what="the same, always clipped", **SPILLED), **TWICE | CLIPPED),
-}
-"""By number; 9 is the second half of row 8, 11 to 16 are on NVMe."""
-
-
-def config_of(run: Run, deterministic: bool, directory: Path | None) -> RunConfig:
-    """The run's settings, as `megatier train` would take them.
-
-    Args:
-        run: the row.
-        deterministic: kernels.
-        directory: of block files, on the drive to measure.
-    """
-    nvme = (f"{directory}:{run.nvme}",) if run.nvme else ()
-    return RunConfig(
-        model=ModelConfig(config={"model_type": "llama"}, **({"loss_chunk": 4096} | dict(run.model))),
-        data=DataConfig(files=("random",), tokenizer="bytes", sequence_length=run.sequence),
-        tiers=TiersConfig(nvme=nvme, **run.tiers),
-        train=TrainConfig(**{"batch": run.batch, "learning_rate": RATE, "clip": 1.0} | dict(run.train)),
-        numerics=NumericsConfig(deterministic=deterministic),
-    )
 
 
 @torch.no_grad()
@@ -196,73 +72,133 @@ def forecast(run: Run, machine: Path) -> dict[str, Any]:
     return made.as_dict() | {"what": run.what, "machine_file": machine.name}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """What was measured of a run, step by step."""
+
+    reserve_seconds: float
+    """Seconds until all memory and files were reserved."""
+    fill_seconds: float
+    """Seconds that the weights took after that."""
+    seconds: list[float]
+    """Seconds of each step, those of the warm-up included."""
+    losses: list[float]
+    norms: list[float]
+    events: list[TraceEvent]
+    """What happened in the last step."""
+    moved: Counter[str]
+    """Bytes that each queue moved in the last step."""
+
+
 def measure(
     run: Run, warmup: int, steps: int, *, deterministic: bool, bound: Mapping[str, Any] | None, directory: Path | None
 ) -> tuple[Row, list[TraceEvent]]:
-    """The row of a run, and what happened in its last step."""
+    """The row of a run, and what happened in its last step.
+
+    Args:
+        run: the row.
+        warmup: steps that are not timed, which compile and record.
+        steps: timed steps.
+        deterministic: choose deterministic kernels.
+        bound: the compute-only bound, if it was measured.
+        directory: where block files lie, on the drive to measure.
+    """
     config = config_of(run, deterministic, directory)
     make_repeatable(config)
     share_interpreter()
-    shape = SHAPES[run.shape]
     began = time.perf_counter()
-    model = build_skeleton(llama_config(shape, run.sequence), "sdpa")
+    model = build_skeleton(llama_config(SHAPES[run.shape], run.sequence), "sdpa")
+    with Session(model, config.model, config.tiers, config.train, config.numerics, run.sequence) as session:
+        timed = _run_steps(session, run, config.train.groups, warmup + steps, began)
+        measured = _row_of(session, run, timed, warmup) | {"deterministic": deterministic, "bound": bound}
+
+    # The bound is that of a smaller batch where a whole group does not fit next to resident weights.
+    if bound is not None:
+        groups = config.train.groups
+        bound_s = groups * bound["median_s"] * (run.batch // groups) / bound["batch"]
+        measured |= {"bound_seconds": bound_s, "attainment": bound_s / measured["median_seconds"]}
+    return measured, timed.events
+
+
+def _run_steps(session: Session, run: Run, groups: int, count: int, began: float) -> Steps:
+    """Fill the weights and run so many steps, the last of which is traced.
+
+    Args:
+        session: the opened session.
+        run: the row.
+        groups: groups of a step.
+        count: steps in all.
+        began: when the skeleton began to be built.
+    """
+    session.store.seal()
+    reserved = time.perf_counter() - began
+    fill(session)
+    filled = time.perf_counter() - began
+    print(f"reserved after {reserved:.1f} s, filled after {filled:.1f} s", flush=True)
+
     seconds: list[float] = []
     losses: list[float] = []
     norms: list[float] = []
-    with Session(model, config.model, config.tiers, config.train, config.numerics, run.sequence) as session:
-        session.store.seal()
-        reserved = time.perf_counter() - began
-        fill(session)
-        filled = time.perf_counter() - began
-        print(f"reserved after {reserved:.1f} s, filled after {filled:.1f} s", flush=True)
-        generator = torch.Generator().manual_seed(1)
-        for step in range(1, warmup + steps + 1):
-            ids = torch.randint(0, shape.vocab, (run.batch, run.sequence), generator=generator)
-            groups = [{"input_ids": part, "labels": part} for part in ids.chunk(config.train.groups)]
-            if step == warmup + steps:
-                session.player.take_events()
-                moved = session.store.moved_bytes.copy()
-            began_step = time.perf_counter()
-            result = session.engine.train_step(step, RATE, groups)
-            seconds.append(time.perf_counter() - began_step)
-            losses.append(result.loss)
-            norms.append(result.grad_norm)
-            print(f"step {step}: {seconds[-1]:.3f} s, loss {losses[-1]:.6f}, norm {norms[-1]:.6f}", flush=True)
-        events = session.player.take_events()
-        moved = session.store.moved_bytes - moved
-        measured = row(
-            "megatier",
-            run.shape,
-            batch=run.batch,
-            sequence_length=run.sequence,
-            num_parameters=shape.num_parameters,
-            seconds=seconds[warmup:],
-            first_step_seconds=seconds[0],
-            model_flops=shape.model_flops(run.batch * run.sequence, run.sequence),
-            tflops_formula=TFLOPS_FORMULA,
-            peak_ram_bytes=peak_ram_bytes(),
-            peak_gpu_bytes=peak_gpu_bytes() if torch.cuda.is_available() else None,
-            clip=True,
-            master_dtype="fp32",
-            budgets=run.what,
-            settings={"tiers": dict(run.tiers), "model": dict(run.model), "train": dict(run.train)},
-            speculation=dict(session.speculation.outcomes),
-            void_bytes=session.speculation.void_bytes,
-            deterministic=deterministic,
-            torch_peak_allocated_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
-            reserve_seconds=reserved,
-            fill_seconds=filled - reserved,
-            seconds_to_first_step_end=filled + seconds[0],
-            losses=losses,
-            norms=norms,
-            **_placement(session),
-            **_movement(events, moved),
-            bound=bound,
-        )
-        if bound is not None:
-            groups_s = config.train.groups * bound["median_s"] * (run.batch // config.train.groups) / bound["batch"]
-            measured |= {"bound_seconds": groups_s, "attainment": groups_s / measured["median_seconds"]}
-    return measured, events
+    moved: Counter[str] = Counter()
+    generator = torch.Generator().manual_seed(1)
+    for step in range(1, count + 1):
+        ids = torch.randint(0, SHAPES[run.shape].vocab, (run.batch, run.sequence), generator=generator)
+        batch = [{"input_ids": part, "labels": part} for part in ids.chunk(groups)]
+
+        # Events of the steps before are dropped: the trace and the bytes are those of the last step.
+        if step == count:
+            session.player.take_events()
+            moved = session.store.moved_bytes.copy()
+
+        began_step = time.perf_counter()
+        result = session.engine.train_step(step, RATE, batch)
+        seconds.append(time.perf_counter() - began_step)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        print(f"step {step}: {seconds[-1]:.3f} s, loss {losses[-1]:.6f}, norm {norms[-1]:.6f}", flush=True)
+
+    return Steps(
+        reserve_seconds=reserved,
+        fill_seconds=filled - reserved,
+        seconds=seconds,
+        losses=losses,
+        norms=norms,
+        events=session.player.take_events(),
+        moved=session.store.moved_bytes - moved,
+    )
+
+
+def _row_of(session: Session, run: Run, timed: Steps, warmup: int) -> Row:
+    """The row of what was measured, while the session is open."""
+    shape = SHAPES[run.shape]
+    on_gpu = torch.cuda.is_available()
+    return row(
+        "megatier",
+        run.shape,
+        batch=run.batch,
+        sequence_length=run.sequence,
+        num_parameters=shape.num_parameters,
+        seconds=timed.seconds[warmup:],
+        first_step_seconds=timed.seconds[0],
+        model_flops=shape.model_flops(run.batch * run.sequence, run.sequence),
+        tflops_formula=TFLOPS_FORMULA,
+        peak_ram_bytes=peak_ram_bytes(),
+        peak_gpu_bytes=peak_gpu_bytes() if on_gpu else None,
+        clip=True,
+        master_dtype="fp32",
+        budgets=run.what,
+        settings={"tiers": dict(run.tiers), "model": dict(run.model), "train": dict(run.train)},
+        speculation=dict(session.speculation.outcomes),
+        void_bytes=session.speculation.void_bytes,
+        torch_peak_allocated_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
+        reserve_seconds=timed.reserve_seconds,
+        fill_seconds=timed.fill_seconds,
+        seconds_to_first_step_end=timed.reserve_seconds + timed.fill_seconds + timed.seconds[0],
+        losses=timed.losses,
+        norms=timed.norms,
+        **_placement(session),
+        **_movement(timed.events, timed.moved),
+    )
 
 
 def _placement(session: Session) -> dict[str, Any]:
@@ -352,20 +288,6 @@ def main() -> None:
     )
     shown += ("torch_peak_allocated_bytes", "state_bytes", "other_bytes", "stall_seconds", "busy_seconds")
     print({key: result.get(key) for key in shown}, flush=True)
-
-
-def changed(run: Run, words: list[str]) -> Run:
-    """The run with settings such as tiers.gpu=80530636800 or model.saved_share=0.5."""
-    for word in words:
-        name, _, value = word.partition("=")
-        section, _, key = name.partition(".")
-        number: Any = yaml.safe_load(value)
-        if section == "run":
-            run = replace(run, **{key: number})
-        else:
-            changed_section: Any = {section: {**getattr(run, section), key: number}}
-            run = replace(run, **changed_section)
-    return run
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ LOSS_CHUNK = 2048
 """Tokens whose logits exist at once."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
     """A Llama's sizes; head and embedding are not tied."""
 
@@ -48,10 +48,10 @@ class Shape:
 
 
 SHAPES = {
-    "3b": Shape(2048, 11008, 16, 2, 36, 151936),
-    "3b24": Shape(2048, 11008, 16, 2, 24, 151936),
-    "8b": Shape(4096, 14336, 32, 8, 32, 128256),
-    "tiny": Shape(128, 256, 4, 2, 4, 1024),
+    "3b": Shape(hidden=2048, ffn=11008, heads=16, kv_heads=2, layers=36, vocab=151936),
+    "3b24": Shape(hidden=2048, ffn=11008, heads=16, kv_heads=2, layers=24, vocab=151936),
+    "8b": Shape(hidden=4096, ffn=14336, heads=32, kv_heads=8, layers=32, vocab=128256),
+    "tiny": Shape(hidden=128, ffn=256, heads=4, kv_heads=2, layers=4, vocab=1024),
 }
 """`3b24` is 3b with 24 layers: what DeepSpeed's NVMe mode is measured on. `tiny` is for smoke runs on a CPU."""
 

@@ -1,0 +1,158 @@
+"""The rows of the table in docs/benchmarks.md: a shape, its tokens, and where its state may lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatier.config.data_section import DataConfig
+from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
+
+GIB = 1 << 30
+RATE = 1e-5
+"""Learning rate of every step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One row."""
+
+    shape: str
+    """A name in `peers.shapes.SHAPES`."""
+    batch: int
+    """Sequences of a step."""
+    sequence: int = 1024
+    """Tokens of a sequence."""
+    what: str
+    """The budgets in words."""
+    tiers: Mapping[str, Any]
+    """Settings of the section `tiers`."""
+    nvme: int = 0
+    """Bytes of NVMe."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the section `model`."""
+    train: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the section `train`."""
+
+
+FREE: dict[str, Any] = {"state": ("gpu", "ram"), "ram": 116 * GIB}
+RAM_ONLY: dict[str, Any] = {"state": ("ram",), "ram": 116 * GIB}
+SPILLED: dict[str, Any] = {
+    "tiers": {"state": ("gpu", "ram", "nvme"), "gpu": 31 * GIB // 2, "ram": 163 * GIB // 2},
+    "nvme": 32 * GIB,
+    "model": {"saved_share": 0.15},
+    "train": {"clip": 1e9, "slices": 2},
+}
+TWICE: dict[str, Any] = {"tiers": SPILLED["tiers"] | {"generations": 2, "ram": 84 * GIB}}
+CLIPPED: dict[str, Any] = {"train": SPILLED["train"] | {"clip": 1e-3}}
+ROWS = {
+    1: Run(shape="8b", batch=16, what="free", tiers=FREE | {"gpu": 83 * GIB}),
+    2: Run(
+        shape="8b",
+        batch=16,
+        what="no state on the GPU",
+        tiers=RAM_ONLY | {"gpu": 69 * GIB, "streamed_share": 0.54},
+    ),
+    3: Run(shape="8b", batch=64, what="free", tiers=FREE | {"gpu": 84 * GIB}, train={"groups": 4}),
+    4: Run(
+        shape="8b",
+        batch=64,
+        what="GPU 24 GiB",
+        tiers=FREE | {"gpu": 11 * GIB, "gpu_limit": 24 * GIB},
+        model={"saved_share": 0.0, "loss_chunk": 1024},
+        train={"slices": 4, "activations": "offload", "kept_layers": 8},
+    ),
+    5: Run(shape="3b", batch=16, what="free", tiers=FREE | {"gpu": 60 * GIB}),
+    6: Run(
+        shape="3b",
+        batch=16,
+        what="no state on the GPU",
+        tiers=RAM_ONLY | {"gpu": 60 * GIB, "streamed_share": 0.5},
+    ),
+    7: Run(
+        shape="3b",
+        batch=16,
+        what="GPU 24 GiB",
+        tiers=FREE | {"gpu": 79 * GIB // 4, "gpu_limit": 24 * GIB},
+        model={"saved_share": 0.0, "loss_chunk": 1024},
+        train={"slices": 2, "activations": "offload", "kept_layers": 4},
+    ),
+    8: Run(
+        shape="8b",
+        batch=1,
+        sequence=131_072,
+        what="free, one sequence",
+        tiers=FREE | {"gpu": 40 * GIB},
+        model={"saved_share": 0.0},
+    ),
+    9: Run(
+        shape="8b",
+        batch=1,
+        sequence=262_144,
+        what="free, one sequence",
+        tiers=FREE | {"gpu": 5 * GIB},
+        model={"saved_share": 0.0, "loss_chunk": 2048},
+    ),
+    11: Run(
+        shape="3b24",
+        batch=16,
+        what="all state on NVMe, RAM 16 GiB",
+        tiers={"state": ("nvme",), "ram": 16 * GIB, "gpu": 40 * GIB},
+        nvme=32 * GIB,
+    ),
+    12: Run(
+        shape="3b24",
+        batch=16,
+        what="weights in RAM, RAM 16 GiB",
+        tiers={"state": ("ram", "nvme"), "ram": 16 * GIB, "gpu": 40 * GIB},
+        nvme=32 * GIB,
+    ),
+    13: Run(
+        shape="3b24",
+        batch=16,
+        what="RAM 63 GB, no state on the GPU",
+        tiers={"state": ("ram",), "ram": 63 * 10**9, "gpu": 60 * GIB, "streamed_share": 0.5},
+    ),
+    14: Run(shape="8b", batch=128, what="1G parameters spill, nothing clipped", **SPILLED),
+    15: replace(Run(shape="8b", batch=128, what="the same, updated in the backward", **SPILLED), **TWICE),
+    16: replace(Run(shape="8b", batch=128, what="the same, always clipped", **SPILLED), **TWICE | CLIPPED),
+}
+"""The rows by number. 9 is the second half of row 8, and 11 to 16 have state on NVMe."""
+
+
+def config_of(run: Run, deterministic: bool, directory: Path | None) -> RunConfig:
+    """The run's settings, as `megatier train` would take them.
+
+    Args:
+        run: the row.
+        deterministic: choose deterministic kernels.
+        directory: where block files lie, on the drive to measure.
+    """
+    nvme = (f"{directory}:{run.nvme}",) if run.nvme else ()
+    return RunConfig(
+        model=ModelConfig(config={"model_type": "llama"}, **({"loss_chunk": 4096} | dict(run.model))),
+        data=DataConfig(files=("random",), tokenizer="bytes", sequence_length=run.sequence),
+        tiers=TiersConfig(nvme=nvme, **run.tiers),
+        train=TrainConfig(**{"batch": run.batch, "learning_rate": RATE, "clip": 1.0} | dict(run.train)),
+        numerics=NumericsConfig(deterministic=deterministic),
+    )
+
+
+def changed(run: Run, words: list[str]) -> Run:
+    """The run with settings such as tiers.gpu=80530636800 or model.saved_share=0.5."""
+    for word in words:
+        name, _, value = word.partition("=")
+        section, _, key = name.partition(".")
+        number: Any = yaml.safe_load(value)
+
+        # `run.batch=8` changes the row itself.
+        if section == "run":
+            run = replace(run, **{key: number})
+        else:
+            changed_section: Any = {section: {**getattr(run, section), key: number}}
+            run = replace(run, **changed_section)
+    return run
