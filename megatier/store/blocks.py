@@ -1,4 +1,7 @@
-"""The blocks of a store by their keys, and the spans of them that may be asked for.
+"""Blocks: the registered blocks of a store by their keys, and the spans of them that may be asked for.
+
+A span of a block at home on NVMe starts on a chunk boundary, and ends on one or with the block, because every chunk has
+one checksum.
 
 Every method is called with the lock of `Copies` held.
 """
@@ -14,22 +17,19 @@ from megatier.tier import BlockSpec, Tier
 
 
 class Blocks:
-    """The registered blocks of one store.
-
-    Attributes:
-        by_key: every block.
-        extents: the place of each block that is at home on NVMe, by its key.
-    """
+    """The registered blocks of one store."""
 
     def __init__(self, reservation: Reservation, files: BlockFiles | None) -> None:
-        """Homes are set aside in the reservation, and those on NVMe in the files."""
+        """Take the reservation in which homes are set aside, and the files for those on NVMe."""
         self._reservation = reservation
         self._files = files
         self.by_key: dict[str, Block] = {}
+        """Every block."""
         self.extents: dict[str, Extent] = {}
+        """The place of each block that is at home on NVMe, by its key."""
 
     def add(self, spec: BlockSpec) -> None:
-        """Set the home of a new block aside.
+        """Add a block, and set its home aside.
 
         Raises:
             CapacityError: the home tier's budget is used up.
@@ -48,10 +48,10 @@ class Blocks:
         self.by_key[spec.key] = block
 
     def find(self, key: str) -> Block:
-        """The block of a key.
+        """Return the block of a key.
 
         Raises:
-            BlockNotFoundError: none was registered under it.
+            BlockNotFoundError: no block was registered under it.
         """
         try:
             return self.by_key[key]
@@ -59,7 +59,7 @@ class Blocks:
             raise BlockNotFoundError(f"no block {key!r} is registered.") from None
 
     def span(self, key: str, span: Span | None) -> tuple[Block, Span]:
-        """A block, and the span of it that a caller means; the whole one if none is given."""
+        """Return a block, and the span of it that a caller means: all of it if none is given."""
         block = self.find(key)
         start, stop = span = span or block.whole
         chunk = self._files.options.chunk_bytes if self._files is not None and block.extent is not None else 1

@@ -1,12 +1,22 @@
-"""Copies: how bytes get into slots and out of them. The moving half of the store; `store` is its face.
+"""Copies: which copy has which slot, and how a slot is taken, waited for and given back.
 
-Bytes go up from NVMe through RAM slots to the GPU, or past them, and home again one step at a time. A slot is taken
-free, or from the copy unused for longest. State that is being written home keeps its slot until that went well, so that
-a failed write leaves it whole. The head of `residency` has a table of the states of a copy.
+A copy is bytes of a block in gpu or ram (`residency.Copy`; the head of that file has a table of the states that its
+bytes can be in). It lies at home, or in a slot: a reusable piece of the tier's memory. A slot for a new copy is a free
+one, or that of the copy that was not used for longest. This file starts no moves of bytes: `fills` starts those that
+bring bytes into a slot, and `write_backs` those that take them home.
 
-Every method is called with `lock` held; those that say so let go of it while they wait. Then others may do anything but
-evict a copy that is leased. So whoever comes back looks anew, or holds a lease meanwhile. No two copies of a block in
-one tier overlap, and one that is written to NVMe keeps its slot, so no slot reads an extent that another one writes.
+Every method is called with `lock` held. Those that say so let go of it while they wait, and then anything may happen to
+any copy, except that nobody evicts a copy that is leased. So after a wait a method looks anew, or it holds a lease of
+the copies that it needs while it waits.
+
+Transfers end without the lock, at any moment. Three rules keep bytes safe from that:
+
+1. A slot may be given back while moves still touch it. They are noted in the slot (`Slot.pending`), and the next move
+   into the slot waits for them.
+2. The exception is state that is being written home. Such a write may fail, and then the slot has the only good bytes.
+   So the copy keeps its slot until the write has ended well; it is leaving until then.
+3. No two copies of a block in one tier overlap. As a copy that is written to NVMe keeps its slot, no bytes are read
+   from NVMe into a second slot before the newest ones are there.
 """
 
 from __future__ import annotations
@@ -27,50 +37,53 @@ from megatier.tear import Tear
 from megatier.tier import Tier
 
 POISON = 0xFF
-"""Byte written over a released slot of the CPU arena that stands for the GPU: NaN in every float type."""
+"""The byte that is written over a released slot of the CPU arena that stands for the GPU. It is NaN in every float."""
 
 
 class Copies:
-    """The copies of one store's blocks in gpu and ram.
-
-    Attributes:
-        lock: guards the copies and everything that is known of them.
-        tear: whether something broke off while that was changed.
-    """
+    """The copies of one store's blocks in gpu and ram."""
 
     def __init__(self, reservation: Reservation, lanes: Lanes) -> None:
-        """Slots come from the reservation, once it is allocated."""
+        """Take slots from the reservation, once that is allocated."""
         self._reservation = reservation
         self._lanes = lanes
         self._slotted: dict[Copy, None] = {}
-        """Copies in slots; the one unused for longest comes first."""
+        """The copies in slots. The one that was not used for longest comes first."""
         self.lock = threading.Lock()
+        """Guards the copies and everything that is known of them."""
         self.tear = Tear()
+        """Tells whether something broke off a change of the copies."""
         self._waiting_for_slot: list[_native.Latch] = []
+        """A latch for each thread that waits for a slot."""
 
     # ------------------------------------------------------------------ places
 
     def view(self, copy: Copy, span: Span) -> torch.Tensor:
-        """uint8 [stop - start] of a copy."""
+        """Return the bytes of a span of a copy, as uint8 [stop - start]."""
         return self._reservation.view(copy.tier, copy.offset + span[0] - copy.span[0], span[1] - span[0])
 
     def copy_for(self, block: Block, tier: Tier, span: Span, *, wait: bool) -> Copy:
-        """The copy to use, perhaps still empty; refused if another tier alone has the newest bytes. See `place`.
+        """Return the copy to use for a span, unless another tier alone has its newest bytes.
+
+        The copy may still be empty. `place` has more to say.
 
         Raises:
             DirtyBlockError: the other tier has newer bytes.
         """
         assert tier is not Tier.NVME, "bytes are used in gpu or ram"
         beyond = Tier.GPU if tier is Tier.RAM else Tier.RAM
-        # Bytes for the gpu come through ram, from dirty copies too. Else they come from home, which lacks the newest.
+
+        # Bytes for the gpu come through ram, from a dirty copy there too. All others come from home, which does not
+        # have the newest bytes if a copy beyond this tier is dirty.
         if (tier is Tier.RAM or block.spec.home is Tier.GPU) and any(copy.unsafe(span) for copy in block.on(beyond)):
             raise DirtyBlockError(f"block {block.spec.key} has newer bytes on {beyond}; write them back first.")
         return self.place(block, tier, span, wait=wait)
 
     def place(self, block: Block, tier: Tier, span: Span, *, wait: bool) -> Copy:
-        """The copy that holds the span, or a new, empty one in a slot. A gpu copy is always whole.
+        """Return the copy that holds the span, or a new and empty one in a slot. A copy on the gpu is always whole.
 
-        Lets go of the lock while it waits: for a slot (if `wait`), or for the write of an evicted copy of these bytes.
+        It lets go of the lock while it waits: for a slot (if `wait`), or for the write of an evicted copy of these
+        bytes.
 
         Raises:
             CapacityError: the slots are too small; or all are leased, dirty or being written, and not `wait`.
@@ -78,13 +91,17 @@ class Copies:
             TransferError: a write-back that keeps a slot failed.
         """
         wanted = block.whole if tier is Tier.GPU else span
-        # A wait lets go of the lock. So each round looks anew: these bytes may be placed by now, or the slot taken.
+
+        # A wait lets go of the lock, so each round looks anew: another thread may have placed these bytes meanwhile, or
+        # taken the slot.
         while True:
+            # A copy that is leaving is usable if its write failed. Then it has the only good bytes, and stays.
             for copy in block.on(tier):
                 if copy.holds(span) and copy.is_usable():
                     copy.is_leaving = False
                     return copy
 
+            # The copies of a block in one tier never overlap, so one that has a part of these bytes has to go first.
             if others := [copy for copy in block.on(tier) if overlap(copy.span, wanted)]:
                 self._clear(others[0])
                 continue
@@ -95,27 +112,37 @@ class Copies:
                 block.copies.append(copy)
                 self._slotted[copy] = None
                 return copy
+
             if not wait:
                 remedy = f"All {pool.num_slots} slots are leased, dirty or being written; release some."
                 raise CapacityError(tier, wanted[1] - wanted[0], 0, remedy)
             self._wait_for_slot(pool)
 
     def _clear(self, copy: Copy) -> None:
-        """Evict a copy that lies in the way, or wait for a move that keeps it; then the caller looks anew."""
+        """Evict a copy that lies in the way, or wait for a move that keeps it; the caller looks anew after that."""
         self.evict(copy)
+
+        # How the move ends does not matter here. If it failed, the copy is usable again, and the next round of the
+        # caller finds that out. If it ended well, the next round evicts the copy for good.
         if copy.is_leaving and (moves := copy.in_use()):
             self._unlocked(moves[0].over)
 
     def _take(self, pool: SlotPool, *, wait: bool) -> Slot | None:
-        """A free slot, or that of the copy unused for longest. What was prefetched is spared if a wait helps."""
+        """Return a free slot, or that of the copy not used for longest; None if no copy may lose its slot now.
+
+        Copies that were prefetched and not used yet come last. They keep their slots if a wait would give another one.
+        """
         if (slot := pool.take()) is not None:
             return slot
 
-        # Scratch bytes (no home) are nowhere else, nor are those that are dirty or whose write may still fail.
+        # Three kinds of bytes are in no other place, so their copies keep their slots: scratch bytes (which have no
+        # home), dirty ones, and those whose write may still fail.
         idle = [c for c in self._slotted if c.slot is not None and c.slot.pool is pool and not c.num_leases]
         for copy in idle:
             copy.settle()
         busy = [copy for copy in idle if copy.unwritten or copy.writes()]
+
+        # A copy that is not busy has no write whose end could make a difference, so evicting it frees its slot at once.
         for copy in sorted(idle, key=lambda copy: copy.is_ahead):
             if copy.block.spec.home is not None and copy not in busy and not (copy.is_ahead and wait and busy):
                 self.evict(copy)
@@ -123,8 +150,9 @@ class Copies:
         return None
 
     def _wait_for_slot(self, pool: SlotPool) -> None:
-        """Let others go on until a slot may be free; raise the error of a write-back that keeps one."""
-        # The end of a write wakes nobody, so it is waited for itself. All else that frees a slot calls `wake`.
+        """Wait, without the lock, until a slot may be free; raise the error of a write-back that keeps one."""
+        # A slot gets free in two ways. The first is the end of a write. It wakes nobody, since it comes without the
+        # lock, so it is waited for directly.
         for copy in self._slotted:
             if copy.slot is not None and copy.slot.pool is pool and not copy.num_leases:
                 for transfer in (*copy.unwritten.values(), *copy.writes()):
@@ -135,15 +163,17 @@ class Copies:
 
         if self.tear.is_torn:  # perhaps nobody knows any more who has the slots
             raise StepAbandonedError("something broke off while slots were taken or given back; see TornStateError")
-        # No wake is lost: the latch is in the list before the lock is let go, and `wake` is called with the lock held.
+
+        # The second way is anything that somebody does with the lock held, and all of that calls `wake`. No wake is
+        # lost: the latch is in the list before this lets go of the lock.
         self._waiting_for_slot.append(latch := _native.Latch())
         self._unlocked(latch.wait)
 
     def _unlocked(self, wait: Callable[[], object]) -> None:
-        """Wait without the lock, so that others go on."""
+        """Wait without the lock, so that other threads go on."""
         with self.tear.waiting():
             try:
-                # In here, so that the lock is taken again even if an interrupt comes just after this call.
+                # The release is inside, so that the lock is taken again even if an interrupt comes right after it.
                 self.lock.release()
                 wait()
             finally:
@@ -152,23 +182,26 @@ class Copies:
     # ------------------------------------------------------------------ away
 
     def occupants(self, copy: Copy) -> list[Transfer]:
-        """The transfers that must have ended before a copy's bytes may be overwritten."""
+        """Return the transfers that must have ended before the bytes of a copy may be overwritten."""
         return [*copy.in_use(), *(copy.slot.pending if copy.slot is not None else [])]
 
     def evict(self, copy: Copy) -> None:
-        """Drop a copy in a slot, now or, if it is being written to NVMe, when that went well.
+        """Drop a copy in a slot: now, or once the state that is being written from it is home.
 
         Raises:
             LeaseHeldError: it is leased.
-            DirtyBlockError: bytes are not home, and no write-back was started.
-            TransferError: a write-back failed.
+            DirtyBlockError: it has bytes that home does not have, and no write-back of them was started.
+            TransferError: a write-back of it failed.
         """
         key = copy.block.spec.key
         home = copy.block.spec.home
         if copy.num_leases:
             raise LeaseHeldError(f"block {key} on {copy.tier} is leased; release it first.")
 
-        # Writes end at any time, so look for them first: one that fails meanwhile is found by the loop or waited for.
+        # The order of these looks matters, since a write may fail between any two of them. `writes` is taken before the
+        # loop. So a write that is not in it has ended before the loop, which raises its error; and one that is in it is
+        # waited for, however it ends. Taken after the loop, `writes` would miss a write that failed in between, and the
+        # slot would be given away with the only good bytes in it.
         copy.settle()
         writes = copy.writes()
         for transfer in copy.unwritten.values() if home is not None else ():
@@ -183,7 +216,7 @@ class Copies:
             self._give(copy)
 
     def discard(self, copy: Copy) -> None:
-        """Drop a copy in a slot, dirty or not: nobody wants its bytes any more.
+        """Drop a copy in a slot even if it is dirty: nobody wants its bytes any more.
 
         Raises:
             LeaseHeldError: it is leased.
@@ -200,7 +233,7 @@ class Copies:
         self._waiting_for_slot.clear()
 
     def forget(self, blocks: Iterable[Block]) -> None:
-        """Forget leases, slots and moves of all blocks. Nothing moves any more; home copies stay where they are."""
+        """Forget all leases, slots and moves, once nothing moves any more. Copies at home stay where they are."""
         for block in blocks:
             block.copies = [copy for copy in block.copies if copy.slot is None]
             block.reads = []
@@ -210,22 +243,25 @@ class Copies:
         self._reservation.take_back()
 
     def drop_stale(self, copies: list[Copy], span: Span) -> None:
-        """Take the span out of these copies: newer bytes of it are in another tier.
+        """Take a span out of these copies, because newer bytes of it are in another tier.
 
         Raises:
-            LeaseHeldError: one of the copies is leased; none was dropped.
+            LeaseHeldError: one of the copies is leased, and none was changed.
         """
         stale = [copy for copy in copies if any(overlap(span, filled) for filled in copy.fills)]
-        for copy in stale:  # all are looked at before the first is changed
+
+        # All are looked at before the first one is changed, so that a refusal changes nothing.
+        for copy in stale:
             if copy.num_leases:
                 raise LeaseHeldError(f"block {copy.block.spec.key} on {copy.tier} is leased; release it first.")
+
         for copy in stale:
             copy.supersede(span)
             if not copy.fills:
                 self.evict(copy)
 
     def unlease(self, copy: Copy) -> None:
-        """Take one lease back. A copy that got no bytes goes; any other becomes the last used."""
+        """Take one lease back. A copy that got no bytes gives its slot back; any other one is now the last used."""
         copy.num_leases -= 1
         if copy.slot is None:
             return
@@ -237,10 +273,11 @@ class Copies:
         self.wake()
 
     def _give(self, copy: Copy) -> None:
-        """Free the slot at once, though moves may still touch it: whoever fills it next comes behind them."""
+        """Free a copy's slot at once. Moves may still touch it; the next move into the slot waits for them."""
         assert copy.slot is not None
         pending = copy.in_use()
-        # Where RAM stands for the GPU, a view that outlives its lease shall not go unnoticed.
+
+        # If RAM stands for the GPU, the slot is overwritten, so that a view that outlives its lease is noticed.
         if copy.tier is Tier.GPU and self._lanes.clock is None:
             view = self.view(copy, copy.span)
             poison = self._lanes.submit(

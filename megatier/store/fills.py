@@ -1,6 +1,14 @@
-"""Fills: the moves that bring bytes up, into a slot that a copy has.
+"""Fills: the moves that bring bytes into a copy's slot, from the nearest tier that has them.
 
-Bytes go up from NVMe through RAM slots to the GPU, or past them (`gds`), from the nearest tier that has them.
+The tiers are gpu, ram and nvme. Bytes go up one tier at a time: from NVMe into a slot in RAM, and from there into a
+slot on the GPU. With `tiers.gpu_direct` they go from NVMe to the GPU past RAM (`drives.gds`). Bytes at home on the GPU
+may also be brought down to RAM.
+
+A fill only starts its moves. Each of them is a transfer on a queue, and the copy notes it in `Copy.fills`: the bytes
+are valid once it has ended well. A move is given two lists of transfers:
+
+- `after`: they bring the bytes that it moves. If one fails, the move fails with the same error and does not begin.
+- `behind`: they still use the slot that it writes to. It begins once they have ended, well or not.
 
 Every method is called with the lock of `Copies` held; `bring` lets go of it while it waits for a slot.
 """
@@ -18,7 +26,7 @@ from megatier.tier import Tier
 
 
 class Fills:
-    """Starts the moves that fill copies."""
+    """Starts the moves that fill the copies of one store."""
 
     def __init__(
         self,
@@ -28,7 +36,7 @@ class Fills:
         files: BlockFiles | None,
         reader: GpuReader | None,
     ) -> None:
-        """With a reader, NVMe -> GPU leaves RAM out."""
+        """Take what is filled and what moves the bytes. With a reader, bytes go from NVMe to the GPU past RAM."""
         self._copies = copies
         self._reservation = reservation
         self._lanes = lanes
@@ -36,22 +44,25 @@ class Fills:
         self._reader = reader
 
     def bring(self, copy: Copy, span: Span, *, wait: bool) -> None:
-        """Start the moves that make the span valid, from the nearest tier that has it.
+        """Start the moves that make a span of a copy valid.
 
-        Lets go of the lock while it waits for RAM slots, if `wait`.
+        It lets go of the lock while it waits for slots in RAM, if `wait`.
 
         Raises:
-            CapacityError: no RAM slot to pass through, and not `wait`.
-            BlockNotFoundError: the bytes are nowhere.
-            TransferError: a write-back to this home failed; its bytes are nowhere else that lasts.
+            CapacityError: there is no slot in RAM to pass through, and not `wait`.
+            BlockNotFoundError: no tier has the bytes.
+            TransferError: the copy is at home, and a write-back to it failed. No other place that lasts has the bytes.
         """
-        # A slot that was not filled is filled again. Bytes that did not get home exist in no other place: raise.
+        # A slot whose fill failed is filled again. Bytes that failed to get home may be in no other place, so the error
+        # of their transfer is raised.
         for transfer in copy.arriving(span) if copy.slot is None else ():
             if transfer.failed():
                 transfer.wait()
         copy.forget_failures()
 
-        copy.num_leases += 1  # nobody takes the slot while this waits for another one
+        # Passing through RAM may wait for a slot there, without the lock. The lease keeps others from taking the slot
+        # of this copy meanwhile. A failure ends it by `unlease`, which gives back a slot that got no bytes.
+        copy.num_leases += 1
         try:
             for part in copy.missing(span):
                 if copy.tier is Tier.GPU:
@@ -66,7 +77,7 @@ class Fills:
         copy.num_leases -= 1
 
     def _read(self, copy: Copy, span: Span) -> None:
-        """NVMe -> RAM."""
+        """Start reading from NVMe into RAM."""
         files = self._files
         extent = copy.block.extent
         slot = copy.slot
@@ -86,7 +97,7 @@ class Fills:
         assign(copy.fills, span, transfer)
 
     def _fill_ram(self, copy: Copy, span: Span) -> None:
-        """GPU -> RAM, from the home there or from the copy of a scratch block."""
+        """Start copying from the GPU into RAM: from the home there, or from the copy of a scratch block there."""
         key = copy.block.spec.key
         assert copy.slot is not None
         try:
@@ -94,7 +105,7 @@ class Fills:
         except BlockNotFoundError:
             raise BlockNotFoundError(f"block {key} has no bytes {span} anywhere; lease it fresh first.") from None
 
-        # The copy comes after the present point of compute, which may still be writing the bytes.
+        # Compute that was enqueued by now may still be writing the bytes, so the copy comes after it.
         after = [*source.arriving(span), *self._lanes.point(key)]
         target = self._copies.view(copy, span)
         transfer = self._lanes.to_ram(key, target, self._copies.view(source, span), after, copy.slot.pending)
@@ -102,12 +113,12 @@ class Fills:
         source.use(transfer)
 
     def _fill_gpu(self, copy: Copy, span: Span, *, wait: bool) -> None:
-        """RAM -> GPU; bytes from NVMe pass through RAM in pieces as large as its slots, or go past it."""
+        """Start copying from RAM to the GPU. Bytes on NVMe pass through RAM in pieces that fit there, or go past it."""
         assert copy.slot is not None
         block = copy.block
         key = copy.block.spec.key
 
-        # Any round may wait for a slot in RAM, so each one looks anew whether its bytes are there.
+        # Any round may wait for a slot in RAM, without the lock. So each round asks anew whether RAM has its bytes.
         for part in self._ram_spans(block, span):
             passing = not any(c.holds(part) and c.is_usable() for c in block.on(Tier.RAM))
             if passing and self._reader is not None and block.extent is not None:
@@ -122,19 +133,24 @@ class Fills:
             queue = queue_to_gpu(block.spec.kind)
             transfer = self._lanes.to_gpu(key, target, self._copies.view(source, part), after, behind, queue=queue)
             assign(copy.fills, part, transfer)
-            source.use(transfer)  # whoever gets the slot in RAM next comes behind this move
+
+            # Bytes that only pass give their slot in RAM back at once, since another piece may need it. The move is
+            # noted in the slot before, so the next move into it waits for this one.
+            source.use(transfer)
             if passing:
                 self._copies.evict(source)
 
     def _read_past_ram(self, copy: Copy, span: Span, reader: GpuReader) -> None:
-        """NVMe -> GPU. Bytes that are leaving RAM for NVMe come first."""
+        """Start reading from NVMe to the GPU past RAM. Bytes that are leaving RAM for NVMe are written first."""
         block = copy.block
         extent = copy.block.extent
         assert extent is not None
         assert copy.slot is not None
 
-        # After the newest bytes, without which the extent is stale; behind older writes, however they end.
         target = self._copies.view(copy, (span[0], extent.padded(span[1])))
+
+        # The extent is stale until the newest bytes are written, so the read fails if such a write does. Older writes
+        # to the extent only have to be over, however they end.
         leaving = [other for other in block.on(Tier.RAM) if not other.is_usable()]
         after = [t for other in leaving for t in other.unwritten.values() if t is not None]
         behind = [*copy.slot.pending, *(t for other in leaving for t in other.writes())]
@@ -147,11 +163,13 @@ class Fills:
             behind,
         )
         assign(copy.fills, span, transfer)
-        # No slot in RAM is held meanwhile, so the next write of the extent has to be told of this read.
+
+        # Other reads of an extent fill a slot in RAM, which a write of these bytes then waits for. This one has none,
+        # so the block notes it for the next write of the extent.
         block.reads = [*(read for read in block.reads if not read.done()), transfer]
 
     def _ram_spans(self, block: Block, span: Span) -> list[Span]:
-        """A span cut at the copies that lie in RAM now; the rest in pieces that fit into slots there."""
+        """Cut a span at the copies that lie in RAM now, and the rest of it into pieces that fit into slots there."""
         copies = [copy.span for copy in block.on(Tier.RAM) if overlap(copy.span, span) and copy.is_usable()]
         parts = [(max(start, span[0]), min(stop, span[1])) for start, stop in copies]
         rest = without(span, parts)

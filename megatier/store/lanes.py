@@ -1,6 +1,7 @@
 """Lanes: the queues between the tiers, and the copies that they make between RAM and the GPU.
 
-Where it stands: hop 2 (RAM slot -> GPU slot) and hop 4 (gradients -> RAM slot) of a byte's journey.
+This file has hop 2 (RAM slot -> GPU slot) and hop 4 (gradients -> RAM slot) of a byte's journey. Each direction between
+two tiers has a queue of its own, so that moves of different kinds do not wait for each other.
 """
 
 from __future__ import annotations
@@ -17,45 +18,44 @@ from megatier.store.transfer import Completion, Transfer, mark
 from megatier.tier import Kind
 
 LOG_TRANSFERS_MAX = 1 << 17
-"""Transfers kept for a trace that nobody takes; the oldest go first."""
+"""The most transfers that are kept for a trace. If nobody takes them, the oldest are dropped."""
 QUEUES = ("nvme_to_ram", "nvme_to_gpu", "ram_to_gpu", "gpu_to_ram", "ram_to_nvme", "state_to_gpu", "state_to_ram")
-"""The lanes between tiers. Between RAM and the GPU, state has two of its own: it yields to what compute waits for."""
+"""The names of the queues. Between RAM and the GPU, state that compute does not wait for has two of its own."""
 PIECE_BYTES = 128 << 20
-"""Copies between RAM and the GPU go piece by piece, one of a lane enqueued at a time: those of one direction run in the
-order in which they were enqueued, on any stream, so a long row of them would hold up one that compute waits for."""
+"""The most bytes that one lane copies at once between RAM and the GPU. The device makes the copies of one direction in
+the order in which they were enqueued, whatever their streams. So each lane enqueues one piece at a time; else a long
+row of pieces would hold up a copy that compute waits for."""
 YIELDING = (Kind.REMAINDER, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTS)
-"""Kinds of state that compute does not wait for, as it does for weights, gradients and activations."""
+"""The kinds of state that compute does not wait for. It waits for weights, gradients and activations."""
 
 
 def queue_to_gpu(kind: Kind) -> str:
-    """The queue that takes bytes of a kind from RAM to the GPU."""
+    """Return the queue that takes bytes of a kind from RAM to the GPU."""
     return "state_to_gpu" if kind in YIELDING else "ram_to_gpu"
 
 
 def queue_to_ram(kind: Kind) -> str:
-    """The queue that takes bytes of a kind from the GPU to RAM."""
+    """Return the queue that takes bytes of a kind from the GPU to RAM."""
     return "state_to_ram" if kind in YIELDING else "gpu_to_ram"
 
 
 class Lanes:
     """The queues between the tiers, the bytes that moved on each, and a log for the trace.
 
-    Threads: one at a time submits and takes the log; the store's lock sees to that.
-
-    Attributes:
-        clock: maps device times to the host's; None without a CUDA device.
-        queues: every queue, by name.
-        moved_bytes: bytes submitted per queue since the start.
+    Threads: one thread at a time submits and takes the log. The store's lock sees to that.
     """
 
     def __init__(self, device: torch.device) -> None:
         """Start the workers."""
         self.clock = StreamClock() if device.type == "cuda" else None
+        """Maps device times to the host's; None without a CUDA device."""
         self.moved_bytes: Counter[str] = Counter()
+        """The bytes that were submitted to each queue since the start."""
         self.queues = {name: Queue(name, self.clock if "gpu" in name or "state" in name else None) for name in QUEUES}
+        """Every queue by its name."""
         self._log: deque[Transfer] = deque(maxlen=LOG_TRANSFERS_MAX)
         self._pieces: dict[str, torch.cuda.Event] = {}
-        """The last piece of each lane, read and set by that lane's worker alone."""
+        """The last piece of each lane. That lane's worker alone reads and sets it."""
 
     def submit(
         self,
@@ -66,7 +66,7 @@ class Lanes:
         after: Sequence[Transfer] = (),
         behind: Sequence[Transfer] = (),
     ) -> Transfer:
-        """Append a move to a queue; see Queue.submit. A move of 0 bytes is neither counted nor logged."""
+        """Append a move to a queue, as `Queue.submit` does. A move of 0 bytes is neither counted nor logged."""
         transfer = self.queues[queue].submit(key, num_bytes, start, after, behind)
         if num_bytes:
             self.moved_bytes[queue] += num_bytes
@@ -102,12 +102,12 @@ class Lanes:
         return self.submit(queue, key, source.numel(), lambda: self.copy(queue, target, source), after, behind)
 
     def point(self, key: str) -> list[Transfer]:
-        """The present point of compute if it is asynchronous, else nothing."""
+        """Return the present point of compute, in a list. The list is empty if compute is synchronous."""
         point = mark(self.clock, key)
         return [] if point is None else [point]
 
     def take_log(self) -> list[Transfer]:
-        """Transfers submitted since the last call."""
+        """Return the transfers that were submitted since the last call."""
         log = self._log
         self._log = deque(maxlen=LOG_TRANSFERS_MAX)
         return list(log)
@@ -118,12 +118,12 @@ class Lanes:
             lane.close()
 
     def copy(self, queue: str, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy on the lane whose worker calls it."""
+        """Copy uint8 [n] on a lane. The worker of that lane calls this."""
         if self.clock is None:
             _native.copy(target.data_ptr(), source.data_ptr(), source.numel())
             return
 
-        # One piece at a time: the piece before is over, on the device, before the next is enqueued (`PIECE_BYTES`).
+        # The piece before is over on the device before the next one is enqueued (`PIECE_BYTES` says why).
         for start in range(0, source.numel(), PIECE_BYTES):
             if (before := self._pieces.get(queue)) is not None:
                 before.synchronize()
@@ -131,7 +131,7 @@ class Lanes:
             target[start:stop].copy_(source[start:stop], non_blocking=True)
             self._pieces[queue] = torch.cuda.current_stream().record_event()
 
-        # The caching allocator must not hand the memory out before the copy is over.
+        # Torch's allocator must not give the memory to others before the copy is over.
         for tensor in (target, source):
             if tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream())

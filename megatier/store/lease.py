@@ -1,4 +1,8 @@
-"""Leases: who may use the bytes of a copy, and for how long."""
+"""Leases: who may use the bytes of a copy, and for how long.
+
+Whoever reads or writes bytes of a block holds a lease of them. While a copy is leased nobody evicts it and nobody takes
+its slot. A lease is counted under the store's lock, and then waits without it until the bytes are there.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +17,16 @@ from megatier.tier import Tier
 
 
 class Lease:
-    """The right to use a resident copy until exit.
-
-    Attributes:
-        bytes: uint8 [stop - start] on the tier's device; valid until exit.
-    """
+    """The right to use a resident copy until exit."""
 
     def __init__(self, leases: Leases, copy: Copy, span: Span) -> None:
-        """Only `Leases.take` makes one, and has counted it by then."""
+        """Take a copy for which `Leases.take` has counted this lease. Nobody else makes one."""
         self._leases = leases
         self._copy = copy
         self._held = True
         self._resets = leases.num_resets
         self.bytes = leases.copies.view(copy, span)
+        """uint8 [stop - start] on the tier's device, valid until exit."""
 
     def __enter__(self) -> Self:
         return self
@@ -34,9 +35,10 @@ class Lease:
         self.release()
 
     def release(self) -> None:
-        """Give the right back. Compute enqueued so far on the current stream still reads valid bytes."""
+        """Give the right back. Compute that is enqueued by now on the current stream still reads valid bytes."""
         assert self._held, f"{self._copy.block.spec.key} was released twice"
-        # A store that was reset since has no leases any more, and the copy's slot may be somebody else's.
+
+        # If the store was reset since, it has forgotten this lease, and the slot may belong to another copy by now.
         with self._leases.copies.tear.change:
             self._held = False
             if self._resets == self._leases.num_resets:
@@ -44,17 +46,14 @@ class Lease:
 
 
 class Leases:
-    """The leases of one store. Its methods take the lock of `Copies` themselves.
-
-    Attributes:
-        copies: what is leased.
-        num_resets: how often all leases were forgotten.
-    """
+    """The leases of one store. Its methods take the lock of `Copies` themselves."""
 
     def __init__(self, blocks: Blocks, copies: Copies, fills: Fills, lanes: Lanes) -> None:
-        """Take what is leased, and what brings its bytes."""
+        """Take the blocks and copies, and what brings their bytes."""
         self.copies = copies
+        """The copies that are leased."""
         self.num_resets = 0
+        """The number of times that all leases were forgotten."""
         self._blocks = blocks
         self._fills = fills
         self._lanes = lanes
@@ -66,7 +65,9 @@ class Leases:
                 block, span = self._blocks.span(key, span)
                 copy = self.copies.copy_for(block, tier, span, wait=wait)
                 copy.is_ahead = False
-                # Nothing brings the bytes, so nothing else would wait for those who still use the slot.
+
+                # A fresh lease has no move that brings its bytes and would wait for the slot's earlier users. So the
+                # lease waits for them itself.
                 over = self.copies.occupants(copy) if fresh else []
                 if fresh:
                     assign(copy.fills, span, None)
@@ -75,7 +76,7 @@ class Leases:
                 copy.num_leases += 1
                 needed = copy.arriving(span)
 
-            # The lease is counted before the lock is let go: nobody takes the slot while this waits for the bytes.
+            # The wait is long, so it comes without the lock. The lease is counted already: nobody takes the slot.
             try:
                 with self.copies.tear.waiting():
                     for transfer in (*over, *needed):
@@ -86,11 +87,15 @@ class Leases:
             return Lease(self, copy, span)
 
     def forget(self) -> None:
-        """From now on the leases that there are end without effect. The lock is held."""
+        """Let the leases that there are end without effect. The caller holds the lock."""
         self.num_resets += 1
 
     def give_back(self, copy: Copy) -> None:
-        """End a lease. On the gpu, compute that is enqueued by now still uses the bytes: the next user comes after."""
+        """End a lease.
+
+        On the gpu, compute that is enqueued by now still uses the bytes. So its present point is noted as a user of the
+        copy, and whatever overwrites the bytes comes after that.
+        """
         with self.copies.lock, self.copies.tear.call:
             if copy.tier is Tier.GPU:
                 for point in self._lanes.point(copy.block.spec.key):

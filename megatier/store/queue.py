@@ -1,11 +1,12 @@
 """Queues: ordered asynchronous lanes, each with a worker thread.
 
-A queue runs its items strictly in order on one worker thread. An item first orders itself behind the transfers it
-depends on, then starts its move. The worker does not wait for a native batch or a stream, so several moves of a queue
-are in flight.
+A queue works on its items strictly in order, on one thread. For each item it waits for the transfers that the item
+depends on, or lets its CUDA stream wait for them, and then starts the item's move. It does not wait for a native batch
+or for a stream, so several moves of one queue may be in flight.
 
-Why queues come to their end: an item is submitted after all that it comes after or behind, so these waits close no
-circle. The starts of the store's own moves wait for no item; the player proves the same of its lanes (`Player.begin`).
+Why no queue waits for ever: an item is submitted after all transfers that it depends on, so these waits cannot form a
+circle. Starting a move of the store waits for no other item. The player's own lanes start work that does wait for
+items; `Player.begin` proves that these waits form no circle either.
 """
 
 from __future__ import annotations
@@ -28,30 +29,23 @@ from megatier.tier import Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueState:
-    """The work that a queue is at, seen from another thread.
-
-    Attributes:
-        name: name of the queue.
-        num_begun: how many items the worker has begun so far.
-        current: the item that the worker is at, and since when, in time.perf_counter_ns.
-        in_flight: moves that were started and have not ended, oldest first; on a stream, as far as the worker has
-            looked.
-        num_waiting: how many items wait for the worker.
-    """
+    """The work that a queue is at, as another thread sees it."""
 
     name: str
+    """The name of the queue."""
     num_begun: int
+    """The number of items that the worker has begun so far."""
     current: tuple[Transfer, int] | None
+    """The item that the worker is at, and since when, in time.perf_counter_ns."""
     in_flight: tuple[Transfer, ...]
+    """The moves that were started and have not ended, oldest first. A copy on a stream is among them until the worker
+    looks the next time."""
     num_waiting: int
+    """The number of items that wait for the worker."""
 
 
 class Queue:
-    """An ordered asynchronous lane with one worker thread.
-
-    Attributes:
-        name: name of the lane.
-    """
+    """An ordered asynchronous lane with one worker thread."""
 
     def __init__(self, name: str, clock: StreamClock | None = None) -> None:
         """Start the worker.
@@ -61,16 +55,18 @@ class Queue:
             clock: the clock of the CUDA device. With one, the items run under a stream of the queue's own.
         """
         self.name = name
+        """The name of the lane."""
         self._clock = clock
         self._stream = torch.cuda.Stream() if clock is not None else None
-        # Items may wait for compute, so whoever computes must never wait for room: no bound but the moves of a pass.
+
+        # The queue has no bound. Items may wait for compute, so a thread that computes must never wait for room here.
         self._items: SimpleQueue[tuple[Transfer, Callable[[], Completion | None]] | None] = SimpleQueue()
 
         self._is_open = True
         self._num_begun = 0
         self._current: tuple[Transfer, int] | None = None
         self._in_flight: deque[Transfer] = deque()
-        """Moves that were started. The worker alone changes it; some may have ended since it last looked."""
+        """The moves that were started. The worker alone changes the list; some may have ended since it last looked."""
         self._thread = threading.Thread(target=self._run, name=f"megatier-{name}", daemon=True)
         self._thread.start()
 
@@ -82,14 +78,15 @@ class Queue:
         after: Sequence[Transfer] = (),
         behind: Sequence[Transfer] = (),
     ) -> Transfer:
-        """Append a move. `start` runs on the worker once all it comes after are ordered before it.
+        """Append a move. The worker calls `start` once all transfers that the move depends on come before it.
 
         Args:
-            key: block it moves, for the trace.
-            num_bytes: bytes it moves.
-            start: begins the move. It returns a completion to wait on; None if the move is over, or lies on the stream.
-            after: transfers that bring the bytes. If one failed, this one fails with the same error, unstarted.
-            behind: transfers that still use the target; how they end does not matter.
+            key: the block that it moves, for the trace.
+            num_bytes: the bytes that it moves.
+            start: begins the move. It returns a completion to wait on; or None if the move is over, or lies on the
+                stream.
+            after: transfers that bring the bytes. If one failed, this move is not started and fails with its error.
+            behind: transfers that still use the target. It does not matter how they end.
         """
         assert self._is_open, f"queue {self.name} is closed"
         transfer = Transfer(self.name, key, num_bytes, after, behind)
@@ -97,16 +94,16 @@ class Queue:
         return transfer
 
     def settle(self) -> None:
-        """Block until all that was submitted so far has ended, well or not."""
+        """Block until every move that was submitted so far has ended, well or not."""
         self.submit("all before", 0, self._end_all).over()
 
     def _end_all(self) -> None:
-        """Wait for all moves in flight; an item, so that the worker itself walks over its list."""
+        """Wait for all moves in flight. This runs as an item, because only the worker may walk over its list."""
         for transfer in self._in_flight:
             transfer.over()
 
     def state(self) -> QueueState:
-        """The item and the moves that it is at just now; asking waits for nothing that can hang."""
+        """Return the item and the moves that it is at now. Asking waits for nothing that can hang."""
         in_flight = tuple(transfer for transfer in tuple(self._in_flight) if not transfer.seen_done())
         return QueueState(
             name=self.name,
@@ -125,7 +122,7 @@ class Queue:
             self._stream.synchronize()
 
     def _run(self) -> None:
-        """Work on the items, one after the other, until `close`; the body of the worker thread."""
+        """Work on the items, one after the other, until `close`. This is the body of the worker thread."""
         context = torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
         with context:
             while (item := self._items.get()) is not None:
@@ -136,7 +133,8 @@ class Queue:
                     self._start(transfer, start)
                 except Exception as error:  # noqa: BLE001 - handed to every waiter; the thread must live on
                     transfer._fail(error)
-                # A SystemExit, say, of this thread: raised in whoever waits, it would end another thread than it meant.
+                # Something else ended this item, such as a SystemExit in this thread. Raised in the thread that waits,
+                # it would end that one, so it becomes an error of megatier.
                 except BaseException as error:  # noqa: BLE001 - no failure of a move: who waits was not interrupted
                     broken_off = StepAbandonedError(f"{transfer.key} on queue {self.name} was broken off by {error!r}")
                     broken_off.__cause__ = error
@@ -145,8 +143,8 @@ class Queue:
 
     def _start(self, transfer: Transfer, start: Callable[[], Completion | None]) -> None:
         """Order an item behind all that it depends on, start its move and note it."""
-        # `behind` comes first. An item whose bytes did not come is over at once, and whoever takes its slot next may
-        # wait for this item alone. So the slot's earlier users have to come before it even then.
+        # `behind` comes first. An item whose bytes did not come is over at once, and the next move into its slot may
+        # wait for this item alone. So this item must come after the slot's earlier users even if it fails.
         tier = Tier.RAM if self._stream is None else Tier.GPU  # no stream can hold a native thread back
         for dependency in transfer.behind:
             dependency.order_for(tier, fails=False)
@@ -166,7 +164,7 @@ class Queue:
         transfer._finish(completion, (began, time.perf_counter_ns()))
 
     def _record(self) -> torch.cuda.Event | None:
-        """An event at the present point of the queue's stream, if it has one."""
+        """Return an event at the present point of the queue's stream, if it has one."""
         if self._stream is None:
             return None
         event = torch.cuda.Event(enable_timing=True)

@@ -1,37 +1,53 @@
-"""Residency: where the valid copies of a block are now, and which of their bytes home does not have.
+"""Residency: where the valid bytes of a block are now, and which of them its home does not have yet.
 
-Bytes are counted in half-open spans of a block. A copy keeps two maps of disjoint spans: `fills`, bytes that are valid
-once a transfer has ended, and `unwritten`, bytes that are newer than home's. Copies of a block in one tier never
-overlap. This is pure bookkeeping: nothing moves here, and whoever calls holds the store's lock.
+A block always lies in its home tier, and may have copies in slots of gpu and ram. `Copy` says which bytes of a block
+one place has and in which state they are; `Block` holds all copies of a block. Bytes are counted in half-open spans of
+the block. A copy keeps two maps of disjoint spans: `fills` holds the bytes that are valid once a transfer has ended,
+and `unwritten` the bytes that are newer than those at home. No two copies of a block in one tier overlap.
 
-The states of a copy's bytes. Different spans of one copy may be in different states, and dirty or written bytes are
-valid as well.
+This file does the bookkeeping alone: it moves nothing, and its callers hold the store's lock. It waits for no transfer
+that has not ended. A transfer may end at any moment, so two looks at the same one may differ: a method asks once and
+goes by that answer, and whoever asks later finds what has changed since.
 
-state           | fields that say so                | what may happen to the bytes
-----------------|-----------------------------------|------------------------------------------------------------------
-home            | slot is None                      | The copy is never evicted, so it is never leaving. Its bytes may
-                |                                   | be in any other state below.
-empty           | span missing in `fills`           | `Fills.bring` starts to fill them. A copy that is empty when its
-                |                                   | last lease ends gives its slot back.
-filling         | fills[span]: transfer under way   | They may be leased (the lease waits) and sent on (that move comes
-                |                                   | after). An evicted copy gives its slot back at once: whoever
-                |                                   | fills it next comes behind the moves in `Slot.pending`.
-not arrived     | fills[span]: transfer failed      | `forget_failures` makes them empty again.
-valid           | fills[span]: None, or ended well  | They may be read, changed, sent on and evicted.
-dirty           | unwritten[span]: None             | They are nowhere else: evicting is refused (DirtyBlockError), only
-                |                                   | `Copies.discard` drops them.
-being written   | unwritten[span]: under way        | They may be read and leased. If they change, they are dirty again,
-                |                                   | and the write goes on among `users`. Evicted, the copy is leaving.
-not written     | unwritten[span]: transfer failed  | They count as dirty; evicting raises the transfer's error. They
-                |                                   | may be written back again.
-superseded      | span cut from `fills`             | Newer bytes are in another tier; these are as if empty.
-leaving         | is_leaving                        | The slot is free once its writes to NVMe, or of state to RAM, have
-                |                                   | ended well. Until then nobody gets the copy: whoever wants its
-                |                                   | bytes waits. If a write fails, it is as if never evicted.
+The table has the states of a copy's bytes. Different spans of one copy may be in different states. Bytes that are
+dirty, being written or not written are valid as well.
 
-Two more fields concern the copy as a whole. While `num_leases` is not 0 nobody evicts it and nobody takes its slot.
-`is_ahead` says that nobody has leased it since it was prefetched: it is taken last. A store that is torn (`tear`) says
-nothing about single copies: none of them counts any more, until `Copies.forget`.
+state           | the fields that say so            | what it means, and what comes next
+----------------|-----------------------------------|-----------------------------------------------------------------
+empty           | the span is missing in `fills`    | `Fills.bring` makes it filling; a fresh lease makes it valid at
+                |                                   | once. A copy in a slot that has no bytes when its last lease
+                |                                   | ends gives the slot back.
+filling         | fills[span]: a transfer that has  | The bytes may be leased (the lease waits for the transfer) and
+                | not ended                         | sent on (that move comes after it). If the copy is evicted, it
+                |                                   | gives its slot back at once, and the next move into the slot
+                |                                   | waits for the transfers in `Slot.pending`. It becomes valid or
+                |                                   | not arrived, as the transfer ends.
+not arrived     | fills[span]: a transfer that      | `forget_failures` makes it empty.
+                | failed                            |
+valid           | fills[span]: None, or a transfer  | The bytes may be read, changed, sent on, and evicted.
+                | that ended well                   | `mark_dirty` makes them dirty.
+dirty           | unwritten[span]: None             | The bytes are in no other place, so `Copies.evict` refuses the
+                |                                   | copy (DirtyBlockError) unless the block has no home, and else
+                |                                   | only `Copies.discard` drops it. `WriteBacks.send_home` starts
+                |                                   | the transfer by which it is being written.
+being written   | unwritten[span]: a transfer that  | The bytes may be read and leased. If they change, they are dirty
+                | has not ended                     | again, and the transfer goes on as one of the `users`. `settle`
+                |                                   | makes it clean once the transfer ended well. If the copy is
+                |                                   | evicted meanwhile, it is leaving if the transfer is one of
+                |                                   | `writes`; else it gives its slot back at once.
+not written     | unwritten[span]: a transfer that  | It counts as dirty, except that evicting it raises the error of
+                | failed                            | the transfer. It may be written back again.
+superseded      | the span was cut from `fills`     | Newer bytes are in another tier. It is as if it were empty.
+
+Three more fields concern the copy as a whole:
+
+- `slot` is None for the copy at home. It is never evicted, so it is never leaving.
+- `num_leases` above 0: nobody evicts the copy or takes its slot.
+- `is_leaving`: the copy was evicted while state was being written from it. It keeps its slot until `writes` is empty.
+  Then the next look for a slot, or `TieredStore.settle`, evicts it for good. Meanwhile nobody gets the copy: whoever
+  wants its bytes waits. If a write fails, the copy is the only place that has the bytes, so it is usable again.
+
+If something broke off a change of the store (`tear`), nothing of this holds for any copy until `Copies.forget`.
 """
 
 from __future__ import annotations
@@ -55,7 +71,7 @@ def overlap(first: Span, second: Span) -> int:
 
 
 def without(span: Span, others: Iterable[Span]) -> list[Span]:
-    """The parts of a span that no other one covers, in order."""
+    """Return the parts of a span that no other span covers, in order."""
     left = []
     start = span[0]
     for first, stop in sorted(other for other in others if overlap(span, other)):
@@ -66,7 +82,7 @@ def without(span: Span, others: Iterable[Span]) -> list[Span]:
 
 
 def cut(marks: dict[Span, Transfer | None], span: Span) -> list[Transfer]:
-    """Remove a span's marks, and return them; spans that reach beyond it keep theirs there."""
+    """Remove the marks of a span and return them. A mark that reaches beyond the span stays on its other bytes."""
     found = []
     for other in [other for other in marks if overlap(span, other)]:
         mark = marks.pop(other)
@@ -76,77 +92,78 @@ def cut(marks: dict[Span, Transfer | None], span: Span) -> list[Transfer]:
 
 
 def assign(marks: dict[Span, Transfer | None], span: Span, mark: Transfer | None) -> None:
-    """Set a span's mark."""
+    """Set the mark of a span, in place of the marks that it has."""
     cut(marks, span)
     marks[span] = mark
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Copy:
-    """Bytes of a block in gpu or ram, at an arena offset. The module's head has the states that they can be in.
-
-    Attributes:
-        block: the block that it is a copy of.
-        tier: gpu or ram.
-        span: bytes of the block that it has room for.
-        offset: where they lie in the tier's arena.
-        slot: where it lies; None for the home copy, which is never evicted.
-        fills: bytes that are valid once their transfer has ended well (None: already).
-        unwritten: bytes that home does not have, and the transfer that takes them there (None: not begun).
-        users: moves and compute that may still touch the bytes.
-        num_leases: how many leases there are; `Copies` takes one too while it waits with a copy in its hands.
-        is_ahead: it was prefetched, and not leased since.
-        is_leaving: it was evicted; the slot is free once the bytes are home.
-    """
+    """Bytes of a block in gpu or ram, at an offset in the tier's arena. The head of this file has their states."""
 
     block: Block
+    """The block that these are bytes of."""
     tier: Tier
+    """The tier that they are in: gpu or ram."""
     span: Span
+    """The bytes of the block that the copy has room for."""
     offset: int
+    """The place of the first of them in the tier's arena."""
     slot: Slot | None = None
+    """The slot that the copy lies in. None: it is the home copy, which is never evicted."""
     fills: dict[Span, Transfer | None] = field(default_factory=dict)
+    """Bytes that are valid once this transfer has ended well. None: they are valid now."""
     unwritten: dict[Span, Transfer | None] = field(default_factory=dict)
+    """Bytes that home does not have, and the transfer that takes them there. None: no such transfer was started."""
     users: list[Transfer] = field(default_factory=list)
+    """Other moves and compute that may still touch the bytes."""
     num_leases: int = 0
+    """The number of leases. The store counts one for itself too while it waits with the copy in its hands."""
     is_ahead: bool = False
+    """The copy was prefetched and not leased since, so its slot is the last to be taken."""
     is_leaving: bool = False
+    """The copy was evicted, and its slot is free once the bytes are home."""
 
     def holds(self, span: Span) -> bool:
-        """True if the span lies inside the copy."""
+        """Return whether the span lies inside the copy."""
         return self.span[0] <= span[0] and span[1] <= self.span[1]
 
     def missing(self, span: Span) -> list[Span]:
-        """Parts of a span that nothing brought yet."""
+        """Return the parts of a span that are empty."""
         return [] if span in self.fills else without(span, self.fills)
 
     def arriving(self, span: Span) -> list[Transfer]:
-        """Transfers after which the span is valid."""
+        """Return the transfers after which the span is valid."""
         return [t for filled, t in self.fills.items() if t is not None and overlap(filled, span)]
 
     def in_use(self) -> list[Transfer]:
-        """Moves and compute that have not ended."""
+        """Return the moves and the compute that may still touch the bytes."""
         moves = (*self.fills.values(), *self.unwritten.values(), *self.users)
         return [t for t in moves if t is not None and not t.done()]
 
     def writes(self) -> list[Transfer]:
-        """Writes of state home that have not ended, whether the bytes are the newest or not."""
+        """Return the writes of state that have not ended, also those of bytes that are no longer the newest."""
         return [transfer for transfer in self.in_use() if transfer.queue in ("ram_to_nvme", "state_to_ram")]
 
     def use(self, *transfers: Transfer) -> None:
-        """Note who touches the bytes."""
+        """Note that these transfers touch the bytes, and forget those that have ended."""
         self.users = [t for t in (*self.users, *transfers) if not t.done()]
 
     def dirty(self, span: Span) -> None:
-        """The bytes changed: a write-back that is under way takes older ones."""
+        """Note that the bytes of a span changed: they are dirty from now on."""
+        # A write-back that is under way takes the older bytes. Its end says nothing about the new ones, so it loses its
+        # mark; but it still reads the slot, so it stays a user.
         self.use(*cut(self.unwritten, span))
         self.unwritten[span] = None
 
     def supersede(self, span: Span) -> None:
-        """Newer bytes are elsewhere. A write of the old ones that is under way is still waited for."""
+        """Note that newer bytes of the span are in another tier: these are no longer valid."""
+        # A move that still brings the old bytes writes into the slot, so it stays a user.
         self.use(*cut(self.fills, span))
 
-        # Writes under way keep their marks, also inside the span: the slot is theirs until they end. Of all others the
-        # span is cut out, so that bytes that nobody wants do not count as dirty.
+        # Writes under way keep their marks, also inside the span: the slot is theirs until they end. The span is cut
+        # out of all other marks, since bytes that nobody wants must not count as dirty. Each write is asked once if it
+        # has ended, so it is in one of the two groups; if it ends just after, `settle` or `evict` finds that.
         marks = self.unwritten
         self.unwritten = {}
         under_way = [other for other, t in marks.items() if t is not None and not t.done()]
@@ -155,13 +172,13 @@ class Copy:
         self.unwritten.update(marks)
 
     def settle(self) -> None:
-        """Bytes that were written well are clean from now on."""
+        """Make bytes clean whose write-back ended well."""
         for span, transfer in list(self.unwritten.items()):
             if transfer is not None and transfer.done() and transfer.over():
                 del self.unwritten[span]
 
     def forget_failures(self) -> None:
-        """Bytes that did not arrive are missing again; those that did need no transfer any more."""
+        """Make bytes empty that did not arrive, and drop the transfers of those that did."""
         for span, transfer in list(self.fills.items()):
             if transfer is not None and transfer.done():
                 del self.fills[span]
@@ -169,7 +186,7 @@ class Copy:
                     self.fills[span] = None
 
     def reset(self) -> None:
-        """Make it a home copy that nobody leases or moves; its bytes count as valid, whatever they are."""
+        """Make it a home copy that nobody leases or moves. Its bytes count as valid, whatever they are."""
         self.fills = {self.span: None}
         self.unwritten = {}
         self.users = []
@@ -178,49 +195,46 @@ class Copy:
         self.is_leaving = False
 
     def is_usable(self) -> bool:
-        """False once it was evicted, unless its write-back failed: then it is all there is."""
+        """Return whether the copy may be handed out: it was not evicted, or it was and its write-back failed."""
         return not self.is_leaving or self.unsafe(self.span)
 
     def unsafe(self, span: Span) -> bool:
-        """True if bytes of the span are nowhere else, and not on their way home either."""
+        """Return whether bytes of the span are in no other place, and not on their way home either."""
         return any(overlap(span, other) and (t is None or t.failed()) for other, t in self.unwritten.items())
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Block:
-    """A registered block and its copies in gpu and ram.
-
-    Attributes:
-        spec: its key, size, home and kind.
-        extent: where it lies on NVMe, if that is its home.
-        copies: those in gpu and ram; those that are leaving too.
-        reads: moves from NVMe past RAM, perhaps not over yet: a write of the extent comes behind them.
-    """
+    """A registered block, and its copies in gpu and ram."""
 
     spec: BlockSpec
+    """Its key, size, home and kind."""
     extent: Extent | None = None
+    """Its place on NVMe, if it is at home there."""
     copies: list[Copy] = field(default_factory=list)
+    """Its copies in gpu and ram, also those that are leaving."""
     reads: list[Transfer] = field(default_factory=list)
+    """Moves from NVMe to the GPU past RAM that may not have ended. A write of the extent waits for them."""
 
     def write_backs(self) -> list[Transfer]:
-        """Moves that take its bytes home, ended or not."""
+        """Return the moves that take bytes of the block home; some may have ended."""
         leaving = [mark for copy in self.copies for mark in copy.unwritten.values() if mark is not None]
         return leaving + [t for copy in self.copies if copy.slot is None for t in copy.arriving(copy.span)]
 
     @property
     def whole(self) -> Span:
-        """All of its bytes."""
+        """All bytes of the block."""
         return 0, self.spec.num_bytes
 
     def on(self, tier: Tier) -> list[Copy]:
-        """Its copies in a tier."""
+        """Return the block's copies in a tier."""
         return [copy for copy in self.copies if copy.tier is tier]
 
     def find(self, tier: Tier, span: Span) -> Copy:
-        """The copy with a valid, or arriving, span.
+        """Return the copy in a tier that has a span, or gets it by transfers that were started.
 
         Raises:
-            BlockNotFoundError: there is none.
+            BlockNotFoundError: there is no such copy.
         """
         for copy in self.on(tier):
             if copy.holds(span) and not copy.missing(span):
@@ -228,17 +242,17 @@ class Block:
         raise BlockNotFoundError(f"block {self.spec.key} has no copy of bytes {span} on {tier}.")
 
     def is_dirty(self) -> bool:
-        """True if a copy has bytes that home does not have."""
+        """Return whether a copy has bytes that home does not have."""
         for copy in self.copies:
             copy.settle()
         return any(copy.unwritten for copy in self.copies)
 
     def residency(self) -> dict[Tier, tuple[Span, ...]]:
-        """Per tier, the spans that are there now and as new as any."""
+        """Return, per tier, the spans of the block that are there now and as new as any."""
         found: dict[Tier, tuple[Span, ...]] = {}
         newer: list[Span] = []
 
-        # From the tier furthest from home to home: what is dirty in one tier is stale in all that come after it.
+        # From the tier furthest from home towards home: bytes that are dirty in one tier are stale in all that follow.
         for tier in (Tier.RAM, Tier.GPU) if self.spec.home is Tier.GPU else (Tier.GPU, Tier.RAM):
             spans = []
             changed = []

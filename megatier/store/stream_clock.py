@@ -1,7 +1,7 @@
 """Stream clock: moments of a CUDA stream, on the host's clock.
 
 A CUDA event tells when a stream has passed a point, in the device's time. One event whose host time is known maps all
-others to the host's clock, so that a trace shows moves on streams, moves of native threads and compute on one axis.
+others to the host's clock. So a trace shows moves on streams, moves of native threads and compute on one axis.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ class StreamClock:
     """Maps CUDA events to the host's clock through one event whose host time is known."""
 
     def __init__(self) -> None:
-        """Take the common moment; this waits once for the device."""
+        """Take the moment that both clocks know. This waits once for the device."""
         self._event = torch.cuda.Event(enable_timing=True)
         self._event.record()
         self._event.synchronize()
         self._ns = time.perf_counter_ns()
 
     def now(self) -> StreamSpan:
-        """The present point of the current stream, as work of no length."""
+        """Return the present point of the current stream, as work of no length."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return StreamSpan(self, event, event)
 
     def host_ns(self, event: torch.cuda.Event) -> int:
-        """Host nanoseconds of an event that has passed."""
+        """Return the host time, in nanoseconds, at which an event was passed."""
         return self._ns + int(self._event.elapsed_time(event) * 1e6)
 
 
 class StreamSpan:
-    """Work enqueued on a CUDA stream, between two events."""
+    """Work that was enqueued on a CUDA stream between two events."""
 
     def __init__(self, clock: StreamClock, started: torch.cuda.Event, ended: torch.cuda.Event) -> None:
-        """Take two events that are recorded already."""
+        """Take the two events, which are recorded already."""
         self._clock = clock
         self._started = started
         self._ended = ended
@@ -46,25 +46,25 @@ class StreamSpan:
         self._ended.synchronize()
 
     def order(self) -> None:
-        """Let the current stream wait; the host goes on."""
+        """Let the current stream wait for the work. The host goes on."""
         torch.cuda.current_stream().wait_event(self._ended)
 
     def done(self) -> bool:
-        """True if the stream is past the work."""
+        """Return whether the stream is past the work."""
         return bool(self._ended.query())
 
     def span_ns(self) -> tuple[int, int]:
-        """Start and end, taken on the device, on the host's clock."""
+        """Return the start and the end of the work, as measured on the device, on the host's clock."""
         return self._clock.host_ns(self._started), self._clock.host_ns(self._ended)
 
 
 class Instant:
-    """A moment of compute: on a CUDA device when its stream gets here, elsewhere now."""
+    """A moment of compute. On a CUDA device it is when the stream gets here, elsewhere it is now."""
 
     __slots__ = ("_clock", "_event", "_ns")
 
     def __init__(self, clock: StreamClock | None) -> None:
-        """Take it on the current stream."""
+        """Take the moment on the current stream."""
         self._clock = clock
         self._ns = time.perf_counter_ns()
         self._event = None
@@ -73,11 +73,11 @@ class Instant:
             self._event.record()
 
     def passed(self) -> bool:
-        """True if `ns` would not block."""
+        """Return whether `ns` would not block."""
         return self._event is None or bool(self._event.query())
 
     def ns(self) -> int:
-        """When it was, in time.perf_counter_ns; blocks until the device has passed it."""
+        """Return when it was, in time.perf_counter_ns. This blocks until the device has passed it."""
         if self._clock is None or self._event is None:
             return self._ns
         self._event.synchronize()

@@ -1,14 +1,16 @@
 """Transfers: moves that were asked for, as futures that any thread may wait on.
 
-A queue (`queue`) starts the move of a transfer, which then goes on without the queue's worker: as a native batch (NVMe)
-or a copy on a CUDA stream. Without a GPU it is a memory copy, over at once. Its completion tells how the move ended.
+A queue (`queue`) starts the move of a transfer. Then the move goes on without the queue's worker, as a native batch
+(NVMe) or as a copy on a CUDA stream. Without a GPU it is a memory copy that is over at once. The completion of the move
+tells how it ended.
 
-On a CUDA device, a stream waits for a copy without the host: `order` makes it wait on the event. Bytes that the host or
-a native thread touches next need `wait`.
+There are two ways to come after a move. `wait` blocks the host until the bytes are there. `order` makes the current
+CUDA stream wait for a copy, and the host goes on. Bytes that the host or a native thread touches next need `wait`.
 
-A signal handler may raise (Ctrl-C, the watchdog) wherever the training thread runs Python code, the standard library's
-too. There `Event`, `Condition` and `Queue` take and give back their lock, which such an interrupt leaves locked for
-ever. So latches and queues are native ones here, and a `threading.Lock` is held by `with` alone.
+Why latches are native: a signal handler (Ctrl-C, the watchdog) may raise wherever the training thread runs Python code,
+also in that of the standard library. There `Event`, `Condition` and `Queue` take and give back a lock, and an interrupt
+in between leaves it locked for ever. So a thread waits at native latches and queues here, and a `threading.Lock` is
+held by `with` alone.
 """
 
 from __future__ import annotations
@@ -22,32 +24,24 @@ from megatier.store.stream_clock import StreamClock, StreamSpan
 from megatier.tier import Tier
 
 FAILURES = (MegatierError, OSError, RuntimeError)
-"""The errors with which a move can fail: ours, the system's, CUDA's."""
+"""The errors with which a move can fail: those of megatier, of the system and of CUDA."""
 
 
 class Completion(Protocol):
-    """The end of a started move, as the one who moves reports it."""
+    """The end of a move that was started, as whoever makes the move reports it."""
 
     def wait(self) -> None:
-        """Block until the bytes are there; raise the typed error when they are not, every time."""
+        """Block until the bytes are there. If the move failed, raise its typed error, every time."""
 
     def done(self) -> bool:
-        """True if wait() would not block."""
+        """Return whether `wait` would not block."""
 
     def span_ns(self) -> tuple[int, int]:
-        """Start and end, in time.perf_counter_ns."""
+        """Return the start and the end of the move, in time.perf_counter_ns."""
 
 
 class Transfer:
-    """One move on one queue: a future that any thread may wait on, any number of times.
-
-    Attributes:
-        queue: name of the queue.
-        key: the block that it moves.
-        num_bytes: how many bytes.
-        after: transfers that bring its bytes; empty once it has started.
-        behind: transfers that still use its target; empty once it has started.
-    """
+    """One move on one queue: a future that any thread may wait on, any number of times."""
 
     __slots__ = ("_completion", "_error", "_issued", "_span", "after", "behind", "key", "num_bytes", "queue")
 
@@ -59,36 +53,44 @@ class Transfer:
         after: Sequence[Transfer] = (),
         behind: Sequence[Transfer] = (),
     ) -> None:
-        """Only `Queue.submit` and `mark` make one."""
+        """Take a move that was not started. Only `Queue.submit` and `mark` make a transfer."""
         self.queue = queue_name
+        """The name of the queue."""
         self.key = key
+        """The block that it moves."""
         self.num_bytes = num_bytes
+        """The number of bytes that it moves."""
         self.after = tuple(after)
+        """The transfers that bring its bytes. Empty once the move has started."""
         self.behind = tuple(behind)
+        """The transfers that still use its target. Empty once the move has started."""
         self._issued = _native.Latch()
+        """Set once the move has started, or could not start."""
         self._completion: Completion | None = None
+        """The end of the move. None if it was over when it had started."""
         self._error: Exception | None = None
         """The error that kept the move from starting."""
         self._span = (0, 0)
 
     def wait(self) -> float:
-        """Block, GIL free, until the bytes are there. Returns the seconds the move took.
+        """Block, with the GIL free, until the bytes are there. Return the seconds that the move took.
 
         Raises:
-            TransferError, IntegrityError: this move, or one it depends on, failed.
+            TransferError, IntegrityError: this move failed, or one that brings its bytes.
         """
         self._wait_issued()
         if self._completion is not None:
-            # A completion says every time how the move ended, so no error is kept here: it may be one that a signal
-            # handler raises (Ctrl-C, the watchdog), which concerns this wait alone.
+            # No error of this wait is kept, since it may be one that a signal handler raises (Ctrl-C, the watchdog) and
+            # that is not the move's. The completion tells every time how the move ended.
             self._completion.wait()
             self._span = self._completion.span_ns()
         return (self._span[1] - self._span[0]) / 1e9
 
     def order(self) -> None:
-        """Make what the current thread does next come after this move.
+        """Make the next work of the current thread come after this move.
 
-        On a CUDA copy the current stream waits on its event and the host does not; anything else is a plain wait.
+        If the move is a copy on a CUDA stream, the current stream waits for it and the host goes on. For any other move
+        this is `wait`.
         """
         self._wait_issued()
         if isinstance(self._completion, StreamSpan):
@@ -97,38 +99,38 @@ class Transfer:
             self.wait()
 
     def order_for(self, tier: Tier, *, fails: bool = True) -> None:
-        """Call `order` if the bytes are touched on the gpu next, `wait` if the host touches them.
+        """Call `order` if the bytes are touched on the gpu next, and `wait` if the host touches them.
 
         Args:
             tier: the place where the bytes are touched next.
-            fails: raise the error of a move that failed; False: how it ended does not matter.
+            fails: whether to raise the error of a move that failed. If False, it does not matter how the move ended.
         """
         try:
             self.order() if tier is Tier.GPU else self.wait()
         except FAILURES:
-            # An error that is not the move's (a signal handler raised it in the wait) is never swallowed.
+            # A signal handler may have raised this error in the wait. Unless the move itself failed, it is passed on.
             if fails or not self.failed():
                 raise
 
     def over(self) -> bool:
-        """Block until the move has ended, well (True) or not (False)."""
+        """Block until the move has ended. Return whether it ended well."""
         self.order_for(Tier.RAM, fails=False)
         return not self.failed()
 
     def issued(self, timeout_s: float) -> bool:
-        """True once the move has started, or failed; waits at most timeout_s for it."""
+        """Return whether the move has started or failed, after at most so many seconds."""
         return self._issued.wait(timeout_s)
 
     def done(self) -> bool:
-        """True if wait() would return, or raise, at once."""
+        """Return whether `wait` would return, or raise, at once."""
         return self._issued.is_set() and (self._completion is None or self._completion.done())
 
     def seen_done(self) -> bool:
-        """Like done(), but it never asks CUDA, since whoever asks a device that hangs may be held up as well."""
+        """Return `done()`, or False for a copy on a stream: asking CUDA about a device that hangs may block."""
         return not isinstance(self._completion, StreamSpan) and self.done()
 
     def failed(self) -> bool:
-        """True if the move ended in an error; never blocks."""
+        """Return whether the move has ended in an error; never blocks."""
         if not self.done():
             return False
         try:
@@ -138,7 +140,10 @@ class Transfer:
         return False
 
     def span_ns(self) -> tuple[int, int]:
-        """Start and end of the move, in time.perf_counter_ns, after wait(); until then, of the item that started it."""
+        """Return the start and end of the move, in time.perf_counter_ns, once `wait` was called.
+
+        Until then they are those of the item that started it.
+        """
         return self._span
 
     def _wait_issued(self) -> None:
@@ -148,21 +153,26 @@ class Transfer:
 
     def _finish(self, completion: Completion | None, span: tuple[int, int]) -> None:
         """Note that the move has started."""
-        # The latch comes last: whoever sees it set reads the fields without a lock.
+        # The latch is set last, since whoever sees it set reads the other fields without a lock.
         self._completion = completion
         self._span = span
-        self.after = self.behind = ()  # else every transfer of a run would hang together in one chain
+
+        # Transfers that are kept would keep those before them alive, and so all transfers of a run.
+        self.after = self.behind = ()
         self._issued.set()
 
     def _fail(self, error: Exception) -> None:
-        """Note that the move has not started, and why; the latch comes last here too."""
+        """Note that the move could not start, and why. The latch is set last, as in `_finish`."""
         self._error = error
         self.after = self.behind = ()
         self._issued.set()
 
 
 def mark(clock: StreamClock | None, key: str) -> Transfer | None:
-    """The present point of the current stream, for others to order behind; None where compute is synchronous."""
+    """Return the present point of the current stream as a transfer, so that moves can come after it.
+
+    None if there is no CUDA device, since compute is over then when its call returns.
+    """
     if clock is None:
         return None
     transfer = Transfer("compute", key, 0)

@@ -1,6 +1,12 @@
-"""Write-backs: the moves that take bytes one step towards home, from a slot that a copy has.
+"""Write-backs: the moves that take bytes of a copy one step towards their home.
 
-State that is being written home keeps its slot until that went well, so that a failed write leaves it whole.
+Bytes on the GPU whose home is on NVMe take two steps: first into a slot in RAM, which is dirty from then on, and from
+there to NVMe. All others take one. A write-back only starts its move. The move is a transfer on a queue, and the copy
+notes it in `Copy.unwritten`: the bytes are clean once it has ended well. If it fails, they stay where they are, whole,
+because a copy keeps its slot while state is written from it (`Copies.evict`).
+
+A move is given two lists of transfers: it comes `after` those that bring its bytes, and fails if they do; and `behind`
+those that still use its target, however they end.
 
 Every method is called with the lock of `Copies` held; `send_home` lets go of it while it waits for a slot.
 """
@@ -16,16 +22,16 @@ from megatier.tier import Tier
 
 
 class WriteBacks:
-    """Starts the moves that take the bytes of copies home."""
+    """Starts the moves that take the bytes of one store's copies home."""
 
     def __init__(self, copies: Copies, lanes: Lanes, files: BlockFiles | None) -> None:
-        """Take what is moved, and what moves it."""
+        """Take the copies, and what moves their bytes."""
         self._copies = copies
         self._lanes = lanes
         self._files = files
 
     def send_home(self, copy: Copy, span: Span, *, wait: bool) -> Transfer:
-        """Start copying a span one step towards home. Lets go of the lock while it waits for a slot, if `wait`."""
+        """Start moving a span one step towards home. It lets go of the lock while it waits for a slot, if `wait`."""
         if copy.tier is Tier.GPU:
             transfer = self._copy_down(copy, span, wait=wait)
         elif copy.block.extent is not None:
@@ -33,13 +39,17 @@ class WriteBacks:
         else:
             transfer = self._copy_up(copy, span)
 
-        copy.dirty(span)  # an older write-back goes on among the users; from now on the new one counts
+        # An older write-back of these bytes may still be under way. It goes on as a user of the slot, and the new one
+        # decides whether the bytes are clean.
+        copy.dirty(span)
         assign(copy.unwritten, span, transfer)
-        self._copies.wake()  # no slot is free yet, but whoever waits for one has a transfer to wait for now
+
+        # No slot is free yet. But those who wait for one had nothing to wait for but a wake, and now have a transfer.
+        self._copies.wake()
         return transfer
 
     def _write(self, copy: Copy, span: Span) -> Transfer:
-        """RAM -> NVMe, behind an older write of the same bytes."""
+        """Start writing from RAM to NVMe, after an older write of the same bytes and after reads past RAM."""
         files = self._files
         extent = copy.block.extent
         assert files is not None
@@ -57,16 +67,22 @@ class WriteBacks:
         )
 
     def _copy_down(self, copy: Copy, span: Span, *, wait: bool) -> Transfer:
-        """GPU -> RAM: into the home there, or into a slot, which is dirty from then on unless the block is scratch."""
+        """Start copying from the GPU to RAM: into the home there, or into a slot.
+
+        The copy in the slot is dirty from then on if the block is at home on NVMe.
+        """
         block = copy.block
         key = copy.block.spec.key
-        copy.num_leases += 1  # nobody takes the slot while this waits for another one
+
+        # `place` may wait for a slot without the lock, and this lease keeps others from evicting the copy meanwhile.
+        copy.num_leases += 1
         try:
             below = self._copies.place(block, Tier.RAM, span, wait=wait)
         finally:
             copy.num_leases -= 1
 
-        # Compute made the bytes: the uses that ended before this call, and whatever is enqueued now.
+        # Compute made the bytes: in uses that were released before this call, and in work that is enqueued by now. A
+        # move after both of them copies what they wrote.
         compute = [transfer for transfer in copy.in_use() if transfer.queue == "compute"]
         after = [*copy.arriving(span), *compute, *self._lanes.point(key)]
         behind = self._copies.occupants(below)
@@ -75,11 +91,11 @@ class WriteBacks:
         transfer = self._lanes.to_ram(key, target, self._copies.view(copy, span), after, behind, queue=queue)
         assign(below.fills, span, transfer)
         if block.extent is not None:
-            below.dirty(span)  # one step nearer to home, and not there yet
+            below.dirty(span)  # the bytes are one step nearer to home, and not there yet
         return transfer
 
     def _copy_up(self, copy: Copy, span: Span) -> Transfer:
-        """RAM -> the home on the GPU."""
+        """Start copying from RAM to the home on the GPU."""
         block = copy.block
         key = copy.block.spec.key
         home = block.find(Tier.GPU, span)
