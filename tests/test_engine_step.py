@@ -30,7 +30,8 @@ from tiny_runs import (
 from torch import Tensor
 
 from megatier.config.schema import NumericsConfig, TrainConfig
-from megatier.engine.step import Batch, Engine, StepResult
+from megatier.engine.step import Engine, StepResult
+from megatier.engine.unit_model import Batch
 from megatier.errors import NonFiniteError, UnsupportedModelError
 from megatier.session.session import Session
 from megatier.tier import Kind
@@ -61,8 +62,8 @@ def _one_thread() -> Iterator[None]:
 @contextlib.contextmanager
 def poisoned(engine: Engine, what: str | None) -> Iterator[None]:
     """The loss of the next group is NaN, or an element of its gradient of a parameter is infinite."""
-    gradients, once = engine._stage.gradients, iter([True])
-    add, loss = gradients.add, engine._loss
+    gradients, once = engine.model.stage.gradients, iter([True])
+    add, loss = gradients.add, engine.model.loss
 
     def spoilt_add(unit: str, parts: Sequence[tuple[str, Tensor | None]]) -> None:
         spoilt = [
@@ -76,7 +77,7 @@ def poisoned(engine: Engine, what: str | None) -> Iterator[None]:
     def spoilt_loss(batch: Batch, counted: int | None, share: float = 1.0) -> Tensor:
         return loss(batch, counted, share) * (float("nan") if what == "loss" and next(once, False) else 1)
 
-    with patch.object(gradients, "add", spoilt_add), patch.object(engine, "_loss", spoilt_loss):
+    with patch.object(gradients, "add", spoilt_add), patch.object(engine.model, "loss", spoilt_loss):
         yield
 
 
@@ -166,8 +167,8 @@ def test_guard_an_error_leaves_every_module_in_its_mode(tmp_path: Path) -> None:
 def test_guard_a_loss_that_is_not_finite_alone_is_called_the_loss(tmp_path: Path) -> None:
     run = Run(model="untied", guard=True)
     with opened(exactness_config("untied"), tmp_path, PLACES["ram"], run.train, numerics=run.numerics) as session:
-        loss = session.engine._loss
-        with patch.object(session.engine, "_loss", lambda *arguments: loss(*arguments) + float("inf")):
+        loss = session.engine.model.loss
+        with patch.object(session.engine.model, "loss", lambda *arguments: loss(*arguments) + float("inf")):
             [result] = take_steps(session, run, [2])
     assert (result.skipped, result.loss, result.clip_coefficient) == ("loss", float("inf"), 0.0)
 

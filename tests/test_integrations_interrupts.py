@@ -171,7 +171,7 @@ def test_backward_that_is_interrupted_at_its_end_is_no_whole_step(
         step(streamed, 1)
         before = streamed.state_dict()
         loss = streamed.model(**random_groups(TRAIN, 160, 2)[0]).loss
-        gradients = streamed._engine._stage.gradients
+        gradients = streamed._engine.model.stage.gradients
         ship = gradients._ship
         units = len(gradients._layouts)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -38,7 +38,8 @@ from megatier import durable
 from megatier.checkpoint import chunkfile
 from megatier.config.schema import NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.gradient import Gradients
-from megatier.engine.step import Batch, StepResult
+from megatier.engine.step import StepResult
+from megatier.engine.unit_model import Batch
 from megatier.errors import (
     BlockNotFoundError,
     CheckpointError,

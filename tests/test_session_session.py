@@ -149,7 +149,7 @@ def test_step_with_a_gradient_that_is_not_finite_overwrites_no_unit_it_belongs_t
 
 def spoil(session: Session, unit: str) -> None:
     """From now on, a unit's gradient has an infinity."""
-    gradients = session.engine._stage.gradients
+    gradients = session.engine.model.stage.gradients
     add = gradients.add
 
     def spoilt(name: str, parts: Sequence[tuple[str, Tensor | None]]) -> None:
@@ -200,7 +200,7 @@ def test_session_kept_layers_change_no_bit(activations: str, tmp_path: Path) -> 
     for kept_layers in (0, 1, 9):
         train = TrainConfig(steps=3, batch=BATCH, activations=activations, kept_layers=kept_layers)  # type: ignore[arg-type]
         with opened(exactness_config("untied"), tmp_path, PLACES["ram_nvme"], train) as session:
-            kept = [n.unit for n in session.engine._nodes.values() if n.activations is Activations.KEEP]
+            kept = [n.unit for n in session.engine.model.nodes.values() if n.activations is Activations.KEEP]
             assert kept == ["model.layers.1", "model.layers.0"][:kept_layers][::-1]
             torch.manual_seed(0)
             results = [session.engine.train_step(s, 1e-2, random_groups(train, 2112, s)) for s in (1, 2, 3)]

@@ -27,7 +27,7 @@ from megatier.cli import main
 from megatier.config.schema import TrainConfig
 from megatier.config.values import parse_bytes
 from megatier.data.tokenizer import byte_tokenizer
-from megatier.engine.step import Batch, Engine
+from megatier.engine.unit_model import Batch, UnitModel
 from megatier.errors import mib
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.train import choices
@@ -282,13 +282,13 @@ def test_train_more_steps_in_a_row_than_may_be_left_out_end_the_run(
 
 def spoil_losses(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """The loss of these steps is NaN."""
-    real, begun = Engine._loss, itertools.count(1)
+    real, begun = UnitModel.loss, itertools.count(1)
 
-    def loss(self: Engine, batch: Batch, *how: Any) -> torch.Tensor:
+    def loss(self: UnitModel, batch: Batch, *how: Any) -> torch.Tensor:
         found = real(self, batch, *how)
         return found * float("nan") if torch.is_grad_enabled() and next(begun) in steps else found
 
-    monkeypatch.setattr(Engine, "_loss", loss)
+    monkeypatch.setattr(UnitModel, "loss", loss)
 
 
 def test_train_metrics_have_every_figure_of_every_step(tmp_path: Path) -> None:

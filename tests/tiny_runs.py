@@ -22,7 +22,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from megatier.checkpoint.checkpoint import parameter_shapes
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.drives.mounts import budget_bytes
-from megatier.engine.step import Batch, StepResult
+from megatier.engine.step import StepResult
+from megatier.engine.unit_model import Batch
 from megatier.errors import PlanError
 from megatier.models.decoder import Unit, auto_class, build_skeleton
 from megatier.models.experts import cut_units

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megatier.engine.gradient import Gradients
+from megatier.engine.gradient import Gradients, GradSink
 from megatier.numerics.compilation import Compilation
 from megatier.tier import Phase
 
@@ -35,6 +35,39 @@ class WeightSource(Protocol):
 
     def fetch(self, unit: str) -> Tensor:
         """Bring it back."""
+
+
+class UnitPlayer(Protocol):
+    """What plays the timeline under the engine."""
+
+    @property
+    def weights(self) -> WeightSource:
+        """Brings weights, and takes activations."""
+
+    @property
+    def gradients(self) -> GradSink:
+        """Takes gradients."""
+
+    def begin(self, name: str) -> None:
+        """Start a pass."""
+
+    def end(self) -> None:
+        """End it."""
+
+    def cancel(self) -> None:
+        """Leave it half-way."""
+
+    def defer_updates(self, *, clipped: bool) -> None:
+        """All gradients are final, and known to be clipped or not; update before the next use."""
+
+    def drop_updates(self) -> None:
+        """All gradients are final, and never to be applied."""
+
+    def drain_gradients(self) -> None:
+        """Wait until every gradient is summed and measured."""
+
+    def drain(self) -> None:
+        """Finish every update and write-back."""
 
 
 @dataclass(slots=True, kw_only=True)

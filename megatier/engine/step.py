@@ -11,68 +11,24 @@ stay as they were, bit for bit. Its number counts all the same, for the learning
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel
 
-from megatier.engine.experts import ExpertsNode, guard, join
-from megatier.engine.gradient import Gradients, GradSink
-from megatier.engine.head import IGNORED, can_fuse, check_calls_loss_function
-from megatier.engine.lender import Lender
-from megatier.engine.loss import FusedLoss, StepLoss
-from megatier.engine.node import Node
-from megatier.engine.stage import Stage, WeightSource, learning
+from megatier.engine.head import check_calls_loss_function
+from megatier.engine.stage import UnitPlayer, learning
+from megatier.engine.unit_model import Batch, EngineOptions, UnitModel, num_learnt
 from megatier.errors import NonFiniteError, UnsupportedModelError
-from megatier.guards.crossing import OutputCheck
 from megatier.guards.unbound import refused_outside
-from megatier.models.decoder import Binding, Unit, bindings, check_rows_are_apart
-from megatier.models.dtypes import kept_in_fp32, place_buffers
-from megatier.numerics.compilation import Compilation
-from megatier.numerics.matmul import Fp32Products
+from megatier.models.decoder import Unit, check_rows_are_apart
 from megatier.numerics.optimizer import AdamW
-from megatier.tier import Activations
 
-Batch = Mapping[str, Tensor]
 REMEDY = "Lower train.learning_rate, set train.clip, or look at the data of this step."
 """What helps against numbers that are not finite."""
-
-
-class UnitPlayer(Protocol):
-    """What plays the timeline under the engine."""
-
-    @property
-    def weights(self) -> WeightSource:
-        """Brings weights, and takes activations."""
-
-    @property
-    def gradients(self) -> GradSink:
-        """Takes gradients."""
-
-    def begin(self, name: str) -> None:
-        """Start a pass."""
-
-    def end(self) -> None:
-        """End it."""
-
-    def cancel(self) -> None:
-        """Leave it half-way."""
-
-    def defer_updates(self, *, clipped: bool) -> None:
-        """All gradients are final, and known to be clipped or not; update before the next use."""
-
-    def drop_updates(self) -> None:
-        """All gradients are final, and never to be applied."""
-
-    def drain_gradients(self) -> None:
-        """Wait until every gradient is summed and measured."""
-
-    def drain(self) -> None:
-        """Finish every update and write-back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,98 +48,37 @@ class StepResult:
     skipped: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Numeric choices and policies.
-
-    Attributes:
-        dtype: of the compute copy of weights.
-        device: where the units compute.
-        activations: policy per unit.
-        groups: groups of a step.
-        slices: slices that a group is cut into.
-        fused_loss: take head and loss as one node, if the model allows it.
-        loss_chunk: tokens whose logits the fused loss makes at once.
-        compilation: how to compile the units and the loss; None: not at all.
-        fp32_products: take bf16 products in fp32, for a CPU without bf16 instructions.
-        max_skips: steps in a row that may be left out because they are not finite (deferred); one more is an error.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
-    activations: Mapping[str, Activations]
-    groups: int = 1
-    slices: int = 1
-    fused_loss: bool = True
-    loss_chunk: int = 1024
-    compilation: Compilation | None = None
-    fp32_products: bool = False
-    max_skips: int = 0
-
-
 class Engine:
-    """A Hugging Face skeleton whose units stream, with its optimizer.
+    """Runs the steps of a model whose weights come unit by unit, with its optimizer.
 
     Attributes:
-        model: the skeleton, on whose modules the nodes are installed.
         options: numeric choices and policies.
-        fuses_loss: whether head and loss are one node. Then the model gives no logits.
-        check_outputs: looks for lost gradients in the graphs of the first losses.
+        model: the skeleton with its nodes.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        skeleton: PreTrainedModel,
         units: Sequence[Unit],
         player: UnitPlayer,
         optimizer: AdamW,
         options: EngineOptions,
     ) -> None:
-        """Install nodes on every module that uses a unit. Buffers move to the device, in the dtype they compute in.
-
-        If the loss cannot be fused with this model's head, it is not, and a warning says so.
+        """Install nodes on every module that uses a unit; see `UnitModel`.
 
         Args:
-            model: the skeleton, whose parameters lie on meta.
+            skeleton: the Hugging Face model, whose parameters lie on meta.
             units: all of the model's units.
             player: plays the timeline; brings weights and takes gradients.
             optimizer: measures gradients, clips, and holds the scalars of the step.
             options: numeric choices and policies.
         """
-        self.model = model
+        self.options = options
+        self.model = UnitModel(skeleton, units, player, optimizer, options)
         self._player = player
         self._optimizer = optimizer
-        self.options = options
-        gradients = Gradients(optimizer.layouts, options.dtype, player.gradients, optimizer, groups=options.groups)
-        anchor = torch.zeros((), device=options.device, requires_grad=True)
-        self._stage = Stage(
-            source=player.weights,
-            gradients=gradients,
-            dtype=options.dtype,
-            device=options.device,
-            slices=options.slices,
-            anchor=anchor,
-            compilation=options.compilation,
-            arithmetic=Fp32Products if options.fp32_products else nullcontext,
-            in_fp32=kept_in_fp32(model, (name for name, _ in model.named_parameters())),
-            model=model,
-        )
-
-        # The model's forward is asked while it is as it was loaded: no node is installed yet.
-        self.fuses_loss = options.fused_loss and can_fuse(model, units)
-        bound = [(unit, name, bindings(model, unit, name)) for unit in units for name in unit.module_names]
-        place_buffers(model, options.device, options.dtype)
-
-        nodes = [self._node(unit, name, places) for unit, name, places in bound]
-        self._nodes = {node.module_name: node for node in nodes}
-        join(nodes)
-
-        # The order of the two is the order of wrapping: the step's loss divides what the fused one gives.
-        if self.fuses_loss:
-            FusedLoss(model, self._head(), options.loss_chunk)
-        self._step_loss = StepLoss(model, self._stage)
         self._is_learnt = options.slices == 1
-        self.check_outputs = OutputCheck(model)
+        """Nodes know which of their arguments are cut into slices."""
         self._skips = 0
         """Steps in a row that were left out, up to now."""
 
@@ -203,19 +98,19 @@ class Engine:
                 this step was applied (deferred), or none after the named unit's (immediate).
         """
         if len(groups) > 1:
-            check_calls_loss_function(self.model, "set train.groups to 1")
-            check_rows_are_apart(self.model, "set train.groups to 1")
+            check_calls_loss_function(self.model.skeleton, "set train.groups to 1")
+            check_rows_are_apart(self.model.skeleton, "set train.groups to 1")
 
         # Before `begin_step`: it runs evaluations, which are passes of their own.
         self._learn(groups[0])
-        if not self.model.training:  # walks over every module
-            self.model.train()
+        if not self.model.skeleton.training:  # walks over every module
+            self.model.skeleton.train()
 
         # Each group's loss is divided by what the whole step counts: tokens of unequal groups weigh as in one batch.
-        counts = [_count(batch) for batch in groups]
+        counts = [num_learnt(batch) for batch in groups]
         shares = [count / sum(counts) if sum(counts) else 1 / len(groups) for count in counts]
         divisor = max(1, sum(counts)) if len(groups) > 1 or not sum(counts) else None  # nothing to learn: 0, not 0/0
-        groups = [self._on_device(batch) for batch in groups]  # ahead of the loads, which are long
+        groups = [self.model.on_device(batch) for batch in groups]  # ahead of the loads, which are long
         self.begin_step(step, rate)
         losses = [self._train_group(step, index, batch, divisor, shares[index]) for index, batch in enumerate(groups)]
         norm = self.measure(step)
@@ -233,7 +128,7 @@ class Engine:
             rate: learning rate.
         """
         # Users and trainers may switch it on at any time.
-        _stop_checkpointing(self.model)
+        self.model.stop_checkpointing()
 
         # Updates of the step before start in `begin`. They read the scalars that `clip` noted, not those noted here.
         self._optimizer.begin_step(step, rate)
@@ -241,7 +136,7 @@ class Engine:
 
     def begin_group(self, group: int) -> None:
         """Say that the forward of a group follows, then its backward: group 0, 1, ..."""
-        self._stage.gradients.begin_group(group)
+        self.model.stage.gradients.begin_group(group)
 
     def measure(self, step: int) -> float:
         """Return the gradients' global norm, after the last backward. The host waits for the device.
@@ -293,17 +188,16 @@ class Engine:
 
     def close(self) -> None:
         """Let go of the tiers' memory. What the model's cycles hold would stay until they are collected."""
-        for node in self._nodes.values():
-            node.forget_leaves()
+        self.model.close()
 
     def lent_head(self) -> AbstractContextManager[None]:
         """Inside, the head's weight is a tensor on the device, for forwards that multiply by it themselves."""
-        return self._head().lent()
+        return self.model.head().lent()
 
     @property
     def awaits_backward(self) -> bool:
         """Whether a forward of this group still has all or a part of its backward before it."""
-        return self._stage.gradients.is_open
+        return self.model.stage.gradients.is_open
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss per counted token, on the weights of the last whole step. Modules keep their mode."""
@@ -312,12 +206,12 @@ class Engine:
         total = 0.0
         tokens = 0
 
-        with torch.no_grad(), _eval_mode(self.model):
+        with torch.no_grad(), self.model.in_eval_mode():
             for batch in batches:
-                if not (count := _count(batch)):
+                if not (count := num_learnt(batch)):
                     continue
                 with self.evaluation():
-                    total += self._loss(batch, None).item() * count
+                    total += self.model.loss(batch, None).item() * count
                 tokens += count
 
         return total / max(1, tokens)
@@ -329,14 +223,14 @@ class Engine:
         Args:
             name: of the pass. All that have the same name use the units in the same order.
         """
-        self._stage.gradients.group = 0  # the order of units is recorded with their group
+        self.model.stage.gradients.group = 0  # the order of units is recorded with their group
 
         # Inference mode is left. Views of homes that are made in it stay cached, and no backward could use them later.
         with torch.inference_mode(mode=False), torch.no_grad():
             self._player.begin(name)
             # Whatever ends the forward early, an interrupt too: weights in use have to be given back.
             try:
-                with refused_outside(self.model):
+                with refused_outside(self.model.skeleton):
                     yield
             except BaseException:
                 self._player.cancel()
@@ -344,41 +238,14 @@ class Engine:
 
             self._player.end()
 
-    def _node(self, unit: Unit, name: str, places: Sequence[Binding]) -> Node:
-        """Install the node of one module of a unit."""
-        module = self.model.get_submodule(name)
-        activations = self.options.activations[unit.name]
-        if unit.experts is not None:
-            return ExpertsNode(self._stage, unit.name, module, places, unit.experts, activations=activations)
-        if unit.is_round:
-            return Lender(self._stage, unit.name, name, module, places, activations=activations)
-        node = Node(self._stage, unit.name, name, module, places, activations=activations)
-
-        # Several modules of one layer: the layer's own forward calls them, and might take a weight of one by itself.
-        if unit.is_layer and len(unit.module_names) > 1:
-            guard(node)
-
-        return node
-
-    def _head(self) -> Node:
-        """The node of the output embedding.
-
-        Raises:
-            UnsupportedModelError: it has none of its own.
-        """
-        head = self.model.get_output_embeddings()
-        found = next((node for node in self._nodes.values() if node.module is head), None)
-        if found is None:
-            raise UnsupportedModelError(
-                f"the output embedding of {type(self.model).__name__} is not a unit of its own; it cannot be lent."
-            )
-
-        return found
-
     def _train_group(self, step: int, group: int, batch: Batch, divisor: int | None, share: float) -> Tensor:
         """Run forward and backward of one group; returns its part of the step's loss, which the host does not read."""
         self.begin_group(group)
-        loss = self._loss(batch, divisor, share)
+        try:
+            loss = self.model.loss(batch, divisor, share)
+        except UnsupportedModelError:
+            self._player.cancel()
+            raise
 
         # Immediate updates run inside the backward, so a loss that is not finite has to stop the step before it. This
         # costs a wait for the device, which the deferred mode does without.
@@ -386,7 +253,7 @@ class Engine:
             self._player.cancel()
             raise self._error(step, "loss", None, batch)
 
-        self.check_outputs(loss)
+        self.model.check_outputs(loss)
         loss.backward()
         return loss.detach()
 
@@ -403,47 +270,11 @@ class Engine:
             raise self._error(step, "gradient norm" if math.isfinite(loss) else "loss", parameter, batch)
         return StepResult(loss=loss, grad_norm=norm, clip_coefficient=0.0, skipped=parameter or "loss")
 
-    def _loss(self, batch: Batch, counted: int | None, share: float = 1.0) -> Tensor:
-        """Run one forward and return its loss.
-
-        Args:
-            batch: one group, or a batch to evaluate.
-            counted: tokens that the whole step counts, if several groups make it; None: this batch's own.
-            share: of these tokens, the share that this batch has.
-
-        Raises:
-            UnsupportedModelError: the model makes its masks without the batch's position_ids.
-        """
-        self._step_loss.divisor = counted
-        is_packed = "position_ids" in batch
-        answer = _document_numbers if is_packed else _is_in_order
-        with _answering(answer) as asked, refused_outside(self.model):
-            inputs = self._on_device(batch)
-            loss = self._step_loss.weighed(lambda: self.model(**inputs, use_cache=False).loss, share)
-
-        if is_packed and not asked:
-            self._player.cancel()
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} makes its masks without position_ids, so that documents of one sequence "
-                "see each other. Set data.cross_documents to true."
-            )
-
-        return loss
-
-    def _on_device(self, batch: Batch) -> Batch:
-        """Move a batch by way of pinned memory: the host would wait for any other copy, and for all that are queued."""
-        if self.options.device.type != "cuda":
-            return batch
-        return {
-            key: value if value.is_cuda else value.pin_memory().to(self.options.device, non_blocking=True)
-            for key, value in batch.items()
-        }
-
     def _learn(self, batch: Batch) -> None:
         """Find out, before the first step with slices, which arguments of each module are batched."""
         if self._is_learnt:
             return
-        check_rows_are_apart(self.model, "set train.slices to 1")
+        check_rows_are_apart(self.model.skeleton, "set train.slices to 1")
 
         # If nothing is padded, Hugging Face gives its layers no mask. Later batches may be padded, so nodes have to
         # know whether a mask is cut: the last token is padded here.
@@ -453,10 +284,10 @@ class Engine:
             batch = {**batch, "attention_mask": mask}
 
         # In eval mode no random number is drawn, so the step that follows has those of a run without slices.
-        with torch.no_grad(), _eval_mode(self.model), learning(self._stage):
+        with torch.no_grad(), self.model.in_eval_mode(), learning(self.model.stage):
             for rows in (1, 2):
                 with self.evaluation():
-                    self._loss({key: value[:rows] for key, value in batch.items()}, None)
+                    self.model.loss({key: value[:rows] for key, value in batch.items()}, None)
 
         self._is_learnt = True
 
@@ -466,7 +297,7 @@ class Engine:
         To find that unit, the batch runs once more, with a check after each unit.
         """
         where = f"; first in the gradient of {parameter}" if parameter is not None else ""
-        self._stage.checks_finite = True
+        self.model.stage.checks_finite = True
 
         try:
             self.evaluate([] if batch is None else [batch])
@@ -477,59 +308,3 @@ class Engine:
         return NonFiniteError(
             f"the {what} of step {step} is not finite{row}{where}. No update of this step was written. {REMEDY}"
         )
-
-
-@contextmanager
-def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, no module is in training mode. Then each is in its own again, which may be another than the model's."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-def _count(batch: Batch) -> int:
-    """The number of tokens whose prediction counts. The first token of a row is predicted by none."""
-    return int((batch["labels"][:, 1:] != IGNORED).sum())
-
-
-@contextmanager
-def _answering(answer: Callable[[Tensor], Tensor | None]) -> Iterator[list[Tensor]]:
-    """Answer for Hugging Face whether position ids restart within a row; yields the position ids it asked about.
-
-    Hugging Face would read them from the device. The host would wait for that, and for all work and copies queued
-    before.
-    """
-    asks = masking_utils.find_packed_sequence_indices
-    asked = list[Tensor]()
-
-    def known(position_ids: Tensor) -> Tensor | None:
-        asked.append(position_ids)
-        return answer(position_ids)
-
-    masking_utils.find_packed_sequence_indices = known
-    try:
-        yield asked
-    finally:
-        masking_utils.find_packed_sequence_indices = asks
-
-
-def _is_in_order(position_ids: Tensor) -> Tensor | None:
-    """Give Hugging Face's answer for rows that hold one sequence each."""
-    return None
-
-
-def _document_numbers(position_ids: Tensor) -> Tensor:
-    """Give its answer for rows that hold several: the one that each token belongs to, counted from 0."""
-    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
-
-
-def _stop_checkpointing(model: PreTrainedModel) -> None:
-    """Switch off Hugging Face's own recompute, which would call nodes again in the backward; see `activations`."""
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing = False  # type: ignore[assignment]

@@ -120,7 +120,7 @@ def _open(
     try:
         session.store.seal()
         session.load(reader)
-        return Streamed(session, train, has_logits=not session.engine.fuses_loss)
+        return Streamed(session, train, has_logits=not session.engine.model.fuses_loss)
     except BaseException:
         session.close()
         raise

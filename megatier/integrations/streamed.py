@@ -216,7 +216,7 @@ class Streamed:
         with self.one_forward(" ".join(["evaluate", *sees])):
             outputs = forward(*args, **kwargs)
             if torch.is_grad_enabled():
-                self._engine.check_outputs(outputs)
+                self._engine.model.check_outputs(outputs)
             return self._without_logits(outputs)
 
     def _without_logits(self, outputs: Any) -> Any:  # noqa: ANN401

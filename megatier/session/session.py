@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.drives.blockfile import IoOptions
-from megatier.engine.step import Engine, EngineOptions
+from megatier.engine.step import Engine
+from megatier.engine.unit_model import EngineOptions
 from megatier.errors import PlanError
 from megatier.hardware import cores_usable
 from megatier.measure.probe import io_threads

@@ -1,0 +1,247 @@
+"""The model under the engine: a skeleton with a node on every module that uses a unit, and with its loss.
+
+The skeleton's parameters lie on meta for good. The nodes bring weights while a module runs. The loss counts the tokens
+of a whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, masking_utils
+
+from megatier.engine.experts import ExpertsNode, guard, join
+from megatier.engine.gradient import Gradients
+from megatier.engine.head import IGNORED, can_fuse
+from megatier.engine.lender import Lender
+from megatier.engine.loss import FusedLoss, StepLoss
+from megatier.engine.node import Node
+from megatier.engine.stage import Stage, UnitPlayer
+from megatier.errors import UnsupportedModelError
+from megatier.guards.crossing import OutputCheck
+from megatier.guards.unbound import refused_outside
+from megatier.models.decoder import Binding, Unit, bindings
+from megatier.models.dtypes import kept_in_fp32, place_buffers
+from megatier.numerics.compilation import Compilation
+from megatier.numerics.matmul import Fp32Products
+from megatier.numerics.optimizer import AdamW
+from megatier.tier import Activations
+
+Batch = Mapping[str, Tensor]
+"""What a model is called with: input_ids and labels [B, T], and whatever else it takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Numeric choices and policies."""
+
+    dtype: torch.dtype
+    """Dtype of the compute copy of weights."""
+    device: torch.device
+    """The device on which units compute."""
+    activations: Mapping[str, Activations]
+    """The policy of each unit."""
+    groups: int = 1
+    """Groups of a step."""
+    slices: int = 1
+    """Slices that a group is cut into."""
+    fused_loss: bool = True
+    """Take head and loss as one node, if the model allows it."""
+    loss_chunk: int = 1024
+    """Tokens whose logits the fused loss makes at once."""
+    compilation: Compilation | None = None
+    """How to compile the units and the loss; None: not at all."""
+    fp32_products: bool = False
+    """Take bf16 products in fp32, for a CPU without bf16 instructions."""
+    max_skips: int = 0
+    """Steps in a row that may be left out because they are not finite (deferred mode); one more is an error."""
+
+
+class UnitModel:
+    """A Hugging Face model that runs unit by unit, because nodes are installed on its modules.
+
+    Attributes:
+        skeleton: the Hugging Face model.
+        stage: what its nodes share.
+        nodes: the nodes, by the name of their module.
+        fuses_loss: whether head and loss are one node. Then the model gives no logits.
+        check_outputs: looks for lost gradients in the graphs of the first losses.
+    """
+
+    def __init__(
+        self,
+        skeleton: PreTrainedModel,
+        units: Sequence[Unit],
+        player: UnitPlayer,
+        optimizer: AdamW,
+        options: EngineOptions,
+    ) -> None:
+        """Install nodes on every module that uses a unit. Buffers move to the device, in the dtype they compute in.
+
+        If the loss cannot be fused with this model's head, it is not, and a warning says so.
+
+        Args:
+            skeleton: the Hugging Face model, whose parameters lie on meta.
+            units: all of the model's units.
+            player: brings weights and takes gradients.
+            optimizer: measures gradients.
+            options: numeric choices and policies.
+        """
+        self.skeleton = skeleton
+        self._options = options
+        self.stage = Stage(
+            source=player.weights,
+            gradients=Gradients(optimizer.layouts, options.dtype, player.gradients, optimizer, groups=options.groups),
+            dtype=options.dtype,
+            device=options.device,
+            slices=options.slices,
+            anchor=torch.zeros((), device=options.device, requires_grad=True),
+            compilation=options.compilation,
+            arithmetic=Fp32Products if options.fp32_products else nullcontext,
+            in_fp32=kept_in_fp32(skeleton, (name for name, _ in skeleton.named_parameters())),
+            model=skeleton,
+        )
+
+        # The skeleton's forward is asked while it is as it was loaded: no node is installed yet.
+        self.fuses_loss = options.fused_loss and can_fuse(skeleton, units)
+        bound = [(unit, name, bindings(skeleton, unit, name)) for unit in units for name in unit.module_names]
+        place_buffers(skeleton, options.device, options.dtype)
+
+        nodes = [self._node(unit, name, places) for unit, name, places in bound]
+        self.nodes = {node.module_name: node for node in nodes}
+        join(nodes)
+
+        # The order of the two is the order of wrapping: the step's loss divides what the fused one gives.
+        if self.fuses_loss:
+            FusedLoss(skeleton, self.head(), options.loss_chunk)
+        self._step_loss = StepLoss(skeleton, self.stage)
+        self.check_outputs = OutputCheck(skeleton)
+
+    def close(self) -> None:
+        """Let go of the tiers' memory. What the model's cycles hold would stay until they are collected."""
+        for node in self.nodes.values():
+            node.forget_leaves()
+
+    def head(self) -> Node:
+        """The node of the output embedding.
+
+        Raises:
+            UnsupportedModelError: it has none of its own.
+        """
+        head = self.skeleton.get_output_embeddings()
+        found = next((node for node in self.nodes.values() if node.module is head), None)
+        if found is None:
+            raise UnsupportedModelError(
+                f"the output embedding of {type(self.skeleton).__name__} is not a unit of its own; it cannot be lent."
+            )
+
+        return found
+
+    def loss(self, batch: Batch, counted: int | None, share: float = 1.0) -> Tensor:
+        """Run one forward and return its loss.
+
+        Args:
+            batch: one group, or a batch to evaluate.
+            counted: tokens that the whole step counts, if several groups make it; None: this batch's own.
+            share: of these tokens, the share that this batch has.
+
+        Raises:
+            UnsupportedModelError: the model makes its masks without the batch's position_ids.
+        """
+        self._step_loss.divisor = counted
+        is_packed = "position_ids" in batch
+        answer = _document_numbers if is_packed else _is_in_order
+        with _answering(answer) as asked, refused_outside(self.skeleton):
+            inputs = self.on_device(batch)
+            loss = self._step_loss.weighed(lambda: self.skeleton(**inputs, use_cache=False).loss, share)
+
+        if is_packed and not asked:
+            raise UnsupportedModelError(
+                f"{type(self.skeleton).__name__} makes its masks without position_ids, so that documents of one "
+                "sequence see each other. Set data.cross_documents to true."
+            )
+
+        return loss
+
+    def on_device(self, batch: Batch) -> Batch:
+        """Move a batch by way of pinned memory: the host would wait for any other copy, and for all that are queued."""
+        if self._options.device.type != "cuda":
+            return batch
+        return {
+            key: value if value.is_cuda else value.pin_memory().to(self._options.device, non_blocking=True)
+            for key, value in batch.items()
+        }
+
+    @contextmanager
+    def in_eval_mode(self) -> Iterator[None]:
+        """Inside, no module trains. Then each is in its own mode again, which may be another than the model's."""
+        modes = [(module, module.training) for module in self.skeleton.modules()]
+        self.skeleton.eval()
+
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def stop_checkpointing(self) -> None:
+        """Switch off Hugging Face's own recompute, which would call nodes again in the backward; see `activation`."""
+        for module in self.skeleton.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                module.gradient_checkpointing = False  # type: ignore[assignment]
+
+    def _node(self, unit: Unit, name: str, places: Sequence[Binding]) -> Node:
+        """Install the node of one module of a unit."""
+        module = self.skeleton.get_submodule(name)
+        activations = self._options.activations[unit.name]
+        if unit.experts is not None:
+            return ExpertsNode(self.stage, unit.name, module, places, unit.experts, activations=activations)
+        if unit.is_round:
+            return Lender(self.stage, unit.name, name, module, places, activations=activations)
+        node = Node(self.stage, unit.name, name, module, places, activations=activations)
+
+        # Several modules of one layer: the layer's own forward calls them, and might take a weight of one by itself.
+        if unit.is_layer and len(unit.module_names) > 1:
+            guard(node)
+
+        return node
+
+
+def num_learnt(batch: Batch) -> int:
+    """The number of tokens whose prediction counts. The first token of a row is predicted by none."""
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+
+@contextmanager
+def _answering(answer: Callable[[Tensor], Tensor | None]) -> Iterator[list[Tensor]]:
+    """Answer for Hugging Face whether position ids restart within a row; yields the position ids it asked about.
+
+    Hugging Face would read them from the device. The host would wait for that, and for all work and copies queued
+    before.
+    """
+    asks = masking_utils.find_packed_sequence_indices
+    asked = list[Tensor]()
+
+    def known(position_ids: Tensor) -> Tensor | None:
+        asked.append(position_ids)
+        return answer(position_ids)
+
+    masking_utils.find_packed_sequence_indices = known
+    try:
+        yield asked
+    finally:
+        masking_utils.find_packed_sequence_indices = asks
+
+
+def _is_in_order(position_ids: Tensor) -> Tensor | None:
+    """Give Hugging Face's answer for rows that hold one sequence each."""
+    return None
+
+
+def _document_numbers(position_ids: Tensor) -> Tensor:
+    """Give its answer for rows that hold several: the one that each token belongs to, counted from 0."""
+    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
