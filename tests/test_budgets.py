@@ -15,7 +15,7 @@ from small_commands import command
 from megatier.cli import main
 from megatier.report import report
 from megatier.report.figures import TierState
-from megatier.train import trainer
+from megatier.train import description
 
 MIB, GIB = 1 << 20, 1 << 30
 SLACK_BYTES = 256 * MIB
@@ -115,7 +115,7 @@ def run_watched() -> None:
         placement.extend(tiers)
         show(console, tiers)
 
-    trainer.__dict__["print_placement"] = note
+    description.__dict__["print_placement"] = note
     imported = resident("VmRSS")
     code = main(sys.argv[1:])
     state, others = ({tier.tier: getattr(tier, name) for tier in placement} for name in ("state_bytes", "other_bytes"))

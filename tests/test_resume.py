@@ -153,7 +153,7 @@ def test_resume_without_a_checkpoint_begins_again_and_says_so(
 ) -> None:
     shutil.rmtree(stopped / "checkpoints")
     assert main(["resume", str(stopped)]) == 0
-    assert "no checkpoint yet: the run begins again" in capsys.readouterr().out
+    assert "There is no checkpoint yet, so the run begins again." in capsys.readouterr().out
     assert [record["step"] for record in metrics(tmp_path) if "loss" in record] == [1, 2, 3]
 
 
@@ -173,7 +173,9 @@ def test_resume_drops_damaged_lines_of_the_log_and_says_which(
     assert main(["resume", str(stopped)]) == 0
     text = capsys.readouterr().out
     for number in (2, whole.count(b"\n") + 2):
-        assert f"metrics.jsonl, line {number}: no record, as where a kill cut it; dropped\n" in text
+        assert (
+            f"metrics.jsonl, line {number}: this is no record, perhaps because a kill cut it. It is dropped.\n" in text
+        )
     assert [record["step"] for record in metrics(tmp_path) if "loss" in record] == [1, 2, 3]
     assert main(["report", str(stopped)]) == 0
 
@@ -263,7 +265,7 @@ def test_resume_over_a_damaged_token_file_tokenises_again_to_the_same_bits(
     before = [record["heldout_loss"] for record in metrics(tmp_path) if "heldout_loss" in record]
     flip(stopped / "data" / name)
     assert main(["resume", str(stopped)]) == 0
-    assert f"{stopped / 'data' / name} was damaged: the text was tokenised again" in capsys.readouterr().out
+    assert f"{stopped / 'data' / name} was damaged, so the text was tokenised again." in capsys.readouterr().out
     assert [record["heldout_loss"] for record in metrics(tmp_path) if "heldout_loss" in record] == before
 
 

@@ -23,7 +23,8 @@ from megatier.checkpoint.room import Room
 from megatier.cli import main
 from megatier.config.schema import OutputConfig
 from megatier.models import export
-from megatier.train import saves, trainer
+from megatier.train import save_plan, saves
+from megatier.train.save_plan import SavePlan
 
 SIX: dict[str, Any] = {"train.steps": 6}
 DUE = (2, 4)
@@ -60,7 +61,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
         return True
 
     monkeypatch.setattr(Pace, "step", step)
-    monkeypatch.setattr(trainer, "Pace", functools.partial(Pace, clock=lambda: now[-1]))
+    monkeypatch.setattr(save_plan, "Pace", functools.partial(Pace, clock=lambda: now[-1]))
     monkeypatch.setattr(CheckpointWriter, "is_over", is_over)
 
 
@@ -118,8 +119,8 @@ def test_short_run_writes_no_checkpoint_and_says_what_a_long_one_does(
     assert main(command(tmp_path)) == 0
     assert not (tmp_path / "run" / "checkpoints").exists()
     words = (
-        r"a checkpoint \(.* KiB\) is written after about 5 minutes, then every 30 minutes or so, for 2 % of the run's "
-        r"time at most; the last 2 are kept; output.checkpoint_every: 0 turns that off\n"
+        r"A checkpoint \(.* KiB\) is written after about 5 minutes, then about every 30 minutes, for 2 % of the run's "
+        r"time at most\. The last 2 are kept\. output\.checkpoint_every: 0 turns this off\.\n"
     )
     assert re.search(words, capsys.readouterr().out)
 
@@ -149,7 +150,7 @@ def test_run_on_a_drive_without_room_for_checkpoints_says_so_and_writes_none(
     free_bytes(monkeypatch, tmp_path, 1 << 20)  # of a checkpoint, 567 KiB, it takes one
     assert main(command(tmp_path, SIX)) == 0
     found = capsys.readouterr().out
-    words = r"no checkpoint is written: \S+ has 1\.0 MiB free, and two of them beside the export take 1\.1 MiB; a"
+    words = r"No checkpoint is written: \S+ has 1\.0 MiB free, and two of them beside the export take 1\.1 MiB\. A"
     assert re.search(words, found)
     assert saved_steps(tmp_path) == []
     assert outcome(tmp_path / "run") == whole
@@ -161,7 +162,7 @@ def test_run_on_a_drive_with_room_for_two_checkpoints_keeps_one(
 ) -> None:
     free_bytes(monkeypatch, tmp_path, 3 << 19)
     assert main(command(tmp_path, SIX)) == 0
-    assert "the last one is kept" in capsys.readouterr().out
+    assert "The last one is kept" in capsys.readouterr().out
     assert saved_steps(tmp_path) == [4]
 
 
@@ -208,8 +209,10 @@ def test_drive_that_fails_while_a_checkpoint_by_time_is_written_ends_the_run(
 
 
 def test_promise_of_a_dear_checkpoint_waits_for_longer(tmp_path: Path) -> None:
-    found = saves.promise(OutputConfig(), Room(tmp_path, 96 << 30, 16 << 30), 2, 90.0)
-    assert found.startswith("a checkpoint (96.0 GiB) is written after about 75 minutes, then every 75 minutes or so")
+    room = Room(tmp_path, 96 << 30, 16 << 30)
+    found = SavePlan(output=OutputConfig(), room=room, num_kept=2, cost_s=90.0, is_done=False).promise()
+    assert found is not None
+    assert found.startswith("A checkpoint (96.0 GiB) is written after about 75 minutes, then about every 75 minutes,")
 
 
 # ---------------------------------------------------------------------- the export

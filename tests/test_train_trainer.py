@@ -223,7 +223,7 @@ def test_train_run_with_two_generations_says_what_became_of_its_guesses(
     )
     output = capsys.readouterr().out
     assert re.search(
-        r"[1-9]\d* units spill to NVMe and are updated in the backward, before the norm is known; killed", output
+        r"[1-9]\d* units spill to NVMe and are updated in the backward, before the norm is known\. If", output
     )
     assert "kept in 3 steps, void in 0 that clipped or were left out" in output
     assert [record["speculation"] for record in metrics(tmp_path) if "loss" in record] == ["kept"] * 3
@@ -232,16 +232,19 @@ def test_train_run_with_two_generations_says_what_became_of_its_guesses(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, "updated in place; killed, the run goes on from its last checkpoint (by time)"),
-        ({"output.checkpoint_every": 0}, "updated in place; killed, the run begins again"),
-        ({"output.checkpoint_every": 3}, "updated in place; killed, the run goes on from its last checkpoint (3 steps"),
+        ({}, "updated in place. If the run is killed it goes on from its last checkpoint (by time)"),
+        ({"output.checkpoint_every": 0}, "updated in place. If the run is killed it restarts from step 1"),
+        (
+            {"output.checkpoint_every": 3},
+            "updated in place. If the run is killed it goes on from its last checkpoint (every 3",
+        ),
         (
             {"output.savepoint_every": 2, "tiers.generations": 2},
-            "updated when the norm is known, beside the savepoint; killed, the run goes on from its last savepoint",
+            "updated when the norm is known, beside the savepoint. If the run is killed it goes on from its last save",
         ),
         (
             {"output.savepoint_every": 2, "tiers.generations": 3},
-            "updated in the backward, before the norm is known; killed, the run goes on from its last savepoint",
+            "updated in the backward, before the norm is known. If the run is killed it goes on from its last save",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The loop over a run's steps, with evaluations and saves, and what is told of them."""
+"""The loop over a run's steps: training, evaluations and saves, and the figures that it tells of each."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megatier.checkpoint.run_state import RunState
 from megatier.config.schema import RunConfig, TrainConfig
 from megatier.data.packing import PackedText, num_real_tokens
 from megatier.data.stream import TextStream
+from megatier.engine.step import StepResult
 from megatier.errors import NonFiniteError, mib
 from megatier.numerics.optimizer import learning_rate
 from megatier.planner.prediction import Prediction
@@ -22,14 +23,15 @@ from megatier.report.report import Progress, print_moves
 from megatier.session.process import memory_bytes, seed
 from megatier.session.session import Session
 from megatier.store.lanes import QUEUES
-from megatier.store.store import TieredStore
 from megatier.tier import Tier
+from megatier.train.description import nvme_path
+from megatier.train.outlet import say
 from megatier.train.saves import Record, Saves
 from megatier.train.stop import StopRequest
 from megatier.train.watchdog import Watchdog
 
 TRACED_STEPS = 3
-"""The trace keeps the last steps only: one step of a large model has thousands of spans."""
+"""How many of the last steps the trace keeps, because one step of a large model has thousands of events."""
 
 
 class Loop:
@@ -50,17 +52,17 @@ class Loop:
         watchdog: Watchdog,
         saves: Saves,
     ) -> None:
-        """Nothing runs before `steps`.
+        """Prepare the loop; nothing runs before `steps`.
 
         Args:
             config: the run.
             console: what a person sees.
-            session: filled.
-            text: what it trains on.
+            session: its whole state is filled.
+            text: the text that the run trains on.
             record: keeps the figures of each step.
-            expected: the planned step, where the machine was measured; the first steps correct it.
+            expected: the planned step, if the machine was measured; the first steps correct it.
             watchdog: watches passes.
-            saves: made as the run goes on.
+            saves: writes checkpoints and savepoints between steps.
         """
         self._config = config
         self._console = console
@@ -76,7 +78,17 @@ class Loop:
         self.traced: list[tuple[int, list[TraceEvent]]] = []
 
     def steps(self, state: RunState | None) -> bool:
-        """All steps after a state, with evaluations and checkpoints; False where the run was told to stop before."""
+        """Run all steps after a state, with evaluations and checkpoints.
+
+        Args:
+            state: the state that the run goes on from; None: the run begins.
+
+        Returns:
+            False if the run was told to stop before its last step.
+
+        Raises:
+            MegatierError: a step, an evaluation or a save failed.
+        """
         train = self._config.train
         if state is None:
             seed(train.seed)
@@ -91,14 +103,17 @@ class Loop:
                 try:
                     self._step(step, progress)
                 except NonFiniteError:
-                    if self._session.optimizer.hyper.deferred:  # then no weight has changed
+                    # In the immediate mode weights have changed by now, and are not worth saving.
+                    if self._session.optimizer.hyper.deferred:
                         self._saves.behind(step, progress.note)
                     raise
 
                 is_last = step == train.steps
                 if is_last or (train.evaluate_every and step % train.evaluate_every == 0):
                     self._evaluate(step, progress)
-                stops = stop.is_asked and not is_last  # asked once: a signal may come between two looks
+
+                # Asked once: a signal may come between two looks, and saving and breaking have to agree.
+                stops = stop.is_asked and not is_last
                 self._saves.after(step, progress.note, is_last=is_last, stops=stops)
                 if stops:
                     break
@@ -108,7 +123,11 @@ class Loop:
         return not stops
 
     def report(self, outcome: str) -> None:
-        """How the run ended, and what moved, against what the placement demands."""
+        """Tell how the run ended, and what moved, against what the placement demands.
+
+        Args:
+            outcome: `whole` or `stopped`, for the record.
+        """
         store = self._session.store
         player = self._session.player
         moved = store.moved_bytes - self._moved_before
@@ -116,19 +135,21 @@ class Loop:
         if self._session.placement.speculative:
             _describe_speculation(self._console, self._session.speculation)
 
+        # Queues that this run has no use for are left out.
         shown = [row for row in rows if row.queue != "nvme_to_gpu" or store.gpu_path is not None]
         is_streamed = bool(self._session.placement.streamed)
         print_moves(self._console, [row for row in shown if is_streamed or not row.queue.startswith("state")])
         if store.gpu_path is not None:
-            self._console.print(f"nvme_to_gpu: {store.gpu_path}", highlight=False, soft_wrap=True)
+            say(self._console, f"nvme_to_gpu: {store.gpu_path}")
         self._record({"step": self._last_step, "run": outcome, **self._moves()})
 
     def _moves(self) -> dict[str, dict[str, int]]:
-        """Bytes per queue since this process began to train, those of checkpoints aside."""
+        """Return bytes per queue since this process began to train, without those of checkpoints."""
         moved = self._session.store.moved_bytes - self._moved_before
         return {"moved_bytes": dict(moved), "demanded_bytes": dict(self._session.player.demanded)}
 
     def _step(self, step: int, progress: Progress) -> None:
+        """Run one step, and tell and record it."""
         train = self._config.train
         session = self._session
         began = time.perf_counter()
@@ -141,66 +162,64 @@ class Loop:
         with self._watchdog.watch(session.player):
             result = session.engine.train_step(step, rate, groups)
         seconds = time.perf_counter() - began
+        self._last_step = step
+
         events = session.player.take_events()
         self.traced = [*self.traced[1 - TRACED_STEPS :], (step, events)]
         stalls = stall_seconds(events)
-        busy = busy_seconds(events)
         if self._config.data.streaming:
             stalls["data"] = waited
-
         self._saves.step(seconds, stalls.get("checkpoint", 0.0), learnt=result.skipped is None)
-        count = num_real_tokens(batch)
-        tiers = tuple(TierUse(tier, used, budget) for tier, used, budget in _tier_uses(session))
-        attainment = None if self._expected is None else self._expected.forecast.seconds / seconds
-        bound_by = "" if self._expected is None else self._expected.forecast.bound_by
-        progress.update(
-            StepReport(
-                step=step,
-                loss=result.loss,
-                learning_rate=rate,
-                gradient_norm=result.grad_norm,
-                num_tokens=count,
-                seconds=seconds,
-                stall_seconds=stalls,
-                tiers=tiers,
-                attainment=attainment,
-                bound_by=bound_by,
-                busy_seconds=busy,
-            )
+
+        forecast = None if self._expected is None else self._expected.forecast
+        report = StepReport(
+            step=step,
+            loss=result.loss,
+            learning_rate=rate,
+            gradient_norm=result.grad_norm,
+            num_tokens=num_real_tokens(batch),
+            seconds=seconds,
+            stall_seconds=stalls,
+            tiers=tuple(_tier_uses(session)),
+            attainment=None if forecast is None else forecast.seconds / seconds,
+            bound_by="" if forecast is None else forecast.bound_by,
+            busy_seconds=busy_seconds(events),
         )
-        self._last_step = step
+        progress.update(report)
         if result.skipped is not None:
             what = "the loss" if result.skipped == "loss" else f"the gradient of {result.skipped}"
             progress.note(f"step {step} is left out, so that no weight changes: {what} is not finite")
 
-        self._record(
-            {
-                "step": step,
-                "loss": result.loss,
-                "learning_rate": rate,
-                "grad_norm": result.grad_norm,
-                "clip_coefficient": result.clip_coefficient,
-                "skipped": result.skipped,
-                "tokens": count,
-                "seconds": seconds,
-                "tokens_per_s": count / seconds,
-                "attainment": attainment,
-                "stall_seconds": stalls,
-                "busy_seconds": busy,
-                "speculation": session.speculation.outcome,
-                **self._moves(),
-                **memory_bytes(self._device),
-                "nvme_path": nvme_path(session.store),
-            }
-        )
+        self._record(self._figures(report, result))
         self._correct(step, events, progress)
 
+    def _figures(self, report: StepReport, result: StepResult) -> dict[str, object]:
+        """Return the record of a step, whose names `report.history` knows."""
+        return {
+            "step": report.step,
+            "loss": report.loss,
+            "learning_rate": report.learning_rate,
+            "grad_norm": report.gradient_norm,
+            "clip_coefficient": result.clip_coefficient,
+            "skipped": result.skipped,
+            "tokens": report.num_tokens,
+            "seconds": report.seconds,
+            "tokens_per_s": report.num_tokens / report.seconds,
+            "attainment": report.attainment,
+            "stall_seconds": report.stall_seconds,
+            "busy_seconds": report.busy_seconds,
+            "speculation": self._session.speculation.outcome,
+            **self._moves(),
+            **memory_bytes(self._device),
+            "nvme_path": nvme_path(self._session.store),
+        }
+
     def _correct(self, step: int, events: Sequence[TraceEvent], progress: Progress) -> None:
-        """Let the first steps say what the drives do in this run. A checkpoint on its way would take its share."""
+        """Let the first steps say what the drives do in this run, and correct the expected step by it."""
+        # A checkpoint on its way would take its share of the drives.
         if self._expected is None or self._saves.writer is not None:
             return
-        correction = self._expected.observe(events)
-        if correction is None:
+        if (correction := self._expected.observe(events)) is None:
             return
 
         self._watchdog.expect(correction.seconds)
@@ -209,6 +228,7 @@ class Loop:
         self._record({"step": step, "correction": correction.as_dict()})
 
     def _evaluate(self, step: int, progress: Progress) -> None:
+        """Run one evaluation on held-out text, and tell and record its loss."""
         train = self._config.train
         batches = [b for b, _ in zip(self._text.holdout(train.batch), range(train.evaluate_batches), strict=False)]
         if not batches:
@@ -218,13 +238,15 @@ class Loop:
         began = time.perf_counter()
         with self._watchdog.watch(self._session.player):
             loss = self._session.engine.evaluate(batches)
+
+        # Nobody asks for a trace of evaluations, and their events must not count for the next step.
         self._session.player.take_events()
         progress.note(f"step {step}: held-out loss {loss:.4f} ({format_seconds(time.perf_counter() - began)})")
         self._record({"step": step, "heldout_loss": loss})
 
 
 def rate_of(step: int, train: TrainConfig) -> float:
-    """Learning rate of step 1, 2, ... of a run."""
+    """Return the learning rate of a step; the first one is step 1."""
     return learning_rate(
         step,
         peak=train.learning_rate,
@@ -235,26 +257,19 @@ def rate_of(step: int, train: TrainConfig) -> float:
     )
 
 
-def nvme_path(store: TieredStore) -> str:
-    """How bytes really go to and from NVMe."""
-    access = {None: "no NVMe tier", True: "NVMe by O_DIRECT", False: "NVMe by buffered access (O_DIRECT was refused)"}
-    return access[store.is_direct] + (f", to the GPU by {store.gpu_path}" if store.gpu_path is not None else "")
-
-
 def _describe_speculation(console: Console, speculation: Speculation) -> None:
     kept = speculation.outcomes["kept"]
     void = speculation.outcomes["void"]
-    console.print(
+    say(
+        console,
         f"updates in the backward: kept in {kept} steps, void in {void} that clipped or were left out, which moved "
         f"{mib(speculation.void_bytes)} in vain",
-        highlight=False,
-        soft_wrap=True,
     )
 
 
-def _tier_uses(session: Session) -> Iterator[tuple[str, int, int]]:
+def _tier_uses(session: Session) -> Iterator[TierUse]:
+    """Yield how full each tier of the run is."""
     for tier in Tier:
         usage = session.store.usage(tier)
-        budget = usage.pop("budget")
-        if budget:
-            yield str(tier), sum(usage.values()), budget
+        if budget := usage.pop("budget"):
+            yield TierUse(str(tier), sum(usage.values()), budget)

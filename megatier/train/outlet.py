@@ -60,3 +60,8 @@ def run_console() -> Console:
         return Console(file=cast(TextIO, Outlet(sys.stdout)))
     except (OSError, ValueError, AttributeError):  # captured by Python code, or closed by the caller: None
         return Console()
+
+
+def say(console: Console, words: str) -> None:
+    """Print a line as it is, however long it is and whatever brackets it has."""
+    console.print(words, markup=False, highlight=False, soft_wrap=True)

@@ -8,22 +8,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatier.checkpoint.checkpoint import checkpoint_bytes, last_checkpoint, prune, remove, step_of
+from megatier.checkpoint.checkpoint import last_checkpoint, prune, remove, step_of
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
-from megatier.checkpoint.pace import SHARE, Pace, about, every_seconds, first_seconds, unmeasured_seconds
-from megatier.checkpoint.room import Room
 from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER
 from megatier.checkpoint.run_state import RunState
 from megatier.checkpoint.savepoint import drop_savepoint, save_savepoint
-from megatier.config.schema import OutputConfig, RunConfig
+from megatier.config.schema import RunConfig
 from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
 from megatier.errors import CapacityError, MegatierError, TransferError, mib
-from megatier.planner.plan import checkpoint_seconds, pause_seconds
 from megatier.report.metrics import format_seconds
-from megatier.schedule.forecast import Forecast
 from megatier.session.session import Session
-from megatier.tier import Tier
+from megatier.train.save_plan import SavePlan
 from megatier.train.watchdog import Watchdog
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -40,9 +36,7 @@ class Saves:
         session: Session,
         text: PackedText | TextStream,
         origin: Mapping[str, str],
-        room: Room,
-        num_kept: int,
-        pace: Pace | None,
+        plan: SavePlan,
         watchdog: Watchdog,
         record: Record,
     ) -> None:
@@ -53,9 +47,7 @@ class Saves:
             session: filled.
             text: what it trains on; its position is saved.
             origin: of its model and tokenizer (`origin_of`), which is saved along.
-            room: of the run's directory.
-            num_kept: checkpoints that are kept, at least 1.
-            pace: says when one is due, where the config does not.
+            plan: says how many checkpoints are kept, and when one is due if the config does not.
             watchdog: watches what is waited for.
             record: keeps the figures of what was saved.
         """
@@ -65,9 +57,9 @@ class Saves:
         self._watchdog = watchdog
         self._record = record
         self._origin = origin
-        self._room = room
-        self._num_kept = num_kept
-        self._pace = pace
+        self._room = plan.room
+        self._pace = plan.pace()
+        self._num_kept = plan.num_kept or config.output.keep_checkpoints
         self._device = session.engine.options.device
         directory = Path(config.output.directory)
         self._folder = directory / CHECKPOINT_FOLDER
@@ -249,49 +241,6 @@ class Saves:
 
     def _state(self, step: int) -> dict[str, Any]:
         return RunState.of(step, self._config, self._device, self._text.state, self._origin).to_dict()
-
-
-def expected_cost(session: Session, expected: Forecast | None) -> float:
-    """Seconds that a checkpoint is expected to hold training up, before one was written.
-
-    Args:
-        session: of the run.
-        expected: the planned step, where the machine was measured.
-    """
-    num_bytes = checkpoint_bytes(session.units)
-    spilled = session.placement.state_bytes.get(Tier.NVME, 0)
-    drives = () if session.rates is None else session.rates.drives
-    written_s = checkpoint_seconds(num_bytes, spilled, drives)
-    if written_s is None:
-        return unmeasured_seconds(num_bytes + spilled)
-    return written_s if expected is None else pause_seconds(written_s, expected)
-
-
-def promise(output: OutputConfig, room: Room, num_kept: int, cost_s: float) -> str:
-    """What the clock will do for a run, as a line.
-
-    Args:
-        output: with checkpoints by time.
-        room: of the run's directory.
-        num_kept: checkpoints that the drive takes.
-        cost_s: of one, as expected.
-    """
-    if not num_kept:
-        beside = " beside the export" if output.export else ""
-        needed = mib(room.needed_bytes(1))
-        free = mib(room.free_bytes)
-        return (
-            f"no checkpoint is written: {room.directory} has {free} free, and two of them{beside} take {needed}; "
-            "a kill loses what is trained from here on. Name an output.directory with more room"
-        )
-
-    last = "the last one is" if num_kept == 1 else f"the last {num_kept} are"
-    first = about(first_seconds(cost_s))
-    every = about(every_seconds(cost_s))
-    return (
-        f"a checkpoint ({mib(room.checkpoint_bytes)}) is written after about {first}, then every {every} or so, for "
-        f"{SHARE * 100:.0f} % of the run's time at most; {last} kept; output.checkpoint_every: 0 turns that off"
-    )
 
 
 def _is_about_room(error: CapacityError | TransferError) -> bool:

@@ -1,0 +1,113 @@
+"""The plan of what a run saves: how many checkpoints its drive has room for, and what one is expected to cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from megatier.checkpoint.checkpoint import checkpoint_bytes
+from megatier.checkpoint.pace import SHARE, Pace, about, every_seconds, first_seconds, unmeasured_seconds
+from megatier.checkpoint.room import Room
+from megatier.checkpoint.run_directory import SAVEPOINT_FOLDER
+from megatier.checkpoint.savepoint import check_savepoint_room
+from megatier.config.schema import OutputConfig
+from megatier.errors import mib
+from megatier.planner.plan import checkpoint_seconds, pause_seconds
+from megatier.schedule.forecast import Forecast
+from megatier.session.session import Session
+from megatier.tier import Tier
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavePlan:
+    """What a run saves on its way, as planned before its first step."""
+
+    output: OutputConfig
+    room: Room
+    num_kept: int
+    """Number of checkpoints that are kept; 0: none is written, unless the run is stopped or its export fails."""
+    cost_s: float
+    """Seconds that a checkpoint is expected to hold training up."""
+    is_done: bool
+    """Whether all steps are done, so that only the export is left."""
+
+    @classmethod
+    def of(cls, output: OutputConfig, session: Session, expected: Forecast | None, *, is_done: bool) -> Self:
+        """Plan what a run saves.
+
+        Args:
+            output: the run's output.
+            session: the run, planned.
+            expected: the planned step, if the machine was measured.
+            is_done: whether only the export is left to do.
+
+        Raises:
+            CapacityError: the drive has too little room for what the run is told to save, or for the export.
+            UnsupportedModelError: the model cannot be exported.
+        """
+        room = Room.of(output, session)
+        num_kept = _checked_count(output, session, room, is_done=is_done)
+        cost_s = expected_cost(session, expected)
+        return cls(output=output, room=room, num_kept=num_kept, cost_s=cost_s, is_done=is_done)
+
+    def promise(self) -> str | None:
+        """Return what the clock will do, in words; None if the clock decides nothing."""
+        if not self.output.saves_by_time or self.is_done:
+            return None
+        if not self.num_kept:
+            beside = " beside the export" if self.output.export else ""
+            needed = mib(self.room.needed_bytes(1))
+            free = mib(self.room.free_bytes)
+            return (
+                f"No checkpoint is written: {self.room.directory} has {free} free, and two of them{beside} take "
+                f"{needed}. A kill loses everything that is trained from here on. Name an output.directory with more "
+                "room."
+            )
+
+        last = "The last one is" if self.num_kept == 1 else f"The last {self.num_kept} are"
+        first = about(first_seconds(self.cost_s))
+        every = about(every_seconds(self.cost_s))
+        return (
+            f"A checkpoint ({mib(self.room.checkpoint_bytes)}) is written after about {first}, then about every "
+            f"{every}, for {SHARE * 100:.0f} % of the run's time at most. {last} kept. output.checkpoint_every: 0 "
+            "turns this off."
+        )
+
+    def pace(self) -> Pace | None:
+        """Start the clock that says when a checkpoint is due; None if the clock decides nothing."""
+        return Pace(self.cost_s) if self.output.saves_by_time and self.num_kept else None
+
+
+def expected_cost(session: Session, expected: Forecast | None) -> float:
+    """Return the seconds that a checkpoint is expected to hold training up, before one was written.
+
+    Args:
+        session: the run, planned.
+        expected: the planned step, if the machine was measured.
+    """
+    num_bytes = checkpoint_bytes(session.units)
+    spilled = session.placement.state_bytes.get(Tier.NVME, 0)
+    drives = () if session.rates is None else session.rates.drives
+    written_s = checkpoint_seconds(num_bytes, spilled, drives)
+    if written_s is None:
+        return unmeasured_seconds(num_bytes + spilled)
+    return written_s if expected is None else pause_seconds(written_s, expected)
+
+
+def _checked_count(output: OutputConfig, session: Session, room: Room, *, is_done: bool) -> int:
+    """Return how many checkpoints are kept, after a check that the drive has room for what the run is told to save."""
+    if is_done:
+        room.check(0)
+        return output.keep_checkpoints
+
+    # By time there are as many as the drive takes. There are none if it has no room for two of them, because the new
+    # one has to be whole before the old one goes.
+    num_kept = output.keep_checkpoints if output.checkpoint_every != 0 else 0
+    if output.checkpoint_every == "auto":
+        num_kept = room.num_that_fit(num_kept) if output.saves_by_time else 0
+
+    room.check(num_kept)
+    if output.savepoint_every:
+        check_savepoint_room(session, Path(output.directory) / SAVEPOINT_FOLDER)
+    return num_kept

@@ -1,0 +1,162 @@
+"""The point from which a run trains on: its last savepoint, its last checkpoint, or its beginning.
+
+A run that is resumed is compared with the one that was saved. Another numeric choice, text, model or tokenizer would
+change its numbers without a word, so each of them is refused by name unless the user accepts it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from rich.console import Console
+
+from megatier.checkpoint.checkpoint import UNBOUND, is_bound, last_checkpoint, read_state, restore
+from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, METRICS_FILE, MODEL_FOLDER, NUMBERS_FILE
+from megatier.checkpoint.run_state import RunState, check_numbers, noted_origin
+from megatier.checkpoint.savepoint import Savepoint
+from megatier.config.schema import RunConfig
+from megatier.errors import ConfigError
+from megatier.report.history import read_what_there_is
+from megatier.report.metrics import format_seconds
+from megatier.session.machine import choose_device
+from megatier.session.session import Session
+from megatier.session.skeleton import WeightReader
+from megatier.train.origin import UNKNOWN, Origin, check_origin, differences
+from megatier.train.outlet import say
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """The point from which a run trains on."""
+
+    directory: Path
+    """The run directory."""
+    checkpoint: Path | None
+    """The last checkpoint, if the run has one."""
+    savepoint: Savepoint | None
+    """The savepoint, if the run has one that is newer than the last checkpoint."""
+    state: RunState | None
+    """The state of whichever is newer; None: the run begins."""
+    accepts_changes: bool
+    """Whether the user accepts that the run's numbers change from here on."""
+
+    @classmethod
+    def of(cls, directory: Path, *, accepts_changes: bool) -> Self:
+        """Find the point from which the run in a directory trains on.
+
+        Raises:
+            CheckpointError, SavepointError: what was saved last is damaged.
+        """
+        checkpoint = last_checkpoint(directory / CHECKPOINT_FOLDER)
+        savepoint = Savepoint.last(directory)
+        state = None
+        if savepoint is not None:
+            state = savepoint.state
+        elif checkpoint is not None:
+            state = RunState.read(read_state(checkpoint))
+        return cls(
+            directory=directory,
+            checkpoint=checkpoint,
+            savepoint=savepoint,
+            state=state,
+            accepts_changes=accepts_changes,
+        )
+
+    @property
+    def step(self) -> int:
+        """The last step that was saved; 0 if the run begins."""
+        return 0 if self.state is None else self.state.step
+
+    def check_resumes(self, config: RunConfig, console: Console) -> None:
+        """Refuse a run that is over, and say if it begins again because it has saved nothing.
+
+        Raises:
+            ConfigError: the trained model is there already.
+        """
+        if config.output.export and (self.directory / MODEL_FOLDER).exists():
+            remedy = (
+                "To train on, move that folder away, raise train.steps, and add --accept-changes, since the learning "
+                "rate depends on it."
+            )
+            if self.state is None:
+                remedy = "It has no checkpoint to go on from: train its model in another run, with model.path."
+            raise ConfigError(f"{self.directory} holds a whole run: {MODEL_FOLDER} is there. {remedy}")
+
+        if self.state is None:
+            say(console, "There is no checkpoint yet, so the run begins again.")
+
+    def check_config(self, config: RunConfig) -> list[str]:
+        """Return the changes of numeric choices, libraries and devices since the run began or was saved.
+
+        Raises:
+            ConfigError: there are some that the user has not accepted, or no step is left to do.
+        """
+        if self.state is None:
+            return check_numbers(self.directory / NUMBERS_FILE, config, accepts_changes=self.accepts_changes)
+
+        changes = self.state.changes(config, choose_device(config.tiers))
+        if changes and not self.accepts_changes:
+            self.state.check(changes, self._accepted_before)
+
+        # A run whose steps are done may still have its export to do.
+        steps = config.train.steps
+        if self.step > steps or (self.step == steps and not config.output.export):
+            raise ConfigError(
+                f"{self.directory} goes on from step {self.step}, and train.steps is {steps}: nothing is left to do. "
+                "Raise train.steps to train on, with --accept-changes, since the learning rate depends on it."
+            )
+        return changes
+
+    def check_origin(self, now: Origin, config: RunConfig, console: Console) -> list[str]:
+        """Return the changes of the model's and the tokenizer's files since the run began or was saved.
+
+        Raises:
+            ConfigError: there are some that the user has not accepted.
+        """
+        before = noted_origin(self.directory / NUMBERS_FILE) if self.state is None else self.state.origin
+        if not before:
+            what = self.directory if self.state is None else f"step {self.step} of {self.directory}"
+            say(console, UNKNOWN.format(what))
+
+        changes = differences(before, now)
+        accepted: Sequence[str] | set[str] = changes if self.accepts_changes else self._accepted_before
+        check_origin(changes, config, accepted, ", or add --accept-changes to go on with these")
+        return changes
+
+    @property
+    def _accepted_before(self) -> set[str]:
+        """Changes that the user accepted before, after the same step.
+
+        The process that was told so may have been killed before its first checkpoint. They need no second acceptance.
+        """
+        openings = read_what_there_is(self.directory / METRICS_FILE).openings
+        return {change for opening in openings if opening.step == self.step for change in opening.changes}
+
+    def fill(self, session: Session, reader: WeightReader, console: Console) -> None:
+        """Fill the whole state of a session, and say from where and how long it took.
+
+        Args:
+            session: sealed.
+            reader: gives the first weights of a run that begins.
+            console: what a person sees.
+
+        Raises:
+            CheckpointError, SavepointError, TransferError: what was saved is damaged, or a drive failed.
+        """
+        began = time.perf_counter()
+        if self.savepoint is not None:
+            self.savepoint.restore(session)
+            what = f"savepoint {self.savepoint.path.name}: weights and moments"
+        elif self.checkpoint is not None:
+            if not is_bound(self.checkpoint):
+                say(console, UNBOUND.format(self.checkpoint.name))
+            restore(session, self.checkpoint)
+            what = f"{self.checkpoint.name}: weights and moments"
+        else:
+            session.load(reader)
+            what = "weights"
+        say(console, f"{what} in place ({format_seconds(time.perf_counter() - began)})")
