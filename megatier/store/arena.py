@@ -1,10 +1,11 @@
-"""Arenas: the preallocated region of a memory tier, and the equal slots cut from it.
+"""Arenas: the preallocated memory of a tier, and the equal slots that are cut from it.
 
-Where it stands: an arena holds the home copies of a tier's blocks and the slots through which other blocks pass. It is
-allocated once, exactly as large as planned, populated, page-locked where a CUDA device reads it, and never grown.
+An arena holds the home copies of a tier's blocks, and the slots through which other blocks pass. It is allocated once,
+as large as planned, with every page touched. It is page-locked if a CUDA device reads it, and it never grows.
 
-Why our own mapping: torch's pinned allocator rounds to powers of two, and ordinary allocations get no huge pages,
-which halves O_DIRECT speed (a request has at most 254 segments).
+Why it makes a mapping of its own: torch's pinned allocator rounds sizes up to powers of two. Ordinary allocations get
+no huge pages, and then a request is cut into more than the 254 segments that the kernel takes at once, which halves the
+speed of O_DIRECT.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatier.tier import PAGE_BYTES, round_up
 
 HUGE_PAGE_BYTES = 2 << 20
 POPULATE_BYTES = 256 << 20
-"""Bytes that one thread touches at a time."""
+"""The bytes that one thread touches at a time."""
 
 
 _MAPPINGS: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
@@ -35,7 +36,11 @@ _MAPPINGS: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 def _keep_mappings() -> None:
-    """In a forked child nothing lies there, or something of its own: these objects must never unmap it."""
+    """Keep the mapping objects of a forked child alive for ever.
+
+    The child has no memory at their addresses, or has mapped other memory there since, which they would unmap as they
+    go.
+    """
     for mapping in _MAPPINGS:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
 
@@ -46,37 +51,37 @@ os.register_at_fork(after_in_child=_keep_mappings)
 class Arena:
     """A contiguous region of bytes on one device.
 
-    Attributes:
-        num_bytes: its size, in whole pages.
-        address: where it begins in memory.
-        bytes: uint8 [num_bytes], 2 MiB aligned on the CPU; every other view of the arena is a slice of it.
-        pinned: page-locked for a CUDA device, so that copies to and from it run asynchronously.
+    `bytes` is all of it, as uint8 [num_bytes], 2 MiB aligned on the CPU. Every other view of the arena is a slice of
+    that.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, *, pin: bool = False) -> None:
-        """Allocate and touch every page; huge pages are advised, not required.
+        """Allocate the memory and touch every page. The kernel is asked for huge pages, and may give others.
 
         Args:
-            num_bytes: exact size; rounded up to a page.
+            num_bytes: the size, which is rounded up to a page.
             device: "cuda" takes device memory in one allocation, "cpu" a private anonymous mapping.
-            pin: register a CPU arena with the CUDA driver.
+            pin: page-lock an arena on the CPU for the CUDA driver.
 
         Raises:
             CapacityError: the operating system or the driver refused the memory.
         """
         self.num_bytes = round_up(max(num_bytes, PAGE_BYTES))
+        """The size, in whole pages."""
         self.pinned = False
+        """Whether the memory is page-locked, so that copies from and to a CUDA device run asynchronously."""
         try:
             self.bytes = self._device_bytes(device) if device.type == "cuda" else self._mapped_bytes()
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             tier = "gpu" if device.type == "cuda" else "ram"
             raise CapacityError(tier, self.num_bytes, 0, f"The system refused the memory ({error}).") from error
         self.address = self.bytes.data_ptr()
+        """The address of its first byte."""
         if pin:
             self._pin()
 
     def _pin(self) -> None:
-        """Page-lock it."""
+        """Page-lock the memory."""
         cudart = torch.cuda.cudart()
         code = cudart.cudaHostRegister(self.address, self.num_bytes, 0)
         if code != cudart.cudaError.success:
@@ -86,27 +91,28 @@ class Arena:
 
     def _device_bytes(self, device: torch.device) -> torch.Tensor:
         filled = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
-        torch.cuda.synchronize(device)  # lanes copy on streams of their own, which do not wait for the one that fills
+        torch.cuda.synchronize(device)  # the lanes copy on other streams, which do not wait for the one that fills
         return filled
 
     def _mapped_bytes(self) -> torch.Tensor:
-        """A mapping of zeros, each page of which was touched."""
-        # Private and anonymous: Python's default shared mapping gets no huge pages.
+        """Return a mapping of zeros, each page of which was touched."""
+        # It is private, since the shared mapping that Python makes by default gets no huge pages.
         mapping = mmap.mmap(-1, self.num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(mmap.MADV_HUGEPAGE)
 
         # A forked child (a worker of a DataLoader) does not get it. Else the fork would mark every page, and whichever
-        # process writes first would get a copy: the driver's pages would no longer be those that the tensors show.
+        # process writes first would get a copy of it. Then the driver would use other pages than the tensors show.
         mapping.madvise(mmap.MADV_DONTFORK)
         _MAPPINGS.add(mapping)
 
-        # np.frombuffer holds the buffer export: the mapping outlives every view (torch.frombuffer would not hold it).
+        # np.frombuffer holds the mapping, so that it outlives every view. torch.frombuffer would not hold it.
         whole = np.frombuffer(mapping, dtype=np.uint8)
         skip = -whole.ctypes.data % HUGE_PAGE_BYTES
-        # Cut before torch sees it: torch asks the start of the storage whether a tensor is pinned.
+
+        # It is cut before torch sees it, since torch asks the start of the storage whether a tensor is pinned.
         used = torch.from_numpy(whole[skip : skip + self.num_bytes])
 
-        # Cold memory of a virtual machine arrives at 0.5 GB/s a thread, so several touch it.
+        # A thread touches cold memory of a virtual machine at 0.5 GB/s, so several threads do it.
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
             for start in range(0, self.num_bytes, POPULATE_BYTES):
                 size = min(POPULATE_BYTES, self.num_bytes - start)
@@ -114,11 +120,11 @@ class Arena:
         return used
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes] at a byte offset."""
+        """Return uint8 [num_bytes] at a byte offset."""
         return self.bytes[offset : offset + num_bytes]
 
     def close(self) -> None:
-        """Unlock the pages. The memory itself goes when the last view is dropped."""
+        """Unlock the pages. The memory itself is freed when the last view of it is dropped."""
         if self.pinned:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.address))
             self.pinned = False
@@ -126,53 +132,48 @@ class Arena:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Slot:
-    """A reusable piece of an arena.
-
-    Attributes:
-        offset: where it begins in the arena.
-        num_bytes: its size.
-        pool: the pool that it goes back to.
-        pending: moves that still read or write it; whoever fills it next comes behind them.
-    """
+    """A reusable piece of an arena."""
 
     offset: int
+    """The offset of its first byte in the arena."""
     num_bytes: int
+    """Its size."""
     pool: SlotPool
+    """The pool that it goes back to."""
     pending: list[Transfer] = field(default_factory=list)
+    """Moves of its last user that may still read or write it. The next move into it waits for them."""
 
 
 class SlotPool:
-    """Equal slots in the order in which they were given back.
+    """Equal slots, in the order in which they were given back.
 
-    The next one that is taken is the one free for longest: the moves that it still waits for have most likely ended.
-
-    Attributes:
-        slot_bytes: size of each slot, in whole pages.
-        num_slots: how many slots there are, free or not.
+    The slot that was free for longest is taken next, since the moves in its `pending` have most likely ended.
     """
 
     def __init__(self, offset: int, slot_bytes: int, num_slots: int) -> None:
         """Cut num_slots pieces of slot_bytes, page aligned, from `offset` on."""
         self.slot_bytes = round_up(slot_bytes)
+        """The size of each slot, in whole pages."""
         self.num_slots = num_slots
+        """The number of slots, free or not."""
         self._offset = offset
         self.take_back()
 
     def take_back(self) -> None:
-        """Make all slots free, whoever had them. Nothing moves in them any more."""
+        """Make all slots free, whoever has them. Nothing may move in them any more."""
         offsets = (self._offset + number * self.slot_bytes for number in range(self.num_slots))
         self._free = deque(Slot(offset=offset, num_bytes=self.slot_bytes, pool=self) for offset in offsets)
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody occupies."""
+        """The number of slots that no copy has."""
         return len(self._free)
 
     def take(self) -> Slot | None:
-        """The slot free for longest, or None."""
+        """Return the slot that was free for longest, or None."""
         return self._free.popleft() if self._free else None
 
     def give(self, slot: Slot, pending: list[Transfer]) -> None:
-        """Take a slot back; `pending` must end before its bytes may change."""
+        """Take a slot back. Its bytes may change only after the moves in `pending` have ended."""
         slot.pending = pending
         self._free.append(slot)

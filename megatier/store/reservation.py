@@ -1,7 +1,7 @@
-"""Reservations: the bytes of gpu and ram that are set aside before anything is allocated, and the arenas they become.
+"""Reservations: bytes of gpu and ram that are set aside before anything is allocated, and the arenas that they become.
 
-Homes come first in a tier's arena, the slots of each kind of block after them. Everything is counted against the
-tier's budget when it is asked for, and allocated once. The store's lock is held in every call.
+In a tier's arena the homes come first, and then the slots of each kind of block. Everything is counted against the
+tier's budget when it is asked for, and allocated once. Every method is called with the store's lock held.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 
 
 class Reservation:
-    """Budgets, homes, slots and arenas of one store."""
+    """The budgets, homes, slots and arenas of one store."""
 
     def __init__(self, budgets: Mapping[Tier, int]) -> None:
         """Take budgets in bytes per tier. Bytes on NVMe are only counted here; `BlockFiles` reserves them."""
         self._budgets = dict(budgets)
         self._homes: Counter[tuple[Tier, Kind]] = Counter()
-        """Bytes at home."""
+        """The bytes at home in each tier, by kind."""
         self._wanted: dict[tuple[Tier, Kind | None], tuple[int, int]] = {}
-        """Size and number of slots."""
+        """The size and the number of the slots that were asked for."""
         self._pools: dict[tuple[Tier, Kind | None], SlotPool] = {}
         self._arenas: dict[Tier, Arena] = {}
 
     def home(self, spec: BlockSpec, tier: Tier) -> int:
-        """Set a block's home aside; returns its offset in the tier's arena.
+        """Set the home of a block aside; return its offset in the tier's arena.
 
         Raises:
             CapacityError: the budget is used up.
@@ -41,7 +41,7 @@ class Reservation:
         return offset
 
     def slots(self, tier: Tier, kind: Kind | None, slot_bytes: int, num_slots: int) -> None:
-        """Set slots aside; kind None serves all kinds without slots of their own.
+        """Set slots aside. Those of kind None serve all kinds that have no slots of their own.
 
         Raises:
             CapacityError: the budget is used up.
@@ -56,7 +56,7 @@ class Reservation:
         if not passing or not room or any(t is tier for t, _ in self._wanted):
             return
 
-        # The largest that fits: a block that is larger still passes in spans.
+        # The slots are as large as the largest block that fits. A block that is larger passes in spans.
         size = max((size for size in map(round_up, passing) if size <= room), default=room)
         self._wanted[tier, None] = (size, min(len(passing), room // size))
 
@@ -79,10 +79,10 @@ class Reservation:
                 self._arenas[tier] = Arena(size, where, pin=pin)
 
     def pool(self, tier: Tier, spec: BlockSpec, num_bytes: int) -> SlotPool:
-        """The slots through which a block's bytes pass: those of its kind, else those of all other kinds.
+        """Return the slots through which a block's bytes pass: those of its kind, or else those of all other kinds.
 
         Raises:
-            CapacityError: there are none, or they are smaller than num_bytes.
+            CapacityError: there are no such slots, or they are smaller than num_bytes.
         """
         pool = self._pools.get((tier, spec.kind)) or self._pools.get((tier, None))
         had = pool.slot_bytes if pool is not None and pool.num_slots else 0
@@ -94,24 +94,24 @@ class Reservation:
         return pool
 
     def take_back(self) -> None:
-        """Make all slots free, whoever had them. Nothing moves in them any more."""
+        """Make all slots free, whoever has them. Nothing may move in them any more."""
         for pool in self._pools.values():
             pool.take_back()
 
     def slot_bytes(self, tier: Tier, spec: BlockSpec) -> int:
-        """Give the size of the slots through which a block's bytes pass.
+        """Return the size of the slots through which a block's bytes pass.
 
         Raises:
-            CapacityError: there are none.
+            CapacityError: there are no such slots.
         """
         return self.pool(tier, spec, 1).slot_bytes
 
     def view(self, tier: Tier, offset: int, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes] of a tier's arena."""
+        """Return uint8 [num_bytes] at an offset in a tier's arena."""
         return self._arenas[tier].view(offset, num_bytes)
 
     def usage(self, tier: Tier) -> dict[str, int]:
-        """Bytes by kind at home in the tier, `slots`, and `budget`."""
+        """Return the bytes at home in a tier by kind, those of its `slots`, and its `budget`."""
         kinds = {str(kind): size for (t, kind), size in self._homes.items() if t is tier}
         return kinds | {"slots": self._slot_bytes(tier), "budget": self._budgets[tier]}
 

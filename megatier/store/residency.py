@@ -28,7 +28,7 @@ valid           | fills[span]: None, or a transfer  | The bytes may be read, cha
                 | that ended well                   | `mark_dirty` makes them dirty.
 dirty           | unwritten[span]: None             | The bytes are in no other place, so `Copies.evict` refuses the
                 |                                   | copy (DirtyBlockError) unless the block has no home, and else
-                |                                   | only `Copies.discard` drops it. `WriteBacks.send_home` starts
+                |                                   | only `Copies.discard` drops it. `WriteBacks.begin` starts
                 |                                   | the transfer by which it is being written.
 being written   | unwritten[span]: a transfer that  | The bytes may be read and leased. If they change, they are dirty
                 | has not ended                     | again, and the transfer goes on as one of the `users`. `settle`

@@ -1,9 +1,9 @@
 """The tiered store: named blocks of bytes over GPU memory, pinned RAM and NVMe.
 
-A block has a home tier, where it always lies, and may have copies in faster tiers, whole or in spans. Whoever reads or
-writes bytes holds a lease; nothing leased is evicted. Each kind of move has a queue of its own (`lanes.QUEUES`).
-Bytes from NVMe are checked, and a move that fails leaves the block where it was, whole. All memory is allocated when
-the first block is used (`seal`), never later.
+A block always lies in its home tier, and may have copies in faster tiers, whole or in spans. Whoever reads or writes
+bytes holds a lease of them, and nothing that is leased is evicted. Each kind of move has a queue of its own
+(`lanes.QUEUES`). Bytes from NVMe are verified, and a move that fails leaves the block whole where it was. All memory is
+allocated when the first block is used (`seal`), and never later.
 
     with TieredStore.open(ram="64GiB", nvme=["/mnt/a:500GiB"]) as store:
         store.register(BlockSpec("layer0", num_bytes, home=Tier.NVME))
@@ -12,11 +12,15 @@ the first block is used (`seal`), never later.
         store.mark_dirty("layer0", Tier.RAM)
         store.write_back("layer0", Tier.RAM).wait()
 
-Spans of a block at home on NVMe start on chunk boundaries (`IoOptions.chunk_bytes`) and end there or with the block.
+Spans of a block at home on NVMe start on chunk boundaries (`IoOptions.chunk_bytes`), and end there or with the block.
 
-Threads: every method may be called from any thread; the bytes under a lease are the caller's to order. One lock guards
-all bookkeeping. Whoever waits for a slot or a move lets go of it, and the workers of the store's own queues never take
-it: so its holder waits for nobody who may want it, and moves end meanwhile.
+This file is the face of the store. Below it, `blocks` knows the blocks, `copies` says which copy has which slot,
+`fills` and `write_backs` start moves up and home, `lease` counts leases, and `outside` moves bytes to and from other
+memory.
+
+Threads: every method may be called from any thread. Who touches the bytes under a lease, and in which order, is up to
+the callers. One lock guards all bookkeeping. A thread that waits for a slot or a move lets go of it first, and the
+workers of the store's queues never take it. So a thread that holds it waits for nobody who may want it.
 """
 
 from __future__ import annotations
@@ -39,34 +43,27 @@ from megatier.store.lanes import Lanes
 from megatier.store.lease import Lease, Leases
 from megatier.store.outside import Outside
 from megatier.store.reservation import Reservation
-from megatier.store.residency import Span, overlap
+from megatier.store.residency import Span
 from megatier.store.transfer import Transfer
 from megatier.store.write_backs import WriteBacks
 from megatier.tier import BlockSpec, Kind, Tier
 
 
 class TieredStore:
-    """Blocks of bytes over three tiers; see the module's head.
-
-    Attributes:
-        device: device of the gpu tier.
-        files: the block files on NVMe; None without mounts.
-        extents: the place of each block that is at home on NVMe, by its key.
-        tear: whether something broke off a change of the copies. Regions of it are inside the lock, so that a tear
-            shows before the lock is let go.
-        clock: maps device times to the host's; None without a CUDA device.
-        queues: every queue between tiers.
-    """
+    """Blocks of bytes over three tiers. The head of this file describes it."""
 
     def __init__(self, budgets: dict[Tier, int], files: BlockFiles | None, device: torch.device) -> None:
-        """Use `open` instead; this takes bytes per tier, the NVMe back end, and the device of the gpu tier."""
+        """Take bytes per tier, the files on NVMe, and the device of the gpu tier. `open` is easier to call."""
         self.device = device
+        """The device of the gpu tier."""
         self.files = files
+        """The block files on NVMe; None without mounts."""
         self._reader = GpuReader(files, device) if files is not None and files.options.gpu_direct else None
         self._reservation = Reservation(budgets)
         self._lanes = Lanes(device)
         self._blocks = Blocks(self._reservation, files)
         self.extents = self._blocks.extents
+        """The place of each block that is at home on NVMe, by its key."""
         self._copies = Copies(self._reservation, self._lanes)
         self._fills = Fills(self._copies, self._reservation, self._lanes, files, self._reader)
         self._write_backs = WriteBacks(self._copies, self._lanes, files)
@@ -74,9 +71,13 @@ class TieredStore:
         self._leases = Leases(self._blocks, self._copies, self._fills, self._lanes)
         self._lock = self._copies.lock
         self.tear = self._copies.tear
+        """Tells whether something broke off a change of the copies. Its regions lie inside the lock, except that of
+        `lease`, which goes on after it. So a tear shows before the lock is let go."""
         self._is_sealed = False
         self.clock = self._lanes.clock
+        """Maps device times to the host's; None without a CUDA device."""
         self.queues = tuple(self._lanes.queues.values())
+        """Every queue between tiers."""
 
     @classmethod
     def open(
@@ -92,11 +93,11 @@ class TieredStore:
         """Open a store with byte budgets.
 
         Args:
-            gpu: bytes of the gpu tier, such as "40GiB"; on device "cpu" a separate arena in RAM stands for it.
-            ram: bytes of the ram tier, slots included.
-            nvme: mounts as DIRECTORY or DIRECTORY:SIZE; a list, or comma-separated.
-            device: device of the gpu tier.
-            run_id: names the directory on each mount; random if not given.
+            gpu: bytes of the gpu tier, such as "40GiB". On device "cpu" an arena of its own in RAM stands for it.
+            ram: bytes of the ram tier, with its slots.
+            nvme: mounts as DIRECTORY or DIRECTORY:SIZE, in a list or separated by commas.
+            device: the device of the gpu tier.
+            run_id: names the directory on each mount. It is random if not given.
             options: how block files are accessed.
 
         Raises:
@@ -122,7 +123,7 @@ class TieredStore:
     # ------------------------------------------------------------------ before use
 
     def register(self, spec: BlockSpec) -> None:
-        """Add a block; its home bytes are counted now and allocated by `seal`. A new block holds zeros.
+        """Add a block. Its home is counted now and allocated by `seal`. A new block holds zeros.
 
         Raises:
             CapacityError: the home tier's budget is used up.
@@ -135,7 +136,7 @@ class TieredStore:
             self._blocks.add(spec)
 
     def reserve(self, tier: Tier, kind: Kind | None, slot_bytes: int, num_slots: int) -> None:
-        """Set slots aside in gpu or ram for copies of one kind of block (None: all kinds without slots of their own).
+        """Set slots aside in gpu or ram for copies of one kind of block; None: of all kinds without slots of their own.
 
         Raises:
             CapacityError: the tier's budget is used up.
@@ -145,20 +146,22 @@ class TieredStore:
             self._reservation.slots(tier, kind, slot_bytes, num_slots)
 
     def seal(self) -> None:
-        """Allocate everything: block files, arenas, slots. Called by the first use of a block.
+        """Allocate everything: block files, arenas, slots. The first use of a block calls this.
 
-        If no slots were reserved in a tier, its remaining budget becomes slots for the largest block that passes.
+        If no slots were reserved in a tier, the rest of its budget becomes slots for the largest block that passes.
 
         Raises:
-            CapacityError: the system has less memory or disk than the budgets say.
-            TransferError: a disk failed while its file was filled.
+            CapacityError: the system has less memory or less room on a drive than the budgets say.
+            TransferError: a drive failed while its file was filled.
         """
         with self._lock:
             if self._is_sealed:
                 return
             self._is_sealed = True
+
+            # The files come first, since allocating them is quick and shows a drive that is too small.
             if self.files is not None:
-                self.files.allocate()  # first, because it is quick and shows a disk that is too small
+                self.files.allocate()
 
             for tier in (Tier.GPU, Tier.RAM):
                 specs = [block.spec for block in self._blocks.by_key.values()]
@@ -174,18 +177,19 @@ class TieredStore:
     # ------------------------------------------------------------------ use
 
     def prefetch(self, key: str, tier: Tier, span: Span | None = None, *, wait: bool = False) -> list[Transfer]:
-        """Start bringing a block, or bytes [start, stop) of it, to a tier. A hint; bytes there are not moved again.
+        """Start bringing a block, or bytes [start, stop) of it, to a tier. Bytes that are there are not moved again.
 
-        From NVMe to the GPU they pass through RAM slots, span by span (with `IoOptions.gpu_direct`, past RAM).
+        This is a hint: nobody holds the bytes until they are leased. From NVMe to the GPU they pass through slots in
+        RAM, span by span; with `IoOptions.gpu_direct` they go past RAM.
 
         Args:
             key: a registered block.
             tier: gpu or ram.
-            span: byte range; the whole block if not given.
+            span: a range of bytes; the whole block if not given.
             wait: block until there are slots, instead of raising.
 
         Returns:
-            The transfers after which the bytes are there; empty when they are.
+            The transfers after which the bytes are there; none if they are there.
 
         Raises:
             CapacityError: every slot of the tier is leased, dirty or being written.
@@ -202,25 +206,25 @@ class TieredStore:
     def lease(
         self, key: str, tier: Tier, span: Span | None = None, *, fresh: bool = False, wait: bool = False
     ) -> Lease:
-        """Give the right to use a block, or bytes [start, stop) of it, in a tier; brings it there first.
+        """Bring a block, or bytes [start, stop) of it, to a tier, and give the right to use them there.
 
         Args:
             key: a registered block.
             tier: gpu or ram.
-            span: byte range; the whole block if not given.
+            span: a range of bytes; the whole block if not given.
             fresh: the caller overwrites every byte, so nothing is read.
             wait: block until there are slots, instead of raising.
 
         Raises:
             CapacityError: every slot of the tier is leased, dirty or being written.
             DirtyBlockError: the gpu has newer bytes; write them back first.
-            TransferError, IntegrityError: the bytes could not be brought; they are whole where they were.
+            TransferError, IntegrityError: the bytes could not be brought. They are whole where they were.
         """
         self.seal()
         return self._leases.take(key, tier, span, fresh=fresh, wait=wait)
 
     def mark_dirty(self, key: str, tier: Tier, span: Span | None = None) -> None:
-        """Say that the bytes under a lease were changed. Copies of them in other tiers are stale, and are dropped.
+        """Note that the bytes under a lease were changed. Copies of them in other tiers are stale, and are dropped.
 
         Raises:
             BlockNotFoundError: the bytes are not there.
@@ -230,15 +234,17 @@ class TieredStore:
             block, span = self._blocks.span(key, span)
             copy = block.find(tier, span)
             self._copies.drop_stale([c for c in block.copies if c.tier is not tier and c.slot is not None], span)
-            # At home nothing is dirty. A scratch block has no home; from the gpu it goes to ram, and no further.
+
+            # Bytes at home are never dirty. A scratch block has no home: its bytes on the gpu may go to ram, but those
+            # in ram go nowhere.
             if block.spec.home is not tier and (block.spec.home is not None or tier is Tier.GPU):
                 copy.dirty(span)
 
     def write_back(self, key: str, tier: Tier, span: Span | None = None, *, wait: bool = False) -> Transfer | None:
-        """Start copying a span with dirty bytes one step towards home; None when none of its bytes are dirty.
+        """Start moving a span with dirty bytes one step towards home; returns None if none of its bytes are dirty.
 
-        From the gpu, bytes at home on NVMe go to a slot in ram, which is dirty then; a scratch block goes there too.
-        When the move fails, the copy stays, dirty; write it back again once the cause is gone.
+        From the gpu, bytes at home on NVMe go to a slot in ram, where they are dirty then. A scratch block goes there
+        too. If the move fails, the copy stays and is dirty. Write it back again once the cause is gone.
 
         Raises:
             BlockNotFoundError: the bytes are not there.
@@ -246,27 +252,18 @@ class TieredStore:
         """
         with self._lock, self.tear.call:
             block, span = self._blocks.span(key, span)
-            copy = block.find(tier, span)
-
-            copy.settle()
-            unwritten = [t for other, t in copy.unwritten.items() if overlap(span, other)]
-            if not unwritten:
-                return None
-            # The move under way will do: bytes that changed after it began would have a mark of their own.
-            if len(unwritten) == 1 and (under_way := unwritten[0]) is not None and not under_way.done():
-                return under_way
-            return self._write_backs.send_home(copy, span, wait=wait)
+            return self._write_backs.begin(block.find(tier, span), span, wait=wait)
 
     def evict(self, key: str, tier: Tier, span: Span | None = None) -> None:
-        """Drop the copy of exactly this span; a no-op when there is none.
+        """Drop the copy of exactly this span, if there is one.
 
-        Nothing waits: the slot is reused once the moves from it have ended, and a copy that is being written to NVMe
-        stays until that went well.
+        Nothing waits: the slot is reused once the moves from it have ended, and a copy from which state is being
+        written stays until that went well.
 
         Raises:
             LeaseHeldError: it is leased.
-            DirtyBlockError: it is dirty and no write-back was started.
-            TransferError: its write-back failed; it is still there, dirty.
+            DirtyBlockError: it is dirty, and no write-back was started.
+            TransferError: its write-back failed. It is still there, and dirty.
             LastCopyError: it is the home copy.
         """
         with self._lock, self.tear.call:
@@ -277,22 +274,24 @@ class TieredStore:
                 self._copies.evict(copy)
 
     def discard(self, key: str, tier: Tier) -> None:
-        """Drop all copies in slots of a tier, dirty or not, since nobody wants their bytes; else as `evict`."""
+        """Drop all copies of a block in slots of a tier, as `evict` does, but dirty ones too."""
         with self._lock, self.tear.call:
             for copy in [copy for copy in self._blocks.find(key).on(tier) if copy.slot is not None]:
                 self._copies.discard(copy)
 
     def wake(self) -> None:
-        """Whoever waits for a slot looks again, and fails where something broke off."""
+        """Let everyone who waits for a slot look again. They fail if something broke off."""
         with self._lock:
             self._copies.wake()
 
     def reset(self) -> None:
-        """Wait for all moves after something broke off; then no block is leased, in a slot or dirty. Overwrite all.
+        """Wait for all moves after something broke off, and forget all leases, slots and dirty bytes.
 
-        Leases from before end without effect. Other threads may wait for slots alone, and fail there.
+        The caller overwrites all blocks after that. Leases from before end without effect. Other threads may be waiting
+        for slots and for nothing else; they fail.
         """
-        # Torn before the wake: whoever waits for a slot fails then, instead of waiting again or taking one.
+        # The state is torn before the wake, so that whoever waits for a slot fails, instead of waiting again or taking
+        # one.
         self.tear.is_torn = True
         self.wake()
         for queue in self.queues:
@@ -305,18 +304,20 @@ class TieredStore:
         self.tear.is_torn = False
 
     def settle(self, key: str) -> None:
-        """Wait for the write-backs of a block; what was written is clean from then on.
+        """Wait for the write-backs of a block. The bytes that they wrote are clean from then on.
 
         Raises:
-            TransferError: one failed; the copy is still there, dirty.
+            TransferError: one failed. The copy is still there, and dirty.
         """
         with self._lock:
             block = self._blocks.find(key)
             write_backs = block.write_backs()
 
-        # Without the lock, as moves may take long. Only the copies say afterwards which bytes are home.
+        # Moves may take long, so this waits without the lock. Bytes may change meanwhile, so the copies are asked anew
+        # which bytes are home.
         for transfer in write_backs:
             transfer.wait()
+
         with self._lock, self.tear.call:
             for copy in list(block.copies):
                 copy.settle()
@@ -337,50 +338,55 @@ class TieredStore:
             return self._outside.pull(key, tensor)
 
     def copy_out(self, key: str, span: Span, target: torch.Tensor) -> Transfer:
-        """Start copying bytes from home, on the gpu or NVMe, into RAM outside of the store; see `Outside.copy_out`."""
+        """Start copying bytes from home, on the gpu or on NVMe, to RAM outside of the store; see `Outside.copy_out`."""
         with self._lock, self.tear.call:
             return self._outside.copy_out(*self._blocks.span(key, span), target)
 
     @property
     def moved_bytes(self) -> Counter[str]:
-        """Bytes submitted per queue since the start; those of `copy_out` are left out."""
+        """The bytes that were submitted to each queue since the start, without those of `copy_out`."""
         return self._lanes.moved_bytes
 
     def take_log(self) -> list[Transfer]:
-        """Transfers submitted since the last call, for a trace; only so many are kept."""
+        """Return the transfers that were submitted since the last call, for a trace; at most `LOG_TRANSFERS_MAX`."""
         with self._lock:
             return self._lanes.take_log()
 
     def residency(self, key: str) -> dict[Tier, tuple[Span, ...]]:
-        """Per tier, the spans of the block that are there now and as new as any."""
+        """Return, per tier, the spans of a block that are there now and as new as any."""
         with self._lock:
             return self._blocks.find(key).residency()
 
     def is_dirty(self, key: str) -> bool:
-        """True if a copy has bytes that home does not have."""
+        """Return whether a copy of a block has bytes that home does not have."""
         with self._lock:
             return self._blocks.find(key).is_dirty()
 
     def usage(self, tier: Tier) -> dict[str, int]:
-        """Bytes by kind at home in the tier, `slots` (reserved for copies), and `budget`."""
+        """Return the bytes at home in a tier by kind, those of its `slots`, and its `budget`."""
         with self._lock:
             return self._reservation.usage(tier)
 
     @property
     def is_direct(self) -> bool | None:
-        """Whether NVMe access is O_DIRECT, known once sealed; None without mounts."""
+        """Whether NVMe is accessed with O_DIRECT, which is known once the store is sealed; None without mounts."""
         return self.files.is_direct if self.files is not None else None
 
     @property
     def gpu_path(self) -> IoPath | None:
-        """How reads from NVMe to the GPU past RAM really went so far, known once sealed; None if there are none."""
+        """How reads from NVMe past RAM really went so far, once the store is sealed; None if there are none."""
         return self._reader.path() if self._reader is not None else None
 
     def close(self) -> None:
-        """Finish all moves, remove this store's files unless they are kept, free the memory. Safe to call twice."""
-        self._lanes.close()  # first: all that was submitted has to start
+        """Finish all moves, remove the files of this store unless they are kept, and free the memory.
+
+        It is safe to call this twice.
+        """
+        # Everything that was submitted starts first. The files wait for what was started, since their threads read and
+        # write the memory, which goes last.
+        self._lanes.close()
         if self._reader is not None:
             self._reader.close()
         if self.files is not None:
-            self.files.close()  # before the memory: its threads may still read and write
+            self.files.close()
         self._reservation.close()

@@ -8,7 +8,7 @@ because a copy keeps its slot while state is written from it (`Copies.evict`).
 A move is given two lists of transfers: it comes `after` those that bring its bytes, and fails if they do; and `behind`
 those that still use its target, however they end.
 
-Every method is called with the lock of `Copies` held; `send_home` lets go of it while it waits for a slot.
+Every method is called with the lock of `Copies` held; `begin` lets go of it while it waits for a slot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from megatier.drives.blockfile import BlockFiles
 from megatier.store.copies import Copies
 from megatier.store.lanes import Lanes, queue_to_ram
-from megatier.store.residency import Copy, Span, assign
+from megatier.store.residency import Copy, Span, assign, overlap
 from megatier.store.transfer import Transfer
 from megatier.tier import Tier
 
@@ -30,7 +30,23 @@ class WriteBacks:
         self._lanes = lanes
         self._files = files
 
-    def send_home(self, copy: Copy, span: Span, *, wait: bool) -> Transfer:
+    def begin(self, copy: Copy, span: Span, *, wait: bool) -> Transfer | None:
+        """Start a write-back of a span with dirty bytes; returns None if none of its bytes are dirty.
+
+        It lets go of the lock while it waits for a slot, if `wait`.
+        """
+        copy.settle()
+        unwritten = [t for other, t in copy.unwritten.items() if overlap(span, other)]
+        if not unwritten:
+            return None
+
+        # If one move under way takes all of it, another one is not needed: bytes that changed after it began would have
+        # a mark of their own.
+        if len(unwritten) == 1 and (under_way := unwritten[0]) is not None and not under_way.done():
+            return under_way
+        return self._send_home(copy, span, wait=wait)
+
+    def _send_home(self, copy: Copy, span: Span, *, wait: bool) -> Transfer:
         """Start moving a span one step towards home. It lets go of the lock while it waits for a slot, if `wait`."""
         if copy.tier is Tier.GPU:
             transfer = self._copy_down(copy, span, wait=wait)
