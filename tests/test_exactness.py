@@ -106,7 +106,7 @@ def test_exactness_updates_before_the_norm_is_known_give_the_same_bits(tmp_path:
     with opened(exactness_config(model), tmp_path, PLACES["nvme_twice"], run.train) as session:
         found = outcome(session, run_steps(session, run.train))
         assert session.speculation.outcomes["void"] == 1
-        assert session.speculation.outcomes["kept"]
+        assert session.speculation.outcomes["confirmed"]
     assert replace(run, place="ram")(tmp_path) == replace(run, place="gpu")(tmp_path) == found
 
 

@@ -260,7 +260,7 @@ def test_frozen_run_updated_before_the_norm_is_known_gives_the_same_bits(tmp_pat
     with opened(CONFIG, tmp_path, ROOMY["ram_nvme_twice"], train, frozen=FROZEN["inside"]) as session:
         found = outcome(session, run_steps(session, train, 4))
         assert session.speculation.outcomes["void"] == 1
-        assert session.speculation.outcomes["kept"]
+        assert session.speculation.outcomes["confirmed"]
     assert found == trained_on(ROOMY["gpu"], "inside", tmp_path, train)
 
 

@@ -223,7 +223,7 @@ def test_loop_settings_changed_after_the_backward_are_those_of_the_step(tmp_path
                 set_all(streamed, lr=77.0, weight_decay=0.0)
                 assert streamed.last is not None
                 results.append(replace(streamed.last, loss=0.0))
-            assert session.speculation.outcomes["void" if changes_late else "kept"] >= 1
+            assert session.speculation.outcomes["void" if changes_late else "confirmed"] >= 1
             outcomes.append(outcome(session, results))
     assert outcomes[0] == outcomes[1]
 

@@ -115,7 +115,7 @@ def test_speculation_goes_on_beside_a_kept_generation_where_there_are_three(star
         run.blocks.generations.keep()
         for _ in range(3):
             run.train_step()
-            assert run.speculation.outcome == "kept"
+            assert run.speculation.outcome == "confirmed"
             held = {run.blocks.generations.valid[unit.name].nvme for unit in UNITS}
             assert held.isdisjoint(run.blocks.generations.kept.values())
     run.check_state()

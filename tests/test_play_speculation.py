@@ -55,22 +55,22 @@ def test_speculation_kept_or_void_gives_the_same_state(
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("fates", list(itertools.product(["kept", "clipped", "skipped"], repeat=3)))
+@pytest.mark.parametrize("fates", list(itertools.product(["confirmed", "clipped", "skipped"], repeat=3)))
 def test_speculation_moves_what_is_demanded(start: Callable[..., Run], fates: tuple[str, ...], groups: int) -> None:
     run = start("nvme", groups=groups)
     before = run.store.moved_bytes.copy()
     for fate in fates:
         run.train_step(clipped=fate == "clipped", skipped=fate == "skipped")
-        assert run.speculation.outcome in ("kept" if fate == "kept" else "void", None)
+        assert run.speculation.outcome in ("confirmed" if fate == "confirmed" else "void", None)
     run.player.drain()
     assert run.store.moved_bytes - before == run.player.demanded
     run.check_state()
 
 
-def test_speculation_that_is_kept_updates_in_the_backward_alone(start: Callable[..., Run]) -> None:
+def test_speculation_that_is_confirmed_updates_in_the_backward_alone(start: Callable[..., Run]) -> None:
     run = start("nvme")
     run.train_step()
-    assert run.speculation.outcome == "kept"
+    assert run.speculation.outcome == "confirmed"
     assert run.speculation.updated == {unit.name for unit in UNITS}
     run.train_step()
     assert run.player.timeline is not None
@@ -125,7 +125,7 @@ def test_speculation_rests_while_most_steps_are_clipped(start: Callable[..., Run
         outcomes.append(run.speculation.outcome)
     assert outcomes[0] == "void"  # nothing is known yet
     assert outcomes[1 : HISTORY + 4] == [None] * (HISTORY + 3)
-    assert outcomes[HISTORY + 4 :] == ["kept"] * (2 * HISTORY - 4)
+    assert outcomes[HISTORY + 4 :] == ["confirmed"] * (2 * HISTORY - 4)
     run.check_state()
 
 

@@ -225,7 +225,7 @@ def test_train_run_with_two_generations_says_what_became_of_its_guesses(
     assert re.search(
         r"[1-9]\d* units spill to NVMe and are updated in the backward, before the norm is known\. If", output
     )
-    assert "kept in 3 steps, void in 0 that clipped or were left out" in output
+    assert "confirmed in 3 steps, void in 0 that clipped or were left out" in output
     assert [record["speculation"] for record in metrics(tmp_path) if "loss" in record] == ["kept"] * 3
 
 

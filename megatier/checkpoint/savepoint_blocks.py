@@ -141,14 +141,14 @@ def verify_spilled(session: Session) -> None:
     for unit in blocks.units:
         spilled = blocks.spilled(unit)
         for elements, kinds in blocks.runs(unit):
-            if kept := [kind for kind in kinds if kind in spilled]:
-                chunks.append((unit, elements, kept))
+            if on_nvme := [kind for kind in kinds if kind in spilled]:
+                chunks.append((unit, elements, on_nvme))
 
-    for index, (unit, elements, kept) in enumerate(chunks):
+    for index, (unit, elements, on_nvme) in enumerate(chunks):
         for name, ahead, ahead_kinds in chunks[index + 1 : index + 2]:
             for kind in ahead_kinds:
                 store.prefetch(blocks.key(name, kind), Tier.RAM, blocks.span(name, kind, ahead), wait=True)
-        with blocks.open_state(unit, elements, kept):
+        with blocks.open_state(unit, elements, on_nvme):
             pass
 
 

@@ -66,11 +66,11 @@ def run(argv: Sequence[str]) -> int:
         _say(console, f"a run takes {rates.io_threads} I/O threads each way, unless tiers.io_threads says otherwise")
     if len(rates.drives) > len({drive.device for drive in drives}):
         _say(console, "note: some mounts share a device; a plan gets a share of its rates for each")
-    kept = _keep(console, dataclasses.replace(rates, drives=tuple(d.rates for d in drives if not d.flags)), links)
+    rates_file = _keep(console, dataclasses.replace(rates, drives=tuple(d.rates for d in drives if not d.flags)), links)
     report = _report(machine_facts(device), rates, drives, links)
     _write(console, options, report, partial(draw, drives, links))
     if options.json:
-        print_json(report | {"rates_file": None if kept is None else str(kept)})
+        print_json(report | {"rates_file": None if rates_file is None else str(rates_file)})
     return 1 if links.flags or any(drive.flags for drive in drives) else 0
 
 

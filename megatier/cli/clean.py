@@ -44,8 +44,9 @@ def _line(leftover: Leftover, *, removed: bool) -> str:
     if leftover.stays:
         return f"{leftover.path}: stays, {leftover.stays}"
     age = format_seconds(leftover.age_s)
-    size, kept = mib(leftover.num_bytes), ", with a run's savepoint" if leftover.has_savepoint else ""
-    return f"{leftover.path}: {size}, last written {age} ago{kept}{', removed' if removed else ''}"
+    size = mib(leftover.num_bytes)
+    savepoint = ", with a run's savepoint" if leftover.has_savepoint else ""
+    return f"{leftover.path}: {size}, last written {age} ago{savepoint}{', removed' if removed else ''}"
 
 
 def _summary(directories: Sequence[Path], found: Sequence[Leftover], *, removed: bool) -> str:

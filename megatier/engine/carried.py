@@ -141,9 +141,9 @@ class Arguments:
         self._containers = walk.containers
         self._outside: tuple[list[Any], list[Any]] | None = (walk.originals, list(walk.leaves))
 
-    def copy(self, leaves: Sequence[Any]) -> Copy:
+    def copy(self, leaves: Sequence[Any]) -> ContainerCopy:
         """The arguments made anew from these leaves, with containers of their own."""
-        return Copy(self._args, self._kwargs, self._containers, leaves, self.carried)
+        return ContainerCopy(self._args, self._kwargs, self._containers, leaves, self.carried)
 
     def write(self, written: Written, tensors: Sequence[Tensor | None]) -> None:
         """Write what a forward wrote into the containers that the module was given; the last thing to be done.
@@ -191,7 +191,7 @@ class Written:
         return leaves
 
 
-class Copy:
+class ContainerCopy:
     """Arguments made for one run of a forward."""
 
     def __init__(

@@ -25,7 +25,7 @@ from megatier.errors import UnsupportedModelError
 from megatier.guards.crossing import OutputCheck
 from megatier.guards.unbound import refused_outside
 from megatier.models.decoder import Binding, Unit, bindings
-from megatier.models.dtypes import kept_in_fp32, place_buffers
+from megatier.models.dtypes import names_in_fp32, place_buffers
 from megatier.numerics.compilation import Compilation
 from megatier.numerics.matmul import Fp32Products
 from megatier.numerics.optimizer import AdamW
@@ -102,7 +102,7 @@ class UnitModel:
             anchor=torch.zeros((), device=options.device, requires_grad=True),
             compilation=options.compilation,
             arithmetic=Fp32Products if options.fp32_products else nullcontext,
-            in_fp32=kept_in_fp32(skeleton, (name for name, _ in skeleton.named_parameters())),
+            in_fp32=names_in_fp32(skeleton, (name for name, _ in skeleton.named_parameters())),
             model=skeleton,
         )
 

@@ -35,14 +35,14 @@ def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
     with torch.device("meta"):
         other = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
     stored = model.state_dict(keep_vars=True)
-    kept = kept_in_fp32(model, stored)
+    in_fp32 = names_in_fp32(model, stored)
     return {
-        name: torch.float32 if buffer.dtype is dtype and name in kept else buffer.dtype
+        name: torch.float32 if buffer.dtype is dtype and name in in_fp32 else buffer.dtype
         for name, buffer in other.named_buffers(remove_duplicate=False)
     }
 
 
-def kept_in_fp32(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str]:
+def names_in_fp32(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str]:
     """Of these names of stored tensors, those that the model's class keeps in fp32 beside weights in bf16."""
     patterns = [pattern.replace("*", ".*") for pattern in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     return frozenset(name for name in names if any(re.search(pattern, name) for pattern in patterns))

@@ -73,7 +73,7 @@ class Initialiser:
         """Put real tensors in the unit's places for as long as the initialisation runs."""
         modules = unit.module_names if unit.is_layer else unit.module_names[:1]  # a tied head has nothing of its own
         places = [place for module in modules for place in bindings(self._model, unit, module)]
-        kept = [parameters[leaf] for parameters, leaf, _ in places]
+        before = [parameters[leaf] for parameters, leaf, _ in places]
         values = {
             tensor.name: nn.Parameter(self._constructed(tensor.name, tensor.shape)) for tensor in unit.layout.tensors
         }
@@ -88,7 +88,7 @@ class Initialiser:
                 for module in modules:
                     self._init_weights(module, alone=unit.is_round)
         finally:
-            for (parameters, leaf, _), parameter in zip(places, kept, strict=True):
+            for (parameters, leaf, _), parameter in zip(places, before, strict=True):
                 parameters[leaf] = parameter
 
         return {name: value.detach().flatten() for name, value in values.items()}

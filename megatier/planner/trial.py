@@ -206,8 +206,8 @@ def _compute_seconds(
 
 def _repeated(config: RunConfig, work: Workload, unit: Unit, compiles: bool) -> float:
     """Share of the forward that the backward does again."""
-    kept = config.model.saved_share if compiles else 1.0
-    return interpolated(REPEATED, kept if work.activations[unit.name].keeps_graph else 0.0)
+    saved = config.model.saved_share if compiles else 1.0
+    return interpolated(REPEATED, saved if work.activations[unit.name].keeps_graph else 0.0)
 
 
 def _experts(text: Any) -> tuple[int, float]:  # noqa: ANN401 - a config of any family

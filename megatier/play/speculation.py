@@ -67,8 +67,8 @@ class Speculation:
     """The speculative updates of a run, on the lane of all updates of what spills.
 
     Attributes:
-        updated: units whose last update is done, or on its way, because it was kept.
-        outcome: how the last step that was decided went: `kept`, `void`, or None if nothing was tried.
+        updated: units whose last update is done, or on its way, because it was confirmed.
+        outcome: how the last step that was decided went: `confirmed`, `void`, or None if nothing was tried.
         outcomes: how many steps had each outcome.
         void_bytes: bytes that were read and written in vain so far.
     """
@@ -99,7 +99,7 @@ class Speculation:
         self._units = frozenset(blocks.placement.speculative)
 
         self.updated: frozenset[str] = frozenset()
-        self.outcome: Literal["kept", "void"] | None = None
+        self.outcome: Literal["confirmed", "void"] | None = None
         self.outcomes: Counter[str] = Counter()
         self.void_bytes = 0
         self._lock = threading.Lock()
@@ -160,7 +160,7 @@ class Speculation:
             self.outcome = None
             return
 
-        self.outcome = "void" if clipped else "kept"
+        self.outcome = "void" if clipped else "confirmed"
         self.outcomes[self.outcome] += 1
         if clipped:
             self.abandon()

@@ -167,7 +167,7 @@ def _activations(units: Sequence[Unit], train: TrainConfig) -> dict[str, Activat
     recompute instead.
     """
     layers = [unit.name for unit in units if unit.is_layer]
-    kept = set(layers[max(0, len(layers) - train.kept_layers) :])
+    keeping = set(layers[max(0, len(layers) - train.kept_layers) :])
     wanted = Activations(train.activations)
     others = wanted.without_offload
     policies: dict[str, Activations] = {}
@@ -176,7 +176,7 @@ def _activations(units: Sequence[Unit], train: TrainConfig) -> dict[str, Activat
     for unit in units:
         if unit.is_layer:
             policy = wanted if len(unit.module_names) == 1 else others
-            of_layer = policies[unit.name] = Activations.KEEP if unit.name in kept else policy
+            of_layer = policies[unit.name] = Activations.KEEP if unit.name in keeping else policy
         else:
             policies[unit.name] = others if unit.experts is None else of_layer
     return policies

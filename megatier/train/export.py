@@ -126,8 +126,8 @@ def export_end(
 def _way_on(directory: Path, saved: Path | None) -> str:
     """What finishes a run whose export failed."""
     if saved is None:
-        kept = (last_checkpoint(directory / name) for name in (CHECKPOINT_FOLDER, SAVEPOINT_FOLDER))
-        steps = [step_of(path) for path in kept if path is not None]
+        saved_runs = (last_checkpoint(directory / name) for name in (CHECKPOINT_FOLDER, SAVEPOINT_FOLDER))
+        steps = [step_of(path) for path in saved_runs if path is not None]
         before = f"step {max(steps)}" if steps else "its start"
         return f"Nothing more could be saved; `megatier resume {directory}` goes on from {before}."
 

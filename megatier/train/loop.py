@@ -32,6 +32,8 @@ from megatier.train.watchdog import Watchdog
 
 TRACED_STEPS = 3
 """How many of the last steps the trace keeps, because one step of a large model has thousands of events."""
+OUTCOMES = {"confirmed": "kept", "void": "void", None: None}
+"""The words of `metrics.jsonl` for the outcome of speculative updates. They stay, since users' files have them."""
 
 
 class Loop:
@@ -208,7 +210,7 @@ class Loop:
             "attainment": report.attainment,
             "stall_seconds": report.stall_seconds,
             "busy_seconds": report.busy_seconds,
-            "speculation": self._session.speculation.outcome,
+            "speculation": OUTCOMES[self._session.speculation.outcome],
             **self._moves(),
             **memory_bytes(self._device),
             "nvme_path": nvme_path(self._session.store),
@@ -258,7 +260,7 @@ def rate_of(step: int, train: TrainConfig) -> float:
 
 
 def _describe_speculation(console: Console, speculation: Speculation) -> None:
-    kept = speculation.outcomes["kept"]
+    confirmed = speculation.outcomes["confirmed"]
     void = speculation.outcomes["void"]
     say(
         console,
