@@ -264,8 +264,8 @@ def _describe_speculation(console: Console, speculation: Speculation) -> None:
     void = speculation.outcomes["void"]
     say(
         console,
-        f"updates in the backward: kept in {kept} steps, void in {void} that clipped or were left out, which moved "
-        f"{mib(speculation.void_bytes)} in vain",
+        f"updates in the backward: confirmed in {confirmed} steps, void in {void} that clipped or were left out, which "
+        f"moved {mib(speculation.void_bytes)} in vain",
     )
 
 
