@@ -1,12 +1,11 @@
-"""Block files: the NVMe tier. One preallocated, pre-filled file per mount, read and written with O_DIRECT.
+"""Block files: one file per mount, which is allocated and filled before it is used. Together they are the NVMe tier.
 
-Where it stands: hop 1 (NVMe extent -> RAM slot) and hop 6 (RAM slot -> NVMe extent) of a byte's journey.
+This file has hop 1 (NVMe extent -> RAM slot) and hop 6 (RAM slot -> NVMe extent) of a byte's journey. Three others do
+the parts: `extent` says where the bytes of a block lie, `mounts` has the locked directories, and `io_engine` reads and
+writes. Here the files are opened and filled, spans of blocks are read and written, and failures become typed errors.
 
-What it is made of: `extent` says where the bytes of a block lie, `mounts` has the locked directories, `io_engine` reads
-and writes. Here they meet: files are opened, filled, asked for spans of blocks, and failures become typed errors.
-
-Files are filled once at the start: the first write into a fresh extent is half as fast as an overwrite, and a full disk
-shows before training, not during it.
+Files are filled once, at the start, for two reasons. The first write into a fresh extent of a file system is half as
+fast as an overwrite. And a drive that is full shows before training instead of during it.
 """
 
 from __future__ import annotations
@@ -30,42 +29,46 @@ from megatier.tier import PAGE_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IoOptions:
-    """How block files are accessed.
-
-    Attributes:
-        num_threads: requests that the engine works on at once, per direction.
-        engine: makes the engine that reads and writes, for so many threads.
-        direct: try O_DIRECT; a file system that refuses it gets buffered access, which `BlockFiles.is_direct` reports.
-        checksums: verify every chunk that is read.
-        gpu_direct: read into GPU memory with kvikio (`gds`), past RAM.
-        chunk_bytes: bytes under one checksum, a power of two from 4,096; spans of a block start on chunk boundaries.
-        shares: the part that each mount takes, in any unit, such as its measured rate. Empty: by their budgets.
-        reuses: take the files that a process of the same run id kept, and the bytes in them. Before anything is read,
-            the checksums that belong to these are put back (`TieredStore.extents`).
-    """
+    """How block files are accessed."""
 
     num_threads: int = 4
+    """The number of requests that the engine works on at once, in each direction."""
     engine: Callable[[int], IoEngine] = NativeEngine
+    """Makes the engine that reads and writes, for so many threads."""
     direct: bool = True
+    """Whether to try O_DIRECT. If a file system refuses it, access is buffered, and `BlockFiles.is_direct` says so."""
     checksums: bool = True
+    """Whether to verify every chunk that is read."""
     gpu_direct: bool = False
+    """Whether to read into GPU memory past RAM, with kvikio (`gds`)."""
     chunk_bytes: int = 64 << 10
+    """The bytes under one checksum: a power of two, at least 4,096. Spans of a block start on chunk boundaries."""
     shares: tuple[float, ...] = ()
+    """The part of the bytes that each mount takes, in any unit, such as its measured rate. If empty, budgets decide."""
     reuses: bool = False
+    """Whether to take the files that a process of the same run id kept, with the bytes in them. Whoever sets this puts
+    their checksums back before anything is read (`TieredStore.extents`)."""
 
 
 class FileBatch:
-    """A batch of the engine whose failure becomes a typed error."""
+    """A batch of the engine, whose failure becomes a typed error."""
 
     def __init__(self, batch: IoBatch, what: str, key: str, paths: Sequence[Path]) -> None:
-        """Take a batch that runs; `paths` name the file of each of its segments."""
+        """Take a batch that runs.
+
+        Args:
+            batch: the batch.
+            what: "read" or "write", for messages.
+            key: the block that is moved.
+            paths: the file of each segment of the batch.
+        """
         self._batch = batch
         self._what = what
         self._key = key
         self._paths = paths
 
     def wait(self) -> None:
-        """Block, GIL free; raise TransferError or IntegrityError when a request failed."""
+        """Block, with the GIL free, until the batch has ended; raise TransferError or IntegrityError if it failed."""
         self._batch.wait()
         if (error := self._batch.error()) is None:
             return
@@ -77,35 +80,32 @@ class FileBatch:
         raise TransferError(f"{self._what} of block {self._key}", "nvme", path, offset, code if kind == "io" else 0)
 
     def done(self) -> bool:
-        """True if every request has ended."""
+        """Return whether every request has ended."""
         return self._batch.done()
 
     def span_ns(self) -> tuple[int, int]:
-        """Start of the first request and end of the last one, in time.perf_counter_ns."""
+        """Return the start of the first request and the end of the last one, in time.perf_counter_ns."""
         return self._batch.span_ns()
 
 
 class BlockFiles:
     """All blocks of one store on NVMe.
 
-    Threads: reserve, allocate and fill from one thread; read and write from any, after that.
-
-    Attributes:
-        options: how files are accessed.
-        is_direct: whether access is O_DIRECT, known once allocated.
-        paths: the file on each mount, there once allocated; for messages, since files are reached by descriptors.
+    Threads: `reserve`, `allocate` and `fill` are called from one thread. After that, any thread may read and write.
     """
 
     def __init__(self, mounts: Sequence[MountBudget], run_id: str, options: IoOptions) -> None:
-        """Create and lock a directory per mount. Nothing large is allocated yet.
+        """Create and lock a directory on each mount. Nothing large is allocated yet.
 
         Raises:
-            ConfigError: a mount does not exist, lies in RAM, or may not be written; or the run's directory there is
-                not this user's alone.
-            RunLockedError: the run's directory is in use.
+            ConfigError: a mount does not exist, lies in RAM, or may not be written; or other users may enter the run's
+                directory there.
+            RunLockedError: another process uses the run's directory.
         """
         self.options = options
+        """How files are accessed."""
         self.is_direct = options.direct
+        """Whether access is by O_DIRECT, which is known once the files are allocated."""
         self._is_kept = options.reuses
         self._mounts = tuple(mounts)
         for mount in mounts:
@@ -113,11 +113,13 @@ class BlockFiles:
 
         self._directories = MountDirectories(mounts, run_id)
         self.paths = self._directories.paths
+        """The file on each mount, for messages. It is there once it is allocated."""
         self._files: list[int] = []
-        """An open descriptor per mount."""
+        """An open descriptor for each mount."""
         self._engine = options.engine(options.num_threads)
 
-        # Threads, locks and files are given back by `close` alone, and whoever gets an error here has nothing to close.
+        # `close` alone gives threads, locks and files back. A caller that gets an error here has nothing to close, so
+        # it is called here.
         try:
             self._directories.lock(reuses=options.reuses)
             self._striping = Striping([budget_bytes(mount) for mount in mounts], options.shares, options.chunk_bytes)
@@ -126,13 +128,13 @@ class BlockFiles:
             raise
 
     def set_threads(self, num_threads: int) -> None:
-        """Go on with an engine of so many threads each way. Nothing is in flight."""
+        """Go on with an engine of so many threads in each direction. Nothing may be in flight."""
         self._engine.close()
         self._engine = self.options.engine(num_threads)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that are reserved on all mounts together."""
+        """The bytes that are reserved on all mounts together."""
         return sum(self._striping.used)
 
     @property
@@ -141,7 +143,7 @@ class BlockFiles:
         return self._striping.capacity_bytes
 
     def reserve(self, num_bytes: int) -> Extent:
-        """Give a block its place, striped over the mounts; it will hold zeros.
+        """Give a block its place, in stripes over the mounts. It will hold zeros.
 
         Raises:
             CapacityError: the mounts' budgets are used up.
@@ -149,12 +151,12 @@ class BlockFiles:
         return self._striping.reserve(num_bytes)
 
     def allocate(self) -> None:
-        """Create the files at full size, quickly; `fill` writes them. Or open those that were kept.
+        """Create the files at full size, or open those that were kept. This is quick, and `fill` writes them later.
 
         Raises:
-            CapacityError: a disk has less room than was reserved on it.
+            CapacityError: a drive has less room than was reserved on it.
             TransferError: the device or the file system failed, or a file that was kept is missing.
-            ConfigError: a file that was kept is not this user's alone.
+            ConfigError: other users may open a file that was kept.
         """
         for index, path in enumerate(self.paths):
             size = self._striping.used[index]
@@ -163,7 +165,7 @@ class BlockFiles:
                 continue
 
             remedy = f"Give {self._mounts[index].directory} a smaller size in tiers.nvme or free space on it."
-            if size > (free := free_bytes(path.parent)):  # else the attempt would fill the disk for a moment
+            if size > (free := free_bytes(path.parent)):  # trying would fill the drive for a moment
                 raise CapacityError("nvme", size, free, remedy)
 
             self._files.append(self._open(index))
@@ -178,7 +180,7 @@ class BlockFiles:
                 raise CapacityError("nvme", size, free_bytes(path.parent), remedy) from error
 
     def fill(self) -> None:
-        """Write zeros over everything that is new: the first write into a fresh extent is half as fast.
+        """Write zeros over everything that is new. The head of this file says why.
 
         Raises:
             TransferError: the device failed.
@@ -189,7 +191,7 @@ class BlockFiles:
         address = zeros.ctypes.data + -zeros.ctypes.data % PAGE_BYTES
         batches = []
 
-        # All mounts at once; the bounded queue of the native threads holds this loop back.
+        # All mounts are filled at once. The native threads take only so many requests, which holds this loop back.
         for index, path in enumerate(self.paths):
             for offset in range(0, self._striping.used[index], REQUEST_BYTES):
                 segment = (self._files[index], offset, address, min(REQUEST_BYTES, self._striping.used[index] - offset))
@@ -200,11 +202,11 @@ class BlockFiles:
             for file_batch in batches:
                 file_batch.wait()
         except BaseException:
-            self._engine.close()  # no request may outlive the zeros
+            self._engine.close()  # it waits for all requests, which read the zeros
             raise
 
     def _open(self, mount: int) -> int:
-        """Open a mount's block file; without O_DIRECT from the first file system on that refuses it."""
+        """Open the block file of a mount. Once a file system refuses O_DIRECT, this and all others do without it."""
         flags = 0 if self.options.reuses else os.O_CREAT
         try:
             return self._directories.open(mount, flags | (os.O_DIRECT if self.is_direct else 0))
@@ -218,17 +220,20 @@ class BlockFiles:
         return self._open(mount)
 
     def opened(self, mount: int) -> Path:
-        """A path to the file that is open, whatever has its name now, for libraries that take no descriptor."""
+        """Return a path to the open file of a mount, for libraries that take no descriptor.
+
+        The name of the file may lead to another one by now; this path does not.
+        """
         return Path(f"/proc/self/fd/{self._files[mount]}")
 
     # HOP 1/6: NVMe extent -> RAM slot
     def read(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
-        """Start reading bytes [start, stop) of a block into page-aligned memory; every chunk is verified."""
+        """Start reading bytes [start, stop) of a block into page-aligned memory. Every chunk is verified."""
         return self._move(key, extent, (start, stop), address, writes=False)
 
     # HOP 6/6: RAM slot -> NVMe extent
     def write(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
-        """Start writing page-aligned memory to bytes [start, stop) of a block; every chunk's checksum is stored."""
+        """Start writing page-aligned memory to bytes [start, stop) of a block. The checksum of each chunk is stored."""
         return self._move(key, extent, (start, stop), address, writes=True)
 
     def _move(self, key: str, extent: Extent, span: tuple[int, int], address: int, *, writes: bool) -> FileBatch:
@@ -246,18 +251,20 @@ class BlockFiles:
         return FileBatch(batch, "write" if writes else "read", key, paths)
 
     def keep(self, keeps: bool) -> None:
-        """Decide whether the files outlive this process, as they are when it ends; a mark next to them says so.
+        """Decide whether the files outlive this process, as they are when it ends. A mark next to them says so.
 
         Raises:
             TransferError: a drive failed, or refuses the mark.
         """
         self._is_kept = keeps
+
+        # All bytes are on all drives before a mark on any of them says that they are kept.
         if keeps:
-            self.sync()  # all of it, on all mounts, before a mark says that it is kept
+            self.sync()
         self._directories.keep(keeps)
 
     def sync(self) -> None:
-        """Wait until everything written is on the drives, through a loss of power too.
+        """Wait until everything that was written is on the drives, and survives a loss of power.
 
         Raises:
             TransferError: a drive failed.
@@ -270,13 +277,15 @@ class BlockFiles:
                 raise TransferError("synchronising", "nvme", str(path), 0, error.errno or 0) from error
 
     def close(self) -> None:
-        """Finish what runs, close and remove the files of this run unless they are kept, unlock. Safe to call twice.
+        """Finish what runs, close the files, remove them unless they are kept, and unlock.
 
-        Files on a drive that is gone or read-only stay: whoever closes knows of it by a failed transfer.
+        It is safe to call this twice. Files on a drive that is gone or read-only stay; a transfer that failed has told
+        the caller about that drive.
         """
-        self._engine.close()  # before the descriptors, whose numbers another file may get at once
+        # The engine ends before the descriptors are closed, since another file may get their numbers at once.
+        self._engine.close()
         for file in self._files:
             with contextlib.suppress(OSError):
                 os.close(file)
         self._directories.close(keeps=self._is_kept)
-        self._files = []  # else a second call would close descriptors of somebody else
+        self._files = []  # a second call would close files of others, which have these numbers by then

@@ -1,7 +1,8 @@
 """Extents: where a block lies on the mounts, and the checksums of its bytes.
 
-A block is cut into stripes that are dealt to the mounts by their shares. Every chunk of 64 KiB has a checksum, held in
-RAM, stored when it is written and verified when it is read. Nothing here opens a file.
+A block is cut into stripes, which are dealt to the mounts by their shares. Every chunk of 64 KiB has a checksum. All
+checksums are held in RAM: they are stored when a chunk is written, and compared when it is read. Nothing here opens a
+file.
 """
 
 from __future__ import annotations
@@ -18,49 +19,43 @@ from megatier.errors import CapacityError
 from megatier.tier import round_up
 
 STRIPE_BYTES = 32 << 20
-"""Most bytes of one stripe."""
+"""The most bytes of one stripe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stripe:
-    """A run of a block's bytes on one mount.
-
-    Attributes:
-        mount: index of the mount.
-        file_offset: where it begins in the mount's file.
-        start: where it begins in the block.
-        num_bytes: its length.
-    """
+    """A run of a block's bytes on one mount."""
 
     mount: int
+    """The index of the mount."""
     file_offset: int
+    """The offset of its first byte in the mount's file."""
     start: int
+    """The offset of its first byte in the block."""
     num_bytes: int
+    """Its length."""
 
 
 class Extent:
-    """The place of one block, and the checksum of each of its chunks.
-
-    Attributes:
-        num_bytes: the block's size in whole pages.
-        stripes: its pieces, in order.
-        checksums: uint32 per chunk, in RAM. Native threads store them and compare with them.
-    """
+    """The place of one block, and the checksum of each of its chunks."""
 
     __slots__ = ("checksums", "num_bytes", "stripes")
 
     def __init__(self, num_bytes: int, stripes: tuple[Stripe, ...], checksums: npt.NDArray[np.uint32]) -> None:
         """Take the place of a block, in whole pages."""
         self.num_bytes = num_bytes
+        """The size of the block, in whole pages."""
         self.stripes = stripes
+        """Its pieces, in order."""
         self.checksums = checksums
+        """A uint32 for each chunk, in RAM. Native threads store checksums here and compare with them."""
 
     def padded(self, stop: int) -> int:
-        """The end on the drive of a span that ends at `stop`: a block's last page is moved whole."""
+        """Return the end on the drive of a span that ends at `stop`, since a block's last page is moved whole."""
         return round_up(stop)
 
     def pieces(self, start: int, stop: int) -> Iterator[Stripe]:
-        """Give the parts of stripes that hold bytes [start, stop) of the block; a part's `start` counts from there."""
+        """Yield the parts of stripes that hold bytes [start, stop) of the block. Their `start` counts from `start`."""
         for stripe in self.stripes:
             first = max(start, stripe.start)
             last = min(stop, stripe.start + stripe.num_bytes)
@@ -74,23 +69,20 @@ class Extent:
 
 
 class Striping:
-    """Deals stripes to the mounts.
-
-    Attributes:
-        used: bytes reserved per mount.
-        capacity_bytes: the sum of the mounts' budgets.
-    """
+    """Deals stripes to the mounts."""
 
     def __init__(self, budgets: Sequence[int], shares: Sequence[float], chunk_bytes: int) -> None:
-        """Take a budget in bytes per mount, and the shares that they take; without shares, by their budgets."""
+        """Take a budget in bytes and a share for each mount. Without shares, the budgets are the shares."""
         self._budgets = tuple(budgets)
         self._shares = tuple(shares or budgets)
         self._chunk_bytes = chunk_bytes
         self.capacity_bytes = sum(budgets)
+        """The sum of the mounts' budgets."""
         self.used = [0] * len(self._budgets)
+        """The bytes that are reserved on each mount."""
 
     def reserve(self, num_bytes: int) -> Extent:
-        """Give a block its place, striped over the mounts; it will hold zeros.
+        """Give a block its place, in stripes over the mounts. It will hold zeros.
 
         Raises:
             CapacityError: the mounts' budgets are used up.
@@ -112,7 +104,10 @@ class Striping:
         return Extent(total, tuple(stripes), zero_checksums(total, chunk))
 
     def _next_mount(self, missing: int) -> tuple[int, int]:
-        """The mount with room that has taken least for its share, and the bytes that it takes; 0 if none has room."""
+        """Return the mount that takes the next stripe, and the bytes that it takes; 0 if no mount has room.
+
+        It is the one that has taken the least for its share, of those that have room.
+        """
         chunk = self._chunk_bytes
         free = [budget - used for budget, used in zip(self._budgets, self.used, strict=True)]
         sizes = [min(missing, STRIPE_BYTES, room if room >= missing else room // chunk * chunk) for room in free]
@@ -122,13 +117,13 @@ class Striping:
 
 @functools.cache
 def zero_checksum(num_bytes: int) -> int:
-    """The checksum of so many zeros."""
+    """Return the checksum of so many zeros."""
     zeros = np.zeros(num_bytes, dtype=np.uint8)
     return _native.checksum(zeros.ctypes.data, num_bytes)
 
 
 def zero_checksums(num_bytes: int, chunk_bytes: int) -> npt.NDArray[np.uint32]:
-    """The checksum of each chunk of so many zeros; the last chunk may be shorter."""
+    """Return the checksum of each chunk of so many zeros. The last chunk may be shorter."""
     checksums = np.full(-(-num_bytes // chunk_bytes), zero_checksum(chunk_bytes), dtype=np.uint32)
     if tail := num_bytes % chunk_bytes:
         checksums[-1] = zero_checksum(tail)

@@ -1,11 +1,12 @@
-"""NVMe -> GPU past RAM: reads of the block files by kvikio, straight into GPU memory.
+"""Reads of the block files from NVMe into GPU memory past RAM, by the library kvikio.
 
-This is the only file that knows kvikio. If the machine has GPUDirect Storage, the drive writes into GPU memory; else
-kvikio reads into buffers of its own in RAM and copies from there (its compatibility mode). The choice is kvikio's, and
-its byte counters tell which one it made; KVIKIO_COMPAT_MODE=ON in the environment forbids the first.
+This is the only file that knows kvikio. If the machine has GPUDirect Storage, the drive writes into GPU memory.
+Otherwise kvikio reads into buffers of its own in RAM and copies from there (its compatibility mode). kvikio chooses,
+and its byte counters tell what it chose; KVIKIO_COMPAT_MODE=ON in the environment forbids GPUDirect Storage.
 
-kvikio knows no streams: whatever still uses the target must be over before a read begins, and kvikio orders its copies
-behind what is enqueued on CUDA's default stream. A read blocks until its bytes are there and verified on the GPU.
+kvikio knows no CUDA streams. So whatever still uses the target must be over before a read begins. kvikio's own copies
+come after the work that is enqueued on CUDA's default stream. A read blocks until its bytes are there, and verified on
+the GPU.
 """
 
 from __future__ import annotations
@@ -29,28 +30,25 @@ from megatier.errors import ConfigError, IntegrityError, TransferError, mib
 from megatier.hardware import nvidia_fs_is_loaded
 
 PROBE_BYTES = 1 << 20
-"""Bytes to read from each file at the start. kvikio takes reads below 16 KiB past GPUDirect Storage."""
+"""The bytes that are read from each file at the start. For reads below 16 KiB kvikio does not use GPUDirect Storage."""
 REMEDY = "tiers.gpu_direct: false reads through RAM instead"
-"""The way out that a message about a failed read names."""
+"""The remedy that a message about a failed read names."""
 
 
 @dataclass(frozen=True, slots=True)
 class IoPath:
-    """How kvikio's reads of this process went, by its own counters.
-
-    Attributes:
-        gds_bytes: bytes that were read through cuFile.
-        posix_bytes: bytes that were read in compatibility mode.
-        has_nvidia_fs: whether the kernel module is loaded. Without it cuFile uses the PCIe peer-to-peer of newer
-            kernels, or falls back.
-    """
+    """How the reads of this process by kvikio went, as its own counters say."""
 
     gds_bytes: int
+    """The bytes that were read through cuFile, the library of GPUDirect Storage."""
     posix_bytes: int
+    """The bytes that were read in compatibility mode."""
     has_nvidia_fs: bool
+    """Whether the kernel module is loaded. Without it cuFile uses the PCIe peer-to-peer of newer kernels, or falls back
+    to reads through RAM."""
 
     def __str__(self) -> str:
-        """Say it in words for people."""
+        """Return it in words for people."""
         if not self.gds_bytes:
             return f"kvikio in compatibility mode ({mib(self.posix_bytes)})"
         doubt = "" if self.has_nvidia_fs else "; nvidia-fs is not loaded: peer-to-peer, or cuFile's own fallback"
@@ -60,7 +58,7 @@ class IoPath:
 class GpuReader:
     """Reads the blocks of one store from NVMe into GPU memory.
 
-    Threads: `open` and `close` from one thread, with no read under way; `read` from any.
+    Threads: `open` and `close` are called from one thread while nothing is read. Any thread may call `read`.
     """
 
     def __init__(self, files: BlockFiles, device: torch.device) -> None:
@@ -73,7 +71,7 @@ class GpuReader:
         self._library = load_library(device)
         self._opened = contextlib.ExitStack()
         self._handles: list[Any] = []
-        """An open file of kvikio's per mount."""
+        """A file that kvikio opened, for each mount."""
         self._counters: Any = None
 
     def open(self, device: torch.device) -> None:
@@ -89,7 +87,7 @@ class GpuReader:
             "bounce_buffer_size": REQUEST_BYTES,
             "auto_direct_io_read": self._files.is_direct,
         }
-        # The defaults belong to the process: they go back to what they were when this closes.
+        # kvikio's defaults belong to the whole process, so they go back to what they were when this closes.
         self._opened.enter_context(self._library.defaults.set(settings))
         self._counters = self._opened.enter_context(self._library.SummaryMonitor())
 
@@ -106,19 +104,20 @@ class GpuReader:
 
     # Hops 1 and 2 of a byte's journey in one; blockfile.py and transfer.py carry the marks.
     def read(self, key: str, extent: Extent, start: int, target: torch.Tensor) -> None:
-        """Read a block's bytes from `start` on into uint8 [n] on the GPU, page-aligned; every chunk is verified.
+        """Read a block's bytes from `start` on into uint8 [n] on the GPU, page-aligned. Every chunk is verified.
 
-        Blocks until they are there, GIL free, and until what was enqueued on the current stream is over.
+        It blocks, with the GIL free, until the bytes are there, and until everything that is enqueued on the current
+        stream is over.
 
         Raises:
             TransferError, IntegrityError: the bytes in `target` are not those of the block.
         """
-        # kvikio knows no streams: whatever is ordered before this on the stream has to be over on the device.
+        # kvikio knows no streams, so the work that comes before this on the stream has to be over on the device.
         if target.is_cuda:
             torch.cuda.current_stream().synchronize()
 
-        # If one read fails, the stack still waits for the others, which write to the same target. Else they would go on
-        # after this transfer is over, and its slot may be somebody else's by then.
+        # If one read fails, the stack still waits for the others. Otherwise they would go on writing to the target
+        # after this transfer is over, and the slot may belong to another copy by then.
         with contextlib.ExitStack() as reads:
             for piece in extent.pieces(start, start + target.numel()):
                 path = self._files.paths[piece.mount]
@@ -131,7 +130,7 @@ class GpuReader:
             self._verify(key, extent, start, target)
 
     def path(self) -> IoPath | None:
-        """How the reads went so far, known once open; the counters belong to the whole process."""
+        """Return how the reads of the whole process went so far; None until the files are open."""
         if self._counters is None:
             return None
         moved = self._counters.get().by_backend
@@ -139,11 +138,11 @@ class GpuReader:
         return IoPath(gds, posix, nvidia_fs_is_loaded())
 
     def close(self) -> None:
-        """Close the files; before they are removed. Safe to call twice."""
+        """Close the files, which has to come before they are removed. It is safe to call this twice."""
         self._opened.close()
 
     def _finish(self, key: str, piece: Stripe, future: Any) -> None:  # noqa: ANN401  kvikio's
-        """Wait for one read, which must be as long as its piece."""
+        """Wait for one read. It must be as long as its piece."""
         path = self._files.paths[piece.mount]
         with self._typed_errors(f"read of block {key}", path, piece.file_offset):
             num_bytes = future.get()
@@ -151,7 +150,7 @@ class GpuReader:
             raise TransferError(f"read of block {key} by kvikio", "nvme", str(path), piece.file_offset + num_bytes, 0)
 
     def _verify(self, key: str, extent: Extent, start: int, target: torch.Tensor) -> None:
-        """Raise IntegrityError for the first chunk whose checksum is another than the stored one."""
+        """Raise IntegrityError for the first chunk whose checksum differs from the stored one."""
         chunk = self._files.options.chunk_bytes
         found = checksums(target, chunk)
         expected = extent.checksums[start // chunk :][: found.size]
@@ -163,7 +162,7 @@ class GpuReader:
 
     @contextlib.contextmanager
     def _typed_errors(self, what: str, path: os.PathLike[str], offset: int) -> Iterator[None]:
-        """Turn errors of kvikio, which have a text and no errno, into TransferError."""
+        """Turn errors of kvikio into TransferError. They have a text, but no errno."""
         try:
             yield
         except (RuntimeError, OSError, ValueError) as error:
@@ -172,13 +171,14 @@ class GpuReader:
 
 
 def load_library(device: torch.device) -> Any:  # noqa: ANN401  a module that may be missing
-    """Import the kvikio package. Without a working driver it can hang for ever, so a GPU has to be there.
+    """Import the kvikio package, once it is clear that there is a GPU: without a working driver it can hang for ever.
 
     Raises:
         ConfigError: there is no GPU, or no kvikio.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         raise ConfigError("tiers.gpu_direct reads into GPU memory, and there is no GPU in use; set it to false.")
+
     # cuFile writes its log into the working directory unless told otherwise.
     os.environ.setdefault("CUFILE_LOGFILE_PATH", os.devnull)
     try:
@@ -195,7 +195,7 @@ def load_library(device: torch.device) -> Any:  # noqa: ANN401  a module that ma
 
 
 def checksums(region: torch.Tensor, chunk_bytes: int) -> npt.NDArray[np.uint32]:
-    """The checksum of each chunk of uint8 [n] on the GPU, whole pages."""
+    """Return the checksum of each chunk of uint8 [n] on the GPU, in whole pages."""
     from megatier.drives import gpu_checksums  # Triton comes with torch's CUDA builds alone
 
     return gpu_checksums.checksums(region, chunk_bytes)

@@ -1,11 +1,13 @@
-"""Checksums of GPU memory, in Triton: the bits of native/checksum.c.
+"""Checksums of GPU memory, by a Triton kernel. They have the same bits as those of native/checksum.c.
 
-A CRC is linear: flipping a bit of a chunk flips bits of its checksum that depend only on how far from the end the bit
-lies. So words are summed up like the digits of a number (Horner's rule), a row of 4 KiB at a time, each column by
-itself; a column's sum, times its distance from the end, is its part. Numbers here are polynomials over GF(2) modulo the
-CRC's, with bits reversed as in C: bit 31 is 1, addition is xor.
+A CRC is linear: flipping a bit of a chunk flips bits of its checksum that depend only on how far the bit lies from the
+end. So words are summed up like the digits of a number (Horner's rule). This goes row by row, 4 KiB at a time, with a
+sum for each column. The sum of a column, times a factor for its distance from the end, is its part of the checksum.
+Numbers here are polynomials over GF(2) modulo that of the CRC. Their bits are reversed as in C: bit 31 is the number 1,
+and addition is xor.
 
-Import it only where CUDA is available: Triton comes with torch's CUDA builds alone. Launches go to the current stream.
+Import this file only if CUDA is available, since only the CUDA builds of torch bring Triton. Launches go to the current
+stream.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ from megatier.drives.extent import zero_checksums
 from megatier.tier import PAGE_BYTES
 
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["count"])
-"""Lengths are not compiled in: one kernel for all."""
+"""Lengths are not compiled in, so one kernel serves all of them."""
 
 ROW_WORDS = tl.constexpr(PAGE_BYTES // 4)
-"""Words that are taken at a time, a column each."""
+"""The words that are taken at a time, one for each column."""
 ROW_WARPS = 4
 POLYNOMIAL = tl.constexpr(0x82F63B78)
 """The polynomial of CRC32C."""
 
 
 def _power(exponent: int) -> int:
-    """Multiply 1 by x so many times."""
+    """Return x to the power of `exponent`, as a polynomial: 1, multiplied by x so many times."""
     number = 1 << 31
     for _ in range(exponent):
         number = number >> 1 ^ (POLYNOMIAL.value if number & 1 else 0)
@@ -43,15 +45,16 @@ def _power(exponent: int) -> int:
 
 
 ROW_STEP = tl.constexpr(_power(8 * PAGE_BYTES // 4))
-"""A word is multiplied by this for each row that follows it. A chunk has four lanes, each with a CRC of its own."""
+"""The factor of a word for each row that follows it. native/checksum.c deals the words of a chunk to four lanes with a
+CRC each, so a lane sees a quarter of every row."""
 
 
 def checksums(region: torch.Tensor, chunk_bytes: int) -> npt.NDArray[np.uint32]:
-    """Take `_native.checksum` of each chunk. It waits for the current stream.
+    """Return what `_native.checksum` gives for each chunk. This waits for the current stream.
 
     Args:
-        region: uint8 [n] on the GPU; n is a multiple of 4,096.
-        chunk_bytes: a multiple of 4,096; the last chunk may be shorter.
+        region: uint8 [n] on the GPU. n is a multiple of 4,096.
+        chunk_bytes: a multiple of 4,096. The last chunk may be shorter.
     """
     chunks = triton.cdiv(region.numel(), chunk_bytes)
     found = torch.empty(chunks, dtype=torch.int32, device=region.device)
@@ -66,7 +69,10 @@ def checksums(region: torch.Tensor, chunk_bytes: int) -> npt.NDArray[np.uint32]:
 
 @functools.cache
 def _distances(device: torch.device) -> torch.Tensor:
-    """The factor of each word of a chunk's last row: the checksum of its bit 31 alone, less that of zeros."""
+    """Return the factor of each word of a chunk's last row.
+
+    It is the checksum of a row in which only bit 31 of that word is set, without the checksum of zeros.
+    """
     row = np.zeros(ROW_WORDS.value, dtype=np.uint32)
     zero = _native.checksum(row.ctypes.data, row.nbytes)
     distances = np.empty_like(row)
@@ -79,7 +85,7 @@ def _distances(device: torch.device) -> torch.Tensor:
 
 @_jit
 def _check(words: tl.tensor, distances: tl.tensor, found: tl.tensor, count: tl.int64, chunk_words: tl.int32) -> None:
-    """Store one chunk's checksum, less that of as many zeros."""
+    """Store the checksum of one chunk, without the checksum of as many zeros."""
     chunk = tl.program_id(0).to(tl.int64)
     start = chunk * chunk_words
     columns = tl.arange(0, ROW_WORDS)
@@ -96,7 +102,7 @@ def _check(words: tl.tensor, distances: tl.tensor, found: tl.tensor, count: tl.i
 
 @_jit
 def _product(first: tl.tensor, second: tl.tensor) -> tl.tensor:
-    """Multiply two polynomials. A constant one belongs second: its powers are then computed by the compiler."""
+    """Multiply two polynomials. If one is constant, it should come second: the compiler then computes its powers."""
     total = first ^ first
     for bit in tl.static_range(32):
         total ^= tl.where(((first >> (31 - bit)) & 1) != 0, second, 0)

@@ -1,10 +1,12 @@
 """Leftovers: directories of killed runs on mounts. They are found and, if asked for, removed.
 
-A run removes its block files when it ends, by an error or a signal too. A process that the system kills cannot do so,
-and files that a savepoint needs stay; the lock goes with the process in any case. Whether a directory is left over is
-decided under that lock, and it is removed before the lock is let go. Files are reached from the open directory, so that
-nothing put in its place meanwhile is touched. A run that takes the lock at this very moment begins anew or is refused
-(`RunLockedError`); it has no bytes yet.
+A run removes its block files when it ends, even by an error or a signal. A process that the system kills cannot do so,
+and files that a savepoint needs stay. The lock on the directory ends with the process in any case.
+
+So a directory is left over if its lock is free. It is looked at and removed while this process holds the lock. Its
+files are reached from the open directory, so that nothing is touched that was put in its place meanwhile. A run that
+wants the lock at this very moment makes a new directory or is refused (`RunLockedError`). It has no bytes yet, so it
+loses none.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from megatier.errors import ConfigError, TransferError
 from megatier.private import FOLDER_FLAGS, LOCK_FILE, is_ours_alone
 
 NAME = re.compile(r"megatier-(bench-)?[0-9a-f]{12}")
-"""Directories of run ids that nobody chose. Whoever names a store has its directory again by opening it under that
-name."""
+"""The names of directories whose run id is random. A directory under a name that somebody chose is never left over:
+opening a store of that name takes it again."""
 LOCK_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Some file systems lock only a file that is open for writing too. The lock is never created here."""
+"""The lock is opened for writing too, since some file systems lock no other file. It is never created here."""
 REASONS = {
     errno.ENOTDIR: "it is no directory",
     errno.ENOENT: "it has no lock",
@@ -38,33 +40,30 @@ REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
-    """A directory with the name of a run's.
-
-    Attributes:
-        path: the directory.
-        num_bytes: bytes that it takes on the drive.
-        age_s: seconds since something in it was written.
-        has_savepoint: whether a run could go on from it.
-        stays: why it is not to be removed; empty if nothing is against it.
-    """
+    """A directory that has the name of a run's directory."""
 
     path: Path
+    """The directory."""
     num_bytes: int = 0
+    """The bytes that it takes on the drive."""
     age_s: float = 0.0
+    """The seconds since something in it was written."""
     has_savepoint: bool = False
+    """Whether a run could go on from it."""
     stays: str = ""
+    """The reason why it must not be removed. It is empty if there is none."""
 
 
 def find_leftovers(mount: Path, *, remove: bool = False) -> Iterator[Leftover]:
-    """Find directories on a mount that have the name of a run's, one after the other.
+    """Yield the directories on a mount that have the name of a run's directory.
 
     Args:
         mount: a directory as in `tiers.nvme`.
-        remove: also remove those that no process uses and that hold nothing but a run's files.
+        remove: whether to remove those that no process uses and that hold nothing but a run's files.
 
     Raises:
         ConfigError: the mount cannot be read.
-        TransferError: a drive does not let go of a file.
+        TransferError: a file could not be removed.
     """
     try:
         paths = sorted(path for path in mount.iterdir() if NAME.fullmatch(path.name))
@@ -76,17 +75,17 @@ def find_leftovers(mount: Path, *, remove: bool = False) -> Iterator[Leftover]:
 
 
 def is_abandoned(directory: Path) -> bool:
-    """True if a process that held the lock in a directory is gone and has not removed it."""
+    """Return whether a process that held the lock in a directory is gone and has not removed it."""
     with contextlib.suppress(OSError), _opened(directory) as folder, _locked(folder) as is_free:
         return is_free
     return False
 
 
 def _examined(path: Path, remove: bool) -> Leftover:
-    """Look at one directory, as far as one may, and remove it if that is asked for and allowed."""
+    """Look at one directory, as far as this user may, and remove it if that is asked for and allowed."""
     try:
         with _opened(path) as folder:
-            # Of the directory that is open: its name may lead elsewhere a moment later.
+            # The open directory is asked, and not the one of that name, which may be another one a moment later.
             if os.fstat(folder).st_uid != os.geteuid():
                 return Leftover(path=path, stays="it is another user's")
             if not is_ours_alone(os.fstat(folder)):
@@ -119,11 +118,12 @@ def _is_a_runs(name: str, status: os.stat_result) -> bool:
 
 
 def _remove(path: Path, folder: int) -> None:
-    """Remove the files, the lock last, and the directory."""
-    # The lock goes last: if this breaks off before, the directory is found again, and one without a lock is left alone.
+    """Remove the files and the directory."""
+    # The lock goes last. If this breaks off before that, the directory is found again the next time; a directory
+    # without a lock would be left alone for ever.
     try:
         for name in FILES:
-            with contextlib.suppress(FileNotFoundError):  # a run killed before it made its block file
+            with contextlib.suppress(FileNotFoundError):  # the run may have been killed before it made this file
                 os.unlink(name, dir_fd=folder)
         path.rmdir()
     except OSError as error:
@@ -132,7 +132,7 @@ def _remove(path: Path, folder: int) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Open a directory that is no link."""
+    """Open a directory. A link to one is refused."""
     folder = os.open(path, FOLDER_FLAGS | os.O_NOFOLLOW)
     try:
         yield folder
@@ -142,10 +142,11 @@ def _opened(path: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _locked(folder: int) -> Iterator[bool]:
-    """Try to take the lock in an open directory; False if somebody holds it."""
+    """Try to take the lock in an open directory. Yield whether it was free."""
     lock = os.open(LOCK_FILE, LOCK_FLAGS, dir_fd=folder)
     try:
-        # The last holder may have removed the file between the two calls: a lock on a file that is gone guards nothing.
+        # The last holder may have removed the file between the two calls. A lock on a file that is gone guards nothing,
+        # so the open file must still be the one of that name.
         yield _take(lock) and os.path.samestat(os.fstat(lock), os.stat(LOCK_FILE, dir_fd=folder, follow_symlinks=False))
     finally:
         os.close(lock)

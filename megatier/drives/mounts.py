@@ -1,8 +1,8 @@
 """Mounts: the budget of each, and the locked directory that a run has there.
 
-Files live in `<mount>/megatier-<run id>/`, under a lock, with modes 0700 and 0600; only that directory is ever removed.
-They go with the process, unless a savepoint needs them. `leftovers` removes those of a killed process. Files that
-others may have put in their place are refused (`private`).
+Files lie in `<mount>/megatier-<run id>/`, under a lock, with modes 0700 and 0600. Nothing but that directory is ever
+removed. They are removed when the process ends, unless a savepoint needs them; `leftovers` removes those of a process
+that was killed. A directory or file that others may have put in their place is refused (`private`).
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from megatier.private import FOLDER_FLAGS, LOCK_FILE, PrivateDirectory
 
 BLOCK_FILE = "blocks"
 KEPT_FILE = "savepoint"
-"""Marks block files that outlive their process."""
+"""A file of this name marks block files that outlive their process."""
 FILES = (KEPT_FILE, BLOCK_FILE, LOCK_FILE)
-"""All that a run's directory on a mount holds; the lock goes last."""
+"""All files of a run's directory on a mount, in the order in which they are removed: the lock goes last."""
 
 
 class MountDirectories:
-    """The directory of one run on each mount, locked.
-
-    Attributes:
-        paths: the block file on each mount; for messages, since files are reached from the open directories.
-    """
+    """The directories of one run, one on each mount, locked."""
 
     def __init__(self, mounts: Sequence[MountBudget], run_id: str) -> None:
         """Name the directories. Nothing is made yet."""
         self._names = [mount.directory / f"megatier-{run_id}" for mount in mounts]
         self.paths = [directory / BLOCK_FILE for directory in self._names]
+        """The block file on each mount, for messages. The files are reached from the open directories."""
         self._directories: list[PrivateDirectory] = []
-        """Those that are locked."""
+        """The directories that are locked."""
 
     def lock(self, *, reuses: bool) -> None:
-        """Make and lock them. Unless the run reuses what a process of its id kept, that is removed.
+        """Make and lock the directories. Files that an earlier process of this run id left there are removed.
+
+        Args:
+            reuses: keep the files that are there.
 
         Raises:
-            ConfigError: a directory is not this user's alone.
-            RunLockedError: one is in use.
+            ConfigError: other users may enter a directory.
+            RunLockedError: another process uses a directory.
         """
         for path in self._names:
             self._directories.append(PrivateDirectory(path))
             for name in () if reuses else (KEPT_FILE, BLOCK_FILE):
-                with contextlib.suppress(OSError):  # a run of this id left it; now it would only fill the drive
+                with contextlib.suppress(OSError):  # a file that stays only takes room
                     self._directories[-1].remove(name)
 
     def open(self, mount: int, flags: int) -> int:
-        """Open the block file on a mount; returns the descriptor.
+        """Open the block file on a mount; return its descriptor.
 
         Raises:
             OSError: the file system refused.
-            ConfigError: the file is not this user's alone.
+            ConfigError: other users may open the file.
         """
         return self._directories[mount].open(BLOCK_FILE, flags)
 
@@ -78,7 +78,7 @@ class MountDirectories:
                 mark = directory.path / KEPT_FILE
                 raise TransferError("marking", "nvme", str(mark), 0, error.errno or 0) from error
 
-        # A name that was made is on the drive only when its directory is.
+        # A name that was made is on the drive only once its directory is.
         for directory in self._directories if keeps else ():
             try:
                 directory.sync()
@@ -95,7 +95,7 @@ class MountDirectories:
         _sync(self._names[mount].parent)
 
     def close(self, *, keeps: bool) -> None:
-        """Remove the files, unless they are kept, and unlock. Safe to call twice."""
+        """Remove the files, unless they are kept, and unlock. It is safe to call this twice."""
         for directory in self._directories:
             directory.close(() if keeps and directory.holds(BLOCK_FILE) else FILES)
         self._directories = []
@@ -126,10 +126,10 @@ def check_directory(directory: Path, setting: str = "tiers.nvme") -> None:
 
 
 def budget_bytes(mount: MountBudget) -> int:
-    """A mount's budget; nine tenths of the free space there if none was given.
+    """Return a mount's budget: nine tenths of the free space there if none was given.
 
     Raises:
-        ConfigError: it is no directory on a drive, or full.
+        ConfigError: it is no directory on a drive, or it is full.
     """
     check_directory(mount.directory)
     if mount.num_bytes is not None:
@@ -140,6 +140,6 @@ def budget_bytes(mount: MountBudget) -> int:
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that this user may still fill."""
+    """Return the bytes that this user may still fill."""
     file_system = os.statvfs(directory)
     return file_system.f_bavail * file_system.f_frsize
