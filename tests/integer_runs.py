@@ -22,7 +22,8 @@ from megatier.errors import NonFiniteError, TransferError
 from megatier.play.optimizer import Apply, Elements, Planes
 from megatier.play.player import Player
 from megatier.schedule.placement import place
-from megatier.schedule.sizes import Budgets, Policy, UnitSpec, state_kinds
+from megatier.schedule.sizes import Budgets, Policy, UnitSpec
+from megatier.state import ADAMW_BF16, ADAMW_FP32
 from megatier.store.store import TieredStore
 from megatier.tier import Kind, Phase, Tier
 
@@ -42,13 +43,13 @@ class Model:
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
         for unit in self.units:
-            for kind in state_kinds(split=self.policy.split):
+            for kind in self.policy.schema.kinds:
                 low, high = torch.iinfo(self.dtype(kind)).min, torch.iinfo(self.dtype(kind)).max
                 shape, dtype = (unit.num_elements,), self.dtype(kind)
                 self.planes[unit.name, kind] = torch.randint(low, high, shape, dtype=dtype, generator=generator)
 
     def dtype(self, kind: Kind) -> torch.dtype:
-        return torch.int16 if self.policy.split and kind in (Kind.WEIGHT, Kind.REMAINDER) else torch.int32
+        return torch.int16 if self.policy.schema.width(kind) == 2 else torch.int32
 
     def grad(self, unit: str, group: int) -> Tensor:
         """It depends on the weights, so that stale ones show."""
@@ -57,7 +58,7 @@ class Model:
     def update(self, factor: int = 1, left_out: Collection[str] = ()) -> None:
         for unit in (unit for unit in self.units if unit.name not in left_out):
             total = sum((self.grad(unit.name, group) for group in range(self.policy.groups)), torch.tensor(0))
-            apply({kind: self.planes[unit.name, kind] for kind in state_kinds(split=self.policy.split)}, factor * total)
+            apply({kind: self.planes[unit.name, kind] for kind in self.policy.schema.kinds}, factor * total)
 
 
 def apply(planes: Mapping[Kind, Tensor], grad: Tensor) -> None:
@@ -80,7 +81,7 @@ class Adder:
 
     @property
     def width(self) -> torch.dtype:
-        return torch.int16 if self.model.policy.split else torch.int32
+        return torch.int16 if self.model.policy.schema.grad_width == 2 else torch.int32
 
     def unclipped(self) -> Apply:
         return partial(self._apply, 1)
@@ -129,7 +130,7 @@ class Run:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        return state_kinds(split=self.policy.split)
+        return self.policy.schema.kinds
 
     def use(self, unit: str, phase: Phase, group: int) -> None:
         use = self.player.weights.enter(unit, phase, group)
@@ -226,8 +227,9 @@ def starter(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         ram = ram or usual
         options = IoOptions(num_threads=2, chunk_bytes=CHUNK_BYTES)
         share = 1.0 if name == "streamed" else 0.0
-        choices = {"split": False, "streamed_share": share, **choices}
-        policy = Policy(state=state, chunk_elements=2048, align_elements=2048, **choices)  # type: ignore[arg-type]
+        schema = ADAMW_BF16 if choices.pop("split", False) else ADAMW_FP32
+        choices = {"streamed_share": share, **choices}
+        policy = Policy(state=state, schema=schema, chunk_elements=2048, align_elements=2048, **choices)  # type: ignore[arg-type]
         store = TieredStore.open(gpu=gpu, ram=ram, nvme=[f"{tmp_path}:4MiB"], options=options)
         try:
             runs.append(Run(store, Budgets(gpu, ram, 4 << 20), policy, units))

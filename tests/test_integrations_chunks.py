@@ -9,13 +9,14 @@ import pytest
 
 from megatier.errors import PlanError
 from megatier.integrations.chunks import CHUNK_ELEMENTS_MAX, SLOTS, ChunkPlan, ParameterSize, plan_chunks
+from megatier.state import ADAMW_BF16, ADAMW_FP32
 from megatier.tier import PAGE_BYTES, Kind, Tier, round_up
 
 MIB = 1 << 20
 
 
 def sizes_of(*counts: int, is_split: bool = True) -> list[ParameterSize]:
-    return [ParameterSize(index, count, is_split) for index, count in enumerate(counts)]
+    return [ParameterSize(index, count, ADAMW_BF16 if is_split else ADAMW_FP32) for index, count in enumerate(counts)]
 
 
 def ram_bytes(plan: ChunkPlan) -> int:
@@ -26,7 +27,11 @@ def ram_bytes(plan: ChunkPlan) -> int:
 def test_plan_of_random_parameters_holds_each_element_once_inside_the_budgets(seed: int) -> None:
     draw = random.Random(seed)
     sizes = [
-        ParameterSize(index, draw.choice([0, 1, 127, 128, 5000, 100_000, 9 * MIB]), draw.random() < 0.5)
+        ParameterSize(
+            index,
+            draw.choice([0, 1, 127, 128, 5000, 100_000, 9 * MIB]),
+            ADAMW_BF16 if draw.random() < 0.5 else ADAMW_FP32,
+        )
         for index in range(draw.randint(1, 12))
     ]
     ram = draw.choice([128 << 10, MIB, 300 * MIB, 2000 * MIB])

@@ -17,6 +17,7 @@ from megatier.play.generations import Generation
 from megatier.play.speculation import HISTORY
 from megatier.schedule.placement import place
 from megatier.schedule.sizes import Budgets, Policy
+from megatier.state import ADAMW_FP32
 from megatier.tier import Kind, Tier
 
 
@@ -203,7 +204,7 @@ def test_speculation_needs_two_generations(start: Callable[..., Run]) -> None:
 
 
 def test_two_generations_take_twice_the_space_on_nvme() -> None:
-    policy = Policy(state=(Tier.NVME,), split=False, generations=2, chunk_elements=2048, align_elements=2048)
+    policy = Policy(state=(Tier.NVME,), schema=ADAMW_FP32, generations=2, chunk_elements=2048, align_elements=2048)
     state = sum(12 * unit.num_elements for unit in UNITS)
     with pytest.raises(PlanError, match=r"tiers\.generations"):
         place(UNITS, Budgets(160 << 10, 1 << 20, 2 * state - 1), policy)

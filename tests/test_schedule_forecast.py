@@ -12,8 +12,9 @@ from megatier.schedule.jobs import HOST_SECONDS
 from megatier.schedule.moves import Moves, by_lane
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import DriveRates, Rates
-from megatier.schedule.sizes import Budgets, Policy, UnitSpec, bytes_per_element
+from megatier.schedule.sizes import Budgets, Policy, UnitSpec
 from megatier.schedule.timeline import Access, build
+from megatier.state import ADAMW_BF16
 from megatier.tier import Kind, Phase, Tier
 
 MIB = 1 << 20
@@ -157,7 +158,7 @@ def test_forecast_with_weights_in_ram_moves_the_other_planes_alone() -> None:
     spilled = [kind for (_, kind), home in placement.homes.items() if home is Tier.NVME]
     assert spilled
     assert Kind.WEIGHT not in spilled
-    size = sum(bytes_per_element(kind, split=True) * MIB for kind in spilled)
+    size = sum(ADAMW_BF16.width(kind) * MIB for kind in spilled)
     assert made.moved_bytes["nvme_to_ram"] == made.moved_bytes["ram_to_nvme"] == size
 
 

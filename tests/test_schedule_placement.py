@@ -13,8 +13,9 @@ import pytest
 from megatier.config.values import parse_bytes
 from megatier.errors import PlanError, at_least
 from megatier.schedule.placement import Placement, place
-from megatier.schedule.sizes import Budgets, Policy, UnitSpec, bytes_per_element, grad_bytes, state_kinds
+from megatier.schedule.sizes import Budgets, Policy, UnitSpec, grad_bytes
 from megatier.schedule.slots import SLOTS_MIN
+from megatier.state import ADAMW_BF16, ADAMW_FP32
 from megatier.tier import Kind, Tier, round_up
 
 KIB = 1 << 10
@@ -46,7 +47,7 @@ def random_case(seed: int) -> Case:
     tiers = [(Tier.GPU, Tier.RAM, Tier.NVME), (Tier.RAM, Tier.NVME), (Tier.GPU,), (Tier.NVME,), (Tier.RAM,)]
     policy = Policy(
         state=choose.choice(tiers),
-        split=choose.random() < 0.5,
+        schema=ADAMW_BF16 if choose.random() < 0.5 else ADAMW_FP32,
         deferred=choose.random() < 0.5,
         groups=choose.choice([1, 1, 3]),
         chunk_elements=choose.choice([None, None, 2048, 5000]),
@@ -80,9 +81,9 @@ REFUSED = [case for case in CASES if placed(case) is None]
 
 def homes_of(placement: Placement, units: Sequence[UnitSpec], tier: Tier, policy: Policy) -> int:
     """Bytes of state at home in a tier."""
-    kinds = state_kinds(split=policy.split)
+    kinds = policy.schema.kinds
     return sum(
-        round_up(unit.num_elements * bytes_per_element(kind, split=policy.split))
+        round_up(unit.num_elements * policy.schema.width(kind))
         for unit in units
         for kind in kinds
         if placement.homes[unit.name, kind] is tier
@@ -130,7 +131,7 @@ def test_budgets_are_never_exceeded_and_the_plan_says_what_is_taken() -> None:
 
 def test_every_plane_has_one_home_in_an_allowed_tier() -> None:
     for (units, _, policy), placement in FITTING:
-        kinds = state_kinds(split=policy.split)
+        kinds = policy.schema.kinds
         assert set(placement.homes) == {(unit.name, kind) for unit in units for kind in kinds}
         assert set(placement.homes.values()) <= set(policy.state)
 
@@ -138,7 +139,7 @@ def test_every_plane_has_one_home_in_an_allowed_tier() -> None:
 def test_a_unit_on_the_gpu_is_there_whole_with_its_gradient() -> None:
     for (units, _, policy), placement in FITTING:
         for unit in units:
-            homes = {placement.homes[unit.name, kind] for kind in state_kinds(split=policy.split)}
+            homes = {placement.homes[unit.name, kind] for kind in policy.schema.kinds}
             assert Tier.GPU not in homes or homes == {Tier.GPU}
             is_updated_there = homes == {Tier.GPU} or unit.name in placement.streamed
             assert (placement.grad_homes[unit.name] is Tier.GPU) == is_updated_there
@@ -194,16 +195,16 @@ def test_slots_serve_the_largest_unit_that_passes() -> None:
             continue
         longest = max(unit.num_elements for unit in passing)
         weight, grad = slots[Tier.GPU, Kind.WEIGHT], slots[Tier.GPU, Kind.GRAD]
-        assert weight.slot_bytes >= longest * bytes_per_element(Kind.WEIGHT, split=policy.split)
+        assert weight.slot_bytes >= longest * policy.schema.width(Kind.WEIGHT)
         assert min(len(passing), SLOTS_MIN) <= weight.num_slots <= len(passing)
         assert grad.slot_bytes >= max(grad_bytes(unit, policy) for unit in passing)
         if Tier.NVME in placement.homes.values():
-            kinds = state_kinds(split=policy.split)
+            kinds = policy.schema.kinds
             has_weights = any(placement.homes[unit.name, Kind.WEIGHT] is Tier.NVME for unit in units)
             assert ((Tier.RAM, Kind.WEIGHT) in slots) is has_weights
             spilled = [unit.num_elements for unit in units if unit.name in placement.spilled]
             for kind in kinds if has_weights else kinds[1:]:
-                width, largest = bytes_per_element(kind, split=policy.split), max(spilled)
+                width, largest = policy.schema.width(kind), max(spilled)
                 assert slots[Tier.RAM, kind].slot_bytes >= min(placement.chunk_elements, largest) * width
             assert placement.chunk_elements % policy.align_elements == 0
 
@@ -291,13 +292,13 @@ def test_streamed_units_are_at_home_in_ram_within_the_share_and_none_is_larger_t
 
 def test_streamed_state_has_a_gpu_slot_per_unit_and_kind_but_none_for_weights_and_its_gradient_no_ram() -> None:
     for (units, _, policy), placement in FITTING:
-        kinds = [kind for kind in state_kinds(split=policy.split) if kind is not Kind.WEIGHT]
+        kinds = [kind for kind in policy.schema.kinds if kind is not Kind.WEIGHT]
         sizes = [unit.num_elements for unit in units if unit.name in placement.streamed]
         plans = {plan.kind: plan for plan in placement.slots if plan.tier is Tier.GPU and plan.kind in kinds}
         assert set(plans) == set(kinds if sizes else [])
         for kind, plan in plans.items():
             assert plan.num_slots == len(sizes)
-            assert plan.slot_bytes == round_up(max(sizes) * bytes_per_element(kind, split=policy.split))
+            assert plan.slot_bytes == round_up(max(sizes) * policy.schema.width(kind))
         if policy.deferred:
             shipped = [unit for unit in units if placement.updater(unit.name) is Tier.RAM]
             held = sum(grad_bytes(unit, policy) for unit in shipped if placement.grad_homes[unit.name] is Tier.RAM)
@@ -445,7 +446,7 @@ def test_weight_planes_come_first_in_ram() -> None:
         spilled = [2 * sizes[name] for (name, kind), tier in homes if tier is Tier.NVME and kind is Kind.WEIGHT]
         others = [plane for plane, tier in homes if tier is Tier.RAM and plane[1] is not Kind.WEIGHT]
         # Another plane is in RAM only in a rest that is too small for any weight plane that is not.
-        rest = sum(sizes[name] * bytes_per_element(kind, split=True) for name, kind in others)
+        rest = sum(sizes[name] * ADAMW_BF16.width(kind) for name, kind in others)
         assert not spilled or rest < min(spilled)
         seen["weights alone" if not others else "more"] += 1
     assert min(seen.values()) > 3
@@ -463,13 +464,8 @@ def test_weights_that_are_all_in_ram_leave_the_room_of_their_slots_to_other_stat
     assert spilled.num_slots(Tier.RAM, Kind.WEIGHT) == 5
 
 
-@pytest.mark.parametrize(("split", "total"), [(True, 12), (False, 12)])
-def test_state_is_twelve_bytes_a_parameter(split: bool, total: int) -> None:
-    assert sum(bytes_per_element(kind, split=split) for kind in state_kinds(split=split)) == total
-
-
 def test_gradient_bytes_follow_the_dtype_and_the_groups() -> None:
     unit = UnitSpec(name="unit", num_elements=4096)
     assert grad_bytes(unit, Policy()) == 2 * 4096
     assert grad_bytes(unit, Policy(groups=2)) == 4 * 4096
-    assert grad_bytes(unit, Policy(split=False)) == 4 * 4096
+    assert grad_bytes(unit, Policy(schema=ADAMW_FP32)) == 4 * 4096

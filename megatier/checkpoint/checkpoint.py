@@ -36,9 +36,10 @@ from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointErr
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
 from megatier.session.session import Session
-from megatier.tier import Kind
+from megatier.state import ADAMW_BF16, MASTERS
 
-ARRAYS = {"params": Kind.WEIGHT, "exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
+ARRAYS = tuple(ADAMW_BF16.arrays)
+"""Groups of arrays. They hold fp32, so they are the same whatever the compute dtype is."""
 FORMAT = 3
 UNBOUND_FORMAT = 2
 """Written before there were manifests."""
@@ -68,7 +69,7 @@ def arrays_of(units: Sequence[Unit]) -> dict[tuple[str, str], tuple[int, ...]]:
 
 def tensors_of(unit: Unit, name: str) -> tuple[TensorSlice, ...]:
     """The tensors of a unit that lie in arrays of one group: frozen ones have no moments."""
-    return unit.layout.tensors if ARRAYS[name] is Kind.WEIGHT else unit.layout.trained.tensors
+    return unit.layout.tensors if name == MASTERS else unit.layout.trained.tensors
 
 
 def parameter_shapes(units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
@@ -252,8 +253,7 @@ def restore(session: Session, path: Path) -> None:
 def _fill(session: Session, arrays: dict[tuple[str, str], StoredArray]) -> None:
     with _files(arrays.values()) as files:
         for unit in session.units:
-            for name, kind in ARRAYS.items():
-                planes = session.master_kinds if kind is Kind.WEIGHT else (kind,)
+            for name, planes in session.schema.arrays.items():
                 if not (tensors := tensors_of(unit, name)):
                     continue
                 places = [arrays[name, tensor.name] for tensor in tensors]

@@ -47,9 +47,8 @@ from megatier.durable import becoming, sync_tree
 from megatier.errors import StepAbandonedError
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
-from megatier.numerics.optimizer import join_master
+from megatier.numerics.optimizer import join_master, plane_dtype
 from megatier.play.generations import Generation
-from megatier.schedule.sizes import bytes_per_element
 from megatier.session.session import Session
 from megatier.store.arena import Arena
 from megatier.store.transfer import Transfer
@@ -136,11 +135,10 @@ class CheckpointWriter:
         run_elements = min(RUN_ELEMENTS, max(layout.num_elements for layout in layouts))
         buffers = _Buffers(self._session, run_elements)
         self._opened.callback(buffers.close)
-        kinds = {**{name: (kind,) for name, kind in ARRAYS.items()}, "params": self._session.master_kinds}
 
-        for name in ARRAYS:
+        for name, kinds in self._session.schema.arrays.items():
             files = self._opened.enter_context(ChunkFiles(chunk_elements, NUM_THREADS, num_staged))
-            self._writers.append(_PlaneWriter(self._session, files, self._partial, name, kinds[name], buffers))
+            self._writers.append(_PlaneWriter(self._session, files, self._partial, name, kinds, buffers))
         self._threads = ThreadPoolExecutor(len(ARRAYS), "megatier-checkpoint")
         self._opened.callback(self._threads.shutdown)  # first: what they fill goes
 
@@ -173,10 +171,10 @@ class _Buffers:
         """Allocate, unless all state is in RAM."""
         self.run_elements = run_elements
         self._places: dict[Kind, tuple[int, int]] = {}
-        kinds = session.blocks.kinds
+        schema = session.schema
         num_bytes = 0
-        for kind in kinds:
-            size = round_up(run_elements * bytes_per_element(kind, split=Kind.REMAINDER in kinds))
+        for kind in schema.kinds:
+            size = round_up(run_elements * schema.width(kind))
             self._places[kind] = num_bytes, size
             num_bytes += 2 * size
 
@@ -217,7 +215,7 @@ class _PlaneWriter:
         self._name = name
         self._kinds = kinds
         self._buffers = buffers
-        self._weight_dtype = session.engine.options.dtype
+        self._schema = session.schema
         self._arrays: dict[str, ArrayWriter] = {}
         """Of parameters that are not whole yet."""
         self.checksums: dict[str, list[int]] = {}
@@ -279,7 +277,7 @@ class _PlaneWriter:
         for kind in self._kinds if run[0] < unit.layout.num_trained else (Kind.WEIGHT,):
             key = self._blocks.key(unit.name, kind, generation)
             span = self._blocks.span(unit.name, kind, run)
-            dtype = {Kind.WEIGHT: self._weight_dtype, Kind.REMAINDER: torch.int16}.get(kind, torch.float32)
+            dtype = plane_dtype(self._schema, kind)
             if self._blocks.placement.homes[unit.name, kind] is Tier.RAM:
                 lease = self._store.lease(key, Tier.RAM, span)
                 found.append((stack.enter_context(lease).bytes.view(dtype), None))

@@ -25,6 +25,7 @@ from megatier import hardware
 from megatier.cli.output import print_json
 from megatier.config.values import MountBudget, parse_mount
 from megatier.errors import mib
+from megatier.state import ADAMW_BF16
 
 PAGE_BYTES = 4096
 MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
@@ -261,7 +262,9 @@ def _drive(given: MountBudget) -> Iterator[Check]:
         remedy = f"Less than the {mib(given.num_bytes or 0)} given. Free space or give less: {directory}:SIZE."
         yield _fail("free space", found, remedy)
     elif mount.free_bytes < LOW_DISK_BYTES:
-        remedy = "State takes 12 bytes a parameter. Free space or give another directory."
+        remedy = (
+            f"State takes {ADAMW_BF16.bytes_per_parameter} bytes a parameter. Free space or give another directory."
+        )
         yield _warn("free space", found, remedy)
     else:
         yield _ok("free space", found)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatier.errors import PlanError, at_least
 from megatier.layout import ALIGN_ELEMENTS
-from megatier.schedule.sizes import bytes_per_element, state_kinds
+from megatier.state import StateSchema
 from megatier.tier import Kind, Tier, round_up
 
 CHUNK_ELEMENTS_MAX = 4 << 20
@@ -34,8 +34,8 @@ class ParameterSize:
     index: int
     """Number of the parameter among all parameters of the optimizer."""
     num_elements: int
-    is_split: bool
-    """True for bf16, whose master has a remainder; False for fp32, which is its own master."""
+    schema: StateSchema
+    """The planes of its state: bf16 has a master with a remainder, fp32 is its own master."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class ElementRun:
     parameter: int
     start: int
     stop: int
-    is_split: bool
+    schema: StateSchema
     offset: int
     """First byte of the run in the chunk."""
 
@@ -55,7 +55,7 @@ class ElementRun:
         found = {}
         offset = self.offset
         padded = round_up(self.stop - self.start, ALIGN_ELEMENTS)
-        for kind, width in _widths(self.is_split).items():
+        for kind, width in _widths(self.schema).items():
             found[kind] = (offset, offset + width * (self.stop - self.start))
             offset += width * padded
         return found
@@ -63,7 +63,7 @@ class ElementRun:
     @property
     def num_bytes(self) -> int:
         """Bytes of the run, with the padding at the end of each plane."""
-        return sum(_widths(self.is_split).values()) * round_up(self.stop - self.start, ALIGN_ELEMENTS)
+        return sum(_widths(self.schema).values()) * round_up(self.stop - self.start, ALIGN_ELEMENTS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,7 @@ def plan_chunks(sizes: Sequence[ParameterSize], ram: int, nvme: int) -> ChunkPla
         )
 
     # Slots have the size of the largest chunk and come out of the RAM budget, so with little RAM chunks are smaller.
-    per_element = sum(_widths(any(size.is_split for size in sizes)).values())
+    per_element = max(sum(_widths(size.schema).values()) for size in sizes)
     fits = ram // (SLOTS_SHARE * SLOTS * per_element) // CHUNK_ELEMENTS_MIN * CHUNK_ELEMENTS_MIN
     pieces = _cut(sizes, min(max(fits, CHUNK_ELEMENTS_MIN), CHUNK_ELEMENTS_MAX))
     slots = SLOTS * round_up(max(size for _, size in pieces))
@@ -148,7 +148,7 @@ def _cut(sizes: Iterable[ParameterSize], chunk_elements: int) -> list[tuple[tupl
                 parameter=size.index,
                 start=start,
                 stop=min(size.num_elements, start + room),
-                is_split=size.is_split,
+                schema=size.schema,
                 offset=offset,
             )
             runs.append(run)
@@ -180,7 +180,6 @@ def _spread(sizes: Sequence[int], room: int) -> list[Tier]:
     return homes
 
 
-def _widths(is_split: bool) -> dict[Kind, int]:
+def _widths(schema: StateSchema) -> dict[Kind, int]:
     """Return the bytes an element by kind, of the state without the weights, which are the parameter itself."""
-    kinds = (kind for kind in state_kinds(split=is_split) if kind is not Kind.WEIGHT)
-    return {kind: bytes_per_element(kind, split=is_split) for kind in kinds}
+    return {kind: schema.width(kind) for kind in schema.passing_kinds}

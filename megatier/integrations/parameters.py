@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatier.errors import OptimizerError
+from megatier.state import ADAMW_BF16, ADAMW_FP32, StateSchema
 
 
 class Form(NamedTuple):
@@ -51,6 +52,11 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
         raise OptimizerError(
             f"parameters lie on {names}. Use one TieredAdamW a device, and torch.cuda.set_device before a GPU's."
         )
+
+
+def schema_of(dtype: torch.dtype) -> StateSchema:
+    """Return the planes of AdamW's state of a parameter of this dtype; fp32 is its own master."""
+    return ADAMW_BF16 if dtype is torch.bfloat16 else ADAMW_FP32
 
 
 def form_of(parameter: Tensor) -> Form:

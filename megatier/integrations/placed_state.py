@@ -21,13 +21,19 @@ from megatier.errors import NonFiniteError, OptimizerError
 from megatier.hardware import cores_usable
 from megatier.integrations.chunk_store import ChunkStore
 from megatier.integrations.chunks import AHEAD, ChunkPlan, ElementRun, StateChunk
-from megatier.integrations.parameters import form_of, in_order
-from megatier.numerics.optimizer import PIECE_ELEMENTS, SPAN_ELEMENTS, adamw_threads, begin_adamw, step_scalars
+from megatier.integrations.parameters import form_of, in_order, schema_of
+from megatier.numerics.optimizer import (
+    PIECE_ELEMENTS,
+    SPAN_ELEMENTS,
+    adamw_threads,
+    begin_adamw,
+    plane_dtype,
+    step_scalars,
+)
+from megatier.state import ADAMW_BF16
 from megatier.store.lease import Lease
 from megatier.tier import Kind, Tier
 
-STATE = {Kind.EXP_AVG: torch.float32, Kind.EXP_AVG_SQ: torch.float32, Kind.REMAINDER: torch.int16}
-"""Kinds of state by their names in `state_dict`, with their types."""
 Entry = Mapping[str, Tensor]
 """The state of one parameter by the names of `state_dict`: the kinds, and `step`."""
 
@@ -203,7 +209,7 @@ class PlacedState:
         """
         for index, entry in state.items():
             form = self._forms.get(index)
-            shapes = [tuple(entry[kind].shape) for kind in STATE if kind in entry]
+            shapes = [tuple(entry[kind].shape) for kind in ADAMW_BF16.passing_kinds if kind in entry]
             if form is None or "step" not in entry or any(shape != form.shape for shape in shapes):
                 had = "none here" if form is None else f"{tuple(form.shape)} here"
                 raise OptimizerError(
@@ -263,8 +269,8 @@ class PlacedState:
 
     def _types(self, index: int) -> dict[Kind, torch.dtype]:
         """Return the kinds of a parameter's state with their types; fp32 is its own master and has no remainder."""
-        is_split = self._forms[index].dtype is torch.bfloat16
-        return {kind: dtype for kind, dtype in STATE.items() if is_split or kind is not Kind.REMAINDER}
+        schema = schema_of(self._forms[index].dtype)
+        return {kind: plane_dtype(schema, kind) for kind in schema.passing_kinds}
 
 
 def _update_tier(device: torch.device) -> Tier:
@@ -275,7 +281,7 @@ def _update_tier(device: torch.device) -> Tier:
 def _planes(run: ElementRun, chunk: Tensor) -> Iterator[tuple[Kind, Tensor]]:
     """Yield each kind of a run's state, as a flat view of a chunk in RAM."""
     for kind, (start, stop) in run.planes.items():
-        yield kind, chunk[start:stop].view(STATE[kind])
+        yield kind, chunk[start:stop].view(plane_dtype(run.schema, kind))
 
 
 def _sum_squares(grad: Tensor) -> Tensor:

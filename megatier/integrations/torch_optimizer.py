@@ -25,7 +25,7 @@ from megatier.drives.mounts import budget_bytes
 from megatier.errors import CapacityError, ConfigError, OptimizerError
 from megatier.hardware import ram_available_bytes
 from megatier.integrations.chunks import ChunkPlan, ParameterSize, plan_chunks
-from megatier.integrations.parameters import check_parameters
+from megatier.integrations.parameters import check_parameters, schema_of
 from megatier.integrations.placed_state import PlacedState
 from megatier.integrations.state_file import write_state_file
 from megatier.numerics.vector_math import warm
@@ -261,7 +261,7 @@ class TieredAdamW(Optimizer):
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         trained = {index: parameter for index, parameter in enumerate(parameters) if parameter.requires_grad}
         check_parameters(trained.values())
-        sizes = [ParameterSize(i, p.numel(), p.dtype is torch.bfloat16) for i, p in trained.items()]
+        sizes = [ParameterSize(i, p.numel(), schema_of(p.dtype)) for i, p in trained.items()]
         return plan_chunks(sizes, self._ram, self._nvme_bytes)
 
     def _start(self) -> PlacedState:

@@ -16,13 +16,14 @@ import torch
 
 from megatier import _native
 from megatier.numerics.optimizer import adamw_threads
+from megatier.state import ADAMW_BF16
 from megatier.store.arena import Arena
 from megatier.store.lanes import Lanes
 from megatier.store.transfer import Transfer
 from megatier.tier import PAGE_BYTES, round_up
 
-STATE_BYTES_PER_PARAMETER = 14
-"""12 of state, 2 of gradient."""
+STATE_BYTES_PER_PARAMETER = ADAMW_BF16.bytes_per_parameter + ADAMW_BF16.grad_width
+"""State and gradient."""
 UPDATE_CHUNK_ELEMENTS = 8 << 20
 """As the store's largest update chunks."""
 SCALARS = (0.9, 0.1, 0.999, 0.001, 1e-8, 1e-4, 1.0, 1.0)
@@ -110,7 +111,7 @@ class CopyTraffic:
 class UpdateTraffic:
     """AdamW on a state of split masters, chunk by chunk."""
 
-    WIDTHS = (2, 2, 4, 4, 2)
+    WIDTHS = (*(plane.width for plane in ADAMW_BF16.planes), ADAMW_BF16.grad_width)
     """Bytes an element of weight, remainder, exp_avg, exp_avg_sq, grad."""
 
     def __init__(

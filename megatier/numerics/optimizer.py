@@ -29,6 +29,7 @@ from torch import Tensor
 from megatier import _native
 from megatier.errors import NonFiniteError
 from megatier.layout import Layout, TensorSlice
+from megatier.state import StateSchema
 from megatier.tier import Kind
 
 SPAN_ELEMENTS = 65_536
@@ -346,6 +347,13 @@ def _num_spans(tensor: TensorSlice) -> int:
     return -(-tensor.num_elements // SPAN_ELEMENTS)
 
 
+def plane_dtype(schema: StateSchema, kind: Kind) -> torch.dtype:
+    """The dtype of a plane's elements."""
+    found = getattr(torch, schema.dtype(kind))
+    assert isinstance(found, torch.dtype)
+    return found
+
+
 def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """Write fp32 [n] on the CPU as weight bf16 [n] and remainder int16 [n], on one device; see `join_master`."""
     if weight.is_cuda:
@@ -378,4 +386,4 @@ def learning_rate(step: int, *, peak: float, schedule: str, warmup: int, steps: 
     return peak * (1 - (1 - minimum_ratio) * fall)
 
 
-__all__ = ["AdamW", "Hyperparameters", "join_master", "learning_rate", "split_master"]
+__all__ = ["AdamW", "Hyperparameters", "join_master", "learning_rate", "plane_dtype", "split_master"]

@@ -27,7 +27,7 @@ from megatier.schedule.jobs import HOST_SECONDS
 from megatier.schedule.moves import Moves, by_lane
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import DriveRates, Rates
-from megatier.schedule.sizes import Budgets, bytes_per_element
+from megatier.schedule.sizes import Budgets
 from megatier.schedule.timeline import Access
 from megatier.tier import Kind, Tier
 
@@ -198,7 +198,7 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
     units = {spec.name: spec for spec in work.specs}
     state: Counter[tuple[Tier, Kind]] = Counter()
     for (name, kind), home in placement.homes.items():
-        state[home, kind] += units[name].elements_of(kind) * bytes_per_element(kind, split=work.policy.split)
+        state[home, kind] += units[name].elements_of(kind) * work.policy.schema.width(kind)
     moves = Moves(units, placement, work.policy)
     gradients = by_lane(move for unit in units for move in moves.gradients(unit))
 

@@ -21,7 +21,7 @@ from megatier.play.generations import Generation, Generations
 from megatier.play.grad_blocks import GradBlocks, grad_key
 from megatier.play.optimizer import Elements
 from megatier.schedule.placement import Placement
-from megatier.schedule.sizes import Policy, UnitSpec, bytes_per_element, kinds_of, passing_kinds, state_kinds
+from megatier.schedule.sizes import Policy, UnitSpec, kinds_of
 from megatier.schedule.timeline import Load
 from megatier.store.store import TieredStore
 from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
@@ -81,8 +81,8 @@ class UnitBlocks:
         self.units = units
         self.placement = placement
         self.policy = policy
-        self.kinds = state_kinds(split=policy.split)
-        self._passing = passing_kinds(split=policy.split)
+        self.kinds = policy.schema.kinds
+        self._passing = policy.schema.passing_kinds
         self.generations = Generations(units, placement)
         self.grads = GradBlocks(store, units, placement, policy)
         self._register()
@@ -114,7 +114,7 @@ class UnitBlocks:
 
     def span(self, name: str, kind: Kind, elements: Elements) -> tuple[int, int]:
         """Bytes of a run of elements in a block of one kind."""
-        width = bytes_per_element(kind, split=self.policy.split)
+        width = self.policy.schema.width(kind)
         return elements[0] * width, elements[1] * width
 
     def spilled(self, name: str) -> list[Kind]:
@@ -250,7 +250,7 @@ class UnitBlocks:
         """Register the blocks of all units, and reserve slots: homes are set aside first, then all slots."""
         for unit in self.units.values():
             for kind in kinds_of(unit, self.policy):
-                size = unit.elements_of(kind) * bytes_per_element(kind, split=self.policy.split)
+                size = unit.elements_of(kind) * self.policy.schema.width(kind)
                 home = self.placement.homes[unit.name, kind]
                 for place in self.generations.places(unit.name, kind):
                     self.store.register(BlockSpec(block_key(unit.name, kind, place), size, home, kind))

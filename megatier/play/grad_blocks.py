@@ -37,7 +37,7 @@ class GradBlocks:
         self._units = units
         self._placement = placement
         self._policy = policy
-        self._width = 2 if policy.split else 4
+        self._width = policy.schema.grad_width
         """Bytes of an element of a final gradient."""
 
     def register(self, name: str) -> None:

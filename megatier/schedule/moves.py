@@ -18,8 +18,6 @@ from megatier.schedule.sizes import (
     block_bytes,
     final_grad_bytes,
     grad_bytes,
-    passing_kinds,
-    state_kinds,
     trained_bytes,
 )
 from megatier.schedule.timeline import Timeline
@@ -166,12 +164,12 @@ class Moves:
         return (read(size), Move("ram_to_gpu", size))
 
     def _spilled_bytes(self, unit: str) -> int:
-        kinds: Collection[Kind] = state_kinds(split=self._policy.split)
+        kinds: Collection[Kind] = self._policy.schema.kinds
         spilled = [kind for kind in kinds if self._placement.homes[unit, kind] is Tier.NVME]
         return sum(trained_bytes(self._units[unit], kind, self._policy) for kind in spilled)
 
     def _passing_bytes(self, unit: str) -> int:
-        kinds = passing_kinds(split=self._policy.split)
+        kinds = self._policy.schema.passing_kinds
         return sum(block_bytes(self._units[unit], kind, self._policy) for kind in kinds)
 
 

@@ -24,7 +24,6 @@ from megatier.schedule.sizes import (
     block_bytes,
     grad_bytes,
     kinds_of,
-    passing_kinds,
     state_bytes,
     trained,
 )
@@ -233,7 +232,7 @@ def _choose_streamed(rest: Sequence[UnitSpec], homed: int, budgets: Budgets, pol
     at_most = _usual_elements([unit.num_trained for unit in able])
     usual = max(unit.num_trained for unit in able if unit.num_trained <= at_most)
     slot_unit = UnitSpec(name="", num_elements=usual)
-    passing = sum(block_bytes(slot_unit, kind, policy) for kind in passing_kinds(split=policy.split))
+    passing = sum(block_bytes(slot_unit, kind, policy) for kind in policy.schema.passing_kinds)
 
     wanted = policy.streamed_share * sum(unit.num_trained for unit in able)
     room = budgets.gpu - homed - least_gpu_bytes(rest, policy)

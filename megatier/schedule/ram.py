@@ -21,7 +21,6 @@ from megatier.schedule.sizes import (
     block_bytes,
     grad_bytes,
     kinds_of,
-    passing_kinds,
     state_bytes,
     trained,
 )
@@ -230,7 +229,7 @@ def _fill_room(
 
 def _homes_by_kind(units: Sequence[UnitSpec], room: int, policy: Policy) -> Homes:
     """Fill the room with weight planes first, then with the other kinds, unit by unit. What does not fit is on NVMe."""
-    others = passing_kinds(split=policy.split)
+    others = policy.schema.passing_kinds
     blocks = [(unit, Kind.WEIGHT) for unit in units] + [(unit, kind) for unit in trained(units) for kind in others]
     homes = {}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatier.tier import STATE_KINDS, Kind, Tier, round_up
+from megatier.state import ADAMW_BF16, StateSchema
+from megatier.tier import Kind, Tier, round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ class Policy:
 
     state: tuple[Tier, ...] = (Tier.GPU, Tier.RAM, Tier.NVME)
     """Tiers that may hold state."""
-    split: bool = True
-    """bf16 weight plane and remainder; False: one fp32 weight."""
+    schema: StateSchema = ADAMW_BF16
+    """The planes of state that the optimizer keeps of a parameter."""
     deferred: bool = True
     """Updates wait for the global norm, so every gradient is held; False: they run inside the backward."""
     groups: int = 1
@@ -75,34 +76,19 @@ def trained(units: Iterable[UnitSpec]) -> list[UnitSpec]:
     return [unit for unit in units if unit.num_trained]
 
 
-def bytes_per_element(kind: Kind, *, split: bool) -> int:
-    """Bytes of one parameter in a block of state; 0 where the kind does not exist."""
-    return {Kind.WEIGHT: 2 if split else 4, Kind.REMAINDER: 2 if split else 0}.get(kind, 4)
-
-
-def state_kinds(*, split: bool) -> tuple[Kind, ...]:
-    """The kinds of state there are: without a split the weight block is the master itself."""
-    return tuple(kind for kind in STATE_KINDS if bytes_per_element(kind, split=split))
-
-
-def passing_kinds(*, split: bool) -> tuple[Kind, ...]:
-    """Kinds of a streamed unit's state that have GPU slots of their own: weights pass through those of all units."""
-    return tuple(kind for kind in state_kinds(split=split) if kind is not Kind.WEIGHT)
-
-
 def kinds_of(unit: UnitSpec, policy: Policy) -> tuple[Kind, ...]:
-    """The kinds of state that a unit has: weights alone where it is frozen."""
-    return state_kinds(split=policy.split) if unit.num_trained else (Kind.WEIGHT,)
+    """The kinds of state that a unit has: weights alone if it is frozen."""
+    return policy.schema.kinds if unit.num_trained else (Kind.WEIGHT,)
 
 
 def block_bytes(unit: UnitSpec, kind: Kind, policy: Policy) -> int:
     """Bytes of a unit's block of state, in whole pages."""
-    return round_up(unit.elements_of(kind) * bytes_per_element(kind, split=policy.split))
+    return round_up(unit.elements_of(kind) * policy.schema.width(kind))
 
 
 def trained_bytes(unit: UnitSpec, kind: Kind, policy: Policy) -> int:
     """Bytes of a unit's block of state that its update changes: all but frozen weights."""
-    return round_up(unit.num_trained * bytes_per_element(kind, split=policy.split))
+    return round_up(unit.num_trained * policy.schema.width(kind))
 
 
 def state_bytes(unit: UnitSpec, policy: Policy) -> int:
@@ -112,10 +98,10 @@ def state_bytes(unit: UnitSpec, policy: Policy) -> int:
 
 def grad_bytes(unit: UnitSpec, policy: Policy) -> int:
     """Bytes of a unit's gradient on its way: a summand of an fp32 sum over groups, else the compute dtype."""
-    return round_up(unit.num_trained * (4 if policy.groups > 1 or not policy.split else 2))
+    return round_up(unit.num_trained * (4 if policy.groups > 1 else policy.schema.grad_width))
 
 
 def final_grad_bytes(unit: UnitSpec, policy: Policy) -> int:
     """Bytes of its final gradient: the front of such a sum, in whole checksummed chunks."""
-    size = grad_bytes(unit, policy)
-    return min(round_up(2 * unit.num_trained, 2 * policy.align_elements), size) if policy.split else size
+    width = policy.schema.grad_width
+    return min(round_up(width * unit.num_trained, width * policy.align_elements), grad_bytes(unit, policy))

@@ -10,10 +10,7 @@ from megatier.schedule.sizes import (
     Policy,
     UnitSpec,
     block_bytes,
-    bytes_per_element,
     grad_bytes,
-    passing_kinds,
-    state_kinds,
     trained,
 )
 from megatier.tier import Kind, Tier, round_up
@@ -77,7 +74,7 @@ def gpu_slots(
         SlotPlan(
             tier=Tier.GPU, kind=kind, slot_bytes=block_bytes(largest_streamed, kind, policy), num_slots=len(streamed)
         )
-        for kind in passing_kinds(split=policy.split)
+        for kind in policy.schema.passing_kinds
     ]
     used = homed + sum(grad_bytes(unit, policy) for unit in streamed)
     used += sum(plan.slot_bytes * plan.num_slots for plan in passing)
@@ -147,11 +144,11 @@ def update_slots(chunk: int, longest: int, updated: int, policy: Policy, *, spil
         spills_grads: gradients pass too.
     """
     depth = UPDATE_DEPTH + (SLOTS_MIN if policy.speculates else 0)
-    widths = {kind: bytes_per_element(kind, split=policy.split) for kind in state_kinds(split=policy.split)}
-    sizes = {kind: min(chunk, updated) * widths[kind] for kind in passing_kinds(split=policy.split)}
+    widths = {kind: policy.schema.width(kind) for kind in policy.schema.kinds}
+    sizes = {kind: min(chunk, updated) * widths[kind] for kind in policy.schema.passing_kinds}
     if spills_grads:
         sizes[Kind.GRAD] = min(
-            chunk * (2 if policy.split else 4), grad_bytes(UnitSpec(name="", num_elements=updated), policy)
+            chunk * policy.schema.grad_width, grad_bytes(UnitSpec(name="", num_elements=updated), policy)
         )
     others = [
         SlotPlan(tier=Tier.RAM, kind=kind, slot_bytes=size, num_slots=depth) for kind, size in sizes.items() if size

@@ -22,7 +22,7 @@ from megatier.measure.probe import io_threads
 from megatier.models.decoder import Unit, decays
 from megatier.models.experts import cut_units
 from megatier.numerics.compilation import Compilation
-from megatier.numerics.optimizer import AdamW, Hyperparameters, join_master, split_master
+from megatier.numerics.optimizer import AdamW, Hyperparameters, join_master, plane_dtype, split_master
 from megatier.play.player import Player
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import Rates
@@ -97,6 +97,7 @@ class Session:
         work = work_in(model_config.expert_parts)
         self.model = model
         self.units = work.units
+        self.schema = work.policy.schema
         self._dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         device = choose_device(tiers)
         self.rates = measured_rates(tiers, device)
@@ -143,7 +144,7 @@ class Session:
     @property
     def master_kinds(self) -> tuple[Kind, ...]:
         """The planes of the fp32 master."""
-        return (Kind.WEIGHT, Kind.REMAINDER) if self._dtype is torch.bfloat16 else (Kind.WEIGHT,)
+        return self.schema.master_kinds
 
     def fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]]) -> None:
         """Overwrite planes of a unit's state: those of its master, or one moment.
@@ -207,7 +208,7 @@ class Session:
 
         Only weights have frozen elements.
         """
-        dtype = {Kind.WEIGHT: self._dtype, Kind.REMAINDER: torch.int16}.get(kind, torch.float32)
+        dtype = plane_dtype(self.schema, kind)
         result = torch.empty(stop - start, dtype=dtype)
         for (first, last), _ in self.blocks.runs(unit.name):
             lower = max(first, start)

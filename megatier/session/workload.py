@@ -16,10 +16,10 @@ from megatier.models.decoder import Unit, decoder_layers
 from megatier.models.experts import most_parts
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import GPU_SLOTS
+from megatier.state import ADAMW, StateSchema
 from megatier.tier import Activations, Tier
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-STATE_BYTES_PER_ELEMENT = 12
 STREAMS = ("altup_num_inputs", "hc_mult", "hc_count")
 """Settings that say how many hidden states a token has: Gemma 3n (AltUp); DeepSeek-V4, Hy-V4; Qwen4-Exp."""
 
@@ -89,7 +89,9 @@ class Workload:
             )
             for u in units
         )
-        policy = _policy(dtype, tiers, train, options, guard=numerics.guard, savepoints=savepoints)
+        policy = _policy(
+            ADAMW[model_config.compute_dtype], tiers, train, options, guard=numerics.guard, savepoints=savepoints
+        )
         return cls(units=units, specs=specs, activations=activations, policy=policy, options=options, rows=rows)
 
 
@@ -143,15 +145,15 @@ def _fits_slots(parts: int, place_with: Callable[[int], object]) -> bool:
 
 
 def _policy(
-    dtype: torch.dtype, tiers: TiersConfig, train: TrainConfig, options: IoOptions, *, guard: bool, savepoints: bool
+    schema: StateSchema, tiers: TiersConfig, train: TrainConfig, options: IoOptions, *, guard: bool, savepoints: bool
 ) -> Policy:
     return Policy(
         state=tuple(Tier(name) for name in tiers.state),
-        split=dtype is torch.bfloat16,
+        schema=schema,
         deferred=guard or train.clip is not None,
         groups=train.groups,
         slices=train.slices,
-        chunk_elements=tiers.chunk // STATE_BYTES_PER_ELEMENT if tiers.chunk is not None else None,
+        chunk_elements=tiers.chunk // schema.bytes_per_parameter if tiers.chunk is not None else None,
         streamed_share=tiers.streamed_share,
         generations=tiers.generations,
         savepoints=savepoints,

@@ -25,18 +25,18 @@ PIECE_BYTES = 128 << 20
 """The most bytes that one lane copies at once between RAM and the GPU. The device makes the copies of one direction in
 the order in which they were enqueued, whatever their streams. So each lane enqueues one piece at a time; else a long
 row of pieces would hold up a copy that compute waits for."""
-YIELDING = (Kind.REMAINDER, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTS)
-"""The kinds of state that compute does not wait for. It waits for weights, gradients and activations."""
+AWAITED = (Kind.WEIGHT, Kind.GRAD, Kind.ACTIVATION)
+"""Kinds that compute waits for. All others are state of an optimizer, and yield to them."""
 
 
 def queue_to_gpu(kind: Kind) -> str:
     """Return the queue that takes bytes of a kind from RAM to the GPU."""
-    return "state_to_gpu" if kind in YIELDING else "ram_to_gpu"
+    return "ram_to_gpu" if kind in AWAITED else "state_to_gpu"
 
 
 def queue_to_ram(kind: Kind) -> str:
     """Return the queue that takes bytes of a kind from the GPU to RAM."""
-    return "state_to_ram" if kind in YIELDING else "gpu_to_ram"
+    return "gpu_to_ram" if kind in AWAITED else "state_to_ram"
 
 
 class Lanes:

@@ -15,7 +15,7 @@ from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, Tra
 from megatier.models.decoder import build_skeleton
 from megatier.models.weights import Initialiser
 from megatier.session.session import Session
-from megatier.tier import Activations, Kind, Tier
+from megatier.tier import Activations, Tier
 
 STEPS = 5
 SEQUENCES = 4
@@ -101,7 +101,7 @@ def _run(device: str, directory: Path, placement: str, activations: str, clip: f
 
         session.player.drain()
         for unit in session.units:
-            for kind in (Kind.WEIGHT, Kind.REMAINDER, Kind.EXP_AVG, Kind.EXP_AVG_SQ):
+            for kind in session.schema.kinds:
                 plane = session.read_plane(unit, kind, 0, unit.layout.num_elements)
                 digest.update(plane.view(torch.uint8).numpy().tobytes())
 

@@ -1,0 +1,43 @@
+"""The planes of state: their widths, the master, and the arrays of a checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatier.numerics.optimizer import plane_dtype
+from megatier.state import ADAMW, ADAMW_BF16, ADAMW_FP32, MASTERS, StateSchema
+from megatier.tier import STATE_KINDS, Kind
+
+SCHEMAS = pytest.mark.parametrize("schema", ADAMW.values(), ids=list(ADAMW))
+
+
+@SCHEMAS
+def test_state_of_adamw_is_twelve_bytes_a_parameter(schema: StateSchema) -> None:
+    assert schema.bytes_per_parameter == sum(schema.width(kind) for kind in schema.kinds) == 12
+
+
+@SCHEMAS
+def test_plane_width_is_that_of_its_dtype(schema: StateSchema) -> None:
+    assert [plane_dtype(schema, kind).itemsize for kind in schema.kinds] == [plane.width for plane in schema.planes]
+    assert set(schema.kinds) <= set(STATE_KINDS)
+
+
+@SCHEMAS
+def test_weight_comes_first_and_alone_passes_through_the_slots_of_all_units(schema: StateSchema) -> None:
+    assert (Kind.WEIGHT, *schema.passing_kinds) == schema.kinds
+    assert schema.grad_width == schema.width(Kind.WEIGHT)
+
+
+@SCHEMAS
+def test_every_plane_belongs_to_one_array_and_the_master_has_four_bytes(schema: StateSchema) -> None:
+    assert [kind for kinds in schema.arrays.values() for kind in kinds] == list(schema.kinds)
+    assert {sum(schema.width(kind) for kind in kinds) for kinds in schema.arrays.values()} == {4}
+    assert schema.arrays[MASTERS] == schema.master_kinds
+
+
+def test_checkpoints_of_both_compute_dtypes_have_the_same_arrays() -> None:
+    assert list(ADAMW_BF16.arrays) == list(ADAMW_FP32.arrays) == ["params", "exp_avg", "exp_avg_sq"]
+    assert ADAMW_BF16.master_kinds == (Kind.WEIGHT, Kind.REMAINDER)
+    assert ADAMW_FP32.master_kinds == (Kind.WEIGHT,)
+    assert plane_dtype(ADAMW_BF16, Kind.WEIGHT) is torch.bfloat16
