@@ -29,30 +29,28 @@ from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateRun:
-    """A leased run of a unit's state.
-
-    Attributes:
-        store: holds the blocks.
-        homes: the home of each kind.
-        keys: the block of each kind.
-        tier: gpu or ram, where the planes lie.
-        planes: uint8 per kind.
-        spans: the bytes of each block that the planes are.
-        before: planes of the generation that held, if that is another one: an update reads these and writes `planes`.
-    """
+    """A leased run of a unit's state."""
 
     store: TieredStore
+    """The store, which holds the blocks."""
     homes: Mapping[Kind, Tier]
+    """The home of each kind."""
     keys: Mapping[Kind, str]
+    """The block of each kind."""
     tier: Tier
+    """The tier where the planes lie: gpu or ram."""
     planes: Mapping[Kind, torch.Tensor]
+    """The plane of each kind, as uint8."""
     spans: Mapping[Kind, tuple[int, int]]
+    """The bytes of each block that its plane is."""
     before: Mapping[Kind, torch.Tensor] = field(default_factory=dict)
+    """Planes of the generation that held, if that is another one: an update reads these and writes `planes`."""
 
     def write_back(self) -> None:
-        """Say that every plane was changed, and start its way home; of a streamed unit the weights alone go home.
+        """Say that every plane was changed, and start its way home. Of a streamed unit the weights alone go home.
 
-        Call it while the run is leased: a dirty copy that nobody leases is one that nobody may evict.
+        Call it while the run is leased. A dirty copy may not be evicted before its way home has begun, so one that
+        nobody leases any more could be in the way of others.
         """
         for kind, span in self.spans.items():
             home = self.homes[kind]
@@ -63,32 +61,30 @@ class StateRun:
 
 
 class UnitBlocks:
-    """All blocks of a run's units, registered with a fresh store.
-
-    Attributes:
-        store: holds them.
-        units: sizes of every unit, by name.
-        placement: homes and slots.
-        policy: dtype, groups, clip.
-        kinds: the kinds of state of a unit that is trained.
-        generations: which generation of each unit's state holds.
-        grads: the blocks of gradients.
-    """
+    """All blocks of a run's units, registered with a fresh store."""
 
     def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec], placement: Placement, policy: Policy) -> None:
         """Register every block and reserve every slot of the placement."""
         self.store = store
+        """The store, which holds the blocks."""
         self.units = units
+        """The sizes of every unit, by name."""
         self.placement = placement
+        """The homes of all blocks, and the slots."""
         self.policy = policy
+        """The state of a parameter, the groups of a step, and whether updates wait for the norm."""
         self.kinds = policy.schema.kinds
-        self._passing = policy.schema.passing_kinds
+        """The kinds of state of a unit that is trained."""
         self.generations = Generations(units, placement)
+        """Says which generation of each unit's state holds."""
         self.grads = GradBlocks(store, units, placement, policy)
+        """The blocks of gradients."""
+        self._passing = policy.schema.passing_kinds
+        """The kinds of state that pass through GPU slots of their own, if a unit is streamed: all but the weights."""
         self._register()
 
     def key(self, unit: str, kind: Kind, generation: Generation | None = None) -> str:
-        """Name of the block of a unit's state of one kind; of the generation that holds, unless one is named."""
+        """Name of the block of a unit's state of one kind, in the generation that holds unless another one is named."""
         return block_key(unit, kind, self.generations.place(unit, kind, generation))
 
     def chunks(self, name: str) -> list[Elements]:
@@ -100,29 +96,30 @@ class UnitBlocks:
         return self._cut(name, self.units[name].num_trained, self.units[name].num_elements)
 
     def runs(self, name: str) -> list[tuple[Elements, tuple[Kind, ...]]]:
-        """All runs of a unit's elements, in order, and the kinds of state that each has."""
+        """All runs of a unit's elements, in order, each with the kinds of state that it has."""
         chunks = [(elements, self.kinds) for elements in self.chunks(name)]
         return [*chunks, *((elements, (Kind.WEIGHT,)) for elements in self.frozen_chunks(name))]
 
     def _cut(self, name: str, start: int, stop: int) -> list[Elements]:
+        """Cut elements into runs of a chunk each; into a single one, if the unit is updated whole."""
         step = self.placement.chunk_elements if self.is_cut(name) else max(1, stop - start)
         return [(first, min(first + step, stop)) for first in range(start, stop, step)]
 
     def whole(self, name: str, kind: Kind) -> tuple[int, int]:
-        """Bytes of a unit's block of one kind."""
+        """The bytes of a unit's whole block of one kind."""
         return self.span(name, kind, (0, self.units[name].elements_of(kind)))
 
     def span(self, name: str, kind: Kind, elements: Elements) -> tuple[int, int]:
-        """Bytes of a run of elements in a block of one kind."""
+        """The bytes that a run of elements has in a block of one kind."""
         width = self.policy.schema.width(kind)
         return elements[0] * width, elements[1] * width
 
     def spilled(self, name: str) -> list[Kind]:
-        """Kinds of a unit's state that are at home on NVMe."""
+        """The kinds of a unit's state that are at home on NVMe."""
         return [kind for kind in self.kinds if self.placement.homes.get((name, kind)) is Tier.NVME]
 
     def is_cut(self, name: str) -> bool:
-        """Whether a unit's update reads from NVMe, so that it is worked on in chunks."""
+        """Whether a unit's update reads from NVMe, so that it works chunk by chunk."""
         return bool(self.spilled(name)) or self.placement.grad_homes.get(name) is Tier.NVME
 
     @contextlib.contextmanager
@@ -141,10 +138,10 @@ class UnitBlocks:
         Args:
             unit: its name.
             elements: one of `chunks(unit)`; of weights also of `frozen_chunks(unit)`.
-            kinds: planes wanted.
-            fresh: planes of which every byte will be overwritten, so nothing is read.
+            kinds: the planes that are wanted.
+            fresh: planes of which every byte will be overwritten, so that nothing is read.
             streamed: bring it to the GPU in any case, where it stays until `return_state`.
-            generation: the one that holds, unless one is named.
+            generation: which generation; None: the one that holds.
         """
         is_on_gpu = streamed or self.placement.homes[unit, Kind.WEIGHT] is Tier.GPU
         tier = Tier.GPU if is_on_gpu else Tier.RAM
@@ -152,6 +149,7 @@ class UnitBlocks:
         keys = {kind: self.key(unit, kind, generation) for kind in kinds}
         homes = {kind: self.placement.homes[unit, kind] for kind in kinds}
         tear = self.store.tear
+
         # An interrupt between a lease and its entry on the stack leaves one that nobody gives back: the region notes
         # it. One that comes while the caller works finds all leases on the stack, so it tears nothing.
         with tear.call, contextlib.ExitStack() as stack:
@@ -169,7 +167,8 @@ class UnitBlocks:
 
     @contextlib.contextmanager
     def open_update(self, unit: str, elements: Elements, old: Generation, new: Generation) -> Iterator[StateRun]:
-        """Lease a run of a unit's state to update it from one generation into another."""
+        """Lease a run of a unit's state to update it from one generation into another, or in place."""
+        # Kinds whose place is the same in both generations are updated in place.
         moved = [kind for kind in self.kinds if self.key(unit, kind, old) != self.key(unit, kind, new)]
         with (
             self.open_state(unit, elements, moved, generation=old) as before,
@@ -178,9 +177,9 @@ class UnitBlocks:
             yield replace(state, before=before.planes)
 
     def share_frozen(self, unit: str) -> None:
-        """Copy a unit's frozen elements from the generation that holds to all its others: no update carries them over.
+        """Copy a unit's frozen elements from the generation that holds to all its others.
 
-        Call it when they were written to the generation that holds.
+        Call it when they were written to the generation that holds. No update would carry them over.
         """
         places = [Generation(place, place) for place in self.generations.places(unit, Kind.WEIGHT)]
         for other in places if len(places) > 1 else ():
@@ -195,7 +194,7 @@ class UnitBlocks:
                     state.write_back()
 
     def feed_frozen(self, unit: str) -> None:
-        """Start bringing frozen weights to the GPU slot that the unit's update has fed with the others."""
+        """Start bringing a unit's frozen weights to the GPU slot that its update has fed with the trained ones."""
         if frozen := self.frozen_chunks(unit):
             span = self.span(unit, Kind.WEIGHT, (frozen[0][0], frozen[-1][1]))
             self.store.prefetch(self.key(unit, Kind.WEIGHT), Tier.GPU, span, wait=True)
@@ -211,23 +210,26 @@ class UnitBlocks:
             self.drop_weights(load.evicts)
 
     def drop_weights(self, unit: str) -> None:
-        """Drop a unit's weights from its GPU slot, if it has one."""
+        """Drop a unit's weights from its GPU slot, if they lie in one."""
         if self.placement.homes[unit, Kind.WEIGHT] is not Tier.GPU:
             self.store.evict(self.key(unit, Kind.WEIGHT), Tier.GPU)
 
     def fetch_state(self, unit: str) -> None:
-        """Start bringing a streamed unit's state to its GPU slots, all but the weights."""
+        """Start bringing a streamed unit's state, but for the weights, to its GPU slots."""
         for kind in self._passing:
             self.store.prefetch(self.key(unit, kind), Tier.GPU, wait=True)
 
     def return_state(self, unit: str) -> None:
-        """Start writing a streamed unit's state home; its GPU slots are free when that is over."""
+        """Start writing a streamed unit's state home. Its GPU slots are free when that is over."""
         for kind in self._passing:
             self.store.write_back(self.key(unit, kind), Tier.GPU)
             self.store.evict(self.key(unit, kind), Tier.GPU)
 
     def read_ahead(self, name: str, elements: Elements, generation: Generation) -> int:
-        """Start reading what a chunk's update needs from NVMe into RAM slots; returns its bytes."""
+        """Start reading what a chunk's update needs from NVMe into RAM slots; returns how many bytes that is.
+
+        What is there already, or on its way, is not read again.
+        """
         size = 0
         for key, (start, stop) in self._read(name, elements, generation):
             self.store.prefetch(key, Tier.RAM, (start, stop), wait=True)
@@ -235,12 +237,12 @@ class UnitBlocks:
         return size
 
     def drop_read(self, name: str, elements: Elements, generation: Generation) -> None:
-        """Free the slots of what was read ahead."""
+        """Free the slots of what was read ahead for a chunk."""
         for key, span in self._read(name, elements, generation):
             self.store.evict(key, Tier.RAM, span)
 
     def _read(self, name: str, elements: Elements, generation: Generation) -> list[tuple[str, tuple[int, int]]]:
-        """Blocks and spans that a chunk's update reads from NVMe."""
+        """The blocks and spans that a chunk's update reads from NVMe."""
         found = [(self.key(name, kind, generation), self.span(name, kind, elements)) for kind in self.spilled(name)]
         if self.placement.grad_homes[name] is Tier.NVME:
             found.append((grad_key(name), self.grads.span(name, elements)))
@@ -262,13 +264,14 @@ class UnitBlocks:
 
         for plan in self.placement.slots:
             self.store.reserve(plan.tier, plan.kind, plan.slot_bytes, plan.num_slots)
+
         # No slots for any other kind: without these, the store would make slots of the rest of its budget.
         for tier in (Tier.GPU, Tier.RAM):
             self.store.reserve(tier, None, PAGE_BYTES, 0)
 
 
 def block_key(unit: str, kind: Kind, place: int = 0) -> str:
-    """Name of a unit's block of one kind of state, in one of its places."""
+    """Name of a unit's block of one kind of state, in one of the unit's places."""
     return f"{unit}/{kind}" if not place else f"{unit}/{kind}@{place}"
 
 

@@ -1,4 +1,4 @@
-"""The gate: counts the accesses of a pass that are over; loads and fed updates wait on it."""
+"""The gate: it counts the accesses of a pass that are over. Loads and fed updates wait on it."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from megatier.errors import StepAbandonedError
 
 
 class Gate:
-    """A counter that only grows and that threads wait on: how many accesses compute has released."""
+    """A counter that threads wait on: how many accesses compute has released in this pass. It only grows."""
 
     def __init__(self) -> None:
         """Start at 0."""
         self._count = 0
-        self._failed = False
+        self._is_abandoned = False
         self._waiting: list[tuple[int, _native.Latch]] = []
         """One entry for each thread that waits: the count that it waits for, and how it is woken."""
         self._lock = threading.Lock()
 
     @property
     def count(self) -> int:
-        """Accesses that are over."""
+        """The number of accesses that are over."""
         return self._count
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """The counts that somebody waits for, lowest first."""
+        """The counts that threads wait for, lowest first."""
         with self._lock:
             return tuple(sorted(count for count, latch in self._waiting if not latch.is_set()))
 
@@ -37,7 +37,12 @@ class Gate:
             self._wake()
 
     def wait_for(self, count: int) -> None:
-        """Block until the counter reaches `count`, or raise StepAbandonedError when the gate was broken."""
+        """Block until the counter reaches `count`.
+
+        Raises:
+            StepAbandonedError: the gate was abandoned.
+        """
+        # A native latch, since an interrupt could leave a lock of the standard library locked.
         entry = count, _native.Latch()
         with self._lock:
             self._waiting.append(entry)
@@ -50,25 +55,27 @@ class Gate:
             # this is the gate of the pass that was waited for.
             with self._lock:
                 self._waiting.remove(entry)
-                is_broken = self._failed
-        if is_broken:
+                is_abandoned = self._is_abandoned
+
+        if is_abandoned:
             raise StepAbandonedError("the step was abandoned")
 
     def reset(self) -> None:
         """Go back to 0. Nobody may be waiting."""
         with self._lock:
             self._count = 0
-            self._failed = False
+            self._is_abandoned = False
 
     def abandon(self) -> None:
         """Wake everyone with an error: the step will not go on."""
         with self._lock:
-            self._failed = True
+            self._is_abandoned = True
             self._wake()
 
     def _wake(self) -> None:
+        """Wake everyone who waits no longer. The caller holds the lock."""
         # Whoever waits leaves the list by itself. An interrupt between the count and a latch loses nothing: the next
         # call sets all that are due, and after an interrupt the step is abandoned.
         for count, latch in self._waiting:
-            if self._failed or count <= self._count:
+            if self._is_abandoned or count <= self._count:
                 latch.set()

@@ -3,11 +3,11 @@
 A unit that spills may have several places for its state on NVMe, and two for what it has in RAM. One generation holds.
 One may be kept as a savepoint. One may take an update that may yet be void.
 
-The lane `checkpoint` reads state while passes go on. An update comes after the reader of the generation that it
+The lane `checkpoint` reads state while passes go on. An update comes behind the reader of the generation that it
 overwrites.
 
-Threads: the thread that computes alone decides which generation holds, and it does so before it submits the update that
-goes by it. Other threads may look.
+Threads: the thread that computes alone decides which generation holds, and it does so between passes, before it submits
+the updates and loads that go by it. So lanes may look at the generation of a unit that they load.
 """
 
 from __future__ import annotations
@@ -36,12 +36,7 @@ class Generation:
 
 
 class Generations:
-    """The generations of all units of a run.
-
-    Attributes:
-        valid: the generation of each unit's state that holds.
-        kept: for each unit that spills, the place on NVMe that a savepoint keeps; empty without a savepoint.
-    """
+    """The generations of all units of a run."""
 
     def __init__(self, units: Mapping[str, object], placement: Placement) -> None:
         """Every unit's first generation holds, and none is kept.
@@ -52,10 +47,12 @@ class Generations:
         """
         self._placement = placement
         self.valid = dict.fromkeys(units, Generation())
+        """The generation of each unit's state that holds."""
         self.kept: dict[str, int] = {}
+        """For each unit that spills, the place on NVMe that a savepoint keeps; empty without a savepoint."""
         self._readers: dict[str, tuple[Generation, Transfer]] = {}
-        """The reader of each unit that came last, and the generation that it reads. Earlier ones are over before it,
-        since all of them are work of one lane."""
+        """The reader of each unit that came last, and the generation that it reads. Earlier readers are over before it,
+        since all of them are items of one lane."""
 
     def places(self, unit: str, kind: Kind) -> range:
         """The places that there are for a unit's state of one kind."""
@@ -73,14 +70,15 @@ class Generations:
         valid = self.valid[unit]
         taken = {valid.nvme, self.kept.get(unit)}
         free = (place for place in range(self._placement.generations) if place not in taken)
+
+        # A savepoint keeps no place in RAM: it copies what lies there to its folder. So two places are enough.
         ram = 1 - valid.ram if unit in self._placement.speculative else 0
         return next((Generation(place, ram) for place in free), None)
 
     def advance(self, unit: str) -> tuple[Generation, Generation]:
-        """The generations from which and into which a unit's next update goes; the latter holds from now on.
+        """The generations from which and into which a unit's next update goes. The latter holds from now on.
 
-        They are one, for an update in place, unless the one that holds is kept. Then none of its weights may lie in a
-        GPU slot: the slot would still belong to the old generation, and the next load would leave it there.
+        They are one, for an update in place, unless the one that holds is kept.
         """
         old = self.valid[unit]
         if self.kept.get(unit) != old.nvme:
@@ -88,25 +86,31 @@ class Generations:
 
         new = self.spare(unit)
         assert new is not None, "a kept generation is one of several"
+
+        # None of the unit's weights may lie in a GPU slot now: the slot would still belong to the old generation, and
+        # the next load would leave it there. Savepoints need the deferred mode, which submits updates between passes,
+        # when these slots are empty.
         self.valid[unit] = new
         return old, new
 
     def keep(self) -> None:
-        """From now on a savepoint keeps the generations that hold, and no longer those that it kept before."""
+        """A savepoint keeps the generations that hold from now on, and no longer those that it kept before."""
         self.kept = {unit: self.valid[unit].nvme for unit in self._placement.spilled}
 
     def release(self) -> None:
-        """There is no savepoint any more: every generation but the one that holds may be overwritten."""
+        """Note that no savepoint is there any more: all generations but those that hold may be overwritten."""
         self.kept = {}
 
     def hold(self, unit: str, reader: Transfer) -> None:
-        """Note a transfer that reads the generation that holds: until it is over, updates leave that as it is."""
+        """Note a transfer that reads the generation that holds now. Until it is over, no update overwrites that one."""
         self._readers[unit] = self.valid[unit], reader
 
     def readers(self, unit: str, generation: Generation) -> list[Transfer]:
-        """The transfers that read from a place of this generation: whatever overwrites it comes behind them."""
+        """The transfers that read from a place of this generation. Whatever overwrites it comes behind them."""
         if unit not in self._readers:
             return []
+
+        # One shared place is enough: two generations may differ on NVMe and have the same place in RAM.
         read, reader = self._readers[unit]
         shares = read.nvme == generation.nvme or read.ram == generation.ram
         return [reader] if shares and not reader.done() else []
@@ -117,11 +121,9 @@ class Generations:
 
 
 class StateReader:
-    """The lane `checkpoint`: it reads state where that is home, while passes go on.
+    """The lane `checkpoint`: it reads state where that is at home, while passes go on.
 
-    Attributes:
-        queue: the lane.
-        is_closed: the run ends: work that has not begun shall not begin, and long work shall stop half-way.
+    It waits for drives and copies alone, never for an access. So updates may wait for it.
     """
 
     def __init__(self, generations: Generations, recorder: Recorder) -> None:
@@ -134,7 +136,9 @@ class StateReader:
         self._generations = generations
         self._recorder = recorder
         self.queue = Queue("checkpoint")
+        """The lane."""
         self.is_closed = False
+        """The run ends: work that has not begun shall not begin, and long work shall stop half-way."""
 
     def submit(
         self, name: str, work: Callable[[], None], before: Transfer | None = None, unit: str | None = None
@@ -149,6 +153,8 @@ class StateReader:
         """
         transfer = self.queue.submit(name, 0, work, [before] if before is not None else [])
         self._recorder.watch(transfer)
+
+        # No update was submitted since `drain`, so the generation that holds is still the one that the work reads.
         if unit is not None:
             self._generations.hold(unit, transfer)
         return transfer

@@ -1,4 +1,4 @@
-"""The blocks of gradients: from the GPU to where they wait for their update, and leases on them there.
+"""The blocks of gradients: how they leave the GPU for the tier where they wait for their update, and leases on them.
 
 A unit that is trained has one block for its gradient of a group. If gradients of several groups are added up in RAM,
 the sum has a block of its own. The sum then has the home, and gradients merely pass through slots.
@@ -45,6 +45,7 @@ class GradBlocks:
         home = self._placement.grad_homes[name]
         size = grad_bytes(self._units[name], self._policy)
         if self.sums_in_ram(name):
+            # The sum takes the home, and the gradient of each group merely passes through slots.
             self._store.register(BlockSpec(sum_key(name), size, home, Kind.GRAD))
             home = None
         self._store.register(BlockSpec(grad_key(name), size, home, Kind.GRAD))
@@ -88,7 +89,9 @@ class GradBlocks:
         home = self._placement.grad_homes[name]
         span = self.span(name, elements)
         key = sum_key(name) if self.sums_in_ram(name) else grad_key(name)
-        if home is None:  # the gradient lies in one slot, whole
+
+        # Without a home the gradient lies in one slot, whole.
+        if home is None:
             with self._store.lease(key, Tier.RAM) as lease:
                 yield lease.bytes[span[0] : span[1]]
             return
@@ -114,7 +117,8 @@ class GradBlocks:
                     self._store.discard(grad_key(name), tier)
 
     def span(self, name: str, elements: Elements) -> tuple[int, int]:
-        """Bytes of a run of elements in the final gradient; the last run on NVMe ends with a checksummed chunk."""
+        """Bytes of a run of elements in the final gradient."""
+        # On NVMe a block is padded to whole chunks of its checksums, and the last run has the padding as well.
         unit = self._units[name]
         start = elements[0] * self._width
         if self._placement.grad_homes[name] is Tier.NVME and elements[1] == unit.num_trained:

@@ -1,4 +1,7 @@
-"""Offloaded activations: each unit's input lies in RAM from its forward to its backward."""
+"""Offloaded activations: the input of each unit lies in RAM from the unit's forward to its backward.
+
+Threads: the thread that computes calls all of it (autograd's, in a backward).
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,16 @@ from megatier.store.transfer import Transfer
 
 
 class Offload:
-    """Takes activations to RAM and brings them back, the last one first. For the thread that computes."""
+    """Takes activations to RAM and brings them back, the last one first."""
 
     def __init__(self, store: TieredStore, units: Mapping[str, UnitSpec], demand: Demand) -> None:
-        """The store has a block for each unit with `activation_bytes`; the demand counts the bytes that move."""
+        """Nothing is in RAM yet.
+
+        Args:
+            store: has a block for each unit with `activation_bytes`.
+            units: sizes of every unit, by name.
+            demand: counts the bytes that move.
+        """
         self._store = store
         self._units = units
         self._demand = demand
@@ -29,7 +38,7 @@ class Offload:
         """Activations on their way back, and the tensors that they come to."""
 
     def clear(self) -> None:
-        """Forget the activations of an abandoned pass."""
+        """Forget the activations of a pass that was abandoned."""
         self._stashed.clear()
         self._fetched.clear()
 
@@ -42,8 +51,8 @@ class Offload:
         if tensor.nbytes > (planned := self._units[unit].activation_bytes):
             raise ConfigError(
                 f"the input of {unit} has {tensor.nbytes} bytes; by train.batch and data.sequence_length, "
-                f"train.activations: offload has set {planned} aside for it. Give batches that are no larger; where "
-                "they are not, this model's layers take more than a hidden state a token: set train.activations to "
+                f"train.activations: offload has set {planned} aside for it. Give batches that are no larger. If they "
+                "are not larger, this model's layers take more than a hidden state a token: set train.activations to "
                 "recompute."
             )
 
@@ -53,12 +62,13 @@ class Offload:
 
     def fetch(self, unit: str) -> torch.Tensor:
         """Bring a stashed activation back to the GPU; compute that is enqueued next comes after it."""
+        # It is on its way already, unless the backward comes to units in another order than the forward's reversed.
         if unit not in self._fetched:
             self._fetch_last(unit)
         tensor, transfer = self._fetched.pop(unit)
         transfer.order()
 
-        # One ahead: the backward wants the one before it next, and it comes while this one is worked on.
+        # One ahead: the backward wants the one before it next, and that comes while this one is worked on.
         if self._stashed:
             self._fetch_last(self._stashed[-1][0])
         return tensor
@@ -67,6 +77,7 @@ class Offload:
         """Start bringing the activation that a unit stashed last: a backward needs them in that order."""
         index = max(i for i, (name, _, _) in enumerate(self._stashed) if name == unit)
         _, shape, dtype = self._stashed.pop(index)
+
         tensor = torch.empty(shape, dtype=dtype, device=self._store.device)
         self._fetched[unit] = tensor, self._store.pull(activation_key(unit), tensor)
         self._demand.add([unstash(tensor.nbytes)])

@@ -1,4 +1,7 @@
-"""The optimizer as the lanes that update see it: a protocol, and its work. The optimizer itself knows no tier."""
+"""The optimizer as the lanes that update see it: a protocol, and work that is under way.
+
+The optimizer itself knows no tier. The lanes bring it planes and gradients, and take the planes home.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from megatier.tear import Tear
 from megatier.tier import Kind
 
 Elements = tuple[int, int]
-"""A run of a unit's elements: first, and one past the last."""
+"""A run of a unit's elements: the first one, and one past the last."""
 
 
 class Work(Protocol):
@@ -31,16 +34,16 @@ class Work(Protocol):
 
 
 Planes = Mapping[Kind, torch.Tensor]
-"""For each kind of state, its plane as uint8."""
+"""The plane of each kind of state, as uint8."""
 
 Apply = Callable[[str, Elements, Planes, torch.Tensor, Planes], Work | None]
-"""Begins AdamW on a run of a unit's elements. It takes the unit, the run, the planes to write, the gradient, and the
-planes to read for kinds that are not updated in place. It gives the work to wait for; None if that is done already, or
-enqueued on the GPU."""
+"""A function that begins AdamW on a run of a unit's elements. It takes the unit, the run, the planes to write, the
+gradient, and the planes to read for kinds that are not updated in place. It returns the work to wait for, or None if
+that is done already, or enqueued on the GPU."""
 
 
 class Optimizer(Protocol):
-    """The arithmetic of a run."""
+    """The arithmetic of a run, as its lanes need it."""
 
     def apply(self, unit: str, elements: Elements, planes: Planes, grad: torch.Tensor, before: Planes) -> Work | None:
         """Begin AdamW on a run of a unit's elements, clipped as the last norm decided; see `Apply`."""
@@ -49,25 +52,38 @@ class Optimizer(Protocol):
         """AdamW of the step that has begun, with a clip coefficient of 1."""
 
     def accumulate(self, unit: str, total: torch.Tensor, part: torch.Tensor, *, group: int) -> None:
-        """Add one group's fp32 gradient in RAM; after the last, round to the compute dtype in place and measure."""
+        """Add one group's fp32 gradient to the sum in RAM.
+
+        After the last group, the sum is rounded to the compute dtype in place, and measured.
+        """
 
     def check(self, unit: str) -> None:
         """Raise NonFiniteError when the unit's measured gradient is not finite."""
 
 
 class Applied:
-    """AdamW under way on a unit in RAM. Its leases end when somebody has waited for it."""
+    """AdamW under way on a unit in RAM. Its leases end when somebody has waited for it.
+
+    The lane `update` goes on to the next unit meanwhile, so that the native threads never run dry.
+    """
 
     def __init__(self, work: Work, leases: contextlib.ExitStack, tear: Tear) -> None:
-        """The lane `update` makes it, and goes on to the next unit meanwhile, so that the threads never run dry."""
+        """Take over the work and its leases.
+
+        Args:
+            work: what the native threads do.
+            leases: marks the state dirty and gives back what the work holds, when it is closed.
+            tear: the store's.
+        """
         self._work = work
         self._leases = leases
         self._tear = tear
         self._lock = threading.Lock()
         self._error: Exception | None = None
+        """The error of ending the leases, for everyone who waits."""
 
     def wait(self) -> None:
-        """Block until it is done; any thread, any number of times."""
+        """Block until it is done. Any thread may call it, any number of times."""
         self._work.wait()
 
         # Whoever waits first marks the state dirty and ends the leases, perhaps the training thread, which an interrupt

@@ -1,4 +1,7 @@
-"""Passes over the units: the orders that were recorded, the timelines made of them, and how far one pass has come."""
+"""Passes over the units: the orders that were recorded, the timelines made of them, and how far one pass has come.
+
+Threads: the thread that computes changes all of it. The watchdog looks at how far a pass has come.
+"""
 
 from __future__ import annotations
 
@@ -15,43 +18,48 @@ TRAIN = "train"
 
 
 class Pass:
-    """One pass, as far as it has come. The thread that computes changes it; others may look at it.
-
-    Attributes:
-        name: `train`, or that of an evaluation.
-        timeline: what is being played; None while the order is recorded.
-        is_open: it has begun, and neither ended nor been cancelled.
-        accesses: uses of units so far, in order.
-        loads: loads that were submitted, by the index of the access that needs them.
-        left_out: units that it did not use, though its record has them, with their group.
-        sums_ahead: accesses for whose backward the sum of the groups before comes to the GPU ahead.
-    """
+    """One pass, as far as it has come."""
 
     def __init__(self, name: str) -> None:
-        """It has not begun."""
+        """It has not begun.
+
+        Args:
+            name: `train`, or the name of an evaluation.
+        """
         self.name = name
+        """The name: `train`, or that of an evaluation."""
         self.timeline: Timeline | None = None
+        """The timeline that is being played; None while the order is recorded."""
         self.is_open = False
+        """The pass has begun, and neither ended nor been cancelled."""
         self.accesses: list[Access] = []
+        """The uses of units so far, in order."""
         self.loads: dict[int, Transfer] = {}
+        """The loads that were submitted, by the index of the access that needs them."""
         self.left_out: set[tuple[str, int]] = set()
+        """The units, with their group, that this pass did not use, though its record has them."""
         self.sums_ahead: frozenset[int] = frozenset()
+        """The accesses for whose backward the sum of the groups before comes to the GPU ahead."""
 
     @property
     def trains(self) -> bool:
-        """Whether it has a backward."""
+        """Whether the pass has a backward."""
         return self.name == TRAIN
 
     def expects(self, access: Access) -> bool:
-        """Whether an access is the next one of the record, or anything may come because there is no record."""
+        """Whether an access is the next one of the record. Without a record, any access is."""
         done = len(self.accesses)
         return self.timeline is None or self.timeline.accesses[done : done + 1] == (access,)
 
     def leave_out(self, access: Access | None, trained: Set[str]) -> list[Access]:
-        """The recorded accesses before one that comes now (None: before the end), which this pass leaves out.
+        """The recorded accesses that this pass leaves out before one that comes now.
+
+        Args:
+            access: the one that comes now; None: the end of the pass.
+            trained: the units that have gradients.
 
         Raises:
-            TimelineError: the order is another.
+            TimelineError: the order is another one.
         """
         assert self.timeline is not None
         skipped = passed_over(self.timeline.accesses, self.accesses, access, self.left_out, trained)
@@ -66,17 +74,17 @@ class Orders:
         """Nothing is recorded yet.
 
         Args:
-            units: all of the run.
-            placement: homes and slots.
+            units: the names of all units of the run.
+            placement: the units' homes and slots.
         """
         self._units = units
         self._placement = placement
         self._orders: dict[str, tuple[Access, ...]] = {}
         self._timelines: dict[tuple[str, Set[str]], Timeline] = {}
-        """By the name of the pass, and the units that it updates."""
+        """The timelines so far, by the name of the pass and the units that it updates."""
 
     def record(self, name: str, accesses: Sequence[Access]) -> None:
-        """Keep the order of a pass, unless it is known."""
+        """Remember the order of a pass, unless it is known."""
         self._orders.setdefault(name, tuple(accesses))
 
     def knows(self, name: str) -> bool:
@@ -84,7 +92,12 @@ class Orders:
         return name in self._orders
 
     def timeline(self, name: str, updated: frozenset[str]) -> Timeline | None:
-        """The timeline of a pass that updates some units; None before its order is known."""
+        """The timeline of a pass; None before its order is known.
+
+        Args:
+            name: the name of the pass.
+            updated: the units that are updated in it.
+        """
         if name not in self._orders:
             return None
         if (name, updated) not in self._timelines:
@@ -98,9 +111,11 @@ class Orders:
         return build(self._orders[name], self._placement, updates=updates)
 
     def sums_ahead(self, played: Pass) -> frozenset[int]:
-        """Accesses whose backward adds to a sum that left the GPU after the group before, and has to come again."""
+        """The accesses whose backward adds to a sum that left the GPU after the group before, and has to come again."""
+        # Sums that are taken in RAM stay there, and a gradient at home on the GPU never leaves it.
         if played.timeline is None or not played.trains or not self._placement.sums_on_gpu:
             return frozenset()
+
         shipped = {unit for unit, home in self._placement.grad_homes.items() if home is not Tier.GPU}
         uses = played.timeline.last_uses().items()
         return frozenset(index for (unit, group), index in uses if group and unit in shipped)

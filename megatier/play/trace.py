@@ -24,47 +24,44 @@ STALL_NS_MIN = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceEvent:
-    """One span of time on one lane.
-
-    Attributes:
-        lane: a queue, `compute`, `update`, or `stall`.
-        name: the block or unit.
-        start_ns: its start, in time.perf_counter_ns.
-        end_ns: its end, likewise.
-        num_bytes: bytes that moved.
-        cause: the queue or lane that compute waited for, if it is a stall.
-    """
+    """One event on one lane, from its start to its end."""
 
     lane: str
+    """The lane: a queue, `compute`, `update`, or `stall`."""
     name: str
+    """The block or unit that it is about."""
     start_ns: int
+    """Its start, in time.perf_counter_ns."""
     end_ns: int
+    """Its end, in time.perf_counter_ns."""
     num_bytes: int = 0
+    """The bytes that moved."""
     cause: str = ""
+    """Of a stall: the queue or lane that compute waited for."""
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Seconds from its start to its end."""
         return (self.end_ns - self.start_ns) / 1e9
 
 
 class Recorder:
-    """Collects a pass's events; device times are read when they have passed, so that recording never blocks compute.
+    """Collects the events of a pass, and knows what each lane is at.
 
-    Attributes:
-        busy: per lane, the queue or wait that it is at now: the cause of a stall that waits for this lane. The lanes
-            keep it up to date.
+    Device times are read when they have passed, so that recording never blocks compute.
     """
 
     def __init__(self) -> None:
         """Begin with no events."""
         self.busy: dict[str, str] = {}
+        """Per lane, the queue or wait that it is at now: the cause of a stall that waits for this lane. Each lane
+        writes its own entry."""
         self._accesses: list[tuple[Access, str, Instant, Instant, Instant]] = []
-        """Uses whose times the device may not have passed yet."""
+        """Uses whose end the device may not have reached yet."""
         self._transfers: list[Transfer] = []
         """Moves of the store that had not ended when they were last looked at."""
         self._watched: list[Transfer] = []
-        """Work of the player's lanes that had not ended."""
+        """Items of the player's lanes that had not ended when they were last looked at."""
         self._events: list[TraceEvent] = []
 
     def access(self, access: Access, cause: str, asked: Instant, entered: Instant, left: Instant) -> None:
@@ -72,18 +69,19 @@ class Recorder:
         self._accesses.append((access, cause, asked, entered, left))
 
     def work(self, lane: str, unit: str, start_ns: int, end_ns: int) -> None:
-        """Note a span on a lane of the host."""
+        """Note what a lane of the host did from one time to another."""
         self._events.append(TraceEvent(lane=lane, name=unit, start_ns=start_ns, end_ns=end_ns))
 
     def watch(self, transfer: Transfer) -> None:
-        """Note an item of one of the player's lanes, under the lane's name, once it has ended."""
+        """Note an item of one of the player's lanes: once it has ended, it is an event of this lane."""
         self._watched.append(transfer)
 
     def collect(self, transfers: Iterable[Transfer]) -> None:
-        """Turn uses and moves that have ended into events; never blocks. Call it while the device is at work.
+        """Turn uses and moves that have ended into events, without waiting. Call it while the device is at work.
 
         A move that failed is left for `take`, which raises its error.
         """
+        # So most of the work is done before the device is idle, and `take` finds little left to do.
         self._transfers += transfers
         accesses = self._accesses
         self._accesses = []
@@ -102,7 +100,7 @@ class Recorder:
                 self._transfers.append(transfer)
 
     def take(self, transfers: Iterable[Transfer]) -> list[TraceEvent]:
-        """The events that ended since the last call, in order of start; all others belong to the next call.
+        """The events that ended since the last call, in the order of their starts. All others belong to the next call.
 
         It waits for compute alone, not for moves.
 
@@ -140,6 +138,7 @@ class Recorder:
         if middle_ns - start_ns >= STALL_NS_MIN:
             stall = TraceEvent(lane="stall", name=access.unit, start_ns=start_ns, end_ns=middle_ns, cause=cause)
             self._events.append(stall)
+
         name = f"{access.unit} {access.phase} {access.group}"
         self._events.append(TraceEvent(lane="compute", name=name, start_ns=middle_ns, end_ns=end_ns))
 
@@ -167,11 +166,11 @@ def stall_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
 
 
 def busy_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
-    """Sum up the seconds with at least one span, by lane; stalls are no lane: compute waits."""
+    """Sum up, by lane, the seconds with at least one event. Stalls are left out: compute does nothing in them."""
     total: dict[str, int] = {}
     until: dict[str, int] = {}
 
-    # Spans of a lane may overlap, as several moves of a queue are in flight: what was counted already is cut off.
+    # Events of a lane may overlap, since several moves of a queue are in flight. What was counted already is cut off.
     for event in sorted(events, key=lambda event: event.start_ns):
         lane = event.lane
         if lane != "stall":
@@ -197,6 +196,7 @@ def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -
             length = (event.end_ns - event.start_ns) / 1e3
             row = {"ph": "X", "pid": 0, "tid": track, "ts": start, "dur": length, "name": event.name, "args": details}
             rows.append(row)
+
     names = [
         {"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": lane}}
         for lane, track in lanes.items()
