@@ -206,7 +206,7 @@ class BlockFiles:
             raise
 
     def _open(self, mount: int) -> int:
-        """Open the block file of a mount. Once a file system refuses O_DIRECT, this and all others do without it."""
+        """Open the block file of a mount. Once a file system refuses O_DIRECT, no further file is opened with it."""
         flags = 0 if self.options.reuses else os.O_CREAT
         try:
             return self._directories.open(mount, flags | (os.O_DIRECT if self.is_direct else 0))

@@ -1,7 +1,7 @@
 """Drives, measured as the store uses them: blocks in block files, native I/O, checksums, slots of an arena.
 
-Nothing is printed; files are removed whatever happens but kill -9. A *flag* says that a figure is not to be believed, a
-*note* what to know about it.
+Nothing is printed, and the files are removed whatever happens, except after kill -9. A *flag* says that a figure must
+not be believed. A *note* says something else that one should know about a figure.
 """
 
 from __future__ import annotations
@@ -27,57 +27,76 @@ from megatier.schedule.rates import DriveRates
 from megatier.tier import PAGE_BYTES
 
 BLOCKS_MIN = 16
+"""The least number of blocks in the file."""
 THREADS = (4, 8, 16)
-"""Native threads each way that are tried. DEPTH blocks have 16 requests, so more would find nothing to do."""
+"""The numbers of native threads in each direction that are tried. More threads would find nothing to do, since DEPTH
+blocks have 16 requests."""
 TRIAL_ROUNDS = 3
+"""The number of times that each of these numbers is tried."""
 TRIAL_SHARE = 0.1
-"""Of the time of a flow, for each number of threads in each round, mixed and writing."""
+"""The time of one trial flow, as a share of that of a measured one. A trial has a mixed flow and a writing one."""
 AS_FAST = 0.97
-"""Of the best rates: the fewest threads that reach it are taken."""
+"""The share of the best rates that counts as being as fast. The fewest threads that reach it are taken."""
 
 DRIVE_LIMIT_BYTES_PER_S = 16e9
-"""PCIe 5.0 with 4 lanes carries 15.8 GB/s, each way."""
+"""More than any drive moves: PCIe 5.0 with 4 lanes carries 15.8 GB/s in each direction."""
 UNCOUNTED_SHARE_MAX = 1.5
-"""Bytes of a flow over those that the block device counted; beyond it a cache answered."""
+"""The most that the bytes of a flow may be, as a multiple of those that the block device counted. If they are more, a
+cache has answered."""
 KNEE_SHARE = 0.7
+"""A long write has a knee if its rate fell to this share or less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriveFigures:
-    """One mount."""
+    """The figures of one mount."""
 
     directory: str
+    """The directory of the mount."""
     device: str
+    """The name of its block device."""
     logical_block_bytes: int | None
+    """The least bytes that the device moves at once; None if that is unknown."""
     num_drives: int
+    """The number of drives that the device is made of."""
     file_system: str
+    """The type of its file system."""
     is_direct: bool
-    """O_DIRECT; else through the page cache."""
+    """Whether the file was accessed with O_DIRECT, and not through the page cache."""
     alignment_bytes: int
-    """Of every offset, address and length."""
+    """The alignment of every offset, address and length."""
     size_bytes: int
+    """The size of the file."""
     block_bytes: int
+    """The size of its blocks."""
     read: Flow
+    """Blocks that were read."""
     write: Flow
+    """Blocks that were written."""
     mixed: Flow
-    """14 read to 12 written, with AdamW on what was read."""
+    """Blocks that were read and written at once, 14 to 12 by bytes, while AdamW ran on what was read."""
     sustained_bytes_per_s: tuple[float, ...]
-    """Rate of each GiB of a long write; empty where none was asked for."""
+    """The rate of each GiB of a long write. It is empty if none was asked for."""
     knee_bytes: int | None
-    """Bytes after which a long write got slower for good: the drive's write cache; None: no such point."""
+    """The bytes after which a long write got slower for good, since the drive's write cache was full; None if it did
+    not.
+    """
     io_threads: int | None = None
-    """Native threads each way with which read, write and mixed were measured."""
+    """The native threads in each direction with which `read`, `write` and `mixed` were measured."""
     first_write_bytes_per_s: float | None = None
-    """Of filling the file, with the threads of `options`; None where that went to the page cache."""
+    """The rate of filling the file, with the threads of `options`; None if that went to the page cache."""
     trials: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    """Median rates, mixed and writing, in bytes per second by threads each way; empty where none were tried. They
-    choose the number and are no figures of the drive: the best of several short trials is too good."""
+    """The median rates of mixed and writing flows, in bytes per second, by the number of threads in each direction.
+    They choose that number, and are no figures of the drive, since the best of several short trials is too good. It is
+    empty if none were tried."""
     notes: tuple[str, ...] = ()
+    """What one should know about the figures."""
     flags: tuple[str, ...] = ()
+    """The reasons why figures must not be believed."""
 
     @property
     def rates(self) -> DriveRates:
-        """For a plan."""
+        """The rates of the drive, as a plan takes them."""
         read, write, mixed = (flow.bytes_per_s for flow in (self.read, self.write, self.mixed))
         low, high = (min(self.mixed.windows), max(self.mixed.windows)) if self.mixed.windows else (None, None)
         first_write = self.first_write_bytes_per_s
@@ -94,10 +113,10 @@ class DriveFigures:
 
 
 def check_mount(mount: MountBudget) -> int:
-    """Bytes of the file to measure with, once it is clear that the mount can hold it.
+    """Return the bytes of the file to measure with, once it is clear that the mount can hold it.
 
     Raises:
-        ConfigError: it is no directory on a drive, or the size is too small to measure anything.
+        ConfigError: the mount is no directory on a drive, or the size is too small to measure anything.
         CapacityError: the mount has less room.
     """
     directory = mount.directory
@@ -121,20 +140,21 @@ def probe_drive(
     options: IoOptions | None = None,
     pin: bool = False,
 ) -> DriveFigures:
-    """Measure one mount with a file of the mount's size, filled before, with as many threads as it is best with.
+    """Measure one mount with a file of the mount's size, and with as many threads as the drive is best with.
 
     Args:
-        mount: directory and size of the file, rounded down to whole blocks.
-        seconds: of reading and of writing, and of each window of the mixed flow. The numbers of threads take 1.8 times
-            as long, all together.
-        sustained_bytes: of the long write; 0: none. It goes first, so that the others meet a write cache that is full.
-        threads: of AdamW on the CPU, beside the mixed flow.
+        mount: the directory, and the size of the file, which is rounded down to whole blocks.
+        seconds: the time of reading, of writing, and of each window of the mixed flow. Trying the numbers of threads
+            takes 1.8 times as long, all together.
+        sustained_bytes: the bytes of the long write. 0: there is none. It comes first, so that the other flows meet a
+            write cache that is full.
+        threads: the threads of AdamW on the CPU during the mixed flow.
         options: how block files are accessed.
         pin: page-lock the slots, as on a machine with a GPU.
 
     Raises:
         ConfigError, CapacityError: the mount cannot be used; see `check_mount`.
-        TransferError, IntegrityError: the drive failed, or gave other bytes than were written.
+        TransferError, IntegrityError: the drive failed, or returned other bytes than were written.
     """
     options = options or IoOptions()
     num_bytes = check_mount(mount)
@@ -146,7 +166,7 @@ def probe_drive(
         is_direct = traffic.is_direct
         io_threads, trials = choose_threads(traffic, options.num_threads, seconds)
 
-        # Anew, and for long: the best of several short trials is too good a figure.
+        # Everything is measured anew, and for longer, since the best of several short trials is too good a figure.
         write = traffic.write(seconds)
         mixed = traffic.updated(seconds, threads)
         read = traffic.read(seconds)
@@ -188,7 +208,10 @@ def choose_threads(traffic: BlockTraffic, default: int, seconds: float) -> tuple
 
 
 def try_threads(traffic: BlockTraffic, seconds: float) -> dict[int, tuple[float, float]]:
-    """Median rates, mixed and writing, in bytes per second, by number of THREADS; they take turns: drives waver."""
+    """Return the median rates of mixed and writing flows, in bytes per second, by the number of THREADS.
+
+    Rates of drives waver over time. So the numbers take turns, and each round begins with another one.
+    """
     found: dict[int, list[tuple[float, float]]] = {count: [] for count in THREADS}
     for number in range(TRIAL_ROUNDS):
         first = number % len(THREADS)
@@ -202,9 +225,9 @@ def try_threads(traffic: BlockTraffic, seconds: float) -> dict[int, tuple[float,
 
 
 def fewest_threads(trials: Mapping[int, tuple[float, float]]) -> int:
-    """The smallest number whose rates are near the best; else that of the best mixed one.
+    """Return the smallest number of threads whose rates are both near the best, or else that of the best mixed rate.
 
-    A lone read beside writes waits longer the more threads write.
+    Few threads are better than many: a single read waits longer the more threads write at the same time.
     """
     best = [max(rates) for rates in zip(*trials.values(), strict=True)]
     near = [n for n, rates in trials.items() if all(r >= AS_FAST * b for r, b in zip(rates, best, strict=True))]
@@ -212,7 +235,7 @@ def fewest_threads(trials: Mapping[int, tuple[float, float]]) -> int:
 
 
 def drive_flags(figures: DriveFigures) -> tuple[str, ...]:
-    """What makes the figures of a mount no figures of a drive."""
+    """Return the reasons why the figures of a mount are not those of its drive."""
     flags = []
     limit = DRIVE_LIMIT_BYTES_PER_S * figures.num_drives
     for name, flow in (("read", figures.read), ("write", figures.write), ("mixed", figures.mixed)):
@@ -228,7 +251,7 @@ def drive_flags(figures: DriveFigures) -> tuple[str, ...]:
 
 
 def drive_notes(figures: DriveFigures) -> tuple[str, ...]:
-    """What to know about the figures of a mount."""
+    """Return what one should know about the figures of a mount."""
     notes = []
     if not figures.is_direct:
         notes.append("no O_DIRECT here: measured through the page cache, read once after it was dropped")
@@ -245,9 +268,9 @@ def drive_notes(figures: DriveFigures) -> tuple[str, ...]:
 
 
 def knee(rates: Sequence[float]) -> int | None:
-    """How many steps a long write kept its first rate, when it lost a third of it or more for good; else None.
+    """Return for how many steps a long write kept its first rate; None unless it lost a third of it or more for good.
 
-    The split into two levels that leaves the least sum of squares; both last for two steps at least.
+    The steps are split into two levels, of two steps or more each, so that the sum of squares is least.
     """
 
     def squares(part: Sequence[float]) -> float:

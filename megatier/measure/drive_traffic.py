@@ -1,6 +1,6 @@
 """Traffic on one drive, as the store makes it: blocks in block files, native I/O, checksums, slots of an arena.
 
-Files are removed whatever happens but kill -9.
+Files are removed whatever happens, except after kill -9.
 """
 
 from __future__ import annotations
@@ -30,49 +30,54 @@ from megatier.numerics.optimizer import adamw_threads
 from megatier.store.arena import Arena
 
 BLOCK_BYTES = STRIPE_BYTES
-"""A plane of moments of the largest update chunk: what the store moves at once."""
+"""The size of a block: one plane of moments of the largest update chunk, which the store moves at once."""
 BYTES_OF_MOMENT = 4
 DEPTH = 4
-"""Blocks in flight in each direction."""
+"""The blocks in flight in each direction."""
 MIXED_READS = 7
 MIXED_WRITES = 6
-"""14 to 12: what a spilled parameter is read and written in a step."""
+"""A mixed turn reads 7 blocks and writes 6, since a step reads 14 bytes and writes 12 of each parameter that spills."""
 UPDATED_AT = (6, 12)
-"""Operations of a mixed turn at which AdamW gets another chunk."""
+"""The operations of a mixed turn at which AdamW gets another chunk."""
 MIXED_WINDOWS = 6
-"""Times that of the other flows for which the mixed one goes on: what binds a step, and drives waver."""
+"""The mixed flow goes on for so many times as long as the others. Its rate binds a step, and the rates of drives waver.
+"""
 
 SUSTAINED_STEP_BYTES = 1 << 30
+"""The bytes of a long write over which one rate is taken."""
 
 Operation = tuple[bool, int]
-"""(write, index of the block)."""
+"""Whether to write, and the index of the block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """Blocks moved one after the other, several in flight."""
+    """Blocks that were moved one after the other, with several in flight."""
 
     num_bytes: int
+    """The bytes of all blocks."""
     seconds: float
+    """The time that they took."""
     p50_ms: float
-    """Of one block, from the start of its first request to the end of its last."""
+    """The median time of one block, from the start of its first request to the end of its last."""
     p99_ms: float
+    """The time that 99 % of the blocks did not exceed."""
     device_bytes: int | None
-    """What the block device counted meanwhile, others' traffic included; None where nothing counts."""
+    """The bytes that the block device counted meanwhile, also those of other processes; None if nothing counts them."""
     windows: tuple[float, ...] = ()
-    """Bytes per second in one stretch of time after the other; empty where the flow is one stretch."""
+    """The bytes per second in one stretch of time after the other. It is empty if the flow is one stretch."""
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate: that of the median window where there are several."""
+        """The rate, which is that of the median window if there are several."""
         return statistics.median(self.windows) if self.windows else self.num_bytes / self.seconds
 
 
 class UpdatesBeside:
-    """AdamW on as many parameters as blocks are read of, while they are read and written."""
+    """AdamW on as many parameters as are read, while blocks are read and written."""
 
     def __init__(self, num_elements: int, threads: int) -> None:
-        """Allocate two chunks of so many parameters: one is updated while the one before ends.
+        """Allocate two chunks of so many parameters, so that one is updated while the one before it ends.
 
         Raises:
             CapacityError: there is less memory.
@@ -91,7 +96,7 @@ class UpdatesBeside:
         self._traffic.close()
 
     def among(self, operations: Iterable[Operation]) -> Iterator[Operation]:
-        """The operations, with two updates begun in each mixed turn: so many parameters its 7 blocks hold."""
+        """Yield the operations, and begin two updates in each mixed turn, as its 7 blocks hold so many parameters."""
         chunks = itertools.cycle(range(2))
         for number, operation in enumerate(operations):
             if number % (MIXED_READS + MIXED_WRITES) in UPDATED_AT:
@@ -102,10 +107,10 @@ class UpdatesBeside:
 
 
 class BlockTraffic:
-    """A block file filled with blocks, and slots in RAM through which they are written and read."""
+    """A block file full of blocks, and slots in RAM through which they are written and read."""
 
     def __init__(self, directory: Path, num_blocks: int, block_bytes: int, options: IoOptions, *, pin: bool) -> None:
-        """Create the file at full size and fill it: first writes are slower, reads of what was never written faster.
+        """Create the file at full size and fill it, since first writes are slower, and reads of unwritten bytes faster.
 
         Raises:
             ConfigError, CapacityError, TransferError: the mount cannot be used, is full, or failed.
@@ -131,7 +136,7 @@ class BlockTraffic:
             began_ns = time.perf_counter_ns()
             self._run(((True, index) for index in range(num_blocks)), DEPTH)
             self.fill_bytes_per_s = num_blocks * block_bytes * 1e9 / (time.perf_counter_ns() - began_ns)
-            """Rate of the first writes."""
+            """The rate of the first writes."""
         except BaseException:
             self.close()
             raise
@@ -144,20 +149,20 @@ class BlockTraffic:
 
     def close(self) -> None:
         """Remove the file."""
-        self._files.close()  # first: requests in flight still use the slots
+        self._files.close()  # it comes first, since requests in flight still use the slots
         self._arena.close()
 
     @property
     def is_direct(self) -> bool:
-        """Whether the page cache is out of it."""
+        """Whether reads and writes go past the page cache."""
         return self._files.is_direct
 
     def set_threads(self, num_threads: int) -> None:
-        """Go on with so many native threads each way."""
+        """Go on with so many native threads in each direction."""
         self._files.set_threads(num_threads)
 
     def read(self, seconds: float) -> Flow:
-        """Read the file from its start, again and again; through the page cache once, since then RAM would answer."""
+        """Read the file from its start, again and again; only once through the page cache, since RAM answers then."""
         return self._measure(self._reads(len(self._extents)), (0,), seconds)
 
     def write(self, seconds: float) -> Flow:
@@ -169,16 +174,17 @@ class BlockTraffic:
         return self._measure(self._turns(), (0, 1), seconds)
 
     def updated(self, seconds: float, threads: int) -> Flow:
-        """The same as updates of what spills do it, for MIXED_WINDOWS times as long: AdamW runs on what was read.
+        """Do the same as updates of state that spills do: read, run AdamW and write.
 
-        Through the page cache there are no windows, since what is written counts in the end alone.
+        This takes MIXED_WINDOWS times as long as the other flows. Through the page cache there are no windows, since
+        what was written is counted only at the end.
         """
         with UpdatesBeside(self._block_bytes // BYTES_OF_MOMENT, threads) as updates:
             window_s = seconds if self.is_direct else None
             return self._measure(updates.among(self._turns()), (0, 1), MIXED_WINDOWS * seconds, window_s)
 
     def sustained(self, num_bytes: int) -> tuple[float, ...]:
-        """Write so many bytes without a pause; the rate of each GiB."""
+        """Write so many bytes without a pause; return the rate of each GiB."""
         indices = itertools.cycle(range(len(self._extents)))
         writes = ((True, index) for index in itertools.islice(indices, -(-num_bytes // self._block_bytes)))
         began = time.perf_counter_ns()
@@ -186,10 +192,12 @@ class BlockTraffic:
         return step_rates(began, ends, self._block_bytes)
 
     def _reads(self, num_blocks: int) -> Iterator[Operation]:
+        """Return reads of the first blocks, again and again; only once through the page cache."""
         indices = range(num_blocks)
         return ((False, index) for index in (itertools.cycle(indices) if self.is_direct else indices))
 
     def _turns(self) -> Iterator[Operation]:
+        """Yield mixed turns: reads of the first half of the blocks among writes to the second half."""
         half = len(self._extents) // 2
         reads = self._reads(half)
         writes = itertools.cycle(range(half, len(self._extents)))
@@ -204,14 +212,21 @@ class BlockTraffic:
     def _measure(
         self, operations: Iterator[Operation], ways: tuple[int, ...], seconds: float, window_s: float | None = None
     ) -> Flow:
-        """Ways: 0, reading; 1, writing; or both. With the rates of windows so long, if that is given."""
+        """Do operations for so many seconds, and return how it went.
+
+        Args:
+            operations: reads and writes.
+            ways: the counters of the block device that count: 0 for reads, 1 for writes.
+            seconds: the time to go on for.
+            window_s: the length of the windows whose rates are taken; None: there are none.
+        """
         if not self.is_direct:
             self._leave_page_cache()
         before = self._device.moved_bytes()
         began = time.perf_counter_ns()
         spans = self._run(operations, DEPTH * len(ways), began + int(seconds * 1e9))
         if not self.is_direct:
-            self._leave_page_cache()  # what is written counts once it is on the drive
+            self._leave_page_cache()  # bytes that were written count once they are on the drive
 
         ended = time.perf_counter_ns()
         after = self._device.moved_bytes()
@@ -231,7 +246,7 @@ class BlockTraffic:
         )
 
     def _run(self, operations: Iterable[Operation], window: int, until_ns: int | None = None) -> list[tuple[int, int]]:
-        """Do operations until the time is over, each mixed turn at least once; start and end of each, in ns."""
+        """Do operations until the time is over, and at least one mixed turn; return start and end of each, in ns."""
         flying: deque[FileBatch] = deque()
         spans: list[tuple[int, int]] = []
 
@@ -253,6 +268,7 @@ class BlockTraffic:
         return spans
 
     def _submit(self, write: bool, index: int, slot: int) -> FileBatch:
+        """Begin to read or write a block."""
         view = self._slot(slot)
         key = f"block {index}"
         extent = self._extents[index]
@@ -261,13 +277,16 @@ class BlockTraffic:
         if not write:
             return self._files.read(key, extent, 0, size, address)
 
-        view.view(torch.int64)[:: self._stamp_words] = index  # a block read from another's place has wrong checksums
+        # Each chunk gets the number of its block, so that a block read from the place of another has wrong checksums.
+        view.view(torch.int64)[:: self._stamp_words] = index
         return self._files.write(key, extent, 0, size, address)
 
     def _slot(self, slot: int) -> torch.Tensor:
+        """Return the bytes of a slot."""
         return self._arena.view(slot * self._block_bytes, self._block_bytes)
 
     def _leave_page_cache(self) -> None:
+        """Drop the pages of the file from the page cache, once they are on the drive."""
         file = os.open(self._files.opened(0), os.O_RDWR | os.O_CLOEXEC)
         try:
             os.fsync(file)  # dirty pages cannot be dropped
@@ -277,12 +296,15 @@ class BlockTraffic:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The least number that so large a share of them does not exceed; 0 of nothing."""
+    """Return the least number that so large a share of them does not exceed; 0 if there are none."""
     return ordered[max(1, math.ceil(share * len(ordered))) - 1] if ordered else 0.0
 
 
 def step_rates(began_ns: int, ends_ns: Iterable[int], block_bytes: int) -> tuple[float, ...]:
-    """Bytes per second of each whole GiB, from the moments at which blocks were written; of all if it is less."""
+    """Return the bytes per second of each whole GiB, from the moments at which blocks were written.
+
+    If all blocks together are less than a GiB, the rate is that of all of them.
+    """
     ends = sorted(ends_ns)
     per_step = min(max(1, SUSTAINED_STEP_BYTES // block_bytes), max(1, len(ends)))
     marks = [began_ns, *ends[per_step - 1 :: per_step]]
@@ -290,13 +312,13 @@ def step_rates(began_ns: int, ends_ns: Iterable[int], block_bytes: int) -> tuple
 
 
 def window_rates(began_ns: int, ends_ns: Iterable[int], block_bytes: int, seconds: float) -> tuple[float, ...]:
-    """Bytes per second of each stretch of so many seconds and at least one mixed turn; what is left over is left out.
+    """Return the bytes per second of each stretch of time. The blocks after the last whole stretch are left out.
 
     Args:
         began_ns: when the flow began.
         ends_ns: when its blocks were done.
-        block_bytes: of one.
-        seconds: of a stretch.
+        block_bytes: the size of a block.
+        seconds: the least time of a stretch. It also has at least as many blocks as a mixed turn.
     """
     rates: list[float] = []
     start = began_ns

@@ -1,6 +1,7 @@
 """Links and processors, measured as a run uses them: the store's lanes between arenas, AdamW's kernels, products.
 
-Nothing is printed. A *flag* says that a figure is not to be believed, a *note* what to know about it.
+Nothing is printed. A *flag* says that a figure must not be believed. A *note* says something else that one should know
+about a figure.
 """
 
 from __future__ import annotations
@@ -23,65 +24,78 @@ from megatier.measure.link_traffic import (
 from megatier.schedule.jobs import UPDATE_BYTES
 
 UPDATE_ELEMENTS = 1 << 27
-"""1.9 GB of state and gradient: more than CPU caches hold."""
+"""The parameters that AdamW updates. They have 1.9 GB of state and gradient, more than the caches of a CPU hold."""
 COPY_BYTES = 1 << 30
+"""The bytes that are copied in each direction."""
 COPY_LIMIT_BYTES_PER_S = 450e9
-"""The fastest link between a CPU and a GPU there is, NVLink-C2C, one way."""
+"""The rate of NVLink-C2C in one direction, which is the fastest link between a CPU and a GPU."""
 RAM_PARTS = 8
-"""Of the available RAM, one such part is used for each kind of traffic."""
+"""Each kind of traffic uses at most this fraction of the available RAM: one part in so many."""
 
 MATMUL_SIZE = {"cuda": 8192, "cpu": 2048}
+"""The rows and columns of the product."""
 LAYER_EFFICIENCY = {"cuda": 0.90, "cpu": 1.0}
-"""FLOP/s of a layer's deterministic forward and backward over those of a large product that goes on for seconds. cuda:
-measured, 596 of 662 TFLOP/s, 8B shape on an H200. A product of 50 ms makes 787 there: its power limit acts later. cpu:
-not known."""
+"""The FLOP/s of a layer's deterministic forward and backward, as a share of those of a large product that goes on for
+seconds. On cuda it was measured on an H200 with layers of 8B shape: 596 of 662 TFLOP/s. A product of 50 ms reaches 787
+there, because the power limit acts later. For the CPU it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyFigures:
-    """Copies between pinned RAM and one GPU; bytes per second."""
+    """Rates of copies between pinned RAM and one GPU, in bytes per second."""
 
     device: str
-    """Its name; "cpu" where the native memory copy stands for the link."""
+    """The name of the GPU, or "cpu" if the native memory copy stands for the link."""
     to_gpu_bytes_per_s: float
+    """The rate to the GPU, if nothing else is copied."""
     to_ram_bytes_per_s: float
+    """The rate to RAM, if nothing else is copied."""
     to_gpu_both_bytes_per_s: float
-    """With copies in the other direction going on."""
+    """The rate to the GPU, while bytes are copied to RAM as well."""
     to_ram_both_bytes_per_s: float
+    """The rate to RAM, while bytes are copied to the GPU as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateFigures:
-    """AdamW on the CPU with split masters, alone and beside copies both ways."""
+    """Rates of AdamW on the CPU with split masters, alone and while bytes are copied in both directions."""
 
     threads: int
+    """The number of its threads."""
     parameters_per_s: float
+    """The parameters that it updates alone."""
     memory_bytes_per_s: float
-    """26 bytes a parameter."""
+    """The bytes that it moves alone, 26 for each parameter."""
     shared_parameters_per_s: float
+    """The parameters that it updates during the copies."""
     shared_to_gpu_bytes_per_s: float
+    """The rate of the copies to the GPU."""
     shared_to_ram_bytes_per_s: float
+    """The rate of the copies to RAM."""
     shared_memory_bytes_per_s: float
-    """Of AdamW and the copies together; a copied byte counts once."""
+    """The bytes that AdamW and the copies move together. A copied byte counts once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFigures:
-    """All that is no drive."""
+    """The figures of everything that is no drive."""
 
     device: str
-    """"cuda" or "cpu"."""
+    """The device that computes: "cuda" or "cpu"."""
     copies: tuple[CopyFigures, ...]
-    """Per GPU."""
+    """The copies from and to each GPU."""
     updates: tuple[UpdateFigures, ...]
-    """Per number of threads, ascending."""
+    """AdamW on the CPU with each number of threads, in ascending order."""
     gpu_update_parameters_per_s: float
+    """The parameters that AdamW on the GPU updates."""
     matmul_flops_per_s: float
-    """One large product: bf16 on cuda, fp32 on cpu."""
+    """The FLOP/s of one large product, in bf16 on cuda and in fp32 on the CPU."""
     flops_per_s: float
-    """As a layer's forward and backward reach it."""
+    """The FLOP/s that a layer's forward and backward reach."""
     notes: tuple[str, ...] = ()
+    """What one should know about the figures."""
     flags: tuple[str, ...] = ()
+    """The reasons why figures must not be believed."""
 
 
 def probe_links(
@@ -97,14 +111,14 @@ def probe_links(
 
     Args:
         device: "cuda" or "cpu".
-        threads: numbers of threads to run AdamW on the CPU with.
-        seconds: of each measurement.
-        copy_bytes: on each side for each direction; less where RAM is short.
-        update_elements: parameters to update; fewer where RAM is short.
-        matmul_size: rows and columns of the product; None: as fits the device.
+        threads: the numbers of threads to run AdamW on the CPU with.
+        seconds: the time of each measurement.
+        copy_bytes: the bytes on each side for each direction. They are fewer if RAM is short.
+        update_elements: the parameters to update. They are fewer if RAM is short.
+        matmul_size: the rows and columns of the product; None: as fits the device.
 
     Raises:
-        CapacityError: there is not even so much memory.
+        CapacityError: RAM is too short even for that.
     """
     part = ram_available_bytes() // RAM_PARTS
     copy_bytes = min(copy_bytes, part // 2)
@@ -172,7 +186,7 @@ def _update_figures(update: UpdateTraffic, copies: CopyTraffic, threads: int, se
 
 
 def link_notes(device: str) -> tuple[str, ...]:
-    """What to know about the figures."""
+    """Return what one should know about the figures."""
     if device == "cuda":
         share = LAYER_EFFICIENCY[device]
         return (f"flops_per_s: {share} of a sustained bf16 product, as measured for layers of 8B shape on an H200",)
@@ -183,7 +197,7 @@ def link_notes(device: str) -> tuple[str, ...]:
 
 
 def link_flags(figures: LinkFigures) -> tuple[str, ...]:
-    """Figures that no machine reaches."""
+    """Return the figures that no machine reaches."""
     return tuple(
         f"{copies.device}: copies at {rate / 1e9:.0f} GB/s, more than any link carries"
         for copies in figures.copies

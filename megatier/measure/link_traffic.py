@@ -1,6 +1,6 @@
 """Traffic on links and processors, as a run makes it: copies on the store's lanes between arenas, AdamW, products.
 
-Each kind goes on until it is told to stop and returns its rate, so that several can run at once.
+Each kind of traffic goes on until it is told to stop, and then returns its rate. So several kinds can run at once.
 """
 
 from __future__ import annotations
@@ -23,23 +23,26 @@ from megatier.store.transfer import Transfer
 from megatier.tier import PAGE_BYTES, round_up
 
 STATE_BYTES_PER_PARAMETER = ADAMW_BF16.bytes_per_parameter + ADAMW_BF16.grad_width
-"""State and gradient."""
+"""The bytes of state and gradient of a parameter."""
 UPDATE_CHUNK_ELEMENTS = 8 << 20
-"""As the store's largest update chunks."""
+"""The elements of the store's largest update chunks."""
 SCALARS = (0.9, 0.1, 0.999, 0.001, 1e-8, 1e-4, 1.0, 1.0)
 STATE_BYTE = 0x3C
-"""Any plane filled with it holds numbers of about 0.01."""
+"""The byte that fills every plane. Its numbers are about 0.01 then."""
 
 COPY_PIECES = 8
+"""The pieces that the bytes of one direction are copied in."""
 COPY_DEPTH = 2
+"""The copies in flight in one direction."""
 LAUNCHES_IN_A_ROW = 8
+"""The kernels that are launched before the host waits for the GPU."""
 
 Work = Callable[[Callable[[], bool]], float]
-"""Goes on until told to stop; returns its rate."""
+"""Traffic of one kind. It is given a function that tells when to stop, and returns its rate."""
 
 
 def at_once(works: Mapping[str, Work], seconds: float) -> dict[str, float]:
-    """Run all for a while; the rate of each."""
+    """Run all of them at once for a while; return the rate of each."""
     end = time.perf_counter() + seconds
     with ThreadPoolExecutor(len(works)) as threads:
         running = {name: threads.submit(work, lambda: time.perf_counter() > end) for name, work in works.items()}
@@ -47,13 +50,13 @@ def at_once(works: Mapping[str, Work], seconds: float) -> dict[str, float]:
 
 
 def alone(work: Work, seconds: float) -> float:
-    """Run one for a while; its rate."""
+    """Run one of them for a while; return its rate."""
     end = time.perf_counter() + seconds
     return work(lambda: time.perf_counter() > end)
 
 
 class CopyTraffic:
-    """Copies both ways on the store's lanes, between arenas as the store's."""
+    """Copies in both directions on the lanes of the store, between arenas like those of the store."""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         """Allocate num_bytes on both sides for each direction.
@@ -79,11 +82,11 @@ class CopyTraffic:
         self._host.close()
 
     def to_gpu(self, until: Callable[[], bool]) -> float:
-        """Copy from RAM; bytes per second."""
+        """Copy from RAM; return bytes per second."""
         return self._run(0, until)
 
     def to_ram(self, until: Callable[[], bool]) -> float:
-        """Copy to RAM; bytes per second."""
+        """Copy to RAM; return bytes per second."""
         return self._run(1, until)
 
     def _run(self, way: int, until: Callable[[], bool]) -> float:
@@ -112,7 +115,7 @@ class UpdateTraffic:
     """AdamW on a state of split masters, chunk by chunk."""
 
     WIDTHS = (*(plane.width for plane in ADAMW_BF16.planes), ADAMW_BF16.grad_width)
-    """Bytes an element of weight, remainder, exp_avg, exp_avg_sq, grad."""
+    """The bytes of an element of weight, remainder, exp_avg, exp_avg_sq and grad."""
 
     def __init__(
         self,
@@ -127,7 +130,7 @@ class UpdateTraffic:
         Raises:
             CapacityError: there is less memory.
         """
-        self._chunk = min(chunk_elements, round_up(num_elements))  # planes start at multiples of their width
+        self._chunk = min(chunk_elements, round_up(num_elements))  # so planes start at multiples of their width
         self.num_elements = max(1, num_elements // self._chunk) * self._chunk
         self._arena = Arena(self.num_elements * STATE_BYTES_PER_PARAMETER, device, pin=pin)
         self._arena.bytes.fill_(STATE_BYTE)
@@ -143,11 +146,11 @@ class UpdateTraffic:
         self._arena.close()
 
     def submit(self, pool: _native.ThreadPool, chunk: int) -> _native.Batch:
-        """Begin to update a chunk, by its number; never one that is being updated."""
+        """Begin to update the chunk of this number, which must not be under way."""
         return pool.submit_adamw(self._addresses(chunk * self._chunk), True, [(0, self._chunk, 1.0)], SCALARS)
 
     def on_cpu(self, threads: int, until: Callable[[], bool]) -> float:
-        """Update with native threads; parameters per second."""
+        """Update with native threads; return parameters per second."""
         pool = adamw_threads(threads)
         try:
             return self._on_cpu(pool, until)
@@ -155,8 +158,8 @@ class UpdateTraffic:
             pool.close()
 
     def on_gpu(self, seconds: float) -> float:
-        """Update with the GPU's kernel; parameters per second."""
-        from megatier.numerics.kernels import adamw  # Triton comes with torch's CUDA builds alone
+        """Update with the kernel of the GPU; return parameters per second."""
+        from megatier.numerics.kernels import adamw  # Triton comes with the CUDA builds of torch only
 
         starts = [self.num_elements * width for width in itertools.accumulate(self.WIDTHS, initial=0)]
         weight, remainder, exp_avg, exp_avg_sq, grad = (
@@ -173,7 +176,7 @@ class UpdateTraffic:
         done = 0
         began = time.perf_counter()
         chunks = range(self.num_elements // self._chunk)
-        depth = min(2, len(chunks))  # the next chunk is queued while one is worked on; never one chunk twice
+        depth = min(2, len(chunks))  # one chunk waits while another one is updated; no chunk is updated twice at once
         for chunk in itertools.cycle(chunks):
             flying.append(self.submit(pool, chunk))
             if len(flying) == depth:
@@ -197,7 +200,7 @@ class UpdateTraffic:
 
 
 def matmul_flops_per_s(device: torch.device, size: int, seconds: float) -> float:
-    """FLOP/s of a square product: bf16 on cuda, fp32 on cpu."""
+    """Return the FLOP/s of a square product, in bf16 on cuda and in fp32 on the CPU."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     product = torch.empty_like(left)
@@ -209,10 +212,10 @@ def matmul_flops_per_s(device: torch.device, size: int, seconds: float) -> float
 
 
 def _repeats_per_s(work: Callable[[], None], device: torch.device, seconds: float) -> float:
-    """How often a second; on a GPU several in a row, so that it need not wait for the host."""
+    """Return how often a second it can be done. On a GPU several are launched in a row, so that it never idles."""
     has_stream = device.type == "cuda"
     in_a_row = LAUNCHES_IN_A_ROW if has_stream else 1
-    work()  # compiles kernels, wakes threads
+    work()  # the first time compiles kernels and wakes threads
     if has_stream:
         torch.cuda.synchronize()
 

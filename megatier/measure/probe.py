@@ -1,8 +1,9 @@
-"""What `megatier bench` found on this machine, kept for plans: rates, the machine they are of, and their cache.
+"""The rates that `megatier bench` measured on this machine, and the cache that keeps them for plans.
 
-The cache is `megatier/rates.json` below $XDG_CACHE_HOME or ~/.cache: a list with an entry per machine. An entry counts
-only where its facts are those of the machine that reads it (host name, machine id, processor, cores, GPUs), and a drive
-in it only where directory and figures belong to the same file system: mount point, type, size, device number and id.
+The cache is the file `megatier/rates.json` in $XDG_CACHE_HOME or ~/.cache. It is a list with one entry for each
+machine. An entry counts only if its facts are those of the machine that reads it: host name, machine id, processor,
+cores and GPUs. A drive in it counts only if the directory lies on the file system that was measured: the same mount
+point, type, size, device number and id.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ if TYPE_CHECKING:
     from megatier.measure.link_probe import LinkFigures
 
 IO_THREADS = 4
+"""The native threads in each direction if nothing was measured."""
 IO_THREADS_MAX = 256
-"""Where nothing was measured, and of all drives together."""
+"""The most native threads in each direction for all drives together."""
 
 
 def rates_of(drives: Iterable[DriveFigures], links: LinkFigures) -> Rates:
-    """What a plan needs of all that was measured: the first GPU, AdamW with the most threads.
+    """Return the rates that a plan needs: those of the first GPU, and of AdamW with the most threads.
 
-    Mounts of one file system get equal shares of its rates, since a plan adds them up.
+    Mounts on one file system get equal shares of its rates, since a plan adds them up.
     """
     copies = links.copies[0]
     update = links.updates[-1]
@@ -51,7 +53,7 @@ def rates_of(drives: Iterable[DriveFigures], links: LinkFigures) -> Rates:
 
 
 def machine_facts(device: str) -> dict[str, Any]:
-    """What tells this machine from others, as far as rates go, for runs on "cuda" or "cpu"."""
+    """Return the facts that tell this machine from others, as far as rates go, for runs on "cuda" or "cpu"."""
     return {
         "host": platform.node(),
         "machine_id": _text(Path("/etc/machine-id")).strip(),
@@ -63,7 +65,7 @@ def machine_facts(device: str) -> dict[str, Any]:
 
 
 def mount_facts(directory: Path) -> dict[str, Any]:
-    """What tells the file system under a directory from others."""
+    """Return the facts that tell the file system of a directory from others."""
     mount = hardware.mount_of(directory)
     status = directory.stat()
     room = os.statvfs(directory)
@@ -77,15 +79,15 @@ def mount_facts(directory: Path) -> dict[str, Any]:
 
 
 def cache_path() -> Path:
-    """Where this user's rates are kept."""
+    """Return the file that keeps this user's rates."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatier" / "rates.json"
 
 
 def cache_rates(rates: Rates, device: str, path: Path | None = None) -> Path:
-    """Keep rates for `cached_rates`, in place of those that this machine had; drives not measured now stay.
+    """Keep rates for `cached_rates`, in place of those that this machine had. Drives that were not measured now stay.
 
     Args:
-        rates: just measured here, each drive's in full; the directories of its drives are there.
+        rates: the rates that were measured here now. Those of a drive are in full, and its directory is there.
         device: "cuda" or "cpu".
         path: the cache file; None: this user's.
 
@@ -108,9 +110,9 @@ def cache_rates(rates: Rates, device: str, path: Path | None = None) -> Path:
     }
     others = [entry for entry in entries if entry["machine"] != machine]
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Written whole and then renamed: two commands at once leave one of the two lists, never a mixture.
-    written = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
 
+    # The file is written whole and then renamed. So two commands at once leave one of the two lists, never a mixture.
+    written = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         written.write_text(json.dumps([*others, entry], indent=2) + "\n", encoding="utf-8")
         written.replace(path)
@@ -120,10 +122,10 @@ def cache_rates(rates: Rates, device: str, path: Path | None = None) -> Path:
 
 
 def cached_rates(directories: Sequence[Path], device: str, path: Path | None = None) -> Rates | None:
-    """Rates that were measured on this machine, with a drive for each directory; None where one is missing.
+    """Return the rates that were measured on this machine, with a drive for each directory; None if one is missing.
 
     Args:
-        directories: the mounts of a run, in its order; any directory of the same file system will do.
+        directories: the mounts of a run, in its order. Any directory on the same file system will do.
         device: "cuda" or "cpu".
         path: the cache file; None: this user's.
     """
@@ -135,7 +137,7 @@ def cached_rates(directories: Sequence[Path], device: str, path: Path | None = N
             if not all(directory.is_dir() for directory in directories):
                 return None
             facts = [mount_facts(directory) for directory in directories]
-        except OSError:  # such as a name too long, or a folder that is not ours to look into
+        except OSError:  # such as a name that is too long, or a folder that this user may not look into
             return None
 
         known = [drive["facts"] for drive in entry["drives"]]
@@ -149,11 +151,11 @@ def cached_rates(directories: Sequence[Path], device: str, path: Path | None = N
 
 
 def io_threads(asked: int | None, rates: Rates | None) -> tuple[int, str]:
-    """Native threads that read and write NVMe in a run, each way, and why so many.
+    """Return how many native threads read NVMe in a run, and as many write, with the reason for that number.
 
     Args:
-        asked: `tiers.io_threads`.
-        rates: of the run's mounts, where they were measured.
+        asked: the value of `tiers.io_threads`.
+        rates: the rates of the run's mounts, if they were measured.
     """
     if asked is not None:
         return asked, "as set"
@@ -163,7 +165,7 @@ def io_threads(asked: int | None, rates: Rates | None) -> tuple[int, str]:
 
 
 def _shared(drives: Sequence[DriveRates], facts: Sequence[dict[str, Any]]) -> tuple[DriveRates, ...]:
-    """The rates of a file system in equal parts for the directories that lie on it."""
+    """Divide the rates of a file system into equal parts for the directories that lie on it."""
     parts = [facts.count(here) for here in facts]
     return tuple(
         dataclasses.replace(
@@ -174,7 +176,7 @@ def _shared(drives: Sequence[DriveRates], facts: Sequence[dict[str, Any]]) -> tu
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
-    """Entries of the cache that this version can use; a cache that is damaged, or of another version, is empty."""
+    """Return the entries of the cache that this version can use; none if it is damaged, or of another version."""
     try:
         entries = json.loads(_text(path))
     except ValueError:
@@ -183,6 +185,7 @@ def _entries(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_whole(entry: object) -> bool:
+    """Return whether an entry has everything that this version writes; newer figures may be missing."""
     links = {field.name for field in dataclasses.fields(Rates)} - {"drives"}
     rates = {field.name for field in dataclasses.fields(DriveRates)}
     try:
