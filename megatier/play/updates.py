@@ -1,4 +1,4 @@
-"""The updates: AdamW unit by unit, in the tier that holds a unit's state, submitted when its gradient is final.
+"""The updates: AdamW unit by unit, in the tier that holds a unit's state, when its gradient is final.
 
 The lane `update` runs AdamW on the CPU for units whose state is in RAM, and sums groups there. The lane `update_nvme`
 does so for units that spill (`spilled`); it is a lane of its own so that no drive waits for the other. The lane
@@ -7,15 +7,13 @@ does so for units that spill (`spilled`); it is a lane of its own so that no dri
 A streamed unit's state comes to GPU slots during the backward, when links and memory have time. It is updated there as
 soon as the norm is known, and goes home when the CPU is through with its own updates, which need all that memory gives.
 
-Why nothing deadlocks: an update that feeds a load waits only for accesses before that load's; a streamed unit's waits
-for its load, and no load waits for it; the exchange of streamed state waits for the other lanes, never the other way
-round. RAM slots are held only while bytes move or AdamW runs. `Player.begin` has the whole proof.
-
 If a unit has a spare generation of state, its update may run before the norm is known: `speculation` says when. If the
 generation that holds is kept as a savepoint, the update writes a spare one, which holds from then on.
 
-Threads: updates and sums are submitted by the thread that computes (autograd's, in a backward). Any thread may ask for
-one of them (`of`).
+Why nothing deadlocks: `Player.begin` proves it.
+
+Threads: the thread that computes submits updates and sums (autograd's, in a backward). Any thread may ask for one of
+them (`of`).
 """
 
 from __future__ import annotations
@@ -41,13 +39,7 @@ from megatier.tier import Kind, Tier
 
 
 class Updates:
-    """The updates of a run's units, and the sums of groups before them. `close` stops their lanes.
-
-    Attributes:
-        exchange: the last transfer that was submitted to take streamed state home and bring it again.
-        queues: the three lanes.
-        speculation: updates before the norm is known.
-    """
+    """The updates of a run's units, and the sums of groups before them. `close` stops their lanes."""
 
     def __init__(
         self,
@@ -64,7 +56,7 @@ class Updates:
             optimizer: does the arithmetic.
             gate: counts the accesses of the pass that are over; a fed load waits for its slot there.
             recorder: notes updates.
-            demand: counts the bytes that move besides those that a pass demands as a whole.
+            demand: counts the bytes that move in addition to those that a pass demands as a whole.
         """
         self._blocks = blocks
         self._optimizer = optimizer
@@ -73,26 +65,34 @@ class Updates:
         self._placement = blocks.placement
         self._policy = blocks.policy
 
-        self.exchange: Transfer | None = None
         self._demand = demand
+
+        self.exchange: Transfer | None = None
+        """The last transfer that was submitted to take streamed state home and bring it again."""
         self._last: dict[str, Transfer] = {}
-        """Each unit's update or sum that was submitted last; speculative updates are not among them."""
+        """The update or sum of each unit that was submitted last, but for speculative updates. One that failed stays,
+        so its error stops every step that follows."""
         self._fetched: dict[str, Transfer] = {}
         """Sums of groups on their way to the GPU that nobody has taken yet."""
         self._is_ahead = False
-        """Streamed state is on the GPU, or on its way there, for the next update."""
+        """Whether streamed state is on the GPU, or on its way there, for the next update."""
         self._is_closed = False
+
         recorder.busy.update(update="update", update_nvme="nvme_to_ram", update_gpu="update_gpu")
 
-        # The immediate mode looks at sums of squares on the GPU; in the deferred mode these lanes need no stream.
+        # The immediate mode looks at sums of squares on the GPU. In the deferred mode the CPU's lanes need no stream.
         clock = None if self._policy.deferred else self._store.clock
+
         # Items wait for loads and slots, so for compute, which submits them. Therefore no queue has a bound.
         self._in_ram = Queue("update", clock)
         self._on_nvme = Queue("update_nvme", clock)
         self._on_gpu = Queue("update_gpu", self._store.clock)
         self.queues = (self._in_ram, self._on_nvme, self._on_gpu)
+        """The three lanes."""
+
         self._spilled = SpilledUpdates(blocks, optimizer, gate, recorder, self._on_nvme, self._check)
         self.speculation = Speculation(blocks, optimizer, recorder, demand, self._on_nvme)
+        """The updates that run before the norm is known."""
 
     # ------------------------------------------------------------------ the player's side
 
@@ -109,7 +109,8 @@ class Updates:
             self._submit(update, [gradient] if gradient is not None else [], load)
 
     def _submit(self, update: Update, after: list[Transfer], load: Transfer | None) -> None:
-        """Append an update to its lane. A region of the tear is around it."""
+        """Append an update to its lane, inside a region of the store's tear."""
+        # An interrupt half-way would leave a unit whose new generation holds, and that nobody updates.
         unit = update.unit
         old, new = self._blocks.generations.advance(unit)
 
@@ -117,13 +118,15 @@ class Updates:
         # `after`: the update runs even if that failed or was given up.
         behind = self._blocks.generations.readers(unit, new)
         behind += [load] if load is not None else []
-        self.speculation.drop(unit)  # this update takes its place: whoever asks for the unit waits for this one
+
+        # This update takes the place of a speculative one: whoever asks for the unit waits for this one.
+        self.speculation.drop(unit)
 
         if self._placement.updater(unit) is Tier.GPU:
             transfer = self._on_gpu.submit(unit, 0, partial(self._update_on_gpu, unit), after, behind)
             self._recorder.watch(transfer)
         elif self._blocks.is_cut(unit):
-            # Sums are taken in another lane, `update`, so the order of this lane alone would not do.
+            # Sums are taken on another lane, `update`, so the order of this lane alone would not do.
             if self._policy.groups > 1 and (summed := self._last.get(unit)) is not None:
                 after.append(summed)
             transfer = self._spilled.submit(update, old=old, new=new, after=after, behind=behind)
@@ -131,6 +134,7 @@ class Updates:
             transfer = self._in_ram.submit(unit, 0, partial(self._update_in_ram, unit), after, behind)
         self._last[unit] = transfer
 
+        # The exchange brought the state ahead, unless there was none since the last drain.
         if unit in self._placement.streamed:
             moves = self._demand.moves
             if not self._is_ahead:
@@ -150,11 +154,12 @@ class Updates:
             self._fetched[unit] = self._in_ram.submit(unit, 0, partial(self._fetch, unit))
 
     def fetched(self, unit: str) -> Transfer | None:
-        """The transfer after which the unit's sum is on the GPU, or on its way there. Asked again, there is none."""
+        """Take the transfer after which the unit's sum is on the GPU, or on its way there. It is given once."""
         return self._fetched.pop(unit, None)
 
     def submit_speculative(self, unit: str, gradient: Transfer | None) -> None:
-        """A unit's gradient is final: update it at once, if this pass speculates."""
+        """Update a unit whose gradient is final, if this pass speculates."""
+        # What `_last` has is the sum of this step: it took the place of the update before.
         summed = self._last.get(unit) if self._policy.groups > 1 else None
         self.speculation.submit(unit, [made for made in (gradient, summed) if made is not None])
 
@@ -176,10 +181,13 @@ class Updates:
 
     def of(self, unit: str) -> Transfer | None:
         """The unit's update or sum that was submitted last."""
+        # A lane may ask while another thread submits. It never asks about a unit whose update is just being submitted:
+        # the loads of a pass are submitted after its updates, and a gradient is final after the unit's last use. A sum
+        # may be submitted meanwhile, but that changes no weights.
         return self.speculation.of(unit) or self._last.get(unit)
 
     def wait(self) -> None:
-        """Wait until every update and sum is done, but not for speculative updates, the exchange and write-backs.
+        """Wait until every update and sum is done, but not for speculative updates, the exchange or write-backs.
 
         Raises:
             TransferError, NonFiniteError: what stopped one of them.
@@ -226,7 +234,8 @@ class Updates:
 
     def close(self) -> None:
         """Abandon what has not begun and stop the lanes. Abandon the gate first: an update may wait on it."""
-        self._is_closed = True  # before the lanes close, since each of them first does what it was given
+        # Before the lanes close, since each of them first does what it was given.
+        self._is_closed = True
         self.speculation.close()
         for lane in self.queues:
             lane.close()
@@ -246,13 +255,14 @@ class Updates:
         self.submit_exchange(goes_home=True, comes_again=False)
 
     def _all(self) -> list[Transfer]:
+        """Every update or sum that was submitted last, and the exchange."""
         exchange = [self.exchange] if self.exchange is not None else []
         return [*self._last.values(), *self.speculation.all(), *exchange]
 
     # ------------------------------------------------------------------ lane update_gpu
 
     def _update_on_gpu(self, unit: str) -> None:
-        """AdamW on the GPU: on state at home there, or on state that came to it. The forward reads the same weights."""
+        """Run AdamW on the GPU, on state at home there or on state that came to it. The forward reads these weights."""
         self._check(unit)
         (elements,) = self._blocks.chunks(unit)
         streamed = unit in self._placement.streamed
@@ -279,7 +289,7 @@ class Updates:
         for unit in self._placement.streamed if goes_home else ():
             self._blocks.return_state(unit)
 
-        # Fetching waits until the copy on the GPU, which is leaving, is home: `Copies.place` sees to that.
+        # A fetch waits until the copy on the GPU, which is leaving, is home: the store sees to that.
         for unit in self._placement.streamed if comes_again else ():
             if not self._is_closed:
                 self._blocks.fetch_state(unit)
@@ -287,16 +297,18 @@ class Updates:
     # ------------------------------------------------------------------ lane update
 
     def _update_in_ram(self, unit: str) -> Applied | None:
-        """AdamW on a unit in RAM. Its gradient's slot is free again in any case, else a backward would wait for it."""
+        """Run AdamW on a unit in RAM."""
         try:
             self._check(unit)
             applied = self._begin_update(unit)
+
             # In the immediate mode the slot goes next, and AdamW must have read it. In the deferred mode the gradient
             # is at home in RAM, and the lane goes on.
             if applied is not None and not self._policy.deferred:
                 applied.wait()
             return applied
         finally:
+            # Even after an error, since a backward would wait for the slot for ever.
             self._blocks.grads.free(unit)
 
     def _begin_update(self, unit: str) -> Applied | None:
@@ -318,20 +330,23 @@ class Updates:
             return Applied(work, leases.pop_all(), self._store.tear)
 
     def _accumulate(self, unit: str, group: int) -> None:
-        """Add a group's gradient to the sum of those before. Its slot is free again in any case."""
+        """Add a group's gradient to the sum of those before."""
         total_key = sum_key(unit)
         part_key = grad_key(unit)
         try:
             with self._store.lease(total_key, Tier.RAM) as total, self._store.lease(part_key, Tier.RAM) as part:
                 self._optimizer.accumulate(unit, total.bytes, part.bytes, group=group)
         finally:
+            # Even after an error, since a backward would wait for the slot for ever.
             self._store.evict(part_key, Tier.RAM)
 
     def _fetch(self, unit: str) -> None:
+        """Ask for the sum of the groups before, on the GPU."""
+        # On a lane, since slots may have to become free first, and the thread that computes has better things to do.
         self._store.prefetch(grad_key(unit), Tier.GPU, wait=True)
 
     def _check(self, unit: str) -> None:
-        """Refuse to update once the run is closed; in the immediate mode also with a gradient that is not finite."""
+        """Refuse to update once the run is closed, and in the immediate mode with a gradient that is not finite."""
         if self._is_closed:
             raise StepAbandonedError(f"the run was closed before {unit} was updated")
         if not self._policy.deferred:
