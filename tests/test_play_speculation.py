@@ -153,6 +153,25 @@ def test_speculation_of_a_pass_that_is_cancelled_is_void(start: Callable[..., Ru
     run.check_state()
 
 
+def test_speculation_that_becomes_void_while_the_lane_begins_a_chunk_harms_nothing(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lane has seen that the attempt counts, and has not asked for the chunk."""
+    run = start("nvme")
+    run.train_step()
+    run.player.drain()
+    read_ahead = run.speculation._read_ahead
+
+    def read_ahead_too_late() -> None:
+        run.speculation.abandon()
+        read_ahead()
+
+    monkeypatch.setattr(run.speculation, "_read_ahead", read_ahead_too_late)
+    within(partial(run.train_step, skipped=True))
+    within(run.train_step)
+    run.check_state()
+
+
 def test_speculation_waits_for_no_norm_and_the_norm_for_no_drive(
     start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -215,7 +215,9 @@ class Speculation:
             try:
                 if not (attempt.is_void or self._is_closed):
                     self._read_ahead()
-                    self._update_chunk(self._asked[0])
+                    # The attempt may have become void in between. Then this chunk was not asked for.
+                    if self._asked:
+                        self._update_chunk(self._asked[0])
             except BaseException:
                 for _ in range(left):
                     self._next()
