@@ -13,22 +13,39 @@ from megatier.checkpoint.grid import ArrayChunk, Grid, StoredArray
 
 
 class ArrayWriter:
-    """One array, filled from its first element to its last."""
+    """An array that is written from its first element to its last.
+
+    Attributes:
+        checksums: CRC32C of each chunk that was filled, in the order of chunks.
+    """
 
     def __init__(self, files: ChunkFiles, folder: Path, grid: Grid) -> None:
-        """Nothing is written before the first chunk is full."""
+        """Begin an array; nothing is written before its first chunk is full.
+
+        Args:
+            files: staging buffers, which several arrays may share.
+            folder: the array's folder, which is made with its first chunk.
+            grid: how the array is cut.
+        """
         self._files = files
         self._folder = folder
         self._grid = grid
         self._chunks = grid.chunks()
         self._chunk = ArrayChunk("", 0, 0)
         self._staged: Staged | None = None
+        """The buffer of the chunk that is being filled; None between two chunks."""
         self._filled = 0
+        """Number of elements in that buffer."""
         self.checksums: list[int] = []
-        """CRC32C of each chunk that was filled."""
 
     def rooms(self, num_elements: int) -> Iterator[tuple[int, Tensor]]:
-        """Buffers for the next elements, fp32 [n] each, with the first's number among them; filled by the caller.
+        """Yield buffers for the next elements, which the caller fills before it asks for the next buffer.
+
+        Args:
+            num_elements: number of elements that the caller has.
+
+        Yields:
+            The number of the buffer's first element among these, and the buffer, fp32 [n].
 
         Raises:
             TransferError: an earlier write failed, or a file cannot be created.
@@ -42,8 +59,9 @@ class ArrayWriter:
 
             count = min(num_elements - done, self._chunk.num_elements - self._filled)
             yield done, self._staged.values(self._filled + count)[self._filled :]
-            self._filled = self._filled + count
-            done = done + count
+            self._filled += count
+            done += count
+
             if self._filled == self._chunk.num_elements:
                 path = self._folder / self._chunk.key
                 whole = self._grid.chunk_elements
@@ -52,21 +70,27 @@ class ArrayWriter:
 
 
 class ArrayReader:
-    """One array, read in any order, each chunk once if that is from its first element to its last."""
+    """An array that is read in any order. Each chunk is read once if that order is the array's own."""
 
     def __init__(self, files: ChunkFiles, array: StoredArray) -> None:
-        """Nothing is read."""
+        """Prepare to read; nothing is read yet."""
         self._files = files
         self._array = array
         self._chunks = list(array.grid.chunks())
 
     def copy(self, first: int, target: Tensor) -> None:
-        """Copy elements from `first` on into fp32 [n].
+        """Copy consecutive elements of the array.
+
+        Args:
+            first: number of the first element.
+            target: fp32 [n], which takes the elements.
 
         Raises:
-            DamagedCheckpointError, TransferError: as in `ChunkFiles.read`.
+            DamagedCheckpointError, TransferError: see `ChunkFiles.read`.
         """
         stop = first + target.numel()
+
+        # The last chunk that begins at or before the first element.
         index = bisect_right(self._chunks, first, key=lambda chunk: chunk.start) - 1
         while index < len(self._chunks) and (chunk := self._chunks[index]).start < stop:
             values = self._files.fetch(self._array, index, chunk)

@@ -1,9 +1,10 @@
 """Chunk files: fp32 arrays on disk as Zarr v3 lays them out, one file a chunk, with its CRC32C in the last four bytes.
 
-A chunk is a run of consecutive elements of its array, so that arrays are written and read from front to back through a
-few staging buffers, whatever their size. Where another order is asked for, each buffer keeps the chunk it read last.
-Bytes go through native threads, several files in flight, with O_DIRECT where the file system takes it, all but the end
-of a file that is read: that is no whole page. Metadata is not written here, and nothing is synchronised.
+A chunk is a run of consecutive elements of its array, so arrays are written and read from front to back through a few
+staging buffers, whatever their size. If another order is asked for, each buffer keeps the chunk that it read last.
+
+Bytes go through native threads, with several files in flight, and by O_DIRECT if the file system takes it. The end of a
+file is no whole page, so it is read without O_DIRECT. Metadata is not written here, and nothing is synchronised.
 
 Source: Zarr v3 core, codecs `bytes` (little endian) and `crc32c`.
 """
@@ -33,7 +34,7 @@ from megatier.tier import PAGE_BYTES, round_up
 
 CRC_BYTES = 4
 STAGED = 8
-"""Staging buffers: one that is filled or looked at, the others on their way."""
+"""Number of staging buffers: one that is being filled or looked at, and others on their way."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -41,35 +42,37 @@ class Staged:
     """A staging buffer, and the file that it goes to or comes from."""
 
     buffer: Tensor
-    """uint8, page aligned."""
+    """uint8, page-aligned."""
     path: Path | None = None
+    """The file that the buffer goes to, or that its bytes come from."""
     files: list[int] = field(default_factory=list)
-    """Descriptors: one to write; two to read, of which the second knows no O_DIRECT."""
+    """Open descriptors: one to write, or two to read, of which the second is without O_DIRECT."""
     num_bytes: int = 0
-    """Of the file."""
+    """Bytes of the file."""
     expected: int | None = None
-    """CRC32C of what was written at this place, if that was noted."""
+    """CRC32C of what was written at this place; None if nobody noted it."""
     batch: _native.Batch | None = None
+    """The transfer that was begun last."""
 
     def values(self, num_elements: int) -> Tensor:
-        """fp32 [num_elements]."""
+        """Return the first elements, fp32 [num_elements]."""
         return self.buffer[: 4 * num_elements].view(torch.float32)
 
     def close(self) -> None:
-        """Close its file."""
+        """Close the descriptors of the file."""
         while self.files:
             os.close(self.files.pop())
 
     def crc(self) -> Tensor:
-        """uint8 [4], where the file's checksum lies."""
+        """Return the place of the file's checksum, uint8 [4]."""
         return self.buffer[self.num_bytes - CRC_BYTES : self.num_bytes]
 
     def computed_crc(self) -> int:
-        """Of the file's bytes before it."""
+        """Return the CRC32C of the file's bytes before its checksum."""
         return _native.crc32c(self.buffer.data_ptr(), self.num_bytes - CRC_BYTES)
 
     def stored_crc(self) -> int:
-        """As it lies in the file, little endian."""
+        """Return the checksum that lies in the file, little endian."""
         return int.from_bytes(self.crc().numpy().tobytes(), "little")
 
 
@@ -77,7 +80,7 @@ class ChunkFiles:
     """Staging buffers and native threads for chunk files. Use as a context, from one thread at a time."""
 
     def __init__(self, chunk_elements: int, num_threads: int, num_staged: int = STAGED) -> None:
-        """Allocate buffers for chunks of at most so many elements.
+        """Allocate buffers for chunks of at most so many elements, and start the threads.
 
         Raises:
             CapacityError: the system refused the memory.
@@ -92,13 +95,14 @@ class ChunkFiles:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._pool.close()  # no request may outlive the buffers
+        # No request may outlive the buffers, so the threads end first.
+        self._pool.close()
         for staged in self._flying:
             staged.close()
         self._flying.clear()
 
     def stage(self) -> Staged:
-        """A buffer to fill; waits for one that is being written.
+        """Return a buffer to fill; wait for one that is being written if none is free.
 
         Raises:
             TransferError: that write failed.
@@ -108,7 +112,13 @@ class ChunkFiles:
         return self._free.popleft()
 
     def write(self, staged: Staged, path: Path, num_elements: int, chunk_elements: int) -> int:
-        """Start writing a buffer, of which num_elements are filled, to a new file; the rest of the chunk becomes zeros.
+        """Start writing a buffer to a new file; the rest of a chunk that is not full becomes zeros.
+
+        Args:
+            staged: the buffer, which belongs to this object again from now on.
+            path: the file; folders above it are made.
+            num_elements: number of elements that are filled.
+            chunk_elements: number of elements of a whole chunk.
 
         Returns:
             The CRC32C that the file ends with.
@@ -119,6 +129,7 @@ class ChunkFiles:
         staged.values(chunk_elements)[num_elements:] = 0
         staged.path = path
         staged.num_bytes = 4 * chunk_elements + CRC_BYTES
+
         checksum = staged.computed_crc()
         staged.crc().copy_(torch.tensor(list(checksum.to_bytes(CRC_BYTES, "little")), dtype=torch.uint8))
         try:
@@ -127,6 +138,7 @@ class ChunkFiles:
         except OSError as error:
             raise _failed("creating", path, 0, error.errno) from error
 
+        # O_DIRECT takes whole pages alone, so the last one is written whole. `_finish_write` cuts the file.
         self._flying.append(staged)
         self._submit(staged, [(staged.files[0], 0, staged.buffer.data_ptr(), round_up(staged.num_bytes))], write=True)
         return checksum
@@ -143,11 +155,15 @@ class ChunkFiles:
     def read(
         self, arrays: Sequence[StoredArray], wanted: Sequence[tuple[int, int]] | None = None
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """(which array, first element, fp32 [n]), each array from front to back; valid until the next is asked for.
+        """Yield the elements of arrays, each array from front to back.
 
         Args:
             arrays: where they lie.
             wanted: elements [start, stop) of each; None: all of them.
+
+        Yields:
+            The number of the array, the number of the first element in it, and elements fp32 [n], which are valid until
+            the next ones are asked for.
 
         Raises:
             DamagedCheckpointError: a file is missing, of another size, no plain file in this folder, damaged, or not
@@ -164,31 +180,36 @@ class ChunkFiles:
         waiting = iter(chunks)
         reading = deque[Staged]()
 
+        # Every free buffer reads ahead. One comes free when the caller asks for more, because it is done with that
+        # chunk then.
         for index, _, chunk in chunks:
             while self._free and (ahead := next(waiting, None)) is not None:
                 reading.append(self._begin_read(arrays[ahead[0]], ahead[1], ahead[2]))
+
             staged = reading.popleft()
             self._finish_read(staged)
+
             first = max(bounds[index][0], chunk.start)
             values = staged.values(min(bounds[index][1] - chunk.start, chunk.num_elements))
             yield index, first, values[first - chunk.start :]
             self._free.append(staged)
 
     def fetch(self, array: StoredArray, place: int, chunk: ArrayChunk) -> Tensor:
-        """One chunk, fp32 with its padding; not read again before as many others as there are buffers.
+        """Return a chunk, fp32 with its padding, which is not read again before as many others as there are buffers.
 
         Args:
-            array: where it lies.
-            place: which one of the array it is.
-            chunk: of this place.
+            array: where the array lies.
+            place: number of the chunk in the array.
+            chunk: the chunk of this number.
 
         Raises:
-            DamagedCheckpointError, TransferError: as in `read`.
+            DamagedCheckpointError, TransferError: see `read`.
         """
         path = array.folder / chunk.key
         staged = next((staged for staged in self._free if staged.path == path), None)
         if staged is None:
-            staged = self._begin_read(array, place, chunk)  # into the buffer that was not used for longest
+            # The buffer that was not used for longest is the first of the free ones.
+            staged = self._begin_read(array, place, chunk)
             self._finish_read(staged)
         else:
             self._free.remove(staged)
@@ -197,11 +218,18 @@ class ChunkFiles:
         return staged.values(array.grid.chunk_elements)
 
     def _begin_read(self, array: StoredArray, place: int, chunk: ArrayChunk) -> Staged:
+        """Start reading a chunk into a free buffer.
+
+        Raises:
+            DamagedCheckpointError: its file is missing, of another size, or no plain file in this folder.
+        """
         staged = self._free.popleft()
         path = array.folder / chunk.key
         staged.path = path
         staged.num_bytes = 4 * array.grid.chunk_elements + CRC_BYTES
         staged.expected = None if array.checksums is None else array.checksums[place]
+
+        # `_open` follows no link at the end of a path. Links further up show in the resolved path.
         try:
             if os.path.realpath(path) != str(path):
                 raise DamagedCheckpointError(str(path), "leads out of its checkpoint by a link; it was not read")
@@ -215,6 +243,8 @@ class ChunkFiles:
         if not stat.S_ISREG(found.st_mode) or found.st_size != staged.num_bytes:
             what = f"has {found.st_size} bytes instead of {staged.num_bytes}; it is damaged"
             raise DamagedCheckpointError(str(path), what)
+
+        # Whole pages go by O_DIRECT, and the rest through the descriptor that is without it.
         start = staged.num_bytes // PAGE_BYTES * PAGE_BYTES
         address = staged.buffer.data_ptr()
         end = (staged.files[1], start, address + start, staged.num_bytes - start)
@@ -222,11 +252,18 @@ class ChunkFiles:
         return staged
 
     def _finish_read(self, staged: Staged) -> None:
+        """Wait for a chunk and compare it with its checksums.
+
+        Raises:
+            DamagedCheckpointError: it is damaged, or not the one that was written at its place.
+            TransferError: the drive failed.
+        """
         assert staged.batch is not None
         staged.batch.wait()
         self._flying.remove(staged)
         staged.close()
         _check(staged, "reading")
+
         if (found := staged.stored_crc()) != staged.computed_crc():
             raise DamagedCheckpointError(str(staged.path), "is damaged: its checksum is not that of its bytes")
 
@@ -236,10 +273,16 @@ class ChunkFiles:
             raise DamagedCheckpointError(str(staged.path), f"{what} is {staged.expected:#010x}")
 
     def _finish_write(self) -> None:
+        """Wait for the write that was begun first, and cut its file to the file's size.
+
+        Raises:
+            TransferError: it failed.
+        """
         staged = self._flying[0]
         assert staged.batch is not None
         assert staged.path is not None
         staged.batch.wait()
+
         self._free.append(self._flying.popleft())
         try:
             _check(staged, "writing")
@@ -256,6 +299,7 @@ class ChunkFiles:
 
 
 def _create(path: Path) -> int:
+    """Create a file to write, by O_DIRECT if the file system takes it."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600)
@@ -263,16 +307,19 @@ def _create(path: Path) -> int:
         if error.errno != errno.EINVAL:
             raise
 
+    # The refused attempt may have made the file.
     with contextlib.suppress(FileNotFoundError):
-        path.unlink()  # the refused attempt may have made it
+        path.unlink()
     return os.open(path, flags, 0o600)
 
 
 def _open(path: Path, more: int = 0) -> int:
+    """Open a file to read, unless it is a link, and without waiting if it is a pipe."""
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | more)
 
 
 def _open_direct(path: Path) -> int:
+    """Open a file to read by O_DIRECT, if the file system takes it."""
     try:
         return _open(path, os.O_DIRECT)
     except OSError as error:
@@ -282,6 +329,11 @@ def _open_direct(path: Path) -> int:
 
 
 def _check(staged: Staged, what: str) -> None:
+    """Raise the error of a transfer that is over, if it has one.
+
+    Raises:
+        TransferError: the drive failed.
+    """
     assert staged.batch is not None
     if (error := staged.batch.error()) is not None:
         assert staged.path is not None

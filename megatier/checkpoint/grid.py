@@ -9,59 +9,66 @@ from itertools import product
 from pathlib import Path
 
 CHUNK_ELEMENTS = 8 << 20
-"""32 MiB: large enough for the drive, small enough for several to wait in RAM."""
+"""Elements of a chunk at most, 32 MiB in fp32: large enough for the drive, and small enough for several to wait in
+RAM."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayChunk:
-    """One chunk of an array."""
+    """One chunk of an array: the elements that lie in one file."""
 
     key: str
     """Path of its file below the array's folder."""
     start: int
-    """First element."""
+    """Number of its first element in the array."""
     num_elements: int
-    """Without the padding at the array's edge."""
+    """Number of its elements, without the padding at the array's edge."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How an array is cut: along one axis, with whole rows below it and single ones above it."""
+    """How an array is cut: along one axis.
+
+    A chunk has several rows of that axis, each of them with all axes below, and a single place on each axis above.
+    """
 
     shape: tuple[int, ...]
     axis: int
-    """0 where the shape is ()."""
+    """The axis that is cut; 0 if the shape is ()."""
     rows: int
-    """Of a chunk, along the axis."""
+    """Number of rows of a chunk along that axis."""
 
     @staticmethod
     def of(shape: Sequence[int], max_elements: int = CHUNK_ELEMENTS) -> Grid:
-        """Cut as rarely as chunks of max_elements allow, and evenly, since the last chunk is padded."""
+        """Cut an array as rarely as chunks of max_elements allow, and evenly, because the last chunk is padded."""
+        # From the last axis up: the first axis that would make a chunk too large is the one that is cut.
         row = 1
         for axis in reversed(range(len(shape))):
             if row * shape[axis] > max_elements or axis == 0:
                 parts = -(-shape[axis] // max(1, max_elements // row))
                 return Grid(tuple(shape), axis, -(-shape[axis] // parts))
             row *= shape[axis]
+
         return Grid((), 0, 1)
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
-        """As Zarr names it."""
+        """The shape of every chunk, padding included, as Zarr's metadata has it."""
         if not self.shape:
             return ()
         return (*(1,) * self.axis, self.rows, *self.shape[self.axis + 1 :])
 
     @property
     def chunk_elements(self) -> int:
-        """Elements of every chunk, padding included."""
+        """Number of elements of every chunk, padding included."""
         return math.prod(self.chunk_shape)
 
     def chunks(self) -> Iterator[ArrayChunk]:
-        """Every chunk, in the order of its elements."""
+        """Yield every chunk, in the order of the array's elements."""
         if not self.shape:
             yield ArrayChunk("c", 0, 1)
             return
+
         size = self.shape[self.axis]
         row = math.prod(self.shape[self.axis + 1 :])
         below = ["0"] * (len(self.shape) - self.axis - 1)
@@ -74,10 +81,10 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """Where an array lies, and what was written there."""
+    """Where an array lies, and the checksums of what was written there."""
 
     folder: Path
-    """Resolved already: no link may lead out of it."""
+    """The array's folder with all links resolved, so that a chunk that leads out of it by a link is found."""
     grid: Grid
     checksums: Sequence[int] | None = None
-    """CRC32C of each chunk, by its place; None: nobody noted them."""
+    """CRC32C of each chunk, in the order of chunks; None: nobody noted them."""
