@@ -18,7 +18,7 @@ import zarr
 from tiny_runs import PLACES, Run, exactness_config, one_thread, opened, outcome, random_groups, read_parameters
 
 from megatier import durable
-from megatier.checkpoint import checkpoint, checkpoint_writer, chunkfile, grid
+from megatier.checkpoint import checkpoint, checkpoint_writer, chunkfile, grid, plane_writer
 from megatier.checkpoint.checkpoint import (
     checkpoint_bytes,
     checkpoints,
@@ -94,7 +94,7 @@ def test_run_saved_from_some_tiers_goes_on_in_others_to_the_same_bits(before: st
 def test_run_with_arrays_of_many_chunks_goes_on_to_the_same_bits(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (checkpoint, checkpoint_writer):
+    for module in (checkpoint, checkpoint_writer, plane_writer):
         monkeypatch.setattr(module, "Grid", SmallGrid)
     go_on_elsewhere(run, "ram_nvme", "gpu_ram", tmp_path)
 
@@ -106,7 +106,7 @@ def test_run_with_experts_in_parts_goes_on_to_the_same_bits(
 ) -> None:
     """Without clipping, layers are written from the last to the first, and chunks have rows of several parts."""
     if shares_chunks:
-        for module in (checkpoint, checkpoint_writer):
+        for module in (checkpoint, checkpoint_writer, plane_writer):
             monkeypatch.setattr(module, "Grid", SmallGrid)
     go_on_elsewhere(Run(model="moe", expert_parts=2, clip=clip), "gpu_ram_nvme", "ram", tmp_path)
 

@@ -16,7 +16,7 @@ import zarr
 from test_checkpoint_checkpoint import SmallGrid, saved, steps
 from tiny_runs import PLACES, Run, exactness_config, one_thread, opened
 
-from megatier.checkpoint import checkpoint, checkpoint_writer
+from megatier.checkpoint import checkpoint, checkpoint_writer, plane_writer
 from megatier.checkpoint.checkpoint import UNBOUND_FORMAT, is_bound, open_masters, read_state, restore
 from megatier.checkpoint.manifest import Manifest, digest_of
 from megatier.errors import DamagedCheckpointError
@@ -37,7 +37,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def _small_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (checkpoint, checkpoint_writer):
+        for module in (checkpoint, checkpoint_writer, plane_writer):
             patch.setattr(module, "Grid", SmallGrid)
         yield
 

@@ -18,7 +18,7 @@ from test_models_weights import reader
 from tiny_models import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from megatier.checkpoint import checkpoint, checkpoint_writer
+from megatier.checkpoint import checkpoint, checkpoint_writer, plane_writer
 from megatier.checkpoint.chunkfile import ChunkFiles
 from megatier.checkpoint.grid import ArrayChunk, StoredArray
 from megatier.checkpoint.manifest import digest_of
@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {"untied": {}, "tied": {"tie_word_embeddings
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the arrays of tiny models have many chunks, and tensors come in pieces that are no whole ones."""
-    for module in (checkpoint, checkpoint_writer):
+    for module in (checkpoint, checkpoint_writer, plane_writer):
         monkeypatch.setattr(module, "Grid", SmallGrid)
     monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 700)
 

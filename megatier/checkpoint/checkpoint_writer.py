@@ -1,33 +1,28 @@
-"""Writes a checkpoint while training goes on.
+"""The writer of a checkpoint, which works while training goes on.
 
-After `player.drain` the state of a step is home. It stays as it is until the updates of the next step, and the update
-of a unit comes behind the lane `checkpoint`, which goes through the units in the order of their updates. So nothing is
-copied first: planes at home in RAM are read where they lie, others pass through a few buffers. A thread for each of the
-arrays (masters and both moments) fills chunks, and native threads write them; a unit is free when it lies in chunks.
+After `player.drain` the state of a step is home. It stays as it is until the updates of the next step. The lane
+`checkpoint` goes through the units in the order of their updates, and the update of a unit comes behind it. So nothing
+is copied first. A thread for each group of arrays (masters and both moments) fills chunks, and native threads write
+them; a unit may be updated when all of it lies in chunks.
 
-No deadlock: this lane takes no slots and waits for drives and copies alone, never for an update or for compute.
+This cannot be part of a deadlock: the lane takes no slots and waits for drives and copies alone, never for an update or
+for compute.
 
 zarr writes the metadata and `chunkfile` the bytes. The folder has a hidden name until all of it is on the drive.
 """
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from megatier import _native
-from megatier.checkpoint.arrays import ArrayWriter
 from megatier.checkpoint.checkpoint import (
     ARRAYS,
     FORMAT,
@@ -38,50 +33,45 @@ from megatier.checkpoint.checkpoint import (
     parameter_shapes,
     prune,
     remove_leftovers,
-    tensors_of,
 )
 from megatier.checkpoint.chunkfile import ChunkFiles
 from megatier.checkpoint.grid import Grid
 from megatier.checkpoint.manifest import METADATA_FILE, Manifest, checksum_of, digest_of, read_bytes
+from megatier.checkpoint.plane_writer import Buffers, PlaneWriter
 from megatier.durable import becoming, sync_tree
-from megatier.errors import StepAbandonedError
-from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
-from megatier.numerics.optimizer import join_master, plane_dtype
 from megatier.play.generations import Generation
 from megatier.session.session import Session
-from megatier.store.arena import Arena
 from megatier.store.transfer import Transfer
-from megatier.tier import Kind, Tier, round_up
 
 RUN_ELEMENTS = 2 << 20
 """Elements of a plane that are brought to RAM at once: 4 or 8 MiB."""
 NUM_THREADS = 2
 """Native threads that write each array."""
 NUM_STAGED = 3
-"""Chunks of each array in RAM: one that is filled, the others on their way."""
+"""Chunks of each array in RAM: one that is being filled, and others on their way."""
 
 
 class CheckpointWriter:
-    """One checkpoint on its way. `wait` for it before the next one, and before the end.
+    """A checkpoint on its way. `wait` for it before the next one is begun, and before the session is closed.
 
     Attributes:
-        step: its last step.
-        num_bytes: of its arrays.
-        seconds: that it took, once it is over.
+        step: the last step of the state that it holds.
+        num_bytes: bytes of its arrays.
+        seconds: how long it took, once it is over.
     """
 
     def __init__(
         self, session: Session, folder: Path, step: int, state: Mapping[str, Any], num_kept: int | None = None
     ) -> None:
-        """Begin; the caller goes on.
+        """Begin a checkpoint; the caller goes on.
 
         Args:
-            session: after `player.drain`, and no checkpoint of it is on its way.
-            folder: of all checkpoints of the run.
-            step: its last step; a checkpoint of it that is there already is replaced.
-            state: what is no array; plain JSON.
-            num_kept: of the whole checkpoints, this one included, at least 1; None: all.
+            session: the run, after `player.drain`, while no other checkpoint of it is on its way.
+            folder: the folder of all checkpoints of the run.
+            step: the last step. A checkpoint of the same step is replaced.
+            state: everything that is no array, as plain JSON.
+            num_kept: how many of the whole checkpoints are kept, this one included, at least 1; None: all.
         """
         self.step = step
         self.num_bytes = checkpoint_bytes(session.units)
@@ -93,8 +83,11 @@ class CheckpointWriter:
         self._partial = folder / f".{self._target.name}{WRITING}"
         self._state = dict(state)
         self._opened = ExitStack()
-        self._writers: list[_PlaneWriter] = []
+        self._writers: list[PlaneWriter] = []
         self._began = time.perf_counter()
+
+        # One item of the lane for each unit, so that the update of a unit waits for that unit alone. Each has the
+        # generation that is valid now, which later steps may change.
         reader = session.reader
         last = reader.submit("begin", self._begin)
 
@@ -104,17 +97,17 @@ class CheckpointWriter:
         self._end = reader.submit("end", partial(self._finish, last))
 
     def is_over(self) -> bool:
-        """True when `wait` would not block."""
+        """Return whether `wait` would not block."""
         return self._end.done()
 
     def wait(self) -> Path:
-        """Block until it is whole.
+        """Wait until the checkpoint is whole, and return its path.
 
         Raises:
             CapacityError: there was no room. Nothing was written.
             TransferError, IntegrityError: reading or writing failed. What was written is removed; the checkpoints
                 before it are whole.
-            StepAbandonedError: the session was closed meanwhile. The same.
+            StepAbandonedError: the session was closed meanwhile. What was written is removed here too.
         """
         self._end.wait()
         return self._target
@@ -122,31 +115,40 @@ class CheckpointWriter:
     # ------------------------------------------------------------------ the lane's side
 
     def _begin(self) -> None:
+        """Make the hidden folder, and allocate buffers and threads."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         remove_leftovers(self._folder)
         check_room(self._folder, self._session.units)
         self._partial.mkdir(mode=0o700)
+
         units = self._session.units
         layouts = [unit.layout for unit in units]
         chunk_elements = max(Grid.of(shape).chunk_elements for shape in parameter_shapes(units).values())
         num_shared = max(sum(tensor.whole is not None for tensor in layout.tensors) for layout in layouts)
-        num_staged = max(NUM_STAGED, num_shared + 1)  # a chunk of each may wait for its rest, from the next unit
-        self._opened.callback(self._writers.clear)  # the lane remembers its last work
+
+        # A chunk of each parameter that lies in several units may wait for its rest, which comes with the next unit.
+        num_staged = max(NUM_STAGED, num_shared + 1)
+
+        # The lane remembers its last item, which must not keep the writers and their buffers alive.
+        self._opened.callback(self._writers.clear)
         run_elements = min(RUN_ELEMENTS, max(layout.num_elements for layout in layouts))
-        buffers = _Buffers(self._session, run_elements)
+        buffers = Buffers(self._session, run_elements)
         self._opened.callback(buffers.close)
 
         for name, kinds in self._session.schema.arrays.items():
             files = self._opened.enter_context(ChunkFiles(chunk_elements, NUM_THREADS, num_staged))
-            self._writers.append(_PlaneWriter(self._session, files, self._partial, name, kinds, buffers))
+            self._writers.append(PlaneWriter(self._session, files, self._partial, name, kinds, buffers))
         self._threads = ThreadPoolExecutor(len(ARRAYS), "megatier-checkpoint")
-        self._opened.callback(self._threads.shutdown)  # first: what they fill goes
+
+        # Called first of all, because the threads fill what the others free.
+        self._opened.callback(self._threads.shutdown)
 
     def _write_unit(self, unit: Unit, generation: Generation) -> None:
+        """Copy a unit's masters and moments into chunks, each in a thread of its own."""
         list(self._threads.map(lambda writer: writer.write(unit, generation), self._writers))
 
     def _finish(self, last: Transfer) -> None:
-        """Make it whole, or leave nothing of it."""
+        """Make the checkpoint whole, or leave nothing of it."""
         with becoming(self._partial, self._target, "a checkpoint", replaces=True):
             writers = list(self._writers)
             try:
@@ -164,189 +166,59 @@ class CheckpointWriter:
         self.seconds = time.perf_counter() - self._began
 
 
-class _Buffers:
-    """RAM for planes that are not at home there: two runs of each kind, one of them on its way."""
-
-    def __init__(self, session: Session, run_elements: int) -> None:
-        """Allocate, unless all state is in RAM."""
-        self.run_elements = run_elements
-        self._places: dict[Kind, tuple[int, int]] = {}
-        schema = session.schema
-        num_bytes = 0
-        for kind in schema.kinds:
-            size = round_up(run_elements * schema.width(kind))
-            self._places[kind] = num_bytes, size
-            num_bytes += 2 * size
-
-        passes = any(home is not Tier.RAM for home in session.placement.homes.values())
-        is_cuda = session.store.device.type == "cuda"
-        self._arena = Arena(num_bytes, torch.device("cpu"), pin=is_cuda) if passes else None
-
-    def of(self, kind: Kind, number: int) -> Tensor:
-        """uint8, for a kind's run of this number; the one after the next has the same place."""
-        assert self._arena is not None, "all state is in RAM"
-        start, size = self._places[kind]
-        return self._arena.view(start + number % 2 * size, size)
-
-    def close(self) -> None:
-        """Unlock the pages."""
-        if self._arena is not None:
-            self._arena.close()
-
-
-class _PlaneWriter:
-    """Writes the masters, or one of the moments, to files of its own; from one thread at a time."""
-
-    def __init__(
-        self,
-        session: Session,
-        files: ChunkFiles,
-        folder: Path,
-        name: str,
-        kinds: Sequence[Kind],
-        buffers: _Buffers,
-    ) -> None:
-        """For the arrays of one name in the folder of a checkpoint."""
-        self._reader = session.reader
-        self._store = session.store
-        self._blocks = session.blocks
-        self.files = files
-        self._folder = folder / name
-        self._name = name
-        self._kinds = kinds
-        self._buffers = buffers
-        self._schema = session.schema
-        self._arrays: dict[str, ArrayWriter] = {}
-        """Of parameters that are not whole yet."""
-        self.checksums: dict[str, list[int]] = {}
-        """Of each chunk, by the path of its array."""
-
-    def write(self, unit: Unit, generation: Generation) -> None:
-        """All of a unit's elements into chunks, the last of which may still be on their way to the drive."""
-        tensors = tensors_of(unit, self._name)
-        writers = [self._array(tensor) for tensor in tensors]
-        with closing(self._runs(unit, generation)) as runs:
-            for (start, stop), planes in runs:
-                for tensor, writer in zip(tensors, writers, strict=True):
-                    lower = max(start, tensor.start)
-                    upper = min(stop, tensor.stop)
-                    for first, target in writer.rooms(upper - lower) if lower < upper else ():
-                        _copy_fp32(planes, lower - start + first, target)
-
-    def _array(self, tensor: TensorSlice) -> ArrayWriter:
-        """The array of a parameter. The units that hold parts of it come in the order of its elements."""
-        array = self._arrays.pop(tensor.name, None)
-        if array is None:
-            array = ArrayWriter(self.files, self._folder / tensor.name, Grid.of(tensor.parameter_shape))
-            self.checksums[f"{self._name}/{tensor.name}"] = array.checksums
-        if tensor.elements[1] < math.prod(tensor.parameter_shape):
-            self._arrays[tensor.name] = array
-        return array
-
-    def _runs(self, unit: Unit, generation: Generation) -> Generator[tuple[tuple[int, int], list[Tensor]]]:
-        """Runs of a unit's elements and their planes, valid until the next; that is on its way meanwhile."""
-        runs = self._cut(0, unit.layout.num_trained)
-        if Kind.WEIGHT in self._kinds:
-            runs += self._cut(unit.layout.num_trained, unit.layout.num_elements)
-        if not runs:
-            return
-
-        with ExitStack() as stack:
-            ahead = self._ask(stack, unit, generation, runs[0], 0)
-            for number, run in enumerate(runs):
-                if self._reader.is_closed:
-                    raise StepAbandonedError("the run was closed before its checkpoint was whole")
-                planes = ahead
-                if number + 1 < len(runs):
-                    ahead = self._ask(stack, unit, generation, runs[number + 1], number + 1)
-
-                for _, transfer in planes:
-                    if transfer is not None:
-                        transfer.wait()
-                yield run, [plane for plane, _ in planes]
-
-    def _cut(self, start: int, stop: int) -> list[tuple[int, int]]:
-        step = self._buffers.run_elements
-        return [(first, min(first + step, stop)) for first in range(start, stop, step)]
-
-    def _ask(
-        self, stack: ExitStack, unit: Unit, generation: Generation, run: tuple[int, int], number: int
-    ) -> list[tuple[Tensor, Transfer | None]]:
-        """Each plane of a run, and what brings it; of frozen elements there are weights alone."""
-        found: list[tuple[Tensor, Transfer | None]] = []
-        for kind in self._kinds if run[0] < unit.layout.num_trained else (Kind.WEIGHT,):
-            key = self._blocks.key(unit.name, kind, generation)
-            span = self._blocks.span(unit.name, kind, run)
-            dtype = plane_dtype(self._schema, kind)
-            if self._blocks.placement.homes[unit.name, kind] is Tier.RAM:
-                lease = self._store.lease(key, Tier.RAM, span)
-                found.append((stack.enter_context(lease).bytes.view(dtype), None))
-                continue
-
-            target = self._buffers.of(kind, number)
-            transfer = self._store.copy_out(key, span, target)
-            stack.callback(transfer.over)  # whatever happens, nothing fills a buffer that has gone to others
-            found.append((target.view(dtype), transfer))
-
-        return found
-
-
 def _in_order(session: Session) -> list[Unit]:
-    """The order of the updates, in the immediate mode that of the backward; but parts of a parameter from its first."""
+    """Return the units in the order of their updates, which in the immediate mode is that of the backward.
+
+    The parts of a layer's experts stay in their own order, because they share arrays that are written from front to
+    back.
+    """
     if session.optimizer.hyper.deferred:
         return list(session.units)
     layers = groupby(session.units, key=lambda unit: unit.module_names[0] if unit.experts is not None else unit.name)
     return list(chain.from_iterable(reversed([list(units) for _, units in layers])))
 
 
-def _copy_fp32(planes: Sequence[Tensor], first: int, target: Tensor) -> None:
-    """Elements from `first` on into fp32 [n]: of a master in two planes, or of one."""
-    source = planes[0][first : first + target.numel()]
-    if len(planes) == 2:
-        join_master(source, planes[1][first : first + target.numel()], target)
-    elif source.dtype is torch.float32:
-        _native.copy(target.data_ptr(), source.data_ptr(), 4 * target.numel())
-    else:  # frozen
-        target.copy_(source)
-
-
 def _write_metadata(
     folder: Path, units: Sequence[Unit], step: int, state: Mapping[str, Any], chunks: Mapping[str, Sequence[int]]
 ) -> None:
-    """All of a checkpoint but its chunks, in a folder that may hold these already; last of all what binds them.
+    """Write all of a checkpoint but its chunks, and last of all the manifest, which makes it whole.
 
     Args:
-        folder: of the checkpoint.
-        units: of the model.
-        step: the last one.
-        state: what is no array.
-        chunks: checksums, by the path of their array.
+        folder: the checkpoint's folder, which may hold chunks already.
+        units: the model's units.
+        step: the last step.
+        state: everything that is no array.
+        chunks: checksums of chunks, by the path of their array.
 
     Raises:
         OSError: the drive failed.
     """
     import zarr  # slow to import, and most of a run does without
 
+    # The groups say too that there is a manifest. If a misdirected write put an older root's metadata in place of this
+    # one's, that would deny it.
     root = zarr.create_group(store=str(folder), zarr_format=3)
-    # The second place that says there is a manifest: an older group's metadata over the root's would deny it.
     groups = {name: root.create_group(name, attributes={"megatier": {"format": FORMAT}}) for name in ARRAYS}
     _create_arrays(folder, groups, arrays_of(units))
+
     checksums = {name: [checksum_of(read_bytes(folder / name / METADATA_FILE))] for name in ARRAYS}
     for node, values in sorted(chunks.items()):
         checksums[node] = [checksum_of(read_bytes(folder / node / METADATA_FILE)), *values]
 
     manifest = Manifest(step, checksums).to_dict()
     digest = digest_of({"state": state, "manifest": manifest})
-    sync_tree(folder)  # the manifest says that these files are there
+
+    # The manifest says that these files are there, so they have to be on the drive before it is.
+    sync_tree(folder)
     root.update_attributes({"megatier": {"format": FORMAT, "state": state, "manifest": manifest, "digest": digest}})
 
 
 def _create_arrays(folder: Path, groups: Mapping[str, Any], shapes: Mapping[tuple[str, str], tuple[int, ...]]) -> None:
-    """Metadata of arrays, by group and parameter."""
+    """Write the metadata of arrays, whose shapes are given by group and parameter."""
     from zarr.codecs import BytesCodec, Crc32cCodec
 
+    # Arrays of one shape have the same metadata, for which zarr needs milliseconds. So it makes one of each shape.
     like: dict[tuple[int, ...], Path] = {}
-    """Metadata of each shape: arrays of one shape have the same, and zarr needs milliseconds for it."""
     for (name, parameter), shape in shapes.items():
         path = folder / name / parameter / METADATA_FILE
         if shape in like:
