@@ -57,6 +57,7 @@ class ArrayWriter:
                 self._staged = self._files.stage()
                 self._filled = 0
 
+            # A chunk may be filled by several calls, and a call may fill several chunks.
             count = min(num_elements - done, self._chunk.num_elements - self._filled)
             yield done, self._staged.values(self._filled + count)[self._filled :]
             self._filled += count

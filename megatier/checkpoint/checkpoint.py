@@ -2,14 +2,14 @@
 
     step-00000100/                       a Zarr group; its attribute "megatier" holds what is no array (`RunState`), and
                                          the manifest: the checksum of each other file by its place
-        params/<name>                    master weights; of what is frozen, those that it computes with
-        exp_avg/<name>, exp_avg_sq/<name>   of what is trained
+        params/<name>                    master weights; for frozen parameters, the weights that they compute with
+        exp_avg/<name>, exp_avg_sq/<name>   moments of the parameters that are trained
 
 Names are those of the model's parameters; a tied one comes once. `zarr.open_group(path)["params/lm_head.weight"][:]`
 reads a tensor.
 
 A checkpoint is written (`checkpoint_writer`) under a hidden name, the attribute last, and renamed when all of it is on
-the drive. Nothing is unpickled; a path is made of the model's own names alone.
+the drive. Nothing is unpickled, and every path is made of the model's own names alone.
 """
 
 from __future__ import annotations
@@ -39,26 +39,33 @@ from megatier.session.session import Session
 from megatier.state import ADAMW_BF16, MASTERS
 
 ARRAYS = tuple(ADAMW_BF16.arrays)
-"""Groups of arrays. They hold fp32, so they are the same whatever the compute dtype is."""
+"""The groups of arrays. They hold fp32, so they are the same whatever the compute dtype is."""
 FORMAT = 3
+"""The format that is written."""
 UNBOUND_FORMAT = 2
-"""Written before there were manifests."""
+"""The format of versions that wrote no manifest."""
 NUM_THREADS = 4
+"""Native threads that read."""
 NAME = re.compile(r"step-(\d{8,})")
+"""Name of a whole checkpoint."""
 WRITING = ".partial"
+"""End of the hidden name of a checkpoint that is not whole yet."""
 REMOVING = ".removed"
-"""Ends of hidden names: a checkpoint that is not whole yet, and one that is not whole any more."""
+"""End of the hidden name of a checkpoint that is being removed."""
 HIDDEN = re.compile(r"\.step-\d{8,}\.(partial|removed)")
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
 
 def checkpoint_bytes(units: Sequence[Unit]) -> int:
-    """Bytes of the arrays of one checkpoint."""
+    """Return the bytes of the arrays of one checkpoint."""
     return 4 * sum(math.prod(shape) for shape in arrays_of(units).values())
 
 
 def arrays_of(units: Sequence[Unit]) -> dict[tuple[str, str], tuple[int, ...]]:
-    """Shape of each array of a checkpoint, by group and parameter; units that hold parts of a parameter share it."""
+    """Return the shape of each array of a checkpoint, by group and parameter.
+
+    Units that hold parts of one parameter share its arrays.
+    """
     return {
         (name, tensor.name): tensor.parameter_shape
         for name in ARRAYS
@@ -68,17 +75,17 @@ def arrays_of(units: Sequence[Unit]) -> dict[tuple[str, str], tuple[int, ...]]:
 
 
 def tensors_of(unit: Unit, name: str) -> tuple[TensorSlice, ...]:
-    """The tensors of a unit that lie in arrays of one group: frozen ones have no moments."""
+    """Return the tensors of a unit that lie in arrays of a group: frozen ones have no moments."""
     return unit.layout.tensors if name == MASTERS else unit.layout.trained.tensors
 
 
 def parameter_shapes(units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
-    """Of all parameters by name, frozen ones too."""
+    """Return the shapes of all parameters by name, frozen ones included."""
     return {parameter: shape for (name, parameter), shape in arrays_of(units).items() if name == "params"}
 
 
 def check_room(folder: Path, units: Sequence[Unit]) -> None:
-    """Refuse to begin a checkpoint for which there is no room; `room` asks for a whole run's.
+    """Refuse to begin a checkpoint for which there is no room; the module `room` asks for a whole run's room.
 
     Raises:
         CapacityError: there is less room.
@@ -90,28 +97,30 @@ def check_room(folder: Path, units: Sequence[Unit]) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
+    """Return the whole checkpoints in a folder, oldest first."""
+    # Anything else in the folder is somebody else's.
     found = folder.iterdir() if folder.is_dir() else iter(())
     return sorted((path for path in found if NAME.fullmatch(path.name)), key=step_of)
 
 
 def step_of(path: Path) -> int:
-    """The last step of a checkpoint."""
+    """Return the last step of the state that a checkpoint holds."""
     return int(path.name.removeprefix("step-"))
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint of a run."""
+    """Return the newest whole checkpoint in a folder; None if there is none."""
     found = checkpoints(folder)
     return found[-1] if found else None
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint itself, or the last whole one of a run directory.
+    """Return the checkpoint at a path, or the last whole one of the run directory there.
 
     Raises:
         CheckpointError: there is none.
     """
+    # Resolved, because the path may be `.` or end in `..`.
     if NAME.fullmatch(path.resolve().name) and path.is_dir():
         return path
     found = last_checkpoint(path / CHECKPOINT_FOLDER)
@@ -131,11 +140,12 @@ def prune(folder: Path, num_kept: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; one that somebody moved elsewhere stays there: only the link to it goes.
+    """Remove a checkpoint. If a link stands in its place, the link goes, and what it leads to stays.
 
     Raises:
-        TransferError: it cannot be removed; it is not among the whole ones any more, or whole.
+        TransferError: it cannot be removed. It is whole, or no longer among the whole ones.
     """
+    # Renamed first: a process that is killed on the way leaves nothing that looks whole.
     hidden = path.with_name(f".{path.name}{REMOVING}")
     with _removing(path):
         path.rename(hidden)
@@ -143,7 +153,7 @@ def remove(path: Path) -> None:
 
 
 def settle_replaced(folder: Path) -> None:
-    """See `durable.settle`, for all checkpoints of a folder in which one may take the place of another.
+    """Finish switches of checkpoints in a folder that a kill has cut short; see `durable.settle`.
 
     Raises:
         TransferError: the drive does not let it.
@@ -153,7 +163,7 @@ def settle_replaced(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what was begun and not finished: our hidden names, nothing else.
+    """Remove what was begun in a folder and not finished: our hidden names, nothing else.
 
     Raises:
         TransferError: one cannot be removed.
@@ -165,7 +175,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds beside its arrays.
+    """Return everything that a checkpoint holds besides its arrays.
 
     Raises:
         CheckpointError: it is no checkpoint of ours, or damaged.
@@ -174,26 +184,34 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def is_bound(path: Path) -> bool:
-    """Whether each chunk is compared with what was written at its place; those of older versions have no manifest.
+    """Return whether each chunk is compared with what was written at its place.
+
+    Checkpoints of older versions have no manifest to compare with.
 
     Raises:
-        CheckpointError: as `read_state`.
+        CheckpointError: see `read_state`.
     """
     return _read_root(path)[1] is not None
 
 
 UNBOUND = "{} was written by an older version: damage of a chunk is found, but not one that took another's place"
-"""What is said where a run or an export reads one."""
+"""The warning of a run or an export that reads a checkpoint without a manifest."""
 
 
 def _read_root(path: Path) -> tuple[dict[str, Any], Manifest | None]:
-    """State and manifest; None: it is of an older version."""
+    """Return the state and the manifest of a checkpoint; None if an older version wrote it without one.
+
+    Raises:
+        CheckpointError: it is no checkpoint of ours, or damaged.
+    """
     file = path / METADATA_FILE
     found = read_json(file).get("attributes", {})
     found = found.get("megatier") if isinstance(found, dict) else None
     if not isinstance(found, dict) or found.get("format") not in (FORMAT, UNBOUND_FORMAT):
         raise CheckpointError(f"{path} is no checkpoint that this version of megatier reads (format {FORMAT}).")
 
+    # The arrays' groups say too that there is a manifest. If they do and this file does not, it is that of an older
+    # checkpoint, which a lost or misdirected write has left here.
     manifest = None
     state = found.get("state")
     digested: Any = state
@@ -205,16 +223,22 @@ def _read_root(path: Path) -> tuple[dict[str, Any], Manifest | None]:
 
     if not isinstance(state, dict) or found.get("digest") != digest_of(digested):
         raise CheckpointError(f"{file} is damaged: its digest is not that of its state.")
+
+    # A checkpoint that is not whole yet has a hidden name, which says no step.
     if manifest is not None and NAME.fullmatch(path.name) and manifest.step != step_of(path):
         raise DamagedCheckpointError(str(file), f"is of another checkpoint: that of step {manifest.step}")
     return state, manifest
 
 
 def _open_arrays(path: Path, shapes: dict[tuple[str, str], tuple[int, ...]]) -> dict[tuple[str, str], StoredArray]:
-    """Arrays that are about to be read, by group and parameter, with the checksums of their chunks.
+    """Return arrays that are about to be read, by group and parameter, with the checksums of their chunks.
+
+    Args:
+        path: the checkpoint.
+        shapes: the arrays by group and parameter, with the shapes that the model has.
 
     Raises:
-        CheckpointError: metadata is not what this model asks for, or not of this checkpoint.
+        CheckpointError: the metadata is not that of this model or of this checkpoint.
     """
     root = path.resolve()
     manifest = _read_root(path)[1]
@@ -222,6 +246,7 @@ def _open_arrays(path: Path, shapes: dict[tuple[str, str], tuple[int, ...]]) -> 
     if manifest is None:
         return {place: StoredArray(root.joinpath(*place), grid) for place, grid in grids.items()}
 
+    # Files that nobody wrote there are refused too: an array of another checkpoint could be among them.
     manifest.check_folder(root, "", (METADATA_FILE,))
     for name in ARRAYS:
         manifest.check_metadata(root, name)
@@ -238,6 +263,8 @@ def restore(session: Session, path: Path) -> None:
     """
     root = path.resolve()
     shapes = arrays_of(session.units)
+
+    # Looked at first, so that a run whose moments are missing is refused before its state is touched.
     for name, parameter in shapes:
         if not (root / name / parameter).exists() and (root / "params" / parameter).exists():
             raise CheckpointError(
@@ -245,27 +272,34 @@ def restore(session: Session, path: Path) -> None:
                 "the checkpoint and begin a run with that model."
             )
 
+    # If something breaks off in here, the state is torn until it is loaded again.
     with session.player.loading():
         _fill(session, _open_arrays(path, shapes))
         session.player.drain()
 
 
 def _fill(session: Session, arrays: dict[tuple[str, str], StoredArray]) -> None:
+    """Fill all state from arrays, unit by unit."""
     with _files(arrays.values()) as files:
         for unit in session.units:
             for name, planes in session.schema.arrays.items():
                 if not (tensors := tensors_of(unit, name)):
                     continue
+
                 places = [arrays[name, tensor.name] for tensor in tensors]
+
+                # Units that hold parts of one parameter read their own elements of its array alone.
                 pieces = files.read(places, [tensor.elements for tensor in tensors])
                 session.fill(unit, planes, ((tensors[i].place(first), values) for i, first, values in pieces))
 
 
 @contextmanager
 def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, int, int], Tensor]]:
-    """Gives elements [start, stop) of a unit's master weights, fp32 on the CPU; padding is 0.
+    """Open the master weights of a checkpoint.
 
-    Through STAGED chunks: asked in the order of a unit's elements, each chunk is read once.
+    Yields:
+        A function that reads elements [start, stop) of a unit: fp32 on the CPU, with 0 for padding. Asked in the order
+        of a unit's elements it reads each chunk once.
 
     Raises:
         CheckpointError: the arrays are not those of this model or checkpoint, or damaged.
@@ -276,6 +310,7 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
         readers = {name: ArrayReader(files, array) for (_, name), array in arrays.items()}
 
         def read(unit: Unit, start: int, stop: int) -> Tensor:
+            # Between tensors of a layout there is padding, which no array holds.
             values = torch.zeros(stop - start)
             for tensor in unit.layout.tensors:
                 lower = max(start, tensor.start)
@@ -289,11 +324,12 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
 
 
 def _files(arrays: Iterable[StoredArray]) -> ChunkFiles:
+    """Open staging buffers that take the chunks of these arrays."""
     return ChunkFiles(max(array.grid.chunk_elements for array in arrays), NUM_THREADS)
 
 
 def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:
-    """The grid of one array, if its metadata is what we write.
+    """Return the grid of an array, if its metadata is what we write.
 
     Raises:
         CheckpointError: it is missing, or something else.
@@ -302,6 +338,8 @@ def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:
         raise DamagedCheckpointError(str(folder), "leads out of its checkpoint by a link; it was not read")
     found = read_json(folder / METADATA_FILE)
     grid = Grid.of(shape)
+
+    # Compared and not interpreted, so metadata that somebody else wrote decides nothing about what is read, or how.
     expected = {
         "node_type": "array",
         "zarr_format": 3,
@@ -322,6 +360,7 @@ def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:
 
 @contextmanager
 def _removing(path: Path) -> Iterator[None]:
+    """Turn errors of the drive into one that names the checkpoint."""
     try:
         yield
     except OSError as error:

@@ -205,6 +205,7 @@ class ChunkFiles:
         Raises:
             DamagedCheckpointError, TransferError: see `read`.
         """
+        # A free buffer still holds the chunk that its path names. One whose read failed is not among the free ones.
         path = array.folder / chunk.key
         staged = next((staged for staged in self._free if staged.path == path), None)
         if staged is None:
@@ -233,12 +234,14 @@ class ChunkFiles:
         try:
             if os.path.realpath(path) != str(path):
                 raise DamagedCheckpointError(str(path), "leads out of its checkpoint by a link; it was not read")
+            # Among those in flight before it has a file, so that `__exit__` closes what was opened.
             self._flying.append(staged)
             staged.files.append(_open_direct(path))
             staged.files.append(_open(path))
         except OSError as error:
             raise DamagedCheckpointError(str(path), f"cannot be read: {os.strerror(error.errno or 0)}") from error
 
+        # Asked of the open file, which nobody can exchange any more. A pipe or a device is no chunk.
         found = os.fstat(staged.files[0])
         if not stat.S_ISREG(found.st_mode) or found.st_size != staged.num_bytes:
             what = f"has {found.st_size} bytes instead of {staged.num_bytes}; it is damaged"
@@ -283,6 +286,7 @@ class ChunkFiles:
         assert staged.path is not None
         staged.batch.wait()
 
+        # The buffer is free whether or not the write went well.
         self._free.append(self._flying.popleft())
         try:
             _check(staged, "writing")

@@ -1,8 +1,9 @@
-"""What a checkpoint or savepoint holds at each place, so that its parts are known to be of one whole.
+"""The manifest of a checkpoint or savepoint: the checksums of its files by their places.
 
-A chunk has its own checksum, which says that its bytes are those of one write, but not of which. A drive that
+A chunk has its own checksum, which says that its bytes are those of one write, but not of which one. A drive that
 misdirects or loses a write leaves whole chunks of another array, place or step, each with its right checksum. So the
-manifest, written last, has the CRC32C of every file by its place, and is compared while these are read.
+manifest, which is written last, has the CRC32C of every file by its place, and files are compared with it as they are
+read.
 """
 
 from __future__ import annotations
@@ -24,30 +25,35 @@ from megatier.files import read_regular
 
 METADATA_FILE = "zarr.json"
 METADATA_BYTES_MAX = 64 << 20
-"""More is no metadata of ours: the largest holds 8 bytes for each chunk of 32 MiB."""
+"""A larger file is no metadata of ours: the largest holds 8 bytes for each chunk of 32 MiB."""
 CHECKSUM = np.dtype(">u4")
+"""A checksum as the manifest has it, in hexadecimal digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Checksums by place: of the metadata file of a Zarr node, where there is one, then of each chunk of its array."""
+    """Checksums by place: of the metadata file of a Zarr node, if it has one, then of each chunk of its array."""
 
     step: int
-    """The last one before it was written."""
+    """The last step before it was written."""
     checksums: Mapping[str, Sequence[int]]
-    """By the node's path below the checkpoint."""
+    """The checksums by the node's path below the checkpoint."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON: of each checksum eight hexadecimal digits."""
+        """Return plain JSON, in which each checksum is eight hexadecimal digits."""
         found = {node: np.array(values, CHECKSUM).tobytes().hex() for node, values in self.checksums.items()}
         return {"step": self.step, "checksums": found}
 
     @classmethod
     def read(cls, path: Path, stored: Any) -> Self:  # noqa: ANN401
-        """From what the file at this path holds.
+        """Return the manifest that a file holds.
+
+        Args:
+            path: the file, for errors.
+            stored: the JSON value that should be a manifest.
 
         Raises:
-            DamagedCheckpointError: it is no manifest.
+            DamagedCheckpointError: it is none.
         """
         try:
             step = int(stored["step"])
@@ -58,15 +64,22 @@ class Manifest:
         return cls(step, found)
 
     def array(self, root: Path, node: str, grid: Grid, *, has_metadata: bool = True) -> StoredArray:
-        """An array with the checksums of its chunks, after a look at its metadata and for files that are not its own.
+        """Return an array with the checksums of its chunks.
+
+        Args:
+            root: the checkpoint, with all links resolved.
+            node: path of the array below it.
+            grid: how the array is cut.
+            has_metadata: whether it is a Zarr array, with a metadata file, which is compared here.
 
         Raises:
-            DamagedCheckpointError: one of its files is another one, or is not named here.
+            DamagedCheckpointError: its metadata is another one, a chunk is not named here, or a file is not its own.
         """
         keys = {chunk.key for chunk in grid.chunks()}
         if has_metadata:
             self.check_metadata(root, node)
             keys.add(METADATA_FILE)
+
         noted = self.checksums.get(node, ())
         if len(noted) != len(keys):
             raise DamagedCheckpointError(str(root / node), f"is noted in the manifest with {len(noted)} checksums")
@@ -74,10 +87,12 @@ class Manifest:
         for found in _files(root / node):
             if found not in keys:
                 raise _stranger(root / node / found)
+
+        # The first checksum is that of the metadata, if there is any.
         return StoredArray(root / node, grid, noted[has_metadata:])
 
     def check_metadata(self, root: Path, node: str) -> None:
-        """Compare the metadata file of a node.
+        """Compare the metadata file of a node with its checksum.
 
         Raises:
             DamagedCheckpointError: it is another one.
@@ -88,10 +103,15 @@ class Manifest:
             raise DamagedCheckpointError(str(path), "is not the one that was written there, by its checksum")
 
     def check_folder(self, root: Path, folder: str, files: Collection[str]) -> None:
-        """Refuse what lies in a folder of the checkpoint beside some files and the nodes that are named here.
+        """Refuse everything in a folder of the checkpoint but some files and the nodes that are named here.
+
+        Args:
+            root: the checkpoint.
+            folder: path below it; empty: the checkpoint itself.
+            files: names of the files that belong there.
 
         Raises:
-            DamagedCheckpointError: names it.
+            DamagedCheckpointError: names the first thing that does not belong there.
         """
         start = f"{folder}/" if folder else ""
         known = {*files, *(node[len(start) :].split("/")[0] for node in self.checksums if node.startswith(start))}
@@ -101,12 +121,12 @@ class Manifest:
 
 
 def checksum_of(content: bytes) -> int:
-    """CRC32C."""
+    """Return the CRC32C of some bytes."""
     return _native.crc32c(np.frombuffer(content, np.uint8).ctypes.data, len(content))
 
 
 def digest_of(state: Mapping[str, Any]) -> str:
-    """Of plain JSON, the same before and after it was stored. Chunks have their own checksums."""
+    """Return a digest of plain JSON, which is the same before and after it was stored."""
     return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -1,7 +1,7 @@
-"""When a run that was not told how often writes a checkpoint: by the clock, and by what the ones before have cost.
+"""The pace of checkpoints in a run that was not told how often to write one.
 
-A checkpoint changes no number of a run, so the clock decides nothing but how much is lost to a kill. Of the time that a
-run has taken so far, checkpoints may have cost one part in fifty; those that cost little come by the clock alone, since
+A checkpoint changes no number of a run, so the clock decides nothing but how much is lost to a kill. Checkpoints may
+take one part in fifty of the time that a run has taken so far. Those that cost little come by the clock alone, because
 each writes the whole state to a drive that wears.
 """
 
@@ -13,67 +13,84 @@ from collections import deque
 from collections.abc import Callable
 
 SHARE = 0.02
-"""Of a run's time, what its checkpoints may cost."""
+"""Share of a run's time that its checkpoints may take."""
 FIRST_S = 300.0
-"""The first checkpoint comes no sooner."""
+"""Seconds before the first checkpoint, at least."""
 EVERY_S = 1800.0
-"""Between two of them is no less."""
+"""Seconds between two checkpoints, at least."""
 UNMEASURED_BYTES_PER_S = 1e9
-"""What a drive takes that nobody measured."""
+"""Assumed speed of a drive that nobody measured."""
 STEPS = 16
-"""Steps without a checkpoint beside them that say how long one takes."""
+"""Number of steps without a checkpoint on its way, from which the usual time of a step follows."""
 
 
 class Pace:
-    """What the checkpoints of one process have cost, and so when the next one may begin. From one thread."""
+    """The clock of one process that says when the next checkpoint may begin. Use it from one thread.
+
+    Attributes:
+        cost_s: expected cost of the next checkpoint, which is that of the last one.
+    """
 
     def __init__(self, cost_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """The clock begins.
+        """Start the clock.
 
         Args:
             cost_s: seconds that a checkpoint is expected to cost, before one was written.
-            clock: seconds, from anywhere.
+            clock: gives seconds, counted from anywhere.
         """
         self.cost_s = cost_s
-        """Of the next one: what the last one cost."""
         self._clock = clock
         self._began = clock()
         self._last: float | None = None
+        """When the last checkpoint began, or could not; None: none has."""
         self._spent_s = 0.0
+        """Cost of all checkpoints so far."""
         self._plain: deque[float] = deque(maxlen=STEPS)
+        """Seconds of the last steps without a checkpoint on its way."""
         self._beside: list[float] = []
+        """Seconds of the steps since the last checkpoint began, while it was on its way."""
 
     def is_due(self) -> bool:
-        """Whether a checkpoint may begin now."""
+        """Return whether a checkpoint may begin now."""
         now = self._clock()
         waited = now - self._began >= FIRST_S if self._last is None else now - self._last >= EVERY_S
+
+        # The next one must keep within the share too, so a dear one waits for longer than the clock asks.
         return waited and self._spent_s + self.cost_s <= SHARE * (now - self._began)
 
     def is_long(self) -> bool:
-        """Whether the run has gone on for so long that its end is worth a checkpoint."""
+        """Return whether the run has gone on for so long that its end is worth a checkpoint."""
         return self._clock() - self._began >= FIRST_S
 
     def begin(self) -> None:
-        """A checkpoint begins, or could not: the next one is tried when as much time is over again."""
+        """Note that a checkpoint begins, or could not begin and is tried again after the same time."""
+        # Also if it could not begin, for lack of room: the drive is asked again only after the same pause.
         self._last = self._clock()
         self._beside.clear()
 
     def step(self, seconds: float, *, is_beside: bool) -> None:
-        """A step took so long; a checkpoint was on its way beside it, or not."""
+        """Note a step.
+
+        Args:
+            seconds: how long it took.
+            is_beside: whether a checkpoint was on its way meanwhile.
+        """
         (self._beside if is_beside else self._plain).append(seconds)
 
     def end(self, waited_s: float, written_s: float) -> None:
-        """A checkpoint is whole.
+        """Note that a checkpoint is whole, and what it cost.
 
-        What it cost is how long training waited for it, and how much longer the steps beside it took than others. It
-        cannot have cost more than the wait and the time that it was written.
+        Its cost is how long training waited for it, and how much longer the steps took while it was written. It cannot
+        have cost more than the wait and the time of the writing.
 
         Args:
-            waited_s: seconds that training waited between two steps; what it waited within a step is in the step's own.
+            waited_s: seconds that training waited between two steps. Waits within a step are part of the step's
+                seconds.
             written_s: seconds from its beginning until it was whole.
         """
         most = waited_s + written_s
         if self._plain:
+            # The median, because single steps may have waited for something else, such as an evaluation.
             slowed_s = sum(self._beside) - len(self._beside) * statistics.median(self._plain)
             most = min(most, waited_s + max(0.0, slowed_s))
         self.cost_s = most
@@ -81,21 +98,21 @@ class Pace:
 
 
 def first_seconds(cost_s: float) -> float:
-    """From a run's beginning to its first checkpoint, if that costs so much."""
+    """Return the seconds from a run's beginning to its first checkpoint, if that costs so much."""
     return max(FIRST_S, cost_s / SHARE)
 
 
 def every_seconds(cost_s: float) -> float:
-    """Between two checkpoints, if each costs so much."""
+    """Return the seconds between two checkpoints, if each costs so much."""
     return max(EVERY_S, cost_s / SHARE)
 
 
 def unmeasured_seconds(num_bytes: int) -> float:
-    """How long so many bytes are written to a drive that nobody measured."""
+    """Return how long so many bytes take on a drive that nobody measured."""
     return num_bytes / UNMEASURED_BYTES_PER_S
 
 
 def about(seconds: float) -> str:
-    """Seconds of a plan, in whole minutes or half hours."""
+    """Return seconds of a plan in words, in whole minutes or half hours."""
     minutes = round(seconds / 60)
     return f"{minutes} minutes" if minutes < 120 else f"{round(seconds / 1800) / 2:g} hours"

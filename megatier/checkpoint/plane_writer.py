@@ -118,6 +118,8 @@ class PlaneWriter:
         """
         tensors = tensors_of(unit, self._name)
         writers = [self._array(tensor) for tensor in tensors]
+
+        # Closed whatever happens, because the generator holds leases and transfers.
         with closing(self._runs(unit, generation)) as runs:
             for (start, stop), planes in runs:
                 for tensor, writer in zip(tensors, writers, strict=True):

@@ -1,6 +1,7 @@
-"""Room on the file system of a run's directory: for what it saves on its way, and for the export at its end.
+"""Room on the file system of a run's directory, for what it saves on its way and for the export at its end.
 
-Asked for before the first step, since a run of days must not find out at its end that its model has no place.
+The room is asked for before the first step, because a run of days must not find out at its end that there is no place
+for its model.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ REMEDY_OF_CHECKPOINTS = "Free space there, set a smaller output.keep_checkpoints
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a run writes to its directory."""
+    """The bytes that a run writes to its directory."""
 
     directory: Path
     checkpoint_bytes: int
-    """Of one."""
+    """Bytes of one checkpoint."""
     export_bytes: int
-    """0 where nothing is exported."""
+    """Bytes of the exported model; 0 if nothing is exported."""
 
     @classmethod
     def of(cls, output: OutputConfig, session: Session) -> Room:
-        """Of a planned run.
+        """Return the room that a planned run needs.
 
         Raises:
             UnsupportedModelError: the model cannot be exported.
@@ -45,10 +46,10 @@ class Room:
 
     @property
     def free_bytes(self) -> int:
-        """On the drive, now.
+        """The bytes that are free on the drive now.
 
         Raises:
-            TransferError: it is gone.
+            TransferError: the drive is gone.
         """
         try:
             return shutil.disk_usage(self.directory).free
@@ -56,19 +57,26 @@ class Room:
             raise TransferError("asking for room", "disk", str(self.directory), 0, error.errno or 0) from error
 
     def needed_bytes(self, num_kept: int) -> int:
-        """What a run that keeps so many checkpoints still takes, one more for a while and the export too."""
+        """Return the bytes that a run still takes if it keeps so many checkpoints."""
         missing = num_kept - self._num_present
+
+        # While a checkpoint is written there is one more than are kept. The export comes when that is over.
         on_its_way = max(1, missing + 1) * self.checkpoint_bytes if num_kept else 0
         return max(on_its_way, max(0, missing) * self.checkpoint_bytes + self.export_bytes)
 
     def check(self, num_kept: int) -> None:
-        """Refuse a run that could not save what it is told to, or not export.
+        """Refuse a run that could not save what it is told to, or not export its model.
+
+        Args:
+            num_kept: number of checkpoints that it keeps.
 
         Raises:
             CapacityError: there is less room.
         """
         needed = self.needed_bytes(num_kept)
         free = self.free_bytes
+
+        # The export first: if it alone does not fit, fewer checkpoints would be no remedy.
         if self.export_bytes > free:
             raise CapacityError(f"the export in {self.directory}", self.export_bytes, free, REMEDY)
         if needed > free:
@@ -78,12 +86,13 @@ class Room:
             raise CapacityError(what, needed, free, REMEDY_OF_CHECKPOINTS)
 
     def num_that_fit(self, num_kept: int) -> int:
-        """Of so many checkpoints, how many the drive takes: with one more while that is written, and the export."""
+        """Return how many of so many checkpoints the drive takes, with one more on its way, and the export."""
         free = self.free_bytes
         return next((count for count in range(num_kept, 0, -1) if self.needed_bytes(count) <= free), 0)
 
     def takes_another(self, num_kept: int) -> bool:
-        """Whether there is room for one more checkpoint now, and for the export once older ones are gone."""
+        """Return whether there is room for one more checkpoint now, and later for the export."""
+        # If there are as many as are kept, an older one goes when this one is whole, and leaves its room to the export.
         stays = max(0, min(num_kept, self._num_present + 1) - self._num_present) * self.checkpoint_bytes
         return max(self.checkpoint_bytes, stays + self.export_bytes) <= self.free_bytes
 

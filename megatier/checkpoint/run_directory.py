@@ -1,7 +1,7 @@
-"""The run directory: one run at a time, under a lock, with the resolved config beside what the run leaves behind.
+"""The run directory: it holds one run, which has it under a lock, with the resolved config and all that the run leaves.
 
-A new run that was refused before its first step leaves nothing, so that the same command works once its cause is gone.
-A run that goes on finds all of it as it was, whole or marked as not whole.
+A new run that was refused before its first step leaves nothing, so the same command works once the cause is gone. A run
+that is resumed finds everything as it was, whole or marked as not whole.
 """
 
 from __future__ import annotations
@@ -36,14 +36,23 @@ SAVEPOINT_FOLDER = "savepoints"
 TENSORBOARD_FOLDER = "tensorboard"
 NUMBERS_FILE = "numbers.json"
 RUN_ID_FILE = "run-id"
-"""Twelve random hexadecimal digits, and the number of the directory's inode: a copy of it is another run."""
+"""File with twelve random hexadecimal digits, and the number of the directory's inode: a copy of the directory is
+another run."""
 
 
 class RunDirectory:
-    """A directory that holds one run. Use as a context; the lock goes at exit, the files stay."""
+    """A directory that holds one run. Use it as a context; the lock goes at its end, and the files stay.
+
+    Attributes:
+        path: the directory.
+    """
 
     def __init__(self, config: RunConfig, *, resumes: bool = False) -> None:
-        """Create and lock it, and write the resolved config; or lock the one of a run that goes on.
+        """Create and lock it, and write the resolved config; or lock the one of a run that is resumed.
+
+        Args:
+            config: the run, with its directory.
+            resumes: whether the run is there already.
 
         Raises:
             ConfigError: it cannot be written, or holds a run already; or it holds none to go on with.
@@ -71,6 +80,12 @@ class RunDirectory:
             raise
 
     def _begin(self, config: RunConfig) -> None:
+        """Write the config of a new run.
+
+        Raises:
+            ConfigError: a run is there already, or the config cannot be written.
+        """
+        # Refused here, where nothing is written yet: records and weights of another run would be mixed with this one's.
         folders = (MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER, SAVEPOINT_FOLDER, TENSORBOARD_FOLDER)
         names = (CONFIG_FILE, METRICS_FILE, *folders)
         if taken := [name for name in names if (self.path / name).exists()]:
@@ -82,9 +97,10 @@ class RunDirectory:
 
     @property
     def run_id(self) -> str:
-        """Names the run's block files, the same whenever it goes on: those that a kill left are taken over.
+        """The name of the run's block files, which is the same whenever it is resumed.
 
-        It is random, so that nobody can put a directory of this name on a mount before the run does.
+        So a run that is resumed takes over the block files that a kill has left. The name is random, so that nobody can
+        put a directory of this name on a mount before the run does.
 
         Raises:
             ConfigError: it cannot be read or written.
@@ -92,14 +108,18 @@ class RunDirectory:
         inode = self.path.stat().st_ino
         with contextlib.suppress(FileNotFoundError):
             noted = re.fullmatch(r"([0-9a-f]{12}) (\d{1,20})\n", read_text(self.path / RUN_ID_FILE, ConfigError))
+
+            # A copy of the directory has another inode. It must not take over the block files of the run that it was
+            # copied from.
             if noted is not None and int(noted[2]) == inode:
                 return noted[1]
+
         run_id = secrets.token_hex(6)
         self._write(RUN_ID_FILE, f"{run_id} {inode}\n")
         return run_id
 
     def write_config(self, config: RunConfig) -> None:
-        """Put the resolved config in its place, whole.
+        """Write the resolved config, whole or not at all.
 
         Raises:
             ConfigError: it cannot be written.
@@ -107,7 +127,7 @@ class RunDirectory:
         self._write(CONFIG_FILE, dump(to_dict(config)))
 
     def _write(self, name: str, text: str) -> None:
-        """Put a file in its place, whole.
+        """Put a file in its place, whole or not at all.
 
         Raises:
             ConfigError: it cannot be written.
@@ -123,35 +143,38 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A drive that is gone or read-only keeps them, and the lock's file: the error that ended the run tells.
+        # A drive that is gone or read-only keeps these files and the lock's. The error that ended the run says so.
         with contextlib.suppress(OSError):
             if error is not None and not self._resumes and not (self.path / METRICS_FILE).exists():
                 self._remove_traces()
         self._unlock()
 
     def _remove_partial_exports(self) -> None:
-        """Whoever wrote them is dead: this process holds the lock."""
+        """Remove what exports have left that were killed. This process holds the lock, so nobody writes there now."""
         for path in self.path.glob(f".{MODEL_FOLDER}.*.partial"):
             shutil.rmtree(path, ignore_errors=True)
 
     def _remove_traces(self) -> None:
-        """Remove what this run wrote: it refused to begin in a directory that had any of it."""
+        """Remove what this run wrote. It refused to begin in a directory that had any of it."""
         own = (self.path / CONFIG_FILE, self.path / NUMBERS_FILE, self.path / RUN_ID_FILE)
         for path in (*own, *(self.path / DATA_FOLDER).glob("*tokens*")):
             path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # missing, or somebody put a file of theirs inside: it stays
+
+        # It is missing, or it stays because somebody put a file of theirs inside.
+        with contextlib.suppress(OSError):
             (self.path / DATA_FOLDER).rmdir()
 
     def _unlock(self) -> None:
+        """Remove the lock's file and give the lock back, and remove the directory if it is new and empty."""
         with contextlib.suppress(OSError):
             (self.path / "lock").unlink(missing_ok=True)
             if self._is_new:
-                self.path.rmdir()  # refused where it holds a run
+                self.path.rmdir()  # refused if it holds anything
         os.close(self._lock)
 
 
 def killed_runs(directory: Path) -> Iterator[Path]:
-    """Run directories, this one or in it, of processes that were killed.
+    """Yield run directories of processes that were killed: this directory, or those in it.
 
     Raises:
         OSError: the directory cannot be read.
@@ -162,6 +185,7 @@ def killed_runs(directory: Path) -> Iterator[Path]:
 
 
 def _was_killed(path: Path) -> bool:
+    """Return whether a directory holds a run whose process was killed."""
     with contextlib.suppress(PermissionError):  # another user's
         return (path / CONFIG_FILE).is_file() and is_abandoned(path)
     return False

@@ -1,7 +1,7 @@
-"""What a run needs beside its arrays to go on bit by bit, and what must not have changed since.
+"""The state of a run besides its arrays, and the comparison of a run that is resumed with the one that was saved.
 
 Numbers depend on the config's numeric choices, on the text, and on the machine's kernels. A run goes on with those of
-its checkpoint; what differs is refused by name, unless the user accepts that the numbers change from here on.
+its checkpoint. Whatever differs is refused by name, unless the user accepts that the numbers change from here on.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from megatier.files import read_regular, replace_file
 from megatier.hardware import cpu_has_bf16
 
 FREE_SECTIONS = ("tiers", "output")
+"""Sections of the config that change no number."""
 FREE = (
     "train.activations",
     "train.kept_layers",
@@ -37,7 +38,9 @@ FREE = (
     "train.stall_timeout",
     "numerics.max_skips",
 )
+"""Settings in other sections that change no number of the steps to come."""
 FIELDS = {"step": int, "config": dict, "environment": dict, "random": dict, "text": dict, "origin": dict}
+"""The types of `RunState`, as JSON has them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,15 +49,16 @@ class RunState:
 
     step: int
     config: dict[str, Any]
-    """As `config.file.to_dict` gives it."""
+    """The config, as `config.file.to_dict` gives it."""
     environment: dict[str, Any]
-    """Libraries and devices whose kernels decide bits."""
+    """Libraries and devices, whose kernels decide bits."""
     random: dict[str, Any]
     """Random states of torch (CPU and GPU), Python and numpy."""
     text: dict[str, Any]
-    """`PackedText.state`, or `TextStream.state`."""
+    """The position in the text: `PackedText.state` or `TextStream.state`."""
     origin: dict[str, Any] = field(default_factory=dict)
-    """`origin.origin_of`; empty in checkpoints of older versions, which did not note it."""
+    """Model and tokenizer, as `origin.origin_of` gives them; empty in checkpoints of older versions, which did not note
+    them."""
 
     @classmethod
     def of(
@@ -65,7 +69,15 @@ class RunState:
         text: dict[str, Any],
         origin: Mapping[str, str] = MappingProxyType({}),
     ) -> Self:
-        """The present state of this process."""
+        """Return the present state of this process.
+
+        Args:
+            step: the last step.
+            config: the run.
+            device: the device whose random state and kernels count.
+            text: position in the text.
+            origin: model and tokenizer.
+        """
         return cls(
             step=step,
             config=_plain(config),
@@ -77,12 +89,14 @@ class RunState:
 
     @classmethod
     def read(cls, stored: Mapping[str, Any]) -> Self:
-        """From what a checkpoint holds.
+        """Return the state that a checkpoint holds.
 
         Raises:
-            CheckpointError: something is missing, or no such thing.
+            CheckpointError: something is missing, or of another type.
         """
         stored = {"origin": {}, **stored}
+
+        # By type and not by isinstance, because True is no number of a step.
         for name, kind in FIELDS.items():
             if type(stored.get(name)) is not kind:
                 raise CheckpointError(f"the checkpoint is damaged: {name} is {str(stored.get(name))[:100]!r}.")
@@ -94,11 +108,19 @@ class RunState:
         return cls(**{name: stored[name] for name in FIELDS})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return the state as plain JSON."""
         return asdict(self)
 
     def changes(self, config: RunConfig, device: torch.device) -> list[str]:
-        """What would give other numbers: each numeric choice, library or device that is another, with both values."""
+        """Return what would give other numbers now, each with both values.
+
+        Args:
+            config: the run as it is now.
+            device: its device.
+
+        Returns:
+            One line for each numeric choice, library or device that is another one.
+        """
         return [
             *_differences(_numeric(self.config), _numeric(_plain(config))),
             *_differences(self.environment, environment(device)),
@@ -106,6 +128,10 @@ class RunState:
 
     def check(self, changes: Collection[str], accepted: Container[str] = ()) -> None:
         """Refuse to go on with other numbers.
+
+        Args:
+            changes: those that `changes` returned.
+            accepted: changes that the user has accepted.
 
         Raises:
             ConfigError: one of the changes was not accepted.
@@ -117,7 +143,7 @@ class RunState:
             )
 
     def changes_of_tiers(self, config: RunConfig) -> list[str]:
-        """What differs in the section `tiers`."""
+        """Return what differs in the section `tiers`, each with both values."""
         before = self.config.get("tiers", {})
         now = _plain(config)["tiers"]
         return [f"tiers.{change}" for change in _differences(before, now)]
@@ -125,23 +151,29 @@ class RunState:
     def check_text(self, found: dict[str, Any]) -> None:
         """Refuse to go on with other text.
 
+        Args:
+            found: `PackedText.state` of the text as it is now.
+
         Raises:
             DataError: the tokens are not those of the checkpoint.
         """
-        if {name: found.get(name) for name in self.text} != self.text:  # older checkpoints noted less
+        # Older checkpoints noted less, so only what they noted is compared.
+        if {name: found.get(name) for name in self.text} != self.text:
             raise DataError(
                 f"the text is not that of the checkpoint ({found['num_tokens']} tokens to train on instead of "
                 f"{self.text.get('num_tokens')}, or others). Bring the old text back, or add --accept-changes."
             )
 
     def set_random(self, device: torch.device) -> None:
-        """Go on drawing where the run stopped.
+        """Go on drawing random numbers where the run stopped.
 
         Raises:
             CheckpointError: the states are damaged.
         """
         try:
             torch.set_rng_state(_decoded(self.random["torch"]))
+
+            # A run on the CPU notes no state of a GPU.
             if device.type == "cuda" and self.random["cuda"] is not None:
                 torch.cuda.set_rng_state(_decoded(self.random["cuda"]), device)
             kind, words, gauss = self.random["python"]
@@ -152,9 +184,14 @@ class RunState:
 
 
 def write_numbers(path: Path, config: RunConfig, origin: Mapping[str, str]) -> None:
-    """Note the numeric choices that a run begins with, and its model and tokenizer (`origin.origin_of`).
+    """Note the numeric choices that a run begins with, and its model and tokenizer.
 
-    They are compared if the run goes on and has no checkpoint yet.
+    They are compared if the run is resumed before it has a checkpoint.
+
+    Args:
+        path: the file.
+        config: the run.
+        origin: model and tokenizer, as `origin.origin_of` gives them.
 
     Raises:
         ConfigError: it cannot be written.
@@ -167,10 +204,18 @@ def write_numbers(path: Path, config: RunConfig, origin: Mapping[str, str]) -> N
 
 
 def check_numbers(path: Path, config: RunConfig, *, accepts_changes: bool) -> list[str]:
-    """Refuse to begin a run again with other numbers than it began with; what has changed.
+    """Refuse to begin a run again with other numbers than it began with.
+
+    Args:
+        path: the file that `write_numbers` wrote.
+        config: the run as it is now.
+        accepts_changes: whether the user accepts other numbers.
+
+    Returns:
+        What has changed, each with both values.
 
     Raises:
-        ConfigError: something differs that was not accepted, or the note is no regular file.
+        ConfigError: something differs that was not accepted, or the file cannot be read.
     """
     try:
         text = read_regular(path)
@@ -179,6 +224,7 @@ def check_numbers(path: Path, config: RunConfig, *, accepts_changes: bool) -> li
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}. Move it away.") from error
 
+    # A damaged file says nothing about the numbers, so it counts as one change that the user may accept.
     note = _noted_numbers(text)
     now = _numeric(_plain(config))
     changes = [f"{path.name} is damaged"] if note is None else list(_differences(note["config"], now))
@@ -192,7 +238,7 @@ def check_numbers(path: Path, config: RunConfig, *, accepts_changes: bool) -> li
 
 
 def noted_origin(path: Path) -> dict[str, Any]:
-    """The model and tokenizer that a run began with, after `check_numbers`; empty where that is not known."""
+    """Return the model and tokenizer that a run began with, after `check_numbers`; empty if nobody noted them."""
     try:
         note = _noted_numbers(read_regular(path))
     except FileNotFoundError:  # an older version began it
@@ -202,7 +248,7 @@ def noted_origin(path: Path) -> dict[str, Any]:
 
 
 def _noted_numbers(text: bytes) -> dict[str, Any] | None:
-    """What `write_numbers` noted, without its digest; None where it is damaged."""
+    """Return what `write_numbers` noted, without its digest; None if it is damaged."""
     try:
         note = json.loads(text)
         digest = note.pop("digest")
@@ -213,7 +259,7 @@ def _noted_numbers(text: bytes) -> dict[str, Any] | None:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What decides bits beside the config."""
+    """Return everything that decides bits besides the config."""
     found: dict[str, Any] = {"torch": str(torch.__version__), "transformers": transformers.__version__}
     if device.type == "cuda":
         return {**found, "device": torch.cuda.get_device_name(device)}
@@ -227,7 +273,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """Plain JSON."""
+    """Return the random states of this process, as plain JSON."""
     kind, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -241,18 +287,26 @@ def random_states(device: torch.device) -> dict[str, Any]:
 def _numpy_state(
     name: str, keys: list[int], position: int, has_gauss: int, cached: float
 ) -> tuple[str, npt.NDArray[np.uint32], int, int, float]:
+    """Return a state that numpy takes.
+
+    Raises:
+        ValueError: the position is outside the words.
+    """
+    # numpy would read a word behind the last one without a look.
     if not 0 <= position <= len(keys):
-        raise ValueError(f"word {position} of {len(keys)} is next")  # numpy would read it without a look
+        raise ValueError(f"word {position} of {len(keys)} is next")
     return name, np.array(keys, np.uint32), position, has_gauss, cached
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
+    """Return a config as it looks after it was stored as JSON."""
+    # JSON has no tuples and no paths. Without this every such setting would differ from the stored one.
     found: dict[str, Any] = json.loads(json.dumps(to_dict(config), default=str))
     return found
 
 
 def _numeric(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted settings that change numbers."""
+    """Return the settings that change numbers, by their dotted names."""
     return {
         f"{section}.{name}": value
         for section, settings in config.items()
@@ -262,6 +316,7 @@ def _numeric(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each name whose value is another one now, with both values."""
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
             yield f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
@@ -272,4 +327,5 @@ def _encoded(state: torch.Tensor) -> str:
 
 
 def _decoded(text: str) -> torch.Tensor:
+    # A bytearray, because torch takes memory that it may write to.
     return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

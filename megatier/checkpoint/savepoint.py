@@ -1,4 +1,4 @@
-"""Savepoints: a run's state kept where it lies on NVMe, and what lies in RAM or on the GPU beside it in a folder.
+"""Savepoints: a run's state kept where it lies on NVMe, with a folder for what lies in RAM or on the GPU.
 
     step-00000100/
         manifest.json        which generation of each unit is kept, where blocks lie, what is no array, and the checksum
@@ -6,9 +6,9 @@
         state/<block>/       blocks at home in RAM or on the GPU, as they are
         checksums/           of every chunk that is kept on NVMe, block after block
 
-A savepoint is of this run, on these tiers and drives: a checkpoint is the portable copy. What spilled is not written
-again, since the updates after it write another generation (`Generations.advance`). Block files then outlive the
-process.
+A savepoint belongs to one run on its tiers and drives; the portable copy is a checkpoint. State that spills is not
+written again, because the updates after a savepoint write another generation (`Generations.advance`). Block files then
+outlive the process.
 
 Files are chunk files (`checkpoint.chunkfile`): raw words, each file with its CRC32C. They lie in the run directory, not
 on the mounts, so that one rename decides: the folder gets its name when all of it, and the block files, are on the
@@ -56,34 +56,40 @@ from megatier.play.generations import Generation
 from megatier.session.session import Session
 
 FORMAT = 2
+"""The format that is written."""
 MANIFEST_FILE = "manifest.json"
 FIELDS = {"state": dict, "placement": str, "generations": dict}
+"""The fields of a manifest without those that all formats have, with their types."""
 UNBOUND_FORMAT = 1
-"""Written before there were manifests of files."""
+"""The format of versions that wrote no checksums of files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Savepoint:
-    """What a run can go on from, as its manifest says."""
+    """A savepoint as its manifest describes it."""
 
     path: Path
     before: str
-    """What the run goes on from without it."""
+    """Where the run goes on from without it, for messages."""
     state: RunState
     placement: str
     """Digest of where blocks lie."""
     generations: dict[str, int]
     """The place on NVMe that is kept, of each unit that spills."""
     manifest: Manifest | None
-    """None: an older version wrote it."""
+    """Checksums of the files; None if an older version wrote it."""
 
     @classmethod
     def last(cls, run: Path) -> Self | None:
-        """Of a run directory; None if there is none, or a checkpoint is as new.
+        """Return the savepoint of a run; None if there is none, or a checkpoint is as new.
+
+        Args:
+            run: the run directory.
 
         Raises:
             SavepointError: it is damaged.
         """
+        # Savepoints are named as checkpoints are. One that is not newer than the last checkpoint has nothing to add.
         path = last_checkpoint(run / SAVEPOINT_FOLDER)
         checkpoint = last_checkpoint(run / CHECKPOINT_FOLDER)
         if path is None or (checkpoint is not None and step_of(checkpoint) >= step_of(path)):
@@ -101,11 +107,17 @@ class Savepoint:
         )
 
     def check(self, session: Session, config: RunConfig) -> None:
-        """Allocate what the session planned, with the block files that were kept, if blocks lie where they lay.
+        """Allocate what the session planned, with the block files that were kept.
+
+        Args:
+            session: planned, and not sealed yet.
+            config: the run, for the message.
 
         Raises:
-            SavepointError: they do not, or a file is missing.
+            SavepointError: blocks would lie elsewhere than they lay, or a file is missing.
         """
+        # The manifest says only what to compare with. Where bytes are read and written follows from this run's
+        # placement.
         last = session.placement.generations
         fits = all(type(place) is int and 0 <= place < last for place in self.generations.values())
         lies = set(self.generations) == set(session.placement.spilled) and self.placement == fingerprint(session)
@@ -126,10 +138,14 @@ class Savepoint:
         blocks = session.blocks
         blocks.generations.valid.update({unit: Generation(nvme=place) for unit, place in self.generations.items()})
         blocks.generations.keep()
+
         with _refusing(self.path, self.before):
             read_blocks(session, self.path.resolve(), self.manifest)
             verify_spilled(session)
-            for unit in session.placement.spilled:  # other places hold what no checksum is known of
+
+            # Checksums are known of the generation that was kept alone. No update writes frozen weights, so they are
+            # copied to the other generations before these are read.
+            for unit in session.placement.spilled:
                 blocks.share_frozen(unit)
             session.player.drain()
 
@@ -140,16 +156,16 @@ def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str
     """Make a savepoint of a step whose updates are done, and drop the one before.
 
     Args:
-        session: after `player.drain`.
-        folder: of the run's savepoints.
-        step: its last step.
-        state: what is no array; plain JSON.
+        session: the run, after `player.drain`.
+        folder: the folder of the run's savepoints.
+        step: the last step.
+        state: everything that is no array, as plain JSON.
 
     Returns:
         The bytes written: what does not lie on NVMe, and the checksums of what does.
 
     Raises:
-        TransferError: writing failed. What was written is removed; the savepoint before is whole.
+        TransferError: writing failed. What was written is removed, and the savepoint before is whole.
     """
     target = folder / f"step-{step:08d}"
     partial = folder / f".{target.name}{WRITING}"
@@ -160,19 +176,23 @@ def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str
             partial.mkdir(mode=0o700)
             num_bytes, checksums = write_blocks(session, partial)
             _write_manifest(session, partial / MANIFEST_FILE, state, Manifest(step, checksums))
+
+            # Before the folder gets its name: a savepoint whose block files go with the process would be lost.
             _keep_files(session, True)
     except BaseException:
+        # The savepoint before, if there is one, still needs the block files.
         with contextlib.suppress(TransferError):
             _keep_files(session, bool(checkpoints(folder)))
         raise
 
+    # Only now: until the new one is whole, the run may have to go on from the generation that the one before keeps.
     session.blocks.generations.keep()
     prune(folder, 1)
     return num_bytes
 
 
 def drop_savepoint(session: Session, folder: Path) -> None:
-    """Give a run's savepoint up, where it has one: what it kept may be overwritten, and block files go with the run.
+    """Give up a run's savepoint, if it has one. The block files go with the run from now on.
 
     Raises:
         TransferError: it cannot be removed.
@@ -196,7 +216,7 @@ def remove_savepoints(folder: Path) -> None:
 
 
 def check_savepoint_room(session: Session, folder: Path) -> None:
-    """Refuse a run whose drive cannot take a savepoint beside the one before.
+    """Refuse a run whose drive has no room for a savepoint while the one before is still there.
 
     Raises:
         CapacityError: there is less room.
@@ -209,12 +229,14 @@ def check_savepoint_room(session: Session, folder: Path) -> None:
 
 
 def _keep_files(session: Session, keeps: bool) -> None:
+    """Mark the block files as needed after the process has ended, or no longer."""
     if session.store.files is not None:
         session.store.files.keep(keeps)
 
 
 @contextlib.contextmanager
 def _refusing(path: Path, before: str) -> Iterator[None]:
+    """Turn errors of reading into one that names the savepoint, and where the run goes on from without it."""
     try:
         yield
     except DamagedCheckpointError as error:
@@ -224,6 +246,11 @@ def _refusing(path: Path, before: str) -> Iterator[None]:
 
 
 def _write_manifest(session: Session, path: Path, state: Mapping[str, Any], manifest: Manifest) -> None:
+    """Write the manifest of a savepoint.
+
+    Raises:
+        OSError: the drive failed.
+    """
     blocks = session.blocks
     generations = {unit: blocks.generations.valid[unit].nvme for unit in session.placement.spilled}
     lies = {"placement": fingerprint(session), "generations": generations}
@@ -234,7 +261,7 @@ def _write_manifest(session: Session, path: Path, state: Mapping[str, Any], mani
 
 
 def _read_manifest(path: Path) -> tuple[RunState, str, dict[str, int], Manifest | None]:
-    """State, placement, generations, and what lies in the files beside it.
+    """Return a manifest's state, placement, generations, and the checksums of the savepoint's files.
 
     Raises:
         CheckpointError: it is no manifest of ours, or damaged.
@@ -242,6 +269,8 @@ def _read_manifest(path: Path) -> tuple[RunState, str, dict[str, int], Manifest 
     stored = read_json(path)
     if stored.get("format") not in (FORMAT, UNBOUND_FORMAT):
         raise CheckpointError(f"{path} is no savepoint that this version of megatier reads (format {FORMAT}).")
+
+    # The digest covers what the format has, so an older one is read with its own fields.
     fields = FIELDS if stored["format"] == UNBOUND_FORMAT else FIELDS | {"manifest": dict}
     found = {name: stored.get(name) for name in fields}
     if any(type(found[name]) is not kind for name, kind in fields.items()) or stored.get("digest") != digest_of(found):

@@ -72,6 +72,8 @@ def write_blocks(session: Session, folder: Path) -> tuple[int, dict[str, list[in
         TransferError: writing failed.
     """
     resident = _resident_blocks(session)
+
+    # The checksums of all blocks on NVMe are written as one array, block after block.
     table = np.concatenate([extent.checksums for extent in _spilled_extents(session)] or [np.zeros(0, np.uint32)])
     found: dict[str, list[int]] = {}
     with _files([*(block.num_bytes for block in resident), table.nbytes]) as files:
@@ -138,6 +140,8 @@ def verify_spilled(session: Session) -> None:
     blocks = session.blocks
     store = session.store
     chunks: list[tuple[str, tuple[int, int], list[Kind]]] = []
+
+    # Cut as updates cut it, so that every chunk fits the slots that there are.
     for unit in blocks.units:
         spilled = blocks.spilled(unit)
         for elements, kinds in blocks.runs(unit):
