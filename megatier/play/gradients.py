@@ -1,7 +1,7 @@
 """How gradients leave the GPU: compute makes them in buffers, and hands them to the updates.
 
-A gradient on the GPU is a buffer of its unit from `take_grad` to `ship_grad`. From there on it belongs to `Updates`: it
-goes to RAM or NVMe, or stays, is added to those of other groups, and is applied.
+From `take_grad` to `ship_grad`, compute has a buffer on the GPU for a unit's gradient. After that the gradient belongs
+to `Updates`: it goes to RAM or NVMe, or stays, is added to those of other groups, and is applied.
 
 Threads: all calls come from the thread that computes (autograd's, in a backward).
 """
@@ -20,11 +20,7 @@ from megatier.tier import Tier
 
 
 class UnitGradients:
-    """The gradients of the present step, as compute makes them.
-
-    Attributes:
-        final: the units whose gradient of this step is final.
-    """
+    """The gradients of the present step, as compute makes them."""
 
     def __init__(self, blocks: UnitBlocks, updates: Updates) -> None:
         """No step has begun.
@@ -36,23 +32,27 @@ class UnitGradients:
         self._blocks = blocks
         self._updates = updates
         self.final: set[str] = set()
+        """The units whose gradient of this step is final."""
         self._summed: set[str] = set()
         """Units that have handed over a group's gradient in this step."""
         self._buffers: dict[str, Lease] = {}
-        """GPU buffers in which compute makes gradients now, by unit."""
+        """The GPU buffers in which compute makes gradients now, by unit."""
 
     def begin(self) -> None:
-        """A training pass begins: no unit has a gradient of its step."""
+        """Forget the last step: a training pass begins, and no unit has a gradient yet."""
         self._summed.clear()
         self.final.clear()
 
     def take_grad(self, unit: str) -> torch.Tensor:
         """A GPU buffer for the unit's gradient of this group: uint8, contents unspecified unless `sums_here`."""
+        # The sum was asked for when the unit was used. If that failed, the lease below asks again, and has the error.
         if (fetched := self._updates.fetched(unit)) is not None:
             fetched.over()
+
+        # An interrupt between the lease and its entry would leave a lease that nobody gives back.
         fresh = unit not in self._summed or not self.sums_here(unit)
         store = self._blocks.store
-        with store.tear.call:  # else nobody would give the lease back
+        with store.tear.call:
             lease = self._buffers[unit] = store.lease(grad_key(unit), Tier.GPU, fresh=fresh, wait=True)
         return lease.bytes
 
@@ -70,8 +70,11 @@ class UnitGradients:
         # The lease ends before the gradient is sent: sending evicts the GPU slot, and a lease forbids that.
         with self._blocks.store.tear.change:
             self._buffers.pop(unit).release()
+
+        # This gradient takes the place of the last group's, which has to be added up before.
         if group and (summed := self._updates.of(unit)) is not None:
-            summed.wait()  # this gradient takes the place of the last group's
+            summed.wait()
+
         if self._blocks.placement.grad_homes[unit] is not Tier.GPU:
             self._blocks.grads.send(unit, final=last)
             if self._blocks.grads.sums_in_ram(unit):
@@ -90,7 +93,7 @@ class UnitGradients:
         return self._blocks.placement.sums_at(unit) is Tier.GPU
 
     def fetch_sum(self, unit: str) -> None:
-        """Start bringing the sum of the groups before to the GPU, if this step has one: a backward will add to it."""
+        """Start bringing the sum of the groups before to the GPU, if there is one: a backward will add to it."""
         if unit in self._summed:
             self._updates.submit_fetch(unit)
 
@@ -102,10 +105,10 @@ class UnitGradients:
                 lease.release()
 
     def drop(self) -> None:
-        """Drop the gradients of a step that was given up. No lane may use them any more."""
+        """Drop all gradients of a step that was given up. No lane may use them any more."""
         for unit in self._blocks.placement.grad_homes:
             self._blocks.grads.drop(unit)
 
     def forget(self) -> None:
-        """Forget all buffers, whose slots the store takes back."""
+        """Forget all buffers, because the store takes all slots back."""
         self._buffers.clear()

@@ -6,8 +6,8 @@ them do.
 
 Why nothing deadlocks: the comments of `Player.begin` and `Player._submit` prove it step by step.
 
-Threads: all calls come from the thread that computes, which is the training thread here; `UnitWeights` and
-`UnitGradients` are called by autograd's thread in a backward. The watchdog looks at any time.
+Threads: the training thread begins and ends passes. In a backward, autograd's thread calls `UnitWeights` and
+`UnitGradients`, while the training thread waits. The watchdog looks at any time.
 """
 
 from __future__ import annotations
@@ -39,17 +39,7 @@ from megatier.tier import Kind, Tier
 
 
 class Player:
-    """Plays timelines. There is one per run; `close` stops its lanes.
-
-    Attributes:
-        blocks: names and leases of the units' blocks.
-        gate: counts the accesses of this pass that are over.
-        recorder: collects the events of the trace, and knows what each lane is at.
-        updates: the lanes that update.
-        gradients: takes gradients from compute.
-        weights: gives weights to compute, and takes activations.
-        reader: the lane that reads state for checkpoints.
-    """
+    """Plays timelines. There is one for each run; `close` stops its lanes."""
 
     def __init__(
         self,
@@ -62,11 +52,11 @@ class Player:
         """Register all blocks and slots with the store, which must be fresh, and start the lanes.
 
         Args:
-            store: holds all blocks of the run. If something breaks off a change of its state, that is torn; `begin` and
-                `drain` refuse it until `reset`.
-            units: sizes of every unit.
-            placement: homes and slots.
-            policy: dtype, groups, clip.
+            store: holds all blocks of the run. If something breaks off a change of state, the state is torn: `begin`
+                and `drain` refuse it until `reset`.
+            units: the sizes of every unit.
+            placement: the units' homes and slots.
+            policy: the groups of a step, and whether updates wait for the norm.
             optimizer: does the arithmetic of updates.
         """
         by_name = {unit.name: unit for unit in units}
@@ -80,22 +70,29 @@ class Player:
         self._demand = Demand(Moves(by_name, placement, policy), placement, policy)
 
         self.gate = Gate()
+        """Counts the accesses of this pass that are over."""
         self.recorder = Recorder()
+        """Collects the events of the trace, and knows what each lane is at."""
         self.blocks = UnitBlocks(store, by_name, placement, policy)
+        """The names of the units' blocks, and leases on them."""
         self.updates = Updates(self.blocks, optimizer, self.gate, self.recorder, self._demand)
+        """The lanes that update."""
         self.gradients = UnitGradients(self.blocks, self.updates)
+        """Takes gradients from compute."""
         offload = Offload(store, by_name, self._demand)
         self.weights = UnitWeights(self.blocks, self.updates, self.gradients, self.gate, self.recorder, offload)
+        """Gives weights to compute, and takes activations."""
         self.reader = StateReader(self.blocks.generations, self.recorder)
+        """The lane that reads state for checkpoints."""
 
     @property
     def timeline(self) -> Timeline | None:
-        """The pass that is being played; None while a pass is recorded."""
+        """The timeline of the present pass, or of the last one; None if the pass is recorded."""
         return self._pass.timeline
 
     @property
     def accesses(self) -> list[Access]:
-        """Uses of units in this pass so far, in order."""
+        """The uses of units in this pass so far, in order."""
         return self._pass.accesses
 
     @property
@@ -114,11 +111,11 @@ class Player:
         return self._demand.moved
 
     def planned(self, name: str, *, updates: bool) -> Timeline:
-        """The timeline of a recorded pass, in which no unit or every unit is updated."""
+        """The timeline of a recorded pass in which no unit, or every unit, is updated."""
         return self._orders.planned(name, updates=updates)
 
     def take_events(self) -> list[TraceEvent]:
-        """Everything that ended since the last call; does not wait for moves in flight, which may outlast a step."""
+        """The events that ended since the last call. It does not wait for moves in flight, which may outlast a step."""
         return self.recorder.take(self._store.take_log())
 
     # ------------------------------------------------------------------ passes
@@ -144,35 +141,37 @@ class Player:
         #    ahead give way. GPU slots for gradients: they are free as soon as the copy to RAM is submitted, and a RAM
         #    slot for that copy waits for update lanes alone, which in the backward wait for no access any more.
         # 6. What breaks the order off (`cancel`, `close`) abandons the gate, so that no load waits for ever.
-        self._leave_open_pass()
+        self._leave_open_pass()  # 1
         self._pass = Pass(name)
         self.weights.begin(self._pass)
         self.gate.reset()
 
-        # Nobody waits for the exchange, so its error would be lost.
+        # Nobody else waits for the exchange, so its error would be lost.
         if (exchange := self.updates.exchange) is not None and exchange.failed():
             exchange.wait()
 
-        if not self._orders.knows(name):
+        if not self._orders.knows(name):  # 2
             self.drain()
         self._pass.timeline = self._orders.timeline(name, self._updates_due - self.updates.speculation.updated)
-        self._pass.is_open = True  # before anything is submitted: an interrupt from here on is followed by `cancel`
         self._pass.sums_ahead = self._orders.sums_ahead(self._pass)
+
+        # Before anything is submitted: an interrupt from here on is followed by `cancel`.
+        self._pass.is_open = True
 
         # An interrupt in here leaves some of the updates submitted and others not, and nothing says which.
         with self._store.tear.change:
             if self._pass.trains:
                 self.gradients.begin()
                 self.updates.speculation.begin()
-            if self._pass.timeline is not None:
+            if self._pass.timeline is not None:  # 3
                 self._submit(self._pass.timeline)
             self._updates_due = frozenset()
 
     def _submit(self, timeline: Timeline) -> None:
         """Hand all loads and updates of a pass to their lanes, which begin at once."""
-        # The second half of the proof in `begin`. A lane works in the order of submission, and both updates and loads
-        # come in the order of the accesses that they serve. So whatever is ahead of an item in its lane serves an
-        # earlier access, and waits for less.
+        # The second half of the proof in `begin`, of its step 4. A lane works in the order of submission, and both
+        # updates and loads come in the order of the accesses that they serve. So whatever is ahead of an item in its
+        # lane serves an earlier access, and waits for less.
         self._demand.begin_pass(timeline, trains=self._pass.trains)
         streamed = [update for update in timeline.updates if update.unit in self._placement.streamed]
         gradients = mark(self._store.clock, "gradients")
@@ -208,12 +207,14 @@ class Player:
         """
         played = self._pass.timeline
         if played is not None:
+            # What the end of the pass leaves out still has loads on the lane.
             try:
                 self.weights.pass_over(None)
             except TimelineError:
                 self.cancel()
                 raise
         else:
+            # A pass that was recorded is counted as what it was: one load for each access.
             on_demand = [
                 Load(unit=access.unit, access=index, slot=0, evicts=None, after_access=-1)
                 for index, access in enumerate(self._pass.accesses)
@@ -230,12 +231,16 @@ class Player:
     def cancel(self) -> None:
         """Leave a pass half-way: loads that wait for compute are given up, updates that are due still run."""
         self.gate.abandon()
-        if self._store.tear.is_torn:  # the waits below might never end; `reset` does without them
+
+        # The waits below might never end then; `reset` does without them.
+        if self._store.tear.is_torn:
             return
 
         # Leases of a forward or backward that failed go back before anything is waited for: a lane may need their slot.
         self.weights.give_back()
         self.gradients.give_back()
+
+        # An attempt that is void ends sooner, and nothing that was submitted may outlast the pass.
         self.updates.speculation.abandon()
         for transfer in self._pass.loads.values():
             transfer.over()
@@ -253,9 +258,9 @@ class Player:
             self.cancel()
 
     def reset(self) -> None:
-        """After something broke off: wait for all that moves, and forget it. Overwrite all state then."""
-        # First of all it is torn: then whoever waits for a slot fails once it is woken, instead of waiting again for
-        # a slot that perhaps nobody knows of.
+        """Wait for all that moves after something broke off, and forget it. All state has to be overwritten then."""
+        # First of all the state is torn: then whoever waits for a slot fails once it is woken, instead of waiting again
+        # for a slot that perhaps nobody knows of.
         self._store.tear.is_torn = True
         self.gate.abandon()
         self.updates.speculation.abandon()
@@ -268,14 +273,17 @@ class Player:
             self.weights.forget()
             self.gradients.forget()
             self.updates.forget()
-            self._store.reset()  # last, as it takes slots back: no lane may work in one any more
+
+            # Last, as it takes all slots back: no lane may work in one any more.
+            self._store.reset()
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside, all state is overwritten, which mends what something broke off. If that fails, it is torn still."""
+        """Inside, all state is overwritten, which mends torn state. If that fails, it is torn still."""
         if self._store.tear.is_torn:
             self.reset()
-            region = self._store.tear.change  # no error is a refusal here: there is no state left to fall back on
+            # No error is a refusal here: there is no state left to fall back on.
+            region = self._store.tear.change
         else:
             self.drain()
             region = self._store.tear.call
@@ -283,17 +291,20 @@ class Player:
             yield
 
     def defer_updates(self, *, clipped: bool) -> None:
-        """All gradients are final: the next pass, or `drain`, updates every unit that was not updated already.
+        """Make the updates of the step due: the next pass, or `drain`, makes those that were not made already.
+
+        All gradients are final.
 
         Args:
             clipped: the gradients are to be scaled, so speculative updates are void.
         """
+        # Both or none: else a unit would be updated twice, or not at all.
         with self._store.tear.change:
             self.updates.speculation.decide(clipped=clipped)
             self._updates_due = frozenset(self.gradients.final)
 
     def drop_updates(self) -> None:
-        """The gradients are not to be applied: no update is due, and speculative ones are void, as if clipped."""
+        """Never apply the gradients of the step: no update is due, and speculative ones are void, as if clipped."""
         with self._store.tear.change:
             self.updates.speculation.decide(clipped=True)
 
@@ -307,22 +318,24 @@ class Player:
         self._leave_open_pass()
         self.updates.speculation.abandon()
         if self._updates_due:
-            with self._store.tear.change:  # as in `begin`: some of the updates are no whole step
+            # As in `begin`: some of the updates are no whole step.
+            with self._store.tear.change:
                 self.updates.submit_all(self._updates_due)
                 self._updates_due = frozenset()
         self.updates.drain()
 
     def drain_gradients(self) -> None:
         """Wait until every gradient of the step is summed and measured (and, in the immediate mode, applied)."""
-        self.recorder.collect(self._store.take_log())  # while the device is still at work
+        # While the device is still at work, so that recording costs no time of its own.
+        self.recorder.collect(self._store.take_log())
         self.updates.wait()
 
     def close(self) -> None:
         """Abandon what waits for compute, or has not begun, and stop the lanes. `drain` first to finish a step."""
         # Each close joins a thread, which first ends what was submitted. The gate is abandoned before that: loads and
-        # updates may wait there for compute, which comes no more. The other lanes still work, so whatever else is
-        # waited for comes to its end.
+        # updates may wait there for compute, which comes no more. The other lanes still work, or have ended all that
+        # they had, so whatever else is waited for comes to its end. The reader gives up first: updates wait for it.
         self.gate.abandon()
-        self.reader.close()  # first: updates wait for it
+        self.reader.close()
         self.updates.close()
         self.weights.queue.close()

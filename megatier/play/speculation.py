@@ -3,12 +3,13 @@
 With clipping, updates wait for the norm, and drives would be idle through the backward. So units that spill may have a
 spare generation of state. As soon as such a unit's gradient is final, the lane `update_nvme` reads the generation that
 holds, updates it with a clip coefficient of 1 and writes the spare one. When the norm is known and nothing is clipped,
-that one holds from then on. Else it is void: the next pass updates the unit as all others, from the old generation,
-with its gradient, which still waits. The bits are the same either way; a wrong guess costs bytes.
+the update is confirmed: the spare generation holds from then on. Else it is void: the next pass updates the unit like
+all others, from the old generation, with its gradient, which still waits. The bits are the same either way. A wrong
+guess costs bytes.
 
 Why a void attempt does no harm: it reads the generation that holds, which no other update touches before the lane is
-through with this one, and it writes a generation that nobody reads. What the lane is at when the attempt becomes void
-goes on to its end; the unit's next update comes behind it in the same lane.
+through with this one, and it writes a generation that nobody reads. If the lane is at a chunk when the attempt becomes
+void, it finishes that chunk. The unit's next update comes behind it in the same lane.
 
 Threads: `begin`, `submit`, `decide` and `abandon` come from the thread that computes (autograd's, in a backward). The
 lane's side runs on the lane's worker.
@@ -40,19 +41,16 @@ HISTORY = 8
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """The speculative updates of one pass.
-
-    Attributes:
-        apply: AdamW as it is if nothing is clipped.
-        units: the units that are updated, and into which generation.
-        is_void: none of it counts; chunks that have not begun are left out.
-        moved_bytes: bytes that it has read and written so far.
-    """
+    """The speculative updates of one pass."""
 
     apply: Apply
+    """AdamW as it is if nothing is clipped."""
     units: dict[str, Generation] = field(default_factory=dict)
+    """The units that are updated, and the generation into which each goes."""
     is_void: bool = False
+    """None of it counts, and chunks that have not begun are left out."""
     moved_bytes: int = 0
+    """The bytes that it has read and written so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +62,7 @@ class SpeculativeChunk(UpdateChunk):
 
 
 class Speculation:
-    """The speculative updates of a run, on the lane of all updates of what spills.
-
-    Attributes:
-        updated: units whose last update is done, or on its way, because it was confirmed.
-        outcome: how the last step that was decided went: `confirmed`, `void`, or None if nothing was tried.
-        outcomes: how many steps had each outcome.
-        void_bytes: bytes that were read and written in vain so far.
-    """
+    """The speculative updates of a run, on the lane of all updates of units that spill."""
 
     def __init__(
         self,
@@ -99,9 +90,13 @@ class Speculation:
         self._units = frozenset(blocks.placement.speculative)
 
         self.updated: frozenset[str] = frozenset()
+        """The units whose last update is done, or on its way, because it was confirmed."""
         self.outcome: Literal["confirmed", "void"] | None = None
+        """The outcome of the last step that was decided; None if nothing was tried in it."""
         self.outcomes: Counter[str] = Counter()
+        """The number of steps with each outcome."""
         self.void_bytes = 0
+        """The bytes that were read and written in vain so far."""
         self._lock = threading.Lock()
         """Guards `moved_bytes` of the attempt and `void_bytes`: the lane counts, and `abandon` adds up."""
 
@@ -112,24 +107,27 @@ class Speculation:
         self._transfers: dict[str, Transfer] = {}
         """Each unit's last speculative update, until another update or sum takes its place."""
         self._planned: deque[SpeculativeChunk] = deque()
-        """Chunks that nobody asked for yet, in the order of the lane."""
+        """Chunks that were not asked for yet, in the order of the lane. The thread that submits appends; the lane alone
+        takes out."""
         self._asked: deque[SpeculativeChunk] = deque()
         """Chunks that were asked for, before those planned; known to the lane alone."""
 
     # ------------------------------------------------------------------ the player's side
 
     def begin(self) -> None:
-        """A training pass begins: say whether its updates are speculative, and forget what the last one updated."""
+        """Decide, when a training pass begins, whether it speculates. What the last one updated is forgotten."""
         self.abandon()
         self.updated = frozenset()
+
+        # Until steps have been decided, nothing speaks against it.
         if self._units and 2 * sum(self._clipped) <= len(self._clipped):
             self._attempt = Attempt(apply=self._optimizer.unclipped())
 
     def submit(self, unit: str, after: Sequence[Transfer]) -> None:
-        """A unit's gradient is final; update it if this pass speculates and the unit has a spare generation.
+        """Update a unit whose gradient is final, if this pass speculates and the unit has a spare generation.
 
         Args:
-            unit: its name.
+            unit: the name of the unit.
             after: what makes its gradient, or adds it up.
         """
         if (attempt := self._attempt) is None or unit not in self._units:
@@ -143,7 +141,9 @@ class Speculation:
             for elements in self._blocks.chunks(unit)
         ]
         work = partial(self._update, attempt, len(chunks))
+        # A checkpoint may still read the generation that is written now.
         behind = self._blocks.generations.readers(unit, new)
+
         with self._store.tear.change:
             attempt.units[unit] = new
             # Chunks come before the update that takes them from the front: the lane finds all of them there.
@@ -151,9 +151,13 @@ class Speculation:
             self._transfers[unit] = self._lane.submit(unit, 0, work, after, behind)
 
     def decide(self, *, clipped: bool) -> None:
-        """The norm is known: updates so far hold, or are void because the step is to be clipped or left out.
+        """Confirm the updates of the pass when the norm is known, or make them void.
 
-        Call it inside a region of the store's tear.
+        Call it inside a region of the store's tear, since an interrupt would leave some units in one generation and
+        the rest in the other.
+
+        Args:
+            clipped: the step is to be clipped, or left out.
         """
         self._clipped.append(clipped)
         if (attempt := self._attempt) is None:
@@ -172,17 +176,17 @@ class Speculation:
         self._blocks.generations.valid.update(attempt.units)
 
     def abandon(self) -> None:
-        """Make an attempt that was not decided void; chunks that have not begun are left out."""
+        """Make an attempt that was not decided void. Its chunks that have not begun are left out."""
         if (attempt := self._attempt) is not None:
             with self._store.tear.change:
-                # Under the lock, so that each byte counts once: the lane adds to `void_bytes` itself from here on.
+                # Under the lock, so that each byte counts once: from here on the lane adds to `void_bytes` itself.
                 with self._lock:
                     attempt.is_void = True
                     self.void_bytes += attempt.moved_bytes
                 self._attempt = None
 
     def forget(self) -> None:
-        """Forget every speculative update: all have ended, and their state is overwritten next."""
+        """Forget every speculative update. All have ended, and their state is overwritten next."""
         self.abandon()
         self.updated = frozenset()
         self._transfers.clear()
@@ -194,11 +198,11 @@ class Speculation:
         return self._transfers.get(unit)
 
     def drop(self, unit: str) -> None:
-        """Another update, or sum, of the unit takes the place of its speculative one."""
+        """Forget the unit's speculative update, since another update or a sum takes its place."""
         self._transfers.pop(unit, None)
 
     def all(self) -> list[Transfer]:
-        """Every unit's last speculative update that has no successor."""
+        """The last speculative update of each unit, if none took its place."""
         return list(self._transfers.values())
 
     def close(self) -> None:
@@ -208,9 +212,10 @@ class Speculation:
     # ------------------------------------------------------------------ the lane's side
 
     def _update(self, attempt: Attempt, num_chunks: int) -> None:
-        """AdamW on a unit, chunk by chunk, from one generation into the other."""
+        """Run AdamW on a unit, chunk by chunk, from one generation into the other."""
         # Every chunk leaves the front of `_asked` and `_planned`, whether it was updated, left out or failed: else the
-        # next unit would take it for its own.
+        # next unit would take it for its own. An item that never begins, because its sum failed, leaves its chunks
+        # there. But then every step fails, until `forget`.
         for left in range(num_chunks, 0, -1):
             try:
                 if not (attempt.is_void or self._is_closed):
@@ -225,31 +230,33 @@ class Speculation:
             self._next()
 
     def _read_ahead(self) -> None:
-        """Ask for the next chunks, also those of units that come later, but for those that are void."""
+        """Ask for the next chunks, also those of units that come later, but not for those that are void."""
         self._recorder.busy["update_nvme"] = "nvme_to_ram"
         while self._planned and len(self._asked) < CHUNK_DEPTH and not self._planned[0].attempt.is_void:
+            # Noted before it is read: if reading fails half-way, `_next` drops what it brought.
             chunk = self._planned.popleft()
-            self._asked.append(chunk)  # before it is read: if that fails half-way, `_next` drops what it brought
+            self._asked.append(chunk)
             size = self._blocks.read_ahead(chunk.unit, chunk.elements, chunk.old)
             self._count(chunk.attempt, read(size))
 
     def _update_chunk(self, chunk: SpeculativeChunk) -> None:
-        """AdamW on one chunk, and its way to the new generation."""
+        """Run AdamW on one chunk, and start its way to the new generation."""
         update_chunk(self._blocks, self._recorder, chunk.attempt.apply, chunk, feeds=False)
         for kind in self._blocks.spilled(chunk.unit):
             start, stop = self._blocks.span(chunk.unit, kind, chunk.elements)
             self._count(chunk.attempt, write(round_up(stop) - start))
 
     def _next(self) -> None:
-        """Take the first chunk out; one that was read in vain leaves its slots."""
+        """Take the first chunk out. If it was read in vain, its slots are free again."""
         if not self._asked:
             self._planned.popleft()
             return
+
         chunk = self._asked.popleft()
         self._blocks.drop_read(chunk.unit, chunk.elements, chunk.old)
 
     def _count(self, attempt: Attempt, move: Move) -> None:
-        """Count bytes that an attempt moves, in vain if it is void."""
+        """Count the bytes of a move. They are in vain if the attempt is void."""
         self._demand.add([move])
         with self._lock:
             attempt.moved_bytes += move.num_bytes

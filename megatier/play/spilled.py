@@ -4,7 +4,7 @@ A chunk is read from NVMe into RAM slots, updated there, and written back. The l
 of units that come later, so that the drive has no pause between units.
 
 If a unit's weights come from NVMe and its update is due, the update feeds the load: state is read once, and the new
-weight plane goes from the RAM slot to the GPU on its way home.
+weights go from the RAM slot to the GPU on their way home.
 
 Threads: the thread that computes submits (autograd's, in a backward). All else runs on the lane's worker.
 """
@@ -38,7 +38,9 @@ class UpdateChunk:
     """A run of a unit's state, to be read in one generation and written in another, or in place."""
 
     unit: str
+    """The name of the unit."""
     elements: Elements
+    """The run of elements."""
     old: Generation
     """The generation that is read, which holds until this update."""
     new: Generation
@@ -66,6 +68,7 @@ def update_chunk(blocks: UnitBlocks, recorder: Recorder, apply: Apply, chunk: Up
         recorder.work("update_nvme", chunk.unit, start, time.perf_counter_ns())
 
         state.write_back()
+
         # While the slot in RAM is leased: once it is left to the drive, the weights would be read from there.
         if feeds:
             span = blocks.span(chunk.unit, Kind.WEIGHT, chunk.elements)
@@ -101,7 +104,9 @@ class SpilledUpdates:
         self._lane = lane
         self._check = check
         self._ahead: deque[UpdateChunk] = deque()
-        """Chunks that are due, in the order of the lane. The thread that submits appends; the lane alone takes out."""
+        """Chunks that are due, in the order of the lane. The thread that submits appends; the lane alone takes out. An
+        item that never begins, because its sum failed, leaves its chunks here. But then every step fails, until
+        `forget`."""
 
     def submit(
         self,
@@ -123,6 +128,7 @@ class SpilledUpdates:
         """
         unit = update.unit
         chunks = [UpdateChunk(unit=unit, elements=elements, old=old, new=new) for elements in self._blocks.chunks(unit)]
+
         # The chunks come before the update: when the lane comes to the update, all of them are there to take.
         self._ahead.extend(chunks)
         return self._lane.submit(unit, 0, partial(self._update, update, chunks), after, behind)
@@ -134,22 +140,25 @@ class SpilledUpdates:
     # ------------------------------------------------------------------ the lane's side
 
     def _update(self, update: Update, chunks: Sequence[UpdateChunk]) -> None:
-        """AdamW on a unit: read ahead, update, feed the load, write back."""
+        """Run AdamW on a unit: read ahead, update, feed the load, write back."""
         unit = update.unit
         try:
             self._check(unit)
+
             # Room on the GPU comes first. It waits for accesses, so for loads, which pass through RAM slots: none of
             # these may be leased here meanwhile.
             feeds = update.load is not None and self._may_feed(update.load)
+
             for chunk in chunks:
                 self._recorder.busy["update_nvme"] = "nvme_to_ram"
                 self._read_ahead()
                 self._ahead.popleft()
                 update_chunk(self._blocks, self._recorder, self._optimizer.apply, chunk, feeds=feeds)
+
             if feeds:
                 self._blocks.feed_frozen(unit)
         finally:
-            # If it failed half-way, the next unit must not take its chunks for its own.
+            # If it failed half-way, the next unit must not take these chunks for its own.
             while self._ahead and self._ahead[0].unit == unit:
                 self._ahead.popleft()
             self._blocks.grads.free(unit)
@@ -164,6 +173,6 @@ class SpilledUpdates:
         return True
 
     def _read_ahead(self) -> None:
-        """Ask for the next chunks, also those of units that come later; what is there or asked for moves no more."""
+        """Ask for the next chunks, also those of units that come later. What was asked for does not move again."""
         for chunk in list(self._ahead)[:CHUNK_DEPTH]:
             self._blocks.read_ahead(chunk.unit, chunk.elements, chunk.old)

@@ -1,11 +1,11 @@
-"""How weights come to the GPU, and into the hands of compute.
+"""How weights come to the GPU, and into compute's hands.
 
 Compute asks for a unit (`enter`), gets its bytes on the GPU, and gives them back (`leave`). Ahead of it the lane `load`
 brings weights into GPU slots in the timeline's order, each as soon as the access that it displaces is over. Without a
 timeline (the first step, the first evaluation) every load happens on demand and the order is recorded.
 
-Threads: `enter`, `leave`, `stash` and `fetch` come from the thread that computes (autograd's, in a backward). Loads run
-on the lane's worker.
+Threads: the thread that computes calls `enter`, `leave`, `stash` and `fetch` (autograd's, in a backward). Loads run on
+the lane's worker.
 """
 
 from __future__ import annotations
@@ -34,26 +34,23 @@ WAIT_SLICE_S = 0.001
 
 
 class Use:
-    """A unit's weights in compute's hands, from `enter` to `leave`.
-
-    Attributes:
-        bytes: uint8 [weight block] on the GPU.
-        access: the use of the pass that this is.
-        lease: holds the weights.
-        asked: when compute asked for them.
-        entered: when it got them.
-        cause: the lane that it waited for longest in between.
-    """
+    """A unit's weights in compute's hands, from `enter` to `leave`."""
 
     def __init__(self, weights: UnitWeights, access: Access, lease: Lease, asked: Instant, cause: str) -> None:
         """Only UnitWeights makes one."""
         self._weights = weights
         self.access = access
+        """The access of the pass that this is."""
         self.lease = lease
+        """The lease that holds the weights."""
         self.asked = asked
+        """When compute asked for them."""
         self.cause = cause
+        """The lane that compute waited for longest."""
         self.entered = weights.now()
+        """When compute got them."""
         self.bytes = lease.bytes
+        """The weights: uint8 [weight block] on the GPU."""
 
     def leave(self) -> None:
         """Give the weights back; their slot may be filled again once compute enqueued so far is over."""
@@ -91,9 +88,12 @@ class UnitWeights:
         self._offload = offload
         self._pass = Pass("")
         self._held: list[Lease] = []
-        """Weights that compute has in its hands."""
+        """The leases of weights that compute has in its hands."""
+
+        # It decides and waits, and moves nothing itself. So it needs no stream.
+        self.queue = Queue("load")
+        """The lane `load`."""
         recorder.busy["load"] = "ram_to_gpu"
-        self.queue = Queue("load")  # it only decides and waits: no stream
 
     # ------------------------------------------------------------------ compute's side
 
@@ -107,6 +107,8 @@ class UnitWeights:
         access = Access(unit, phase, group)
         if not self._pass.expects(access):
             self.pass_over(access)
+
+        # Before the wait for the weights, so that the sum comes meanwhile.
         if len(self._pass.accesses) in self._pass.sums_ahead:
             self._gradients.fetch_sum(unit)
         return self._use(access)
@@ -114,14 +116,18 @@ class UnitWeights:
     def leave(self, use: Use) -> None:
         """See `Use.leave`."""
         left = self.now()
+
+        # An interrupt between the two would leave a lease that is given back twice.
         with self._store.tear.change:
             use.lease.release()
             self._held.remove(use.lease)
 
-        self._recorder.access(use.access, use.cause, use.asked, use.entered, left)
         # The gate opens after the release: a load that it lets through evicts these weights, and a lease forbids that.
+        self._recorder.access(use.access, use.cause, use.asked, use.entered, left)
         self._gate.open_to(len(self._pass.accesses))
-        if self._pass.timeline is None:  # nothing is known of the next use: make room
+
+        # Without a timeline nothing is known of the unit's next use, so it makes room for others.
+        if self._pass.timeline is None:
             self._blocks.drop_weights(use.access.unit)
 
     def stash(self, unit: str, tensor: torch.Tensor) -> None:
@@ -129,7 +135,7 @@ class UnitWeights:
         self._offload.stash(unit, tensor)
 
     def fetch(self, unit: str) -> torch.Tensor:
-        """Bring it back; see `Offload.fetch`."""
+        """Bring an activation back; see `Offload.fetch`."""
         return self._offload.fetch(unit)
 
     def _use(self, access: Access) -> Use:
@@ -145,11 +151,13 @@ class UnitWeights:
             if transfer is not None:
                 self._wait(transfer, causes)
 
-        # Without a timeline, or where an update did not feed its load, this brings the weights on demand.
+        # Without a timeline, or if an update could not feed its load, this brings the weights on demand.
         key = self._blocks.key(unit, Kind.WEIGHT)
         for transfer in self._store.prefetch(key, Tier.GPU, wait=True):
             self._wait(transfer, causes)
-        with self._store.tear.call:  # else nobody would give the lease back
+
+        # An interrupt between the lease and its entry would leave a lease that nobody gives back.
+        with self._store.tear.call:
             lease = self._store.lease(key, Tier.GPU)
             self._held.append(lease)
 
@@ -160,10 +168,13 @@ class UnitWeights:
         """Order compute behind a transfer, and count per time slice which lane it waited for."""
         busy = self._recorder.busy
         while not transfer.issued(WAIT_SLICE_S):
-            # The transfer forgets both when it starts, on another thread: then its own queue is the cause.
+            # The cause is the first of those that it waits for that is not over. The transfer forgets them when it
+            # starts, on another thread: then its own queue is the cause.
             before = (*transfer.after, *transfer.behind)
             waits_for = next((other.queue for other in before if not other.done()), transfer.queue)
             causes[busy.get(waits_for, waits_for)] += 1
+
+        # With CUDA its copy may still run. Compute is enqueued behind it, and the host goes on.
         if not transfer.done():
             causes[transfer.queue] += 1
         transfer.order()
@@ -175,7 +186,7 @@ class UnitWeights:
     # ------------------------------------------------------------------ the player's side
 
     def begin(self, played: Pass) -> None:
-        """A pass begins, in which nothing was used yet."""
+        """Begin a pass, in which nothing was used yet."""
         self._pass = played
         self._offload.clear()
 
@@ -186,9 +197,15 @@ class UnitWeights:
         return transfer
 
     def pass_over(self, access: Access | None) -> None:
-        """Use and leave the accesses that this pass leaves out before one (None: before its end).
+        """Use and leave the accesses that this pass leaves out.
 
         They have loads and updates like any other, and later loads wait until they are over.
+
+        Args:
+            access: the access before which it leaves them out; None: the end of the pass.
+
+        Raises:
+            TimelineError: the order is not the recorded one.
         """
         for recorded in self._pass.leave_out(access, self._blocks.placement.grad_homes.keys()):
             self._use(recorded).leave()
@@ -205,14 +222,14 @@ class UnitWeights:
             self._blocks.drop_weights(name)
 
     def forget(self) -> None:
-        """Forget the pass, and all weights in use, whose slots the store takes back."""
+        """Forget the pass and all weights in use, because the store takes all slots back."""
         self._pass = Pass("")
         self._held.clear()
 
     # ------------------------------------------------------------------ the lane's side
 
     def _load(self, load: Load) -> None:
-        """Bring weights into a GPU slot, on the lane `load`."""
+        """Start bringing weights into a GPU slot, on the lane `load`."""
         busy = self._recorder.busy
         busy["load"] = "slot"
         self._blocks.make_room(load, self._gate)
@@ -221,5 +238,6 @@ class UnitWeights:
         if load.unit not in self._blocks.placement.streamed and (update := self._updates.of(load.unit)) is not None:
             busy["load"] = "update"
             update.wait()
+
         busy["load"] = "ram_to_gpu"
         self._store.prefetch(self._blocks.key(load.unit, Kind.WEIGHT), Tier.GPU, wait=True)
