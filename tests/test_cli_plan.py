@@ -40,7 +40,7 @@ def test_plan_prints_bytes_times_and_changes(capsys: pytest.CaptureFixture[str])
     assert plan() == 0
     out = capsys.readouterr().out
     assert all(word in out for word in ("nvme", "compute", "tokens/s", "one change", "Bound by"))
-    assert "by time one is due every 30 minutes or so." in " ".join(out.split())
+    assert "with checkpoint_every auto one is due about every 30 minutes." in " ".join(out.split())
     assert "NVMe: 4 I/O threads each way, the default; `megatier bench` finds what these mounts want." in out
 
 

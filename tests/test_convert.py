@@ -315,7 +315,7 @@ def test_convert_where_nothing_carries_over_writes_a_config_too(tmp_path: Path) 
 def test_convert_says_what_is_still_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "run.yaml"
     assert main(["convert", str(written(tmp_path, Z3_OFFLOAD)), "--output", str(output)]) == 0
-    assert "still needed, there or on the command line: model.path, data.files\n" in capsys.readouterr().out
+    assert "still needed, in the file or on the command line: model.path, data.files\n" in capsys.readouterr().out
     assert "# Still needed: model.path, data.files\n" in output.read_text()
     words = ["--model.config.model_type=llama", "--data.files=texts", "--data.tokenizer=bytes"]
     assert load(output, words).output.export_dtype == "bf16"
@@ -337,14 +337,14 @@ def test_convert_values_that_cannot_be_used_write_nothing(
     assert main(["convert", str(written(tmp_path, content)), "--output", str(tmp_path / "run.yaml")]) == 2
     error = capsys.readouterr().err
     assert message in error
-    assert "Overrides may follow the file." in error
+    assert "Settings on the command line may change that." in error
     assert not (tmp_path / "run.yaml").exists()
 
 
 def test_convert_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, MEGATRAIN)
     assert main(["convert", str(path), "--output", str(path)]) == 2
-    assert "is there already. Name another --output" in capsys.readouterr().err
+    assert "exists already. Name another --output" in capsys.readouterr().err
     assert path.read_text() == MEGATRAIN
     assert main(["convert", str(tmp_path / "none"), "--output", str(tmp_path / "run.yaml")]) == 2
     assert "cannot read" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The command `megatier`: finds the subcommand, and turns every error of ours into one message and an exit code."""
+"""The command `megatier`. It finds the subcommand, and turns every error of ours into one message and an exit code."""
 
 from __future__ import annotations
 
@@ -22,32 +22,31 @@ GROUPS = {
         "bench": "measure this machine: drives, links between RAM and GPU, processors",
         "plan": "say whether a run fits, how fast it will be, and what would help",
         "config": "show all settings of a run, and where each comes from",
-        "convert": "make a config from one of MegaTrain or DeepSpeed",
-        "verify": "show on this machine that where the state lies changes no bit of the result",
+        "convert": "make a config from a config of MegaTrain or DeepSpeed",
+        "verify": "show on this machine that the result is the same, bit for bit, wherever the state lies",
     },
     "a run": {
         "train": "train a model as a YAML file says",
-        "resume": "go on with a run that was stopped or killed",
+        "resume": "continue a run that was stopped or killed",
         "export": "write the model of a checkpoint as a Hugging Face folder",
     },
     "after a run": {
-        "report": "write what a run did as one HTML page",
-        "trace": "draw one step of a run: what moved and computed when, and what waited",
-        "clean": "list, and remove, the block files that killed runs left on drives",
+        "report": "show what a run did, as one HTML page",
+        "trace": "draw one step of a run: when each lane moved or computed, and when compute waited",
+        "clean": "list or remove the block files that killed runs left on drives",
     },
 }
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 
 MESSAGE_CHARACTERS_MAX = 4000
-"""Names that strangers chose are part of messages, and may be long or move the terminal's cursor."""
+"""Most characters of an error message. Names that strangers chose are part of messages, and may be long."""
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_UNREAD = 1
-"""Nobody reads the output any more; rich ends a process so, too. `train` and `resume` go on: see `train.outlet`."""
-
-
+"""The code if nobody reads the output any more. rich ends a process with the same code. `train` and `resume` do not end
+then, but go on (`train.outlet`)."""
 OUT_OF_MEMORY = (
-    "memory beside the tiers' budgets ran out, which activations need. Lower tiers.gpu (on a CPU tiers.ram), "
+    "the memory that the tiers' budgets leave for activations ran out. Lower tiers.gpu (on a CPU tiers.ram), "
     "model.saved_share or data.sequence_length, raise train.slices or train.groups, or set train.activations to "
     "offload."
 )
@@ -57,12 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 a check failed, 2 an error, 130 interrupted.
 
     Args:
-        argv: words after the program's name; None: those of this process, which ends behind it. Signals are ignored
-            then; else they do what they did before.
+        argv: words after the program's name. None: those of this process, which ends after the command, so signals are
+            ignored from then on. Otherwise they do afterwards what they did before.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     before = _catch_signals()
+
     try:
+        # From here on a signal would break off the clean-up of the command that has just ended.
         try:
             return _answer(words)
         finally:
@@ -73,44 +74,51 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("megatier: interrupted.", file=sys.stderr)
         return EXIT_INTERRUPTED
     finally:
-        # A signal while Python exits would be a traceback out of an exit handler.
+        # A signal while Python exits would show as a traceback from an exit handler.
         _handle(before if argv is not None else dict.fromkeys(before, signal.SIG_IGN))
 
 
 def _answer(words: Sequence[str]) -> int:
-    """Run one command, and turn every error into a message."""
+    """Run one command, and turn every error into a message; returns the exit code."""
     debug = "--debug" in words
     try:
         code = _run([word for word in words if word != "--debug"])
-        print(end="", flush=True)  # that the reader is gone shows here, not while Python exits
+        # If the reader of the output is gone, this raises here and not while Python exits.
+        print(end="", flush=True)
     except MegatierError as error:
         if debug:
             raise
         print(f"megatier: error: {shown(str(error), MESSAGE_CHARACTERS_MAX)}", file=sys.stderr)
         return EXIT_ERROR
-    except RuntimeError as error:  # torch's, which is not loaded here
+    except RuntimeError as error:
+        # torch is not loaded here, so its errors are known by name and text.
         if debug or not (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)):
             raise
         print(f"megatier: error: {OUT_OF_MEMORY} ({str(error).splitlines()[0][:200]})", file=sys.stderr)
         return EXIT_ERROR
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:
+        # A reader such as `head` has seen enough. Python flushes stdout when it exits, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_UNREAD
+
     return code
 
 
 def _run(words: Sequence[str]) -> int:
+    """Find the command and run it, or print help; returns the exit code."""
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return 0
     if words[0] == "--version":
         print(f"megatier {_version()}")
         return 0
+
     command, *rest = words
     if command not in COMMANDS:
         print(f"megatier: error: no command {command!r}; there are {', '.join(COMMANDS)}.", file=sys.stderr)
         return EXIT_ERROR
-    # Imported here, so that --help is fast and doctor runs where something else is broken.
+
+    # Imported here, so that --help is fast, and doctor runs even if another command cannot be imported.
     return int(importlib.import_module(f"megatier.cli.{command}").run(rest))
 
 
@@ -118,7 +126,12 @@ Handlers = dict[signal.Signals, Any]
 
 
 def _catch_signals() -> Handlers:
-    """Let a job that is ended clean up, as on Ctrl-C; what was there before, of signals that are not ignored."""
+    """Let signals that end a job do the same as Ctrl-C, so that it cleans up. Signals that are ignored stay ignored.
+
+    Returns:
+        The handlers that were there before.
+    """
+    # Python lets the main thread alone set handlers.
     if threading.current_thread() is not threading.main_thread():
         return {}
     before = {number: signal.getsignal(number) for number in SIGNALS}
@@ -133,13 +146,13 @@ def _handle(handlers: Handlers) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """The first signal ends the command in order; another one would break off what cleans up behind it."""
+    """End the command in order at the first signal; further ones would break off its clean-up, so they are dropped."""
     _handle({each: _drop for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN})
     raise KeyboardInterrupt
 
 
 def _drop(number: int, frame: FrameType | None) -> None:
-    """Not `SIG_IGN`: Python complains of a signal that came just before that was set."""
+    """Ignore a signal. `SIG_IGN` would not do: Python complains of a signal that came just before it was set."""
 
 
 def _version() -> str:
@@ -154,6 +167,7 @@ def usage() -> str:
     lines: list[str] = []
     for title, commands in GROUPS.items():
         lines += ["", f"{title}:", *(f"  {name:8} {text}" for name, text in commands.items())]
+
     return "\n".join(
         [
             "usage: megatier COMMAND ...",
@@ -161,7 +175,7 @@ def usage() -> str:
             "Train models larger than RAM on one GPU, at full precision.",
             *lines,
             "",
-            "`megatier COMMAND --help` tells more. With any command --debug shows the traceback of an error.",
+            "`megatier COMMAND --help` explains a command. With any command --debug shows the traceback of an error.",
             "`megatier --version` prints the version.",
             "",
             "to begin with:",

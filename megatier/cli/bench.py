@@ -1,4 +1,4 @@
-"""`megatier bench`: what this machine's drives, links and processors do, for the eye and for `megatier plan`."""
+"""`megatier bench`: measures this machine's drives, links and processors, and keeps the rates for `megatier plan`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measure, print, keep; 0, or 1 when a figure is not to be believed."""
+    """Measure, print and keep; returns 0, or 1 if a figure is not to be believed."""
     options = _parser().parse_args(argv)
     mounts = _mounts(options.nvme, _parsed("--size", parse_bytes, options.size))
     sustained = _parsed("--sustained", parse_bytes, options.sustained)
@@ -41,13 +41,18 @@ def run(argv: Sequence[str]) -> int:
     for path in filter(None, (options.output, options.picture)):
         if not path.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: its directory does not exist. Create it first.")
+
     hardware.set_cuda_defaults()
-    from megatier.measure.drive_probe import check_mount, probe_drive  # load torch: only once the arguments are right
+    # Imported here because it loads torch: wrong arguments are refused without waiting for that.
+    from megatier.measure.drive_probe import check_mount, probe_drive
     from megatier.measure.link_probe import probe_links
     from megatier.measure.probe import machine_facts, rates_of
     from megatier.report.probe_picture import draw
 
-    device, console = _device(options.device), Console(quiet=options.json)
+    device = _device(options.device)
+    console = Console(quiet=options.json)
+
+    # All mounts are checked before the first one is measured, which takes minutes.
     for mount in mounts:
         check_mount(mount)
     drives = []
@@ -58,14 +63,18 @@ def run(argv: Sequence[str]) -> int:
             )
         _print_drive(console, drive)
         drives.append(drive)
+
     with console.status("measuring copies, AdamW and products"):
         links = probe_links(device, threads, seconds=options.seconds)
     _print_links(console, links)
+
     rates = rates_of(drives, links)
     if rates.io_threads is not None:
-        _say(console, f"a run takes {rates.io_threads} I/O threads each way, unless tiers.io_threads says otherwise")
+        _say(console, f"a run uses {rates.io_threads} I/O threads each way, unless tiers.io_threads says otherwise")
     if len(rates.drives) > len({drive.device for drive in drives}):
-        _say(console, "note: some mounts share a device; a plan gets a share of its rates for each")
+        _say(console, "note: some mounts share a device, so a plan counts a share of its rates for each")
+
+    # Figures that are not to be believed are printed, but no plan is made from them.
     rates_file = _keep(console, dataclasses.replace(rates, drives=tuple(d.rates for d in drives if not d.flags)), links)
     report = _report(machine_facts(device), rates, drives, links)
     _write(console, options, report, partial(draw, drives, links))
@@ -75,7 +84,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _write(console: Console, options: argparse.Namespace, report: dict[str, Any], draw: Callable[[str], str]) -> None:
-    """The files that were asked for; `draw` makes a picture with a title."""
+    """Write the files that were asked for. `draw` makes a picture with a title."""
     if options.output is not None:
         write_text(options.output, json_text(report), "--output FILE.json")
         _say(console, f"figures written to {options.output}")
@@ -94,10 +103,11 @@ def default_threads(cores: int | None = None) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """The words that the command takes."""
     parser = argparse.ArgumentParser(
         prog="megatier bench",
-        description="Measure what this machine moves: drives through the store's own files, copies between RAM and "
-        "GPU, AdamW, matrix products. The rates are kept for `megatier plan`.",
+        description="Measure how fast this machine is: drives (through the store's own files), copies between RAM and "
+        "GPU, AdamW, and matrix products. The rates are kept for `megatier plan`.",
         epilog="example: megatier bench --nvme /mnt/a,/mnt/b --size 16GiB --output bench.json",
     )
     add = parser.add_argument
@@ -106,45 +116,46 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="DIR[:SIZE],...",
-        help="drives, and what may be filled (default: no drive)",
+        help="drives to measure, and how much of each may be filled (default: no drive)",
     )
     add(
         "--size",
         default="8GiB",
         metavar="SIZE",
-        help="of the file on drives named without one, removed afterwards (default: %(default)s)",
+        help="size of the file on drives that are named without one; it is removed afterwards (default: %(default)s)",
     )
     add(
         "--seconds",
         type=float,
         default=5.0,
         metavar="S",
-        help="seconds of each measurement; mixed: six times as long (default: %(default)g)",
+        help="seconds of each measurement; mixed reads and writes take six times as long (default: %(default)g)",
     )
     add(
         "--threads",
         metavar="N,...",
-        help="numbers of threads to try AdamW on the CPU with (default: 1, 2, 4, ... all cores)",
+        help="numbers of threads with which AdamW on the CPU is tried (default: 1, 2, 4, ... all cores)",
     )
     add(
         "--sustained",
         default="0",
         metavar="SIZE",
-        help="also write so much to each drive without a pause, to fill its cache (default: nothing)",
+        help="also write this much to each drive without a pause, to fill its cache (default: nothing)",
     )
     add("--output", type=Path, metavar="FILE.json", help="also write all figures as JSON")
     add("--json", action="store_true", help="print all figures as one JSON document, and nothing else")
-    add("--picture", type=Path, metavar="FILE.svg", help="also draw them")
+    add("--picture", type=Path, metavar="FILE.svg", help="also draw all figures")
     add(
         "--device",
         choices=["auto", "cuda", "cpu"],
         default="auto",
-        help="where a run would compute (default: a GPU where there is one)",
+        help="device on which a run would compute (default: a GPU if there is one)",
     )
     return parser
 
 
 def _parsed(name: str, parse: Callable[[str], T], text: str) -> T:
+    """The value of an option; an error names the option."""
     try:
         return parse(text)
     except ValueError as error:  # ConfigError is one
@@ -152,6 +163,7 @@ def _parsed(name: str, parse: Callable[[str], T], text: str) -> T:
 
 
 def _threads(text: str) -> list[int]:
+    """Numbers of threads, from text such as 1,2,4."""
     counts = [int(word) for word in text.split(",")]
     if not all(1 <= count <= THREADS_MAX for count in counts):
         raise ConfigError(f"give numbers from 1 to {THREADS_MAX}.")
@@ -159,18 +171,22 @@ def _threads(text: str) -> list[int]:
 
 
 def _mounts(texts: Sequence[str], num_bytes: int) -> list[MountBudget]:
+    """The mounts that are named, each with a size: its own, or so many bytes."""
     words = [word for text in texts for word in text.split(",") if word]
     given = [parse_mount(word, "--nvme") for word in words]
     mounts = [
         MountBudget(mount.directory, num_bytes if mount.num_bytes is None else mount.num_bytes) for mount in given
     ]
+
     if len({mount.directory.resolve() for mount in mounts}) < len(mounts):
         raise ConfigError(f"--nvme names a directory twice: {', '.join(words)}. Name each drive once.")
+
     return mounts
 
 
 def _device(asked: str) -> str:
-    import torch  # slow
+    """The device that is measured: cuda or cpu."""
+    import torch
 
     if asked == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device. Check nvidia-smi, or give --device cpu.")
@@ -208,7 +224,7 @@ def _print_drive(console: Console, drive: DriveFigures) -> None:
 
 
 def _print_links(console: Console, links: LinkFigures) -> None:
-    table = Table("links and processors", "alone", "beside the others", title_justify="left")
+    table = Table("links and processors", "alone", "all at once", title_justify="left")
     for copies in links.copies:
         name = escape(copies.device) if links.device == "cuda" else "native copy"
         table.add_row(f"{name}: RAM to GPU", _rate(copies.to_gpu_bytes_per_s), _rate(copies.to_gpu_both_bytes_per_s))
@@ -247,12 +263,13 @@ def _say(console: Console, text: str) -> None:
 
 
 def _keep(console: Console, rates: Rates, links: LinkFigures) -> Path | None:
-    """Cache what may be believed; where."""
+    """Keep rates that may be believed; returns their file, or None if they are not kept."""
     from megatier.measure.probe import cache_rates
 
     if links.flags:
-        _say(console, "rates not kept for `megatier plan`: see the flags")
+        _say(console, "rates not kept for `megatier plan`: some are not to be believed, as said above")
         return None
+
     try:
         path = cache_rates(rates, links.device)
     except OSError as error:
@@ -263,7 +280,7 @@ def _keep(console: Console, rates: Rates, links: LinkFigures) -> Path | None:
 
 
 def _report(facts: dict[str, Any], rates: Rates, drives: Sequence[DriveFigures], links: LinkFigures) -> dict[str, Any]:
-    """All that was measured, and where."""
+    """All that was measured, and on which machine."""
     software = {name: _version(name) for name in ("megatier", "torch")} | {"python": platform.python_version()}
     memory = {"ram_available_bytes": hardware.ram_available_bytes(), "huge_pages": hardware.transparent_huge_pages()}
     return {
@@ -279,7 +296,8 @@ def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed"  # run from its source
+        # It runs from its source.
+        return "not installed"
 
 
 def _flows(drive: DriveFigures) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""`megatier clean`: what killed runs left on mounts, listed or removed."""
+"""`megatier clean`: lists or removes the block files that killed runs left on mounts."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ from megatier.report.metrics import format_seconds
 
 
 def run(argv: Sequence[str]) -> int:
-    """List what is left over, or remove it; 0 when that is done."""
+    """List what is left over, or remove it; returns 0 when that is done."""
     parser = argparse.ArgumentParser(
         prog="megatier clean",
-        description="List the block files that killed runs left on mounts, or kept for a savepoint, and remove them "
-        "with --yes. Directories that a run uses, of other users, or with anything else in them stay; run directories "
-        "are only mentioned.",
+        description="List the block files that killed runs left on mounts or kept for a savepoint. With --yes, remove "
+        "them. A directory stays if a run uses it, if it belongs to another user, or if it holds anything else. Run "
+        "directories are only listed.",
         epilog="example: megatier clean /mnt/a /mnt/b --yes",
     )
     parser.add_argument(
-        "directory", type=Path, nargs="+", metavar="DIR", help="a directory of tiers.nvme, without its size"
+        "directory", type=Path, nargs="+", metavar="DIR", help="directory of a mount in tiers.nvme, without its size"
     )
     parser.add_argument("--yes", action="store_true", help="remove them (default: list them only)")
     options = parser.parse_args(argv)
-    console, found = Console(), []
+    console = Console()
+    found = []
+
     for directory in options.directory:
         for leftover in find_leftovers(directory, remove=options.yes):
             found.append(leftover)
             _print(console, _line(leftover, removed=options.yes))
         for path in killed_runs(directory):
             _print(console, f"{path}: a killed run; `megatier resume` goes on with it")
+
     _print(console, _summary(options.directory, [each for each in found if not each.stays], removed=options.yes))
     return 0
 
@@ -43,6 +46,7 @@ def run(argv: Sequence[str]) -> int:
 def _line(leftover: Leftover, *, removed: bool) -> str:
     if leftover.stays:
         return f"{leftover.path}: stays, {leftover.stays}"
+
     age = format_seconds(leftover.age_s)
     size = mib(leftover.num_bytes)
     savepoint = ", with a run's savepoint" if leftover.has_savepoint else ""
@@ -52,6 +56,7 @@ def _line(leftover: Leftover, *, removed: bool) -> str:
 def _summary(directories: Sequence[Path], found: Sequence[Leftover], *, removed: bool) -> str:
     if not found:
         return "No killed run left block files here."
+
     size = mib(sum(leftover.num_bytes for leftover in found))
     if removed:
         return f"{size} removed."

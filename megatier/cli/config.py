@@ -1,4 +1,4 @@
-"""`megatier config show`: every setting of a run, and where it comes from."""
+"""`megatier config show`: prints every setting of a run, and where it comes from."""
 
 from __future__ import annotations
 
@@ -15,52 +15,65 @@ from megatier.hardware import cores_usable, default_budgets, device_for, gpus
 from megatier.measure.probe import cached_rates, io_threads
 
 HEAD = """\
-# All settings. `default`: neither file nor overrides give it. `from this machine`: as a run begun now would take it,
-# before the planner, which chooses tiers.gpu and defaults anew where `megatier bench` measured the machine.
-# As an input file this fixes each of them, and leaves the planner none to choose: take lines out to leave them open.
+# All settings of the run. `default`: neither the file nor the command line gives it. `from this machine`: a run that
+# begins now would take this value. If `megatier bench` has measured the machine, the planner of such a run chooses
+# tiers.gpu and settings that are at their default. This file, given to a run, fixes every setting, so the planner
+# chooses none: take out the lines that it should choose.
 """
 GIVEN, MACHINE, DEFAULT = "given", "from this machine", "default"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the settings; 0 when they are valid."""
+    """Print the settings; returns 0 when they are valid."""
     parser = argparse.ArgumentParser(
         prog="megatier config",
         usage="%(prog)s show [CONFIG.yaml] [--section.key VALUE ...]",
-        description="Print all settings of a run as YAML, with what its file and overrides give, defaults, and what "
-        "this machine decides, each marked so. The output is a config again.",
+        description="Print all settings of a run as YAML. A comment marks those that are at their default, and those "
+        "that this machine decides. The output can be given to `megatier train` as a config.",
         epilog="example: megatier config show run.yaml --tiers.ram 64GiB > all.yaml",
     )
-    parser.add_argument("action", choices=("show",), metavar="show", help="the one action there is")
+    parser.add_argument("action", choices=("show",), metavar="show", help="print the settings (the only action)")
     parser.add_argument(
-        "config", type=Path, nargs="?", metavar="CONFIG.yaml", help="the run's; settings on the command line win"
+        "config",
+        type=Path,
+        nargs="?",
+        metavar="CONFIG.yaml",
+        help="config of the run; settings on the command line win",
     )
     parser.add_argument(
         "--json", action="store_true", help="print settings and where they come from as one JSON document"
     )
+
     options, overrides = parser.parse_known_args(argv)
     loaded = config_file.load(options.config, overrides)
     given = config_file.given(options.config, overrides)
     of_machine = _of_machine(loaded)
+
     sections = config_file.to_dict(loaded)
     for name, value in of_machine.items():
         section, _, key = name.partition(".")
         sections[section][key] = value
+
     names = [f"{name}.{key}" for name, section in SECTIONS.items() for key in section.__dataclass_fields__]
     if options.json:
         sources = {name: GIVEN if name in given else DEFAULT for name in names} | dict.fromkeys(of_machine, MACHINE)
         print_json({"settings": sections, "sources": sources})
         return 0
+
+    # Budgets are plain numbers of bytes, so a remark says them in a unit that one can read.
     remarks = {name: DEFAULT for name in names if name not in given} | dict.fromkeys(of_machine, MACHINE)
     for name in of_machine.keys() & {"tiers.gpu", "tiers.ram"}:
         remarks[name] += f", {mib(sections['tiers'][name.removeprefix('tiers.')])}"
+
     print(HEAD + config_text.write(sections, names, remarks), end="")
     return 0
 
 
 def _of_machine(config: RunConfig) -> dict[str, object]:
-    """Settings that the config leaves to the machine, by dotted name; fewer without the GPU that it asks for."""
-    tiers, found = config.tiers, dict[str, object]()
+    """Settings that the config leaves to the machine, by dotted name; fewer if the GPU that it asks for is missing."""
+    tiers = config.tiers
+    found = dict[str, object]()
+
     device = device_for(tiers.device)
     if tiers.device == "auto":
         found["tiers.device"] = device
@@ -68,11 +81,13 @@ def _of_machine(config: RunConfig) -> dict[str, object]:
         found["model.compile"] = device == "cuda"
     if device == "cuda" and not gpus():
         return found
+
     budgets = default_budgets(device)
     if tiers.gpu is None:
         found["tiers.gpu"] = budgets.gpu_bytes
     if tiers.ram is None:
         found["tiers.ram"] = budgets.ram_bytes
+
     if tiers.io_threads is None and tiers.nvme:
         rates = cached_rates([mount.directory for mount in tiers.mounts], device)
         found["tiers.io_threads"], _ = io_threads(None, rates)

@@ -1,4 +1,4 @@
-"""`megatier doctor`: what this machine has, what is missing, and what to do about it."""
+"""`megatier doctor`: checks what this machine has and what is missing, and says what to do about it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ with TieredStore.open(gpu="4MiB", nvme=mounts, device="cuda", options=options) a
     store.lease("probe", Tier.GPU).release()
     print(f"{sys.modules['kvikio'].__version__}: {store.gpu_path}")
 """
-"""The real path: a block is read, its checksums are verified, and kvikio's counters say how it came."""
+"""Reads a block as a run would: its checksums are verified, and kvikio's counters say which way it took."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,10 +51,13 @@ class Check:
     """One row of the table."""
 
     name: str
+    """The thing that was checked."""
     state: str
-    """"ok", "warn" (works, but slower or less) or "fail" (training will not run)."""
+    """"ok", "warn" (it works, but slower or with less) or "fail" (training will not run)."""
     found: str
+    """What was found."""
     remedy: str = ""
+    """What to do about it."""
 
 
 def _ok(name: str, found: str, remedy: str = "") -> Check:
@@ -70,45 +73,51 @@ def _fail(name: str, found: str, remedy: str) -> Check:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the table of checks; 1 when one failed, else 0."""
+    """Print the table of checks; returns 1 if one failed, else 0."""
     parser = argparse.ArgumentParser(
         prog="megatier doctor",
-        description="Check what megatier needs on this machine, and say what to do about what is missing.",
+        description="Check whether this machine has what megatier needs, and say what to do if something is missing.",
         epilog="example: megatier doctor --nvme /mnt/a:500GiB,/mnt/b",
     )
     parser.add_argument(
         "--nvme",
         default=".",
         metavar="DIR[:SIZE],...",
-        help="drives that state would spill to (default: the one under the working directory)",
+        help="drives to which state would spill (default: the drive of the working directory)",
     )
     parser.add_argument("--json", action="store_true", help="print the checks as one JSON document")
     options = parser.parse_args(argv)
+
     found = list(checks([parse_mount(word, "--nvme") for word in options.nvme.split(",") if word]))
     code = 1 if any(check.state == "fail" for check in found) else 0
     if options.json:
         print_json({"ok": code == 0, "checks": [dataclasses.asdict(check) for check in found]})
         return code
+
     table = Table("check", "", "found", "remedy")
     for check in found:
         table.add_row(check.name, MARKS[check.state], check.found, check.remedy)
+
     Console().print(table)
     return code
 
 
 def checks(mounts: Sequence[MountBudget]) -> Iterator[Check]:
-    """All checks, the software first, for spilling to these mounts."""
+    """All checks, the software first. The mounts are those to which state would spill."""
     yield _python()
     yield from map(_package, ("torch", "transformers", "zarr", "safetensors"))
     yield _native()
     yield _cpu()
+
     gpus: Sequence[hardware.Gpu] = ()
     try:
         gpus = hardware.gpus()
-    except (ImportError, OSError) as error:  # a torch that does not fit the driver's libraries, or none
+    except (ImportError, OSError) as error:
+        # torch is missing, or does not fit the driver's libraries.
         yield _fail("GPU", f"torch cannot be loaded: {error}", "pip install --force-reinstall torch")
     else:
         yield from _cuda(gpus)
+
     yield from _gds(bool(gpus), mounts)
     yield _ram()
     yield _memlock()
@@ -124,13 +133,15 @@ def _python() -> Check:
 
 
 def _package(name: str) -> Check:
-    """Whether it is there; loading all of them would take seconds."""
+    """Check that a package is there, without loading it, which would take seconds."""
     if importlib.util.find_spec(name) is None:
         return _fail(name, "not installed", f"pip install {name}")
+
     try:
         found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        found = "installed"  # from its source
+        # It runs from its source.
+        found = "installed"
     return _ok(name, found)
 
 
@@ -152,8 +163,9 @@ def _cpu() -> Check:
 
 def _cuda(gpus: Sequence[hardware.Gpu]) -> Iterator[Check]:
     if not gpus:
-        yield _warn("GPU", "none", "Runs on the CPU, an arena in RAM in its place. Check nvidia-smi.")
+        yield _warn("GPU", "none", "Training runs on the CPU, with an arena in RAM for GPU memory. Check nvidia-smi.")
         return
+
     links = hardware.pcie_links()
     for gpu in gpus:
         yield _ok("GPU", f"{gpu.name}, {mib(gpu.free_bytes)} free of {mib(gpu.total_bytes)}")
@@ -162,39 +174,44 @@ def _cuda(gpus: Sequence[hardware.Gpu]) -> Iterator[Check]:
 
 def _pcie(link: hardware.PcieLink | None) -> Check:
     if link is None:
-        return _ok("PCIe link", "unknown: nvidia-smi does not tell")
+        return _ok("PCIe link", "unknown: nvidia-smi does not say")
+
     found = (
         f"generation {link.generation} of {link.generation_max}, {link.lanes} of {link.lanes_max} lanes: "
         f"{link.bytes_per_s / 1e9:.0f} GB/s each way"
     )
     if link.lanes < link.lanes_max:
         return _warn("PCIe link", found, "Copies are as slow as that. Seat the card anew, or use another slot.")
+
+    # An idle GPU lowers the generation, so this alone is no reason to warn.
     is_slow = link.generation < link.generation_max
     return _ok("PCIe link", found, "An idle GPU lowers the generation; look again while it works." if is_slow else "")
 
 
 def _gds(has_gpu: bool, mounts: Sequence[MountBudget]) -> Iterator[Check]:
-    """What GPUDirect Storage needs, and whether it runs."""
+    """Check what GPUDirect Storage needs, and whether it runs."""
     has_kvikio = has_gpu and importlib.util.find_spec("kvikio") is not None
     if has_kvikio:
         kvikio = _kvikio(mounts)
     else:
-        why = "not installed: tiers.gpu_direct alone needs it, by the extra gds" if has_gpu else "not used: no GPU"
+        why = "not installed: only tiers.gpu_direct needs it (megatier[gds])" if has_gpu else "not used: no GPU"
         kvikio = _ok("kvikio", why)
     yield kvikio
+
+    # What is missing matters only if kvikio is there to use it.
     is_wanted = has_kvikio and kvikio.state == "ok"
     for name, is_there, found, remedy in (
         (
             "nvidia-fs",
             hardware.nvidia_fs_is_loaded(),
             "loaded",
-            "Reads into the GPU go through RAM, unless cuFile can use PCI P2PDMA (driver 565, kernel 6.2, or newer).",
+            "Reads to the GPU pass through RAM, unless cuFile can use PCI P2PDMA (driver 565, kernel 6.2, or newer).",
         ),
         (
             "/run/udev",
             hardware.udev_is_readable(),
             "readable",
-            "kvikio reads through RAM (compat mode). In a container: --volume /run/udev:/run/udev:ro",
+            "kvikio reads through RAM (compat mode). In a container, add --volume /run/udev:/run/udev:ro",
         ),
     ):
         if is_there:
@@ -206,11 +223,12 @@ def _gds(has_gpu: bool, mounts: Sequence[MountBudget]) -> Iterator[Check]:
 
 
 def _kvikio(mounts: Sequence[MountBudget]) -> Check:
-    """Read a block into GPU memory, in a process of its own: kvikio hangs where the driver is not whole."""
-    remedy = "Leave tiers.gpu_direct off: NVMe is then read through RAM."
+    """Read a block into GPU memory, in a process of its own, because kvikio hangs if the driver is incomplete."""
+    remedy = "Leave tiers.gpu_direct off: megatier then reads NVMe through RAM."
     drives = [mount.directory for mount in mounts if not hardware.mount_of(mount.directory).is_memory]
     if not drives:
-        return _warn("kvikio", "not tried: no directory on a drive", "Give --nvme one.")
+        return _warn("kvikio", "not tried: no directory on a drive", "Give one with --nvme.")
+
     with contextlib.ExitStack() as opened:
         try:
             folders = [opened.enter_context(TemporaryDirectory(dir=d, prefix="megatier-doctor-")) for d in drives]
@@ -220,36 +238,41 @@ def _kvikio(mounts: Sequence[MountBudget]) -> Check:
             return _warn("kvikio", f"not tried: {error}", "Give --nvme a directory you may write to.")
         except subprocess.TimeoutExpired:
             return _warn("kvikio", f"hangs, for {KVIKIO_SECONDS} s at least", f"Check the driver. {remedy}")
+
     if done.returncode:
         return _warn("kvikio", (done.stderr.strip().splitlines() or ["ended by a signal"])[-1], remedy)
     return _ok("kvikio", done.stdout.strip())
 
 
 def _ram() -> Check:
-    available, limit = hardware.ram_available_bytes(), hardware.ram_limit_bytes()
+    available = hardware.ram_available_bytes()
+    limit = hardware.ram_limit_bytes()
     found = f"{mib(available)} available, " + ("no cgroup limit" if limit is None else f"cgroup limit {mib(limit)}")
     if available >= LOW_RAM_BYTES:
         return _ok("RAM", found)
-    return _warn("RAM", found, "Set tiers.ram, and tiers.nvme for the rest.")
+    return _warn("RAM", found, "Set tiers.ram to less, and give tiers.nvme a mount for the rest.")
 
 
 def _memlock() -> Check:
     limit = hardware.memlock_limit_bytes()
     if limit is None:
         return _ok("memlock", "no limit")
-    return _ok("memlock", f"{mib(limit)}; CUDA pins RAM without it")
+    return _ok("memlock", f"{mib(limit)}; CUDA pins RAM regardless of it")
 
 
 def _huge_pages() -> Check:
     mode = hardware.transparent_huge_pages()
     if mode in ("always", "madvise"):
         return _ok("huge pages", mode)
-    remedy = "Disk reads into RAM get slower. echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+
+    remedy = "Reads from drives into RAM are slower. echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
     return _warn("huge pages", mode, remedy)
 
 
 def _drive(given: MountBudget) -> Iterator[Check]:
-    directory, mount = given.directory, hardware.mount_of(given.directory)
+    """Check one mount: its file system, free space and O_DIRECT."""
+    directory = given.directory
+    mount = hardware.mount_of(directory)
     found = f"{mount.file_system} on {mount.directory}"
     if mount.is_memory:
         remedy = "Files here lie in RAM, so a run refuses it. Give --nvme a directory on a drive."
@@ -259,20 +282,21 @@ def _drive(given: MountBudget) -> Iterator[Check]:
 
     found = f"{mib(mount.free_bytes)} of {mib(mount.total_bytes)} on {mount.directory}"
     if mount.free_bytes < (given.num_bytes or 0):
-        remedy = f"Less than the {mib(given.num_bytes or 0)} given. Free space or give less: {directory}:SIZE."
+        remedy = f"Less than the {mib(given.num_bytes or 0)} given. Free space, or give less: {directory}:SIZE."
         yield _fail("free space", found, remedy)
     elif mount.free_bytes < LOW_DISK_BYTES:
         remedy = (
-            f"State takes {ADAMW_BF16.bytes_per_parameter} bytes a parameter. Free space or give another directory."
+            f"State takes {ADAMW_BF16.bytes_per_parameter} bytes a parameter. Free space, or give another directory."
         )
         yield _warn("free space", found, remedy)
     else:
         yield _ok("free space", found)
+
     yield _direct_io(directory)
 
 
 def _direct_io(directory: Path) -> Check:
-    """Write and read one page past the page cache."""
+    """Write and read one page with O_DIRECT, past the page cache."""
     pattern = bytes(range(256)) * (PAGE_BYTES // 256)
     try:
         with NamedTemporaryFile(dir=directory, prefix="megatier-doctor-") as file, mmap.mmap(-1, PAGE_BYTES) as page:
@@ -280,13 +304,15 @@ def _direct_io(directory: Path) -> Check:
             try:
                 descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
             except OSError as error:
-                return _warn("O_DIRECT", f"refused: {error.strerror}", "Works through the page cache, slower.")
+                return _warn("O_DIRECT", f"refused: {error.strerror}", "It works through the page cache, but slower.")
+
             try:
                 written = os.pwrite(descriptor, page, 0)
                 page[:] = bytes(PAGE_BYTES)
                 read = os.preadv(descriptor, [page], 0)
             finally:
                 os.close(descriptor)
+
             if (written, read, page[:]) != (PAGE_BYTES, PAGE_BYTES, pattern):
                 return _fail("O_DIRECT", "read back other bytes than written", "Do not use this drive.")
     except OSError as error:

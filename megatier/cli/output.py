@@ -1,4 +1,4 @@
-"""What commands write: files where their user says, and one JSON document for programs."""
+"""Output of commands: files that their user names, and one JSON document for programs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatier.report.metrics import plain
 
 
 def write_text(path: Path, text: str, option: str) -> None:
-    """Write a file, in place of one that is there.
+    """Write a file. One that exists is replaced.
 
     Args:
         path: the file.
-        text: what it will hold.
-        option: what names another file, such as "--output FILE.json".
+        text: its text.
+        option: the option that names it, such as "--output FILE.json".
 
     Raises:
         ConfigError: it cannot be written.
@@ -29,10 +29,10 @@ def write_text(path: Path, text: str, option: str) -> None:
 
 
 def json_text(document: Mapping[str, Any]) -> str:
-    """A document as JSON, which has no NaN: that is text."""
+    """A document as JSON. JSON has no NaN, so a NaN is written as text."""
     return json.dumps(plain(document), indent=2, allow_nan=False) + "\n"
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print a document, which is then all of stdout."""
+    """Print a document. The command then prints nothing else to stdout."""
     print(json_text(document), end="")

@@ -1,4 +1,4 @@
-"""`megatier plan`: does a run fit, what goes where, how long a step takes, and what would help."""
+"""`megatier plan`: says whether a run fits, where everything goes, how long a step takes, and what would help."""
 
 from __future__ import annotations
 
@@ -29,40 +29,18 @@ if TYPE_CHECKING:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the plan; 0 when the run fits."""
-    parser = argparse.ArgumentParser(
-        prog="megatier plan",
-        usage="%(prog)s [options] CONFIG.yaml [--section.key VALUE ...]",
-        description="Say what a run needs and how fast it will be, before it runs: what lies where, seconds a step, "
-        "what bounds it, and which one change would help most. On this machine it takes the defaults of `megatier "
-        "train` and chooses what is left open as that does. Reserves nothing.",
-        epilog="example: megatier plan run.yaml (here), or megatier plan run.yaml --machine h200.yaml --tiers.gpu "
-        "83GiB --tiers.ram 80GiB (elsewhere)",
-    )
-    parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the run's; settings on the command line win")
-    parser.add_argument(
-        "--machine",
-        type=Path,
-        metavar="FILE.yaml",
-        help="the machine's rates, such as examples/machines/h200.yaml (default: what `megatier bench` measured here)",
-    )
-    parser.add_argument(
-        "--search",
-        action="store_true",
-        help="with --machine, too, first choose the settings that make the step shortest: groups, slices, activations, "
-        "saved and streamed share, generations and tiers.gpu, as far as neither file nor command line gives them",
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write the plan as JSON")
-    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="also draw the step as planned")
-    parser.add_argument("--json", action="store_true", help="print the plan as one JSON document, and nothing else")
-    options, overrides = parser.parse_known_args(argv)
-    loaded, given = config_file.load(options.config, overrides), config_file.given(options.config, overrides)
+    """Print the plan; returns 0 if the run fits."""
+    options, overrides = _parser().parse_known_args(argv)
+    loaded = config_file.load(options.config, overrides)
+    given = config_file.given(options.config, overrides)
     rates = read_rates(options.machine) if options.machine is not None else _measured(loaded)
-    console = Console(quiet=options.json)
+
     with _nothing_collected():
-        from megatier.report.picture import draw  # loads torch: only once the arguments are known to be right
+        # Imported here because it loads torch: wrong arguments are refused without waiting for that.
+        from megatier.report.picture import draw
 
         plan, chosen = _planned(loaded, given, rates, here=options.machine is None, searches=options.search)
+
     threads, why = io_threads(loaded.tiers.io_threads, rates)
     document = plan.as_dict() | {"chosen": chosen, "io_threads": threads if loaded.tiers.nvme else None}
     if options.output is not None:
@@ -70,8 +48,12 @@ def run(argv: Sequence[str]) -> int:
     if options.picture is not None:
         picture = draw(plan.events(), f"{options.config.name}, as planned")
         write_text(options.picture, picture, "--picture FILE.svg")
+
     if options.json:
         print_json(document)
+        return 0
+
+    console = Console()
     if chosen:
         words = " ".join(f"--{name} {value}" for name, value in chosen.items())
         console.print(f"chosen: {words}", markup=False, highlight=False, soft_wrap=True)
@@ -83,9 +65,41 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
+def _parser() -> argparse.ArgumentParser:
+    """The words that the command takes."""
+    parser = argparse.ArgumentParser(
+        prog="megatier plan",
+        usage="%(prog)s [options] CONFIG.yaml [--section.key VALUE ...]",
+        description="Say what a run needs and how fast it will be, before it runs: where everything lies, how long a "
+        "step takes, what bounds it, and which single change would help most. On this machine the plan takes the same "
+        "defaults as `megatier train`, and chooses the same settings. It reserves nothing.",
+        epilog="example: megatier plan run.yaml (here), or megatier plan run.yaml --machine h200.yaml --tiers.gpu "
+        "83GiB --tiers.ram 80GiB (elsewhere)",
+    )
+    add = parser.add_argument
+    add("config", type=Path, metavar="CONFIG.yaml", help="config of the run; settings on the command line win")
+    add(
+        "--machine",
+        type=Path,
+        metavar="FILE.yaml",
+        help="rates of another machine, such as examples/machines/h200.yaml (default: those that `megatier bench` "
+        "measured here)",
+    )
+    add(
+        "--search",
+        action="store_true",
+        help="also with --machine, choose the settings that make the step shortest: groups, slices, activations, saved "
+        "and streamed share, generations and tiers.gpu, unless the file or the command line gives them",
+    )
+    add("--output", type=Path, metavar="FILE.json", help="also write the plan as JSON")
+    add("--picture", type=Path, metavar="FILE.svg", help="also draw the step as planned")
+    add("--json", action="store_true", help="print the plan as one JSON document, and nothing else")
+    return parser
+
+
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Looking for garbage while libraries load takes a sixth of a plan's time, and finds none."""
+    """Switch the garbage collector off: while libraries load, it takes a sixth of a plan's time and finds nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -104,8 +118,8 @@ def _planned(
         loaded: the run.
         given: dotted names of the settings that stay as they are.
         rates: the machine's.
-        here: this machine will run it: budgets and choices are then those of `megatier train`.
-        searches: choose on another machine too.
+        here: whether this machine will run it. Budgets and choices are then those of `megatier train`.
+        searches: whether settings are chosen for another machine too.
     """
     from megatier.planner.plan import make_plan
     from megatier.planner.search import changed, search
@@ -117,20 +131,28 @@ def _planned(
     if here:
         device = choose_device(loaded.tiers)
         loaded = fix_choices(loaded, model)
-        budgets, compiled = budgets_here(loaded.tiers, device), compiles(loaded.model, device)
+        budgets = budgets_here(loaded.tiers, device)
+        compiled = compiles(loaded.model, device)
     else:
         loaded = with_true_loss(loaded, model)
-        budgets, compiled = _budgets(loaded, rates.gpu_bytes if searches else None), _compiles(loaded)
+        budgets = _budgets(loaded, rates.gpu_bytes if searches else None)
+        compiled = _compiles(loaded)
+
     chosen: Mapping[str, Any] = {}
     if here or searches:
         chosen = search(model, loaded, rates, budgets, compiles=compiled, fixed=given).settings
         loaded = changed(loaded, chosen)
         budgets = replace(budgets, gpu=chosen.get("tiers.gpu", budgets.gpu))
+
     return make_plan(model, loaded, rates, budgets, compiles=compiled), chosen
 
 
 def _measured(loaded: RunConfig) -> Rates:
-    """What `megatier bench` measured on this machine."""
+    """The rates that `megatier bench` measured on this machine.
+
+    Raises:
+        ConfigError: it measured none for these drives.
+    """
     directories = [mount.directory for mount in loaded.tiers.mounts]
     found = cached_rates(directories, device_for(loaded.tiers.device))
     if found is None:
@@ -139,17 +161,25 @@ def _measured(loaded: RunConfig) -> Rates:
             f"nothing was measured on this machine with these drives. Run `megatier bench{words}` first, or describe a "
             "machine with --machine FILE.yaml."
         )
+
     return found
 
 
 def _budgets(loaded: RunConfig, free_gpu: float | None) -> Budgets:
-    """Of another machine: as set, since nobody can look. A search chooses within `free_gpu` bytes."""
+    """The budgets of a run on another machine.
+
+    They have to be set, since nobody can look there. A search chooses tiers.gpu within `free_gpu` bytes.
+
+    Raises:
+        ConfigError: one of them is not set.
+    """
     tiers = loaded.tiers
     gpu = round(free_gpu) if tiers.gpu is None and free_gpu is not None else tiers.gpu
     if gpu is None or tiers.ram is None:
         raise ConfigError(
             "a plan for another machine needs both budgets: set tiers.gpu and tiers.ram, such as --tiers.gpu 60GiB."
         )
+
     nvme = sum(
         mount_of(mount.directory).free_bytes if mount.num_bytes is None else mount.num_bytes for mount in tiers.mounts
     )
@@ -157,17 +187,18 @@ def _budgets(loaded: RunConfig, free_gpu: float | None) -> Budgets:
 
 
 def _compiles(loaded: RunConfig) -> bool:
-    """On another machine: as set; by default where a GPU computes."""
+    """Whether a run on another machine compiles: as set, and by default if a GPU computes."""
     return loaded.tiers.device != "cpu" if loaded.model.compile is None else loaded.model.compile
 
 
 def _bytes_table(plan: Plan) -> Table:
-    """What lies where."""
+    """The table of the bytes in each tier."""
     from megatier.tier import STATE_KINDS, Tier
 
     table = Table("tier", title="state, and slots, gradients and activations (other)", title_justify="left")
     for name in (*STATE_KINDS, "other", "in all", "budget"):
         table.add_column(str(name), justify="right")
+
     budgets = {Tier.GPU: plan.budgets.gpu, Tier.RAM: plan.budgets.ram, Tier.NVME: plan.budgets.nvme}
     for tier, budget in budgets.items():
         kinds = [plan.state_bytes.get((tier, kind), 0) for kind in STATE_KINDS]
@@ -178,13 +209,14 @@ def _bytes_table(plan: Plan) -> Table:
 
 
 def _time_table(plan: Plan) -> Table:
-    """How long each lane is busy, and would be alone."""
+    """The table of how long each lane is busy, and how long it would be if it were alone."""
     made = plan.forecast
     waver = wavering(plan.seconds_range)
     title = f"a step: {format_seconds(made.seconds)}{waver}, {format_count(plan.tokens_per_s)} tokens/s"
     table = Table("lane", title=title, title_justify="left")
     for name in ("moves", "alone", "busy", "share"):
         table.add_column(name, justify="right")
+
     for lane, alone in made.alone_seconds.items():
         if not alone:
             continue
@@ -205,51 +237,63 @@ def _change_table(plan: Plan) -> Table:
 
 
 def _sentences(plan: Plan) -> Iterator[str]:
+    """What the tables do not say."""
     from megatier.tier import Tier
 
     trained = f", {format_count(plan.num_trained)} of them trained" if plan.num_trained < plan.num_parameters else ""
     yield f"{format_count(plan.num_parameters)} parameters{trained}, {format_count(plan.tokens)} tokens a step."
     yield f"Bound by {plan.forecast.bound_by}; compute alone takes {plan.attainment:.0%} of the step."
-    beside = mib(round(plan.activations.peak))
-    yield f"Beside tiers.gpu the GPU holds about {beside} of activations, loss and libraries."
+    peak = mib(round(plan.activations.peak))
+    yield f"In addition to tiers.gpu the GPU holds about {peak} of activations, loss and libraries."
     if plan.mask_bytes:
         yield (
-            f"Of that {mib(plan.mask_bytes)} and more are the mask that keeps documents apart; what it masks is "
-            "computed too. model.attention flex_attention has a mask by blocks and skips them."
+            f"Of that {mib(plan.mask_bytes)} and more are the mask that keeps documents apart, and what it masks is "
+            "computed too. model.attention flex_attention has a mask by blocks, and skips those that are masked."
         )
+
     if plan.placement.streamed:
         yield f"{len(plan.placement.streamed)} units stream their state through the GPU."
     if count := list(plan.placement.grad_homes.values()).count(Tier.NVME):
         yield _spilled_gradients(count, plan)
     if plan.hidden_at is not None:
         yield f"From {format_count(plan.hidden_at)} tokens a step on all but compute is hidden, if activations fit."
+
     yield f"A checkpoint has {mib(plan.checkpoint_bytes)}{_writing(plan)}."
     if plan.generation_bytes:
         sizes = [f"{mib(size)} ({use})" for use, size in plan.generation_bytes.items()]
-        yield f"By tiers.generations NVMe holds {', '.join(sizes)}."
+        yield f"With tiers.generations NVMe also holds {', '.join(sizes)}."
         words = "" if plan.savepoint_seconds is None else f" and takes {format_seconds(plan.savepoint_seconds)}"
-        yield f"A savepoint writes {mib(plan.savepoint_bytes)}{words}: the rest stays where it lies on NVMe."
+        yield f"A savepoint writes {mib(plan.savepoint_bytes)}{words}; the rest stays where it lies on NVMe."
+
     if plan.written_bytes_per_step:
         day = mib(round(plan.written_bytes_per_day))
-        yield f"NVMe takes {mib(round(plan.written_bytes_per_step))} of writes a step, {day} a day."
+        yield f"A step writes {mib(round(plan.written_bytes_per_step))} to NVMe, which is {day} a day."
 
 
 def _spilled_gradients(count: int, plan: Plan) -> str:
-    """What gradients of so many units cost on NVMe, and what spares that."""
-    words, remedy = "Gradients", "and so do train.clip null and numerics.guard off."
+    """A sentence about what gradients of so many units cost on NVMe, and how to avoid that."""
+    words = "Gradients"
+    remedy = "and so do train.clip null and numerics.guard off."
     if plan.placement.sums_on_gpu:
-        words, remedy = "Sums of groups", "and so does train.groups 1; fewer groups make it less."
+        words = "Sums of groups"
+        remedy = "and so does train.groups 1; fewer groups make it less."
+
     size = mib(plan.spilled_gradient_bytes)
     return (
-        f"{words} of {count} units lie on NVMe, because RAM is too short for them: {size} more written a step, and as "
-        f"much read. More tiers.ram spares that, {remedy}"
+        f"{words} of {count} units lie on NVMe, because RAM is too short for them. A step writes {size} more for that, "
+        f"and reads as much. More tiers.ram avoids it, {remedy}"
     )
 
 
 def _writing(plan: Plan) -> str:
-    """How long a checkpoint takes, where a drive is known."""
+    """How long a checkpoint takes; empty if no drive is known."""
     if plan.checkpoint_seconds is None or plan.checkpoint_pause_seconds is None:
         return ""
-    seconds, pause = format_seconds(plan.checkpoint_seconds), format_seconds(plan.checkpoint_pause_seconds)
+
+    seconds = format_seconds(plan.checkpoint_seconds)
+    pause = format_seconds(plan.checkpoint_pause_seconds)
     apart = about(every_seconds(plan.checkpoint_pause_seconds))
-    return f" and is written in {seconds}, of which training waits {pause}; by time one is due every {apart} or so"
+    return (
+        f" and is written in {seconds}, of which training waits {pause}; with checkpoint_every auto one is due about "
+        f"every {apart}"
+    )

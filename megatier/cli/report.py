@@ -1,4 +1,4 @@
-"""`megatier report`: what a run did, as one HTML page."""
+"""`megatier report`: writes one HTML page that shows what a run did."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ from megatier.cli.output import write_text
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the page; 0 when the file is there."""
+    """Write the page; returns 0 when the file is written."""
     parser = argparse.ArgumentParser(
         prog="megatier report",
-        description="Write what a run did, or has done so far, as one HTML page that needs no network: loss, "
-        "throughput, memory, what moved, what compute waited for, a step's timeline, what lies where, the plan.",
+        description="Write one HTML page that shows what a run did, or has done so far: loss, throughput, memory, "
+        "bytes moved, what compute waited for, the timeline of a step, where the state lies, and the plan. The page "
+        "needs no network.",
         epilog="example: megatier report runs/megatier --output mine.html",
     )
-    parser.add_argument("directory", type=Path, metavar="RUN", help="a run's output.directory; the run may be going on")
+    parser.add_argument(
+        "directory", type=Path, metavar="RUN", help="output.directory of a run, which may still be going on"
+    )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE.html",
-        help="where to write it (default: report.html in the run's directory)",
+        help="file to write (default: report.html in the run's directory)",
     )
     options = parser.parse_args(argv)
-    from megatier.report.report_page import build  # loads torch: only once the arguments are known to be right
+    # Imported here because it loads torch: wrong arguments are refused without waiting for that.
+    from megatier.report.report_page import build
 
     text = build(options.directory)
     output: Path = options.output or options.directory / "report.html"

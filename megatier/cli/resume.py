@@ -1,4 +1,4 @@
-"""`megatier resume`: a run goes on where its last checkpoint or savepoint left it."""
+"""`megatier resume`: continues a run from its last checkpoint or savepoint."""
 
 from __future__ import annotations
 
@@ -13,27 +13,32 @@ from megatier.train.outlet import run_console
 
 
 def run(argv: Sequence[str]) -> int:
-    """Go on; 0 when the run is whole, or was told to stop."""
+    """Continue the run; returns 0 when it is complete, or was told to stop."""
     parser = argparse.ArgumentParser(
         prog="megatier resume",
         usage="%(prog)s [options] RUN [--section.key VALUE ...]",
-        description="Go on with a run from its last checkpoint or savepoint, bit by bit as if it had never stopped; "
-        "from its start if it has none yet. Budgets and mounts may be others than before, but not with a savepoint.",
+        description="Continue a run from its last checkpoint or savepoint, bit for bit as if it had never stopped. If "
+        "it has none yet, it starts again from step 1. From a checkpoint, budgets and mounts may differ from before; "
+        "from a savepoint they may not.",
         epilog="example: megatier resume runs/megatier --tiers.ram 64GiB",
     )
-    parser.add_argument("directory", type=Path, metavar="RUN", help="the run's output.directory")
+    parser.add_argument("directory", type=Path, metavar="RUN", help="output.directory of the run")
     parser.add_argument(
         "--accept-changes",
         action="store_true",
-        help="go on although a numeric choice, the text, a library or the device is not as before; numbers change",
+        help="continue even if a numeric choice, the text, a library or the device differs from before; this changes "
+        "numbers",
     )
     options, overrides = parser.parse_known_args(argv)
     path = options.directory / CONFIG_FILE
     if not path.is_file():
         raise ConfigError(f"{options.directory} holds no run to go on with: {CONFIG_FILE} is missing.")
+
+    # The directory may have been moved since the config was written into it.
     words = [*overrides, f"--output.directory={options.directory}"]
     loaded = config_file.load(path, words)
-    from megatier.train.trainer import train  # loads torch: only once the config is known to be right
+    # Imported here because it loads torch: a wrong config is refused without waiting for that.
+    from megatier.train.trainer import train
 
     train(
         loaded,

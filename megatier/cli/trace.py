@@ -1,4 +1,4 @@
-"""`megatier trace`: one step of a run as a picture, and how long each lane was busy."""
+"""`megatier trace`: draws one step of a run, and says how long each lane was busy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the picture and print the table; 0 when the file is there."""
+    """Draw the picture and print the table; returns 0 when the file is written."""
     parser = argparse.ArgumentParser(
         prog="megatier trace",
         description="Draw one step of a run that was trained with --output.trace true: what each lane did, and when "
@@ -29,17 +29,19 @@ def run(argv: Sequence[str]) -> int:
         epilog="example: megatier trace runs/megatier --output step.svg",
     )
     parser.add_argument(
-        "trace", type=Path, metavar="RUN_OR_TRACE_JSON", help="a run's output.directory, or a trace.json"
+        "trace", type=Path, metavar="RUN_OR_TRACE_JSON", help="output.directory of a run, or a trace.json"
     )
     parser.add_argument("--step", type=int, metavar="N", help="number of the step (default: the last one in the trace)")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE.svg", help="where to draw it (default: step-N.svg beside the trace)"
+        "--output", type=Path, metavar="FILE.svg", help="file to write (default: step-N.svg next to the trace)"
     )
     options = parser.parse_args(argv)
     if options.output is not None and options.output.suffix != ".svg":
         raise ConfigError(f"--output {options.output}: the picture is an SVG. Name a file that ends in .svg.")
+
+    # Imported here because these load torch: wrong arguments are refused without waiting for that.
     from megatier.checkpoint.run_directory import TRACE_FILE
-    from megatier.play.trace import stall_seconds  # loads torch: only once the arguments are known to be right
+    from megatier.play.trace import stall_seconds
     from megatier.report.picture import draw, lane_uses, read_trace, step_seconds
 
     path: Path = options.trace / TRACE_FILE if options.trace.is_dir() else options.trace
@@ -48,6 +50,7 @@ def run(argv: Sequence[str]) -> int:
     output: Path = options.output or path.with_name(f"step-{step}.svg")
     picture = draw(events, f"{path.resolve().parent.name}, step {step}")
     write_text(output, picture, "--output FILE.svg")
+
     console = Console()
     console.print(_table(step, step_seconds(events), lane_uses(events), stall_seconds(events)))
     console.print(f"picture written to {output}", markup=False, highlight=False, soft_wrap=True)
@@ -55,8 +58,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _choose(path: Path, steps: dict[int, list[TraceEvent]], step: int | None) -> tuple[int, list[TraceEvent]]:
+    """The number and the events of the step that was asked for, or of the last one."""
     if not steps:
         raise ConfigError(f"{path} holds no step. Train with --output.trace true for at least one step.")
+
     chosen = max(steps) if step is None else step
     if chosen not in steps:
         there = ", ".join(str(number) for number in sorted(steps))
@@ -72,6 +77,7 @@ def _table(step: int, seconds: float, uses: Iterable[LaneUse], stalls: Mapping[s
     for use in uses:
         figures = format_seconds(use.busy_seconds), format_share(use.busy_seconds, seconds), use.at_once
         table.add_row(escape(use.lane), *figures)
+
     table.add_section()
     for cause, stalled in sorted(stalls.items(), key=lambda item: -item[1]):
         table.add_row(escape(f"stall: {cause}"), format_seconds(stalled), format_share(stalled, seconds))

@@ -1,4 +1,4 @@
-"""`megatier verify`: the promise of exactness, shown on this machine."""
+"""`megatier verify`: shows on this machine that training is exact."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from megatier.hardware import scratch_directory
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train a tiny model under several placements and compare every bit; 0 when all agree, else 1."""
+    """Train a tiny model under several placements and compare every bit; returns 0 if all agree, else 1."""
     parser = argparse.ArgumentParser(
         prog="megatier verify",
-        description="Train a tiny model with its state on the GPU, in RAM and on NVMe, and compare every bit.",
+        description="Train a tiny model with its state on the GPU, in RAM and on NVMe, and compare every bit of the "
+        "results.",
         epilog="example: megatier verify --directory /mnt/a",
     )
     parser.add_argument(
         "--device",
         choices=["auto", "cuda", "cpu"],
         default="auto",
-        help="where to compute (default: a GPU where there is one)",
+        help="device that computes (default: a GPU if there is one)",
     )
-    parser.add_argument("--directory", type=Path, metavar="DIR", help="on the drive to try (default: a temporary one)")
+    parser.add_argument(
+        "--directory", type=Path, metavar="DIR", help="directory on the drive to try (default: a temporary one)"
+    )
     options = parser.parse_args(argv)
-    from megatier.train.verify import verify  # loads torch: only once the arguments are known to be right
+    # Imported here because it loads torch: wrong arguments are refused without waiting for that.
+    from megatier.train.verify import verify
 
     if options.directory is not None:
         return 0 if verify(options.device, options.directory, Console()) else 1

@@ -13,46 +13,48 @@ from megatier.config.values import ByteCount, read_text
 from megatier.config.values import require as _require
 
 PYTHON_STDLIB = "python-stdlib"
-"""Entry of `data.files` that stands for the source files of Python's own standard library."""
+"""The entry of `data.files` that stands for the source files of Python's own standard library."""
 
 DATASET_INFO = "dataset_info.json"
-"""LLaMA-Factory's list of datasets; `<path>/dataset_info.json#<name>` is an entry of `data.files`."""
+"""The file of LLaMA-Factory that lists datasets. `<path>/dataset_info.json#<name>` is an entry of `data.files`."""
 
 BYTE_TOKENIZER = "bytes"
-"""Value of `data.tokenizer` that stands for the byte-level tokenizer, which needs no download."""
+"""The value of `data.tokenizer` that stands for the byte-level tokenizer, which needs no download."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """The text to learn from."""
+    """The texts to learn from, and how they become sequences."""
 
     files: tuple[str, ...] = ()
-    """Files, folders or globs, a folder that Hugging Face's save_to_disk wrote, or PATH/dataset_info.json#NAME of
-    LLaMA-Factory; "python-stdlib" is the Python standard library's own source. Exactly one of files and dataset is
-    given."""
+    """Files, folders or globs; a folder that Hugging Face's save_to_disk wrote; or PATH/dataset_info.json#NAME of
+    LLaMA-Factory. "python-stdlib" stands for the source of Python's own standard library. Give exactly one of files
+    and dataset."""
     dataset: str | None = None
-    """Dataset that Hugging Face's `datasets` loads: a name on the hub, such as org/name, or a folder. Needs the extra
-    datasets."""
+    """Dataset that Hugging Face's `datasets` loads: a name on the hub, such as org/name, or a folder. This needs
+    the extra megatier[datasets]."""
     subset: str | None = None
-    """Subset of data.dataset, where it has several."""
+    """Subset of data.dataset, if it has several."""
     split: str = "train"
     """Split of data.dataset to train on."""
     revision: str | None = None
     """Branch, tag or commit of data.dataset on the hub. None: its main branch."""
     streaming: bool = False
-    """Read data.dataset while the run goes on; it never lies on a drive whole. False: all of it is tokenised first."""
+    """Read data.dataset while the run goes on, so that no drive ever holds all of it. False: all of it is tokenised
+    first."""
     format: Literal["auto", "text", "jsonl", "json", "parquet", "arrow"] = "auto"
-    """How a file is read: as one text, or as records: JSON objects, one a line or in an array, or a table (needs the
-    extra data). auto goes by the suffix; .json is text unless chat is set."""
+    """How a file is read: as one text, or as records. Records are JSON objects, one a line or in an array, or the
+    rows of a table, which need the extra megatier[data]. auto goes by the suffix; .json is one text unless chat is
+    set."""
     text_field: str = "text"
     """Key of the text in each record."""
     chat: Literal["messages", "sharegpt", "alpaca"] | None = None
-    """Records are conversations of this shape, of which the assistant's turns are learnt. None: they are texts."""
+    """Shape of records that are conversations; the assistant's turns are learnt. None: the records are texts."""
     chat_template: str | None = None
-    """Jinja file that takes the place of the tokenizer's chat template. None: the tokenizer's own."""
+    """Jinja file that replaces the tokenizer's chat template. None: the tokenizer's own."""
     cross_documents: bool | None = None
-    """Documents that share a sequence see each other. False: attention and positions start anew at each, which costs
-    memory and time (docs/data.md). None: true for texts, false for conversations."""
+    """Whether documents that share a sequence see each other. False: attention and positions start anew at each
+    document, which costs memory and time (docs/data.md). None: true for texts, false for conversations."""
     suffixes: tuple[str, ...] = (
         ".txt",
         ".md",
@@ -69,35 +71,40 @@ class DataConfig:
         ".cpp",
         ".rs",
     )
-    """Files taken from a folder, by suffix. Files and globs named in data.files are taken whatever their suffix."""
+    """Suffixes of the files that are taken from a folder. Files and globs named in data.files are taken whatever
+    their suffix."""
     tokenizer: str | None = None
     """Folder or hub id of a tokenizer, or "bytes" (257 tokens, no download). None: the model's own."""
     sequence_length: int = 1024
-    """Tokens per sequence, at least 2."""
+    """Tokens in a sequence, at least 2."""
     holdout_fraction: float = 0.02
-    """Share of the documents kept for evaluation, 0 to below 1. Not of a stream, nor beside data.holdout_split."""
+    """Share of the documents that is kept for evaluation, from 0 to below 1. It does not count for a stream, or
+    with data.holdout_split."""
     holdout_split: str | None = None
-    """Split of data.dataset to evaluate on; nothing of data.split."""
+    """Split of data.dataset to evaluate on. Nothing of data.split is kept for evaluation then."""
     holdout_rows: int = 1000
-    """Rows of a stream kept for evaluation, at least 0: its first, or the first of data.holdout_split."""
+    """Rows of a stream that are kept for evaluation, at least 0: its first ones, or the first of
+    data.holdout_split."""
     window_rows: int = 1000
-    """Rows of a stream that are read at a time and shuffled among themselves, and conversations that are packed at a
-    time where they stay whole, at least 1; of these at least as many as fill about 32 sequences."""
+    """Rows of a stream that are read at a time and shuffled among themselves, at least 1. If conversations stay
+    whole, this is also how many of them are packed at a time, but at least as many as fill about 32 sequences."""
     seed: int = 0
-    """Of the hold-out split and of the order of sequences, at least 0."""
+    """Seed of the hold-out split and of the order of sequences, at least 0."""
     max_bytes: ByteCount | None = None
-    """Bytes of text to read at most, counted in file order, at least 1. None: all."""
+    """Most bytes of text to read, counted in the order of the files, at least 1. None: all."""
 
     def __post_init__(self) -> None:
         """Check each value."""
         read_text(self, "data", sizes=("max_bytes",), lists=("files", "suffixes"))
         self._check_source()
+
         _require(
             all(s.startswith(".") for s in self.suffixes),
             "data.suffixes",
             list(self.suffixes),
             'suffixes such as ".txt"',
         )
+
         _require(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2 tokens")
         _require(0 <= self.holdout_fraction < 1, "data.holdout_fraction", self.holdout_fraction, "from 0 to below 1")
         _require(self.holdout_rows >= 0, "data.holdout_rows", self.holdout_rows, "at least 0")
@@ -106,29 +113,28 @@ class DataConfig:
         _require(self.max_bytes is None or self.max_bytes >= 1, "data.max_bytes", self.max_bytes, "at least 1 byte")
 
     def _check_source(self) -> None:
-        """Files, or a dataset with what belongs to it."""
-        if self.dataset is not None:
-            _require(
-                self.dataset != "", "data.dataset", self.dataset, "a name on the hub, such as org/name, or a folder"
-            )
-            _require(not self.files, "data.files", list(self.files), "empty beside data.dataset")
-            if self.holdout_split is not None:
-                self._check_holdout(self.holdout_split)
-            is_whole = self.max_bytes is None or not self.streaming
-            _require(
-                is_whole, "data.max_bytes", self.max_bytes, "null with data.streaming: train.steps bounds a stream"
-            )
+        """Refuse anything but files alone, or a dataset with the settings that belong to it."""
+        if self.dataset is None:
+            bound = 'at least one path, glob or "python-stdlib", or data.dataset be given'
+            _require(len(self.files) > 0, "data.files", list(self.files), bound)
+            for name in ("subset", "revision", "streaming", "holdout_split"):
+                value = getattr(self, name)
+                _require(not value, f"data.{name}", value, "left out without data.dataset")
             return
-        bound = 'at least one path, glob or "python-stdlib", or data.dataset be given'
-        _require(len(self.files) > 0, "data.files", list(self.files), bound)
-        for name in ("subset", "revision", "streaming", "holdout_split"):
-            value = getattr(self, name)
-            _require(not value, f"data.{name}", value, "left out without data.dataset")
+
+        bound = "a name on the hub, such as org/name, or a folder"
+        _require(self.dataset != "", "data.dataset", self.dataset, bound)
+        _require(not self.files, "data.files", list(self.files), "empty if data.dataset is given")
+        if self.holdout_split is not None:
+            self._check_holdout(self.holdout_split)
+
+        bound = "null with data.streaming: train.steps bounds a stream"
+        _require(self.max_bytes is None or not self.streaming, "data.max_bytes", self.max_bytes, bound)
 
     def _check_holdout(self, split: str) -> None:
-        """What is evaluated on must not be trained on."""
+        """Refuse to evaluate on what is trained on."""
         _require(split.strip() != "", "data.holdout_split", split, "the name of a split, or null")
-        bound = f"without what data.split, {self.split}, trains on"
+        bound = f"a split that shares nothing with data.split, which is {self.split}"
         _require(not _overlap(split, self.split), "data.holdout_split", split, bound)
 
     @property
@@ -140,6 +146,9 @@ class DataConfig:
 
 
 def _overlap(split: str, other: str) -> bool:
-    """Whether two splits such as train+test[:9] share one, or one has a slice of another's; slices are not compared."""
+    """Whether two splits such as train+test[:9] share a split, or one has a slice of a split of the other.
+
+    Two slices of one split are not compared.
+    """
     pairs = itertools.product(*([part.strip() for part in name.split("+")] for name in (split, other)))
     return any(one == two or one.startswith(f"{two}[") or two.startswith(f"{one}[") for one, two in pairs)

@@ -1,4 +1,4 @@
-"""How a config is read: YAML, dotted overrides on top, and good words for what is wrong with them."""
+"""Reads a config: a YAML file, with dotted overrides laid over it, and messages that say what is wrong with them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         path: YAML file with the sections of `RunConfig`; None: overrides alone.
-        overrides: command-line words, "--section.key value" or "--section.key=value". Keys inside `model.config` too.
+        overrides: command-line words, "--section.key value" or "--section.key=value"; also keys inside `model.config`.
 
     Raises:
         ConfigError: the file cannot be read, or a key or value is wrong; names the key, the value and what is allowed.
@@ -40,7 +40,7 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def from_dict(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """Sections such as `to_dict` gives, with overrides laid over them.
+    """The config of sections such as `to_dict` gives, with overrides laid over them.
 
     Raises:
         ConfigError: as `load`.
@@ -49,16 +49,22 @@ def from_dict(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConf
 
 
 def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunConfig:
+    """The config of a tree of sections, with overrides laid over it."""
     words = _take_model_config(overrides, tree)
     _check_known(word[2:].partition("=")[0] for word in words if word.startswith("--"))
-    # Past the parser, which would take its quoted "1" and "null" for 1 and null.
+
+    # `model.config` goes past the parser, which would take its quoted "1" and "null" for 1 and null.
     model_config = tree.setdefault("model", {}).pop("config", None)
     if not isinstance(model_config, dict | None):
         raise ConfigError(_refusal("model", "config", f"is {shown(repr(model_config))}"))
+
+    # The parser raises errors that are not its own for a word such as "!!timestamp x", and for an int too large for a
+    # float.
     try:
         values = _parser().parse_args(words, namespace=_parser().parse_object(tree)).as_dict()
-    except (ArgumentError, AttributeError, OverflowError) as error:  # a word "!!timestamp x", an int for a float
+    except (ArgumentError, AttributeError, OverflowError) as error:
         raise ConfigError(_one_line(str(error))) from error
+
     values["model"]["config"] = model_config
     _check_given(values)
     return RunConfig(
@@ -70,12 +76,15 @@ def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunCon
 
 
 def given(path: Path | None, overrides: Sequence[str] = ()) -> frozenset[str]:
-    """Dotted names of the settings that a file and overrides name, those inside `model.config` aside. After `load`."""
+    """Dotted names of the settings that a file and overrides give, without those inside `model.config`.
+
+    Call `load` first, which refuses what is wrong with them.
+    """
     return given_in({} if path is None else _read_sections(path), overrides)
 
 
 def given_in(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> frozenset[str]:
-    """The same of sections, after `from_dict`."""
+    """The same for sections, after `from_dict`."""
     sections = copy.deepcopy(dict(tree))
     words = _take_model_config(overrides, sections)
     named = {f"{name}.{key}" for name, keys in sections.items() for key in keys}
@@ -83,7 +92,7 @@ def given_in(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> frozense
 
 
 def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Sections as plain lists, dicts, numbers and text; written as YAML, `load` reads it back."""
+    """Sections as plain lists, dicts, numbers and text. If they are written as YAML, `load` reads them back."""
     sections = dataclasses.asdict(config)
     return {
         name: {key: list(value) if isinstance(value, tuple) else value for key, value in section.items()}
@@ -92,16 +101,18 @@ def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 
 class _ByteSize(int):
-    """How the parser reads `ByteCount`: text with a unit, or an int."""
+    """The parser's type for a `ByteCount`: text with a unit, or an int."""
 
     def __new__(cls, value: object) -> _ByteSize:
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ConfigError(f"{value!r} is no byte size")
+
+        # An int keeps its value, since text with a unit alone has to be parsed.
         return super().__new__(cls, value if isinstance(value, int) else parse_bytes(value))
 
 
 class _CommaList(tuple[str, ...]):
-    """How the parser reads a tuple of text: a list, or one comma-separated string."""
+    """The parser's type for a tuple of text: a list, or one comma-separated string."""
 
     __slots__ = ()
 
@@ -113,7 +124,7 @@ class _CommaList(tuple[str, ...]):
 
 
 def _builtin(value: object) -> object:
-    """The plain int or tuple of what the parser read."""
+    """What the parser read as a plain int or tuple, if it is of a type of ours."""
     if isinstance(value, _ByteSize):
         return int(value)
     return tuple(value) if isinstance(value, _CommaList) else value
@@ -125,7 +136,7 @@ register_type(_CommaList, serializer=list)
 
 @functools.cache
 def _parser() -> ArgumentParser:
-    """Reads and converts values; keys and bounds are checked by us, for better messages."""
+    """The parser that reads and converts values. Keys and bounds are checked here, for better messages."""
     known = ArgumentParser(exit_on_error=False, add_help=False)
     for name, section in SECTIONS.items():
         for item in dataclasses.fields(section):
@@ -136,11 +147,12 @@ def _parser() -> ArgumentParser:
 
 
 def field_docs(section: type[Any]) -> dict[str, str]:
-    """The string under each field of a section, as one line; of None it speaks as YAML does, of null."""
+    """The string under each field of a section, as one line. It says null and false, as YAML does."""
+    # Python keeps no strings under fields, so they are read from the source.
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     body = tree.body if isinstance(tree, ast.ClassDef) else []
     return {
-        statement.target.id: " ".join(doc.value.value.split()).replace("None:", "null:")
+        statement.target.id: " ".join(doc.value.value.split()).replace("None:", "null:").replace("False:", "false:")
         for statement, doc in itertools.pairwise(body)
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
         if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) and isinstance(doc.value.value, str)
@@ -152,14 +164,14 @@ def _hints(section: type[Any]) -> dict[str, Any]:
 
 
 def _argument_type(hint: Any) -> Any:  # noqa: ANN401  type hints have no common type
-    """The parser's type for a field's."""
+    """The parser's type for the type of a field."""
     if hint == tuple[str, ...]:
         return _CommaList
     return _ByteSize | None if ByteCount in get_args(hint) else hint
 
 
 def _read_sections(path: Path) -> dict[str, dict[str, Any]]:
-    """Sections of a YAML file; an empty section is an empty dict."""
+    """The sections of a YAML file. An empty section is an empty dict."""
     tree = read_yaml(path, get_loader("yaml"))
     if not isinstance(tree, dict):
         found = "is empty; it" if tree is None else f"holds {shown(repr(tree))}; it"
@@ -168,6 +180,7 @@ def _read_sections(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _sections(tree: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
+    """The sections of a tree that holds nothing else, and only settings that are known."""
     _check_known((str(name) for name in tree if str(name) not in SECTIONS), where)
     check_sections(tree, where)
     sections = {name: keys or {} for name, keys in tree.items()}
@@ -179,7 +192,7 @@ def check_sections(tree: Mapping[str, Any], where: str) -> None:
     """Refuse sections that hold no settings by name.
 
     Args:
-        tree: sections alone; one may be empty.
+        tree: sections and nothing else. A section may be empty.
         where: the file, for messages.
 
     Raises:
@@ -193,26 +206,33 @@ def check_sections(tree: Mapping[str, Any], where: str) -> None:
 
 
 def _take_model_config(overrides: Sequence[str], tree: dict[str, dict[str, Any]]) -> list[str]:
-    """Set overrides of `model.config`, and of keys inside it, in the tree; return the other words."""
-    words, rest = list(overrides), []
+    """Set overrides of `model.config`, and of keys inside it, in the tree; returns the other words."""
+    words = list(overrides)
+    rest = []
+
     while words:
         word = words.pop(0)
         name, equals, text = word.removeprefix("--").partition("=")
         if not (word.startswith("--") and f"{name}.".startswith("model.config.")):
             rest.append(word)
             continue
+
+        # The value stands after an equals sign, or is the next word.
         if not equals and (not words or words[0].startswith("--")):
             raise ConfigError(f"{name} has no value.")
+
         *parents, leaf = name.split(".")
         target: dict[str, Any] = tree
         for parent in parents:
             if not isinstance(target.get(parent), dict):
                 target[parent] = {}
             target = target[parent]
+
         try:
             target[leaf] = parse_yaml(text if equals else words.pop(0), get_loader("yaml"))
         except ConfigError as error:
             raise ConfigError(f"{name} is {error}") from error
+
     return rest
 
 
@@ -221,13 +241,15 @@ def _dotted(name: str, keys: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_known(keys: Iterable[str], where: str | None = None) -> None:
-    """Refuse unknown keys, with the nearest known one, and the file where they stand in one."""
+    """Refuse unknown keys, and name the nearest known one, and the file if they stand in one."""
     known = [dotted for name, section in SECTIONS.items() for dotted in _dotted(name, _hints(section))]
+
     for key in keys:
         if key in known:
             continue
         if key in SECTIONS:
             raise ConfigError(f"{key} is a section; set one of its keys, such as --{_section_keys(key)[0]}.")
+
         # A key in the wrong section is as common as a misspelt one.
         near = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
         near = near or difflib.get_close_matches(key, [*known, *SECTIONS], n=1, cutoff=0.5)
@@ -244,12 +266,13 @@ def _check_given(values: Mapping[str, Any]) -> None:
 
 
 def _section_keys(name: str) -> list[str]:
-    """Dotted keys of a section; the sections themselves where there is none of this name."""
+    """Dotted keys of a section; the names of all sections if there is none of this name."""
     return list(_dotted(name, _hints(SECTIONS[name]))) if name in SECTIONS else list(SECTIONS)
 
 
 def _one_line(message: str) -> str:
-    """The parser's complaint as one sentence with what the setting means."""
+    """The parser's complaint as one sentence, with what the setting means."""
+    # The parser says the key and the value in several ways, each of which these find.
     key = re.search(r'Parser key "(\w+)\.(\w+)"|argument --(\w+)\.(\w+): expected', message)
     value = re.search(r"(?:Given value|Got value): (.*)|type _CommaList: (.*) is no", message)
     if key is None:
@@ -259,7 +282,8 @@ def _one_line(message: str) -> str:
 
 
 def _refusal(section: str, name: str, found: str) -> str:
-    """What a setting is, and what it may be."""
+    """A sentence that says what was found, what may stand there, and what the setting means."""
+    # The type in words: null, sizes and choices as a user writes them.
     hint = str(_hints(SECTIONS[section])[name]).replace("typing.", "")
     for pattern, words in (
         ("Optional\\[(.*)\\]$", r"\1 | None"),
@@ -275,4 +299,5 @@ def _refusal(section: str, name: str, found: str) -> str:
         ("dict\\[str, Any\\]", "keys with values"),
     ):
         hint = re.sub(pattern, words, hint)
+
     return f"{section}.{name} {found}; expected {hint}. {field_docs(SECTIONS[section])[name]}"

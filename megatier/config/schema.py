@@ -1,7 +1,8 @@
-"""What a run is told: typed, frozen, checked sections; `config.file` reads them.
+"""The configuration of a run, as typed, frozen, checked sections. `config.file` reads them.
 
-One dataclass per section, a string under each field with unit and range. Every value is checked once, when the section
-is built, so that a `RunConfig` that exists is a valid one. Pure: no torch, nothing allocated.
+Each section is a dataclass with a string under each field, which names unit and range and is what the help shows. Every
+value is checked once, when the section is built, so a `RunConfig` that exists is a valid one. Pure: no torch, and
+nothing is allocated.
 """
 
 from __future__ import annotations
@@ -18,33 +19,35 @@ from megatier.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """What is trained, and how it computes."""
+    """The model that is trained, and how it computes."""
 
     path: str | None = None
-    """Folder with a Hugging Face model, or hub id. Exactly one of path and config is given."""
+    """Folder of a Hugging Face model, or its id on the hub. Give exactly one of path and config."""
     config: dict[str, Any] | None = None
-    """Hugging Face config to start from scratch: model_type and its keys, such as hidden_size."""
+    """Hugging Face config of a model that starts from scratch: model_type and its keys, such as hidden_size."""
     frozen: tuple[str, ...] = ()
-    """Parameters that are not trained: names of parameters or modules, with * and ?; after ! what is trained all the
-    same. The last one that names a parameter decides. Such as model.embed_tokens,model.layers.[0-7] or *,!*.q_proj."""
+    """Parameters that are not trained, as patterns for the names of parameters or modules, with the wildcards *, ?
+    and [0-7]. A pattern after ! names what is trained all the same. The last pattern that fits a parameter decides.
+    Examples: model.embed_tokens,model.layers.[0-7] and *,!*.q_proj."""
     compute_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Type of the compute copy. Master weights and moments are fp32 either way."""
+    """Type of the weights that compute. Master weights and moments are fp32 either way."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
-    """Attention implementation of transformers."""
+    """Implementation of attention in transformers."""
     compile: bool | None = None
-    """Compile layers and loss with torch.compile. Changes the order of sums. None: yes on a GPU, no on a CPU;
-    never in bf16 on a CPU without bf16 instructions."""
+    """Compile layers and loss with torch.compile. This changes the order of sums. None: yes on a GPU, no on a CPU.
+    A CPU without bf16 instructions never compiles in bf16."""
     saved_share: float = 0.8
     """Share of a layer's activations that a compiled layer saves, 0 to 1. Its backward computes the rest again,
-    cheapest first: at 0.8 products of elements and norms, at 0 all but the inputs. Changes the order of sums."""
+    cheapest first: at 0.8 these are products of elements and norms, at 0 all but the layer's inputs. This changes
+    the order of sums."""
     fused_loss: bool = True
-    """Head and loss as one chunked node, so that logits never exist whole. Off, with a warning, for a model that does
-    more between the two than scale and cap logits once."""
+    """Compute head and loss together, chunk by chunk, so that the logits never exist whole. This is turned off,
+    with a warning, for a model that does more between the two than scale and cap the logits once."""
     loss_chunk: int = 1024
-    """Tokens per chunk of the fused loss, at least 1."""
+    """Tokens in one chunk of the fused loss, at least 1."""
     expert_parts: int = 1
-    """Units that the experts of a layer are cut into, at least 1, so that slots need not take all of them at once. At 1
-    a layer is one unit. Changes the order of sums."""
+    """Units into which the experts of a layer are cut, at least 1, so that a slot need not take all of them at
+    once. At 1 a layer is one unit. This changes the order of sums."""
 
     def __post_init__(self) -> None:
         """Check each value."""
@@ -52,6 +55,7 @@ class ModelConfig:
             raise ConfigError(
                 "give exactly one of model.path (to go on with a model) and model.config (to start anew)."
             )
+
         read_text(self, "model", lists=("frozen",))
         _require(self.config is None or "model_type" in self.config, "model.config", self.config, "with a model_type")
         _require(
@@ -64,49 +68,56 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TiersConfig:
-    """Where the state may lie, and how it moves. Made in Python it takes sizes and lists as text too."""
+    """Where the state may lie, and how it moves. In Python, sizes and lists may be given as text too."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where the model computes; auto: cuda where there is one. On the CPU an arena in RAM stands for GPU memory."""
+    """Device that computes. auto: cuda if there is a GPU, else cpu. On the CPU an arena in RAM stands for GPU
+    memory."""
     gpu: ByteCount | None = None
-    """GPU memory for weights, gradients and state, such as 40GiB; activations come on top. None: from the machine."""
+    """GPU memory for weights, gradients and state, such as 40GiB. Activations come on top. None: chosen for this
+    machine."""
     gpu_limit: ByteCount | None = None
-    """GPU memory that the whole process may take: tiers.gpu, activations, libraries. None: all there is."""
+    """GPU memory that the whole process may take: tiers.gpu, activations and libraries. None: all there is."""
     ram: ByteCount | None = None
-    """RAM budget (pinned where there is a GPU), such as 96GiB. None: from the machine."""
+    """RAM budget, such as 96GiB. With a GPU it is pinned. None: chosen for this machine."""
     nvme: tuple[str, ...] = ()
-    """Mounts as DIR or DIR:SIZE, such as /mnt/a:500GiB; a list, or comma-separated. Empty: no NVMe tier."""
+    """Mounts on drives, each as DIR or DIR:SIZE, such as /mnt/a:500GiB. Empty: there is no NVMe tier."""
     state: tuple[str, ...] = ("gpu", "ram", "nvme")
-    """Tiers that may hold state, in order of preference, out of gpu, ram, nvme."""
+    """Tiers that may hold state, in order of preference, out of gpu, ram and nvme."""
     chunk: ByteCount | None = None
-    """State of one update chunk, at 12 bytes an element, at least 24KiB. None: chosen."""
+    """Bytes of state in one update chunk, at 12 bytes an element, at least 24KiB. None: chosen from the RAM budget."""
     io_threads: int | None = None
-    """Native threads that read NVMe, and as many that write, 1 to 256. None: what `megatier bench` found on these
-    mounts, else 4."""
+    """Native threads that read NVMe, and as many that write, 1 to 256. None: as many as `megatier bench` found for
+    these mounts, or 4 if it did not measure them."""
     streamed_share: float = 0.0
-    """Share of the parameters at home in RAM whose state passes through the GPU to be updated there, 0 to 1. It takes
-    room in tiers.gpu, and relieves the CPU where tiers.state leaves the GPU out. Without clipping and guard, or where
-    RAM spills to NVMe, nothing is streamed; the run says how many units are."""
+    """Share of the parameters at home in RAM whose state passes through the GPU to be updated there, 0 to 1. This
+    takes room in tiers.gpu, and relieves the CPU if tiers.state leaves the GPU out. Nothing is streamed if clipping
+    and the guard are both off, or if RAM spills to NVMe. The run says how many units are streamed."""
     generations: int = 1
-    """Places on NVMe for the state of layers that spill: 1, 2 or 3. A second one lets them be updated in the backward,
-    before it is known whether to clip, which also takes a second weight plane in RAM; with output.savepoint_every it
-    holds the savepoint instead. A third one gives both. Without clipping and guard it changes nothing."""
+    """Places on NVMe for the state of layers that spill: 1, 2 or 3. With a second one these layers are updated in
+    the backward, before it is known whether to clip; their weights then have a second place in RAM too. With
+    output.savepoint_every the second one holds the savepoint instead, and a third one gives both. If clipping and
+    the guard are both off, this changes nothing."""
     update_threads: int | None = None
-    """Native threads that run AdamW on the CPU, 1 to 1024. None: the cores this process may use."""
+    """Native threads that run AdamW on the CPU, 1 to 1024. None: one for each core that this process may use."""
     direct_io: Literal["auto", "never"] = "auto"
-    """auto: O_DIRECT where the file system takes it; or never."""
+    """auto: read and write with O_DIRECT if the file system takes it. never: go through the page cache."""
     checksums: bool = True
-    """Verify what is read from NVMe."""
+    """Verify the checksums of all that is read from NVMe."""
     gpu_direct: bool = False
-    """Read weights that lie on NVMe into GPU memory with kvikio, past RAM: by GPUDirect Storage where the machine has
-    it. Needs a GPU and the extra gds. Without GPUDirect Storage the way through RAM is as fast, and overlaps better."""
+    """Read weights that lie on NVMe into GPU memory with kvikio, past RAM: by GPUDirect Storage if the machine has
+    it. This needs a GPU and the extra megatier[gds]. Without GPUDirect Storage the way through RAM is as fast, and
+    overlaps better."""
 
     def __post_init__(self) -> None:
         """Check each value."""
         read_text(self, "tiers", sizes=("gpu", "gpu_limit", "ram", "chunk"), lists=("nvme", "state"))
+
         for name in ("gpu", "gpu_limit", "ram"):
             num_bytes = getattr(self, name)
             _require(num_bytes is None or num_bytes >= 1, f"tiers.{name}", num_bytes, "at least 1 byte")
+
+        # `mounts` parses each one, so a wrong size is refused here.
         directories = [mount.directory for mount in self.mounts]
         _require(len(set(directories)) == len(directories), "tiers.nvme", list(self.nvme), "without repeats")
         _require(
@@ -115,6 +126,7 @@ class TiersConfig:
             list(self.state),
             "one or more of gpu, ram, nvme, each once",
         )
+
         _require(self.chunk is None or self.chunk >= 24576, "tiers.chunk", self.chunk, "at least 24KiB")
         io_threads = self.io_threads
         _require(io_threads is None or 1 <= io_threads <= 256, "tiers.io_threads", io_threads, "1 to 256")
@@ -125,7 +137,7 @@ class TiersConfig:
 
     @property
     def mounts(self) -> tuple[MountBudget, ...]:
-        """The drives of the NVMe tier, in the order given."""
+        """The mounts of the NVMe tier, in the order given."""
         return tuple(map(parse_mount, self.nvme))
 
 
@@ -136,21 +148,24 @@ class TrainConfig:
     steps: int = 1000
     """Optimizer steps, at least 1."""
     batch: int = 8
-    """Sequences per step, a multiple of groups * slices."""
+    """Sequences in a step, a multiple of groups * slices."""
     groups: int = 1
-    """Forward and backward runs over the units per step, at least 1. Changes the order of sums."""
+    """Parts of a step, each with a forward and a backward over all units, at least 1. This changes the order of
+    sums."""
     slices: int = 1
-    """Parts of a group that share one binding of the weights, at least 1. Changes the order of sums."""
+    """Parts of a group, which each unit runs one after the other with its weights in place, at least 1. This
+    changes the order of sums."""
     activations: Literal["keep", "recompute", "offload"] = "keep"
-    """What happens to activations between forward and backward. Never changes a number."""
+    """What happens to activations between forward and backward. This never changes a number."""
     kept_layers: int = 0
-    """Decoder layers, counted from the last, that keep their activations whatever `activations` says; at least 0."""
+    """Number of decoder layers, counted from the last, that keep their activations whatever train.activations says;
+    at least 0."""
     learning_rate: float = 3e-4
     """Peak learning rate, at least 0."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rate after warm-up."""
+    """Course of the learning rate after the warm-up."""
     warmup_steps: int = 0
-    """Steps of linear warm-up, 0 to below steps."""
+    """Steps of linear warm-up, from 0 to below train.steps."""
     min_learning_rate_ratio: float = 0.0
     """Last learning rate as a share of the peak, 0 to 1."""
     weight_decay: float = 0.0
@@ -160,36 +175,41 @@ class TrainConfig:
     beta2: float = 0.999
     """Decay of the second moment, 0 to below 1."""
     eps: float = 1e-8
-    """Added to the root of the second moment, above 0."""
+    """Number that is added to the root of the second moment, above 0."""
     clip: float | None = 1.0
-    """Global gradient norm to clip to, above 0. None: off."""
+    """Global gradient norm to clip to, above 0. None: no clipping."""
     seed: int = 0
-    """Of initial weights and dropout, at least 0."""
+    """Seed of the initial weights and of dropout, at least 0."""
     evaluate_every: int = 0
-    """Steps between evaluations on the held-out text, at least 0. 0: only at the end."""
+    """Steps between evaluations on the held-out text, at least 0. 0: evaluate only at the end."""
     evaluate_batches: int = 16
-    """Batches of each evaluation at most, at least 1."""
+    """Most batches of each evaluation, at least 1."""
     stall_timeout: float = 1800.0
-    """Seconds, at least 0. When nothing moved on for so long, and for 4 times the longest that it took before, the run
-    stops with an error and the state of every queue. 0: never."""
+    """Seconds without progress after which the run stops with an error and the state of every queue, at least 0. It
+    stops only if this is also 4 times as long as the longest wait before. 0: never stop."""
 
     def __post_init__(self) -> None:
         """Check each value, then those that depend on each other."""
         for name in ("steps", "batch", "groups", "slices", "evaluate_batches"):
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
+
+        # YAML can say .inf and .nan, which no comparison with a lower bound alone would refuse.
         for name in ("warmup_steps", "kept_layers", "seed", "evaluate_every", "learning_rate", "weight_decay"):
             value = getattr(self, name)
             _require(0 <= value < math.inf, f"train.{name}", value, "at least 0")
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "from 0 to below 1")
+
         _require(0 <= self.stall_timeout < math.inf, "train.stall_timeout", self.stall_timeout, "at least 0")
-        ratio, clip = self.min_learning_rate_ratio, self.clip
+        ratio = self.min_learning_rate_ratio
+        clip = self.clip
         _require(0 <= ratio <= 1, "train.min_learning_rate_ratio", ratio, "from 0 to 1")
         _require(0 < self.eps < math.inf, "train.eps", self.eps, "above 0")
         _require(clip is None or 0 < clip < math.inf, "train.clip", clip, "above 0, or null for no clipping")
         _require(
             self.warmup_steps < self.steps, "train.warmup_steps", self.warmup_steps, f"below train.steps {self.steps}"
         )
+
         parts = self.groups * self.slices
         _require(self.batch % parts == 0, "train.batch", self.batch, f"a multiple of groups * slices ({parts})")
 
@@ -199,13 +219,13 @@ class NumericsConfig:
     """Choices that change bits, and what happens to numbers that are not finite."""
 
     deterministic: bool = True
-    """Only operations that repeat bit by bit in a fresh process."""
+    """Use only operations that repeat bit by bit in a fresh process."""
     guard: bool = True
-    """Look at each step's loss and gradient norm before a weight changes, and leave the step out if one of them is NaN
-    or infinite. The gradients of a step wait for that, as for clipping. Off: such a step ends the run; without
-    clipping, updates then run inside the backward, and those of the step that ends it in part."""
+    """Look at each step's loss and gradient norm before a weight changes, and leave the step out if one of them is
+    NaN or infinite. The gradients of a step wait for that, as they do for clipping. False: such a step ends the
+    run. If clipping is off too, updates run inside the backward, so the step that ends the run is applied in part."""
     max_skips: int = 3
-    """Steps in a row that the guard leaves out, at least 0; one more ends the run."""
+    """Steps in a row that the guard may leave out, at least 0. One more ends the run."""
 
     def __post_init__(self) -> None:
         """Check each value."""
@@ -214,28 +234,30 @@ class NumericsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputConfig:
-    """What the run leaves behind."""
+    """What the run writes."""
 
     directory: str = "runs/megatier"
-    """Run directory: resolved config, metrics.jsonl, export. One run at a time."""
+    """Run directory, for the resolved config, metrics.jsonl, checkpoints and the export. One run may use it at a
+    time."""
     export: bool = True
-    """Write a Hugging Face folder at the end."""
+    """Write the model as a Hugging Face folder at the end."""
     export_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Type of the exported weights; fp32 writes the masters."""
+    """Type of the exported weights. fp32 writes the master weights."""
     checkpoint_every: int | Literal["auto"] = "auto"
-    """Steps between checkpoints, at least 0, and one at the end. auto: by time and by what they cost, 2 % of the run at
-    most, and one where the export fails; none where savepoint_every is set, or where the drive has no room for two. 0:
-    only when the run is stopped by Ctrl-C or SIGTERM, ended by steps that are not finite, or its export fails."""
+    """Steps between checkpoints, with one more at the end; at least 0. auto: as often as takes 2 % of the run's
+    time at most, and one if the export fails; none if savepoint_every is set, or if the drive has no room for two.
+    0: only if the run is stopped by Ctrl-C or SIGTERM, is ended by steps that are not finite, or cannot export its
+    model."""
     savepoint_every: int = 0
-    """Steps between savepoints, at least 0. A savepoint keeps a generation of what spilled in place on NVMe and writes
-    only the rest, so it takes less time than a checkpoint; `resume` goes on from it on the same tiers and drives. The
-    last one is kept, until a checkpoint is newer. 0: none."""
+    """Steps between savepoints, at least 0. A savepoint leaves a generation of what spilled in place on NVMe and
+    writes only the rest, so it takes less time than a checkpoint. `resume` goes on from it on the same tiers and
+    drives. The last one is kept until there is a newer checkpoint. 0: none."""
     keep_checkpoints: int = 2
-    """Checkpoints to keep, at least 1: the last ones."""
+    """Number of checkpoints to keep, at least 1. The last ones stay."""
     trace: bool = False
-    """Write a Perfetto-readable trace of transfers, compute and stalls."""
+    """Write a trace of transfers, compute and stalls that Perfetto can read."""
     tensorboard: bool = False
-    """Write the figures of each step for TensorBoard as well; needs the extra megatier[tensorboard]."""
+    """Also write the figures of each step for TensorBoard. This needs the extra megatier[tensorboard]."""
 
     def __post_init__(self) -> None:
         """Check each value."""
@@ -247,7 +269,7 @@ class OutputConfig:
 
     @property
     def saves_by_time(self) -> bool:
-        """Whether the clock says when a checkpoint is written: nobody did, and there are no savepoints."""
+        """Whether the clock decides when a checkpoint is written, because no setting does."""
         return self.checkpoint_every == "auto" and not self.savepoint_every
 
 
@@ -263,7 +285,7 @@ class RunConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self) -> None:
-        """Check what spans sections."""
+        """Check the settings that depend on those of another section."""
         _require(
             self.model.path is not None or self.data.tokenizer is not None,
             "data.tokenizer",
@@ -274,19 +296,24 @@ class RunConfig:
         self._check_borders()
 
     def _check_generations(self) -> None:
-        """A savepoint keeps one of several on NVMe, checked by the checksums that it notes."""
-        tiers, every = self.tiers, self.output.savepoint_every
-        if not every:
+        """Refuse generations that nothing uses, and a savepoint that could not be kept or checked.
+
+        A savepoint keeps one of several generations on NVMe, and notes the checksums by which it is checked later.
+        """
+        tiers = self.tiers
+        if not self.output.savepoint_every:
             _require(tiers.generations < 3, "tiers.generations", 3, "1 or 2 without output.savepoint_every")
         elif tiers.nvme:
-            needs, waits = "with output.savepoint_every", self.train.clip is not None or self.numerics.guard
+            needs = "with output.savepoint_every"
+            waits = self.train.clip is not None or self.numerics.guard
             _require(tiers.generations > 1, "tiers.generations", 1, f"2 or 3 {needs}: one of them is kept")
             _require(tiers.checksums, "tiers.checksums", False, f"true {needs}")
             _require(waits, "numerics.guard", False, f"true, or train.clip set, {needs}: updates have to wait")
 
     def _check_borders(self) -> None:
-        """What keeps documents apart: masks that some kernels do not take, and that cannot always be cut."""
-        is_apart, attention = self.data.is_apart, self.model.attention
+        """Refuse masks that keep documents apart if the kernels do not take them, or if they cannot be cut."""
+        is_apart = self.data.is_apart
+        attention = self.model.attention
         _require(
             not is_apart or attention != "flash_attention_2",
             "model.attention",

@@ -1,4 +1,4 @@
-"""How settings are written for people: YAML with a remark behind a setting, which `config.file.load` reads again."""
+"""Writes settings for people: YAML with remarks after settings, which `config.file.load` reads again."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ INDENT = "  "
 
 
 class _Dumper(yaml.SafeDumper):
-    """Lists on one line, and text quoted where `config.file` would read something else."""
+    """Writes lists on one line, and quotes text that `config.file` would take for something else."""
 
     def list_node(self, values: list[object]) -> yaml.Node:
         return self.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True)
 
     def text_node(self, text: str) -> yaml.Node:
-        """The reader takes 2e-5 for a number, PyYAML for text. Only quoted are all characters sure to come back."""
+        """The node of a text.
+
+        The reader takes 2e-5 for a number, but PyYAML for text. Characters that cannot be printed come back only if
+        they are quoted.
+        """
         is_quoted = not text.isprintable() or re.fullmatch(r"[-+.]?[\d_][-+.\d_:eE]*", text)
         return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if is_quoted else None)
 
@@ -46,15 +50,19 @@ def write(sections: Mapping[str, Mapping[str, Any]], names: Collection[str], rem
         remarks: comments by dotted name.
     """
     lines: list[str] = []
+
     for name, section in SECTIONS.items():
         keys = [key for key in section.__dataclass_fields__ if f"{name}.{key}" in names]
         if not keys:
             continue
+
         lines.append(f"{name}:")
         for key in keys:
             first, *rest = _lines(section, key, sections[name][key])
             remark = remarks.get(f"{name}.{key}")
             lines += [f"{first}  # {remark}" if remark else first, *rest]
+
+    # An empty document would be null, and not a mapping.
     return "\n".join(lines or ["{}"]) + "\n"
 
 
@@ -65,7 +73,7 @@ def _lines(section: type[Any], key: str, value: object) -> Iterator[str]:
 
 
 def exact_size(num_bytes: int) -> int | str:
-    """Bytes with the largest unit of which they are a multiple."""
+    """Bytes as text with the largest unit of which they are a multiple; as a plain number if there is none."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes and num_bytes % scale == 0:
             return f"{num_bytes // scale}{unit}"

@@ -1,4 +1,4 @@
-"""Values of a config as text: sizes, mounts, YAML; and what is said of one that is wrong. Pure."""
+"""Reads values of a config from text: sizes, mounts, lists, YAML. Says what is wrong with them. Pure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ ByteCount = Annotated[int, "bytes"]
 """Bytes: a plain int, or text such as "96GiB" or "500 MB" in YAML and on the command line."""
 
 YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What yaml raises for text that is no YAML, for values such as 2026-13-45, and for tags that do not fit theirs."""
+"""The errors that yaml raises: for text that is no YAML, values such as 2026-13-45, and tags that do not fit theirs."""
 YAML_BYTES_MAX = 1 << 20
-"""Of a file, which is read at one megabyte a second or less."""
-YAML_VALUES_MAX, YAML_DEPTH_MAX, YAML_CHARACTERS_MAX = 100_000, 50, 4 << 20
-"""With aliases unfolded."""
+"""Most bytes of a file. YAML is read at one megabyte a second or less."""
+YAML_VALUES_MAX = 100_000
+"""Most values of a document, with aliases unfolded. The next two count so as well."""
+YAML_DEPTH_MAX = 50
+YAML_CHARACTERS_MAX = 4 << 20
 YAML_EVENTS_MAX = 2 * YAML_VALUES_MAX
-"""A list begins and ends."""
+"""Most events of a document: a list is two, because it begins and ends."""
 TOO_MUCH = (
     f"more than {YAML_VALUES_MAX} values, {YAML_CHARACTERS_MAX} characters, or {YAML_DEPTH_MAX} values in one another"
 )
@@ -35,11 +37,11 @@ for _power, _letter in enumerate("kmgtp", start=1):
 
 @dataclass(frozen=True, slots=True)
 class MountBudget:
-    """One drive's share of the NVMe tier."""
+    """The share of the NVMe tier that lies on one mount."""
 
     directory: Path
     num_bytes: int | None
-    """Bytes that megatier may fill; None: what is free."""
+    """Bytes that megatier may fill; None: all that is free."""
 
 
 def parse_bytes(text: str) -> int:
@@ -51,15 +53,23 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in BYTE_UNITS:
         raise ConfigError(f"{text!r} is no byte size; write 96GiB, 500MB or a plain number of bytes")
-    number, unit = match[1], BYTE_UNITS[match[2]]
+
+    number = match[1]
+    unit = BYTE_UNITS[match[2]]
+    # A float would round large whole numbers.
     return int(number) * unit if number.isdigit() else int(float(number) * unit)
 
 
 def parse_yaml(text: str, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401  YAML holds anything
-    """What YAML text says, by a parser of it.
+    """Parse YAML text.
+
+    Args:
+        text: the YAML.
+        parse: makes values of it.
 
     Raises:
-        ConfigError: no valid YAML, or it unfolds, with its aliases, to more values or deeper ones than anybody writes.
+        ConfigError: it is no valid YAML, or has more values or deeper ones, with its aliases unfolded, than anybody
+            writes.
     """
     try:
         _check_written(text)
@@ -70,10 +80,14 @@ def parse_yaml(text: str, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401  
 
 
 def read_yaml(path: Path, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401
-    """What a YAML file says, by a parser of it.
+    """Parse a YAML file.
+
+    Args:
+        path: the file.
+        parse: makes values of its text.
 
     Raises:
-        ConfigError: unreadable, or as in `parse_yaml`; names the file.
+        ConfigError: it cannot be read, or as in `parse_yaml`; names the file.
     """
     text = read_text_of(path)
     try:
@@ -86,7 +100,7 @@ def read_text_of(path: Path) -> str:
     """The text of a config that the user named, which may be a pipe: `megatier train <(envsubst < run.yaml)`.
 
     Raises:
-        ConfigError: unreadable, or larger than any config.
+        ConfigError: it cannot be read, or is larger than any config.
     """
     try:
         return read_input(path, YAML_BYTES_MAX, ConfigError, pipes=True).decode("utf-8")
@@ -97,7 +111,10 @@ def read_text_of(path: Path) -> str:
 
 
 def _check_written(text: str) -> None:
-    """Before nodes are made, which takes longer, and recurses; the parser itself is slow where lists are deep."""
+    """Refuse too many or too deep values, before nodes are made of them.
+
+    Making nodes takes longer, and recurses. The parser itself is slow if lists are deep.
+    """
     depth = 0
     for count, event in enumerate(yaml.parse(text, yaml.SafeLoader)):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -106,13 +123,21 @@ def _check_written(text: str) -> None:
 
 
 def _check_unfolded(root: yaml.Node | None) -> None:
-    """Before anything is made of the nodes: ten lines of aliases and merges can stand for more than RAM holds."""
-    waiting, count, num_characters = [(root, 0)], 0, 0
+    """Refuse too much with aliases unfolded, before values are made of the nodes.
+
+    Ten lines of aliases and merges can stand for more than RAM holds.
+    """
+    waiting = [(root, 0)]
+    count = 0
+    num_characters = 0
+
+    # A node is visited once for each alias of it, so the count is that of the unfolded document.
     while waiting:
         node, depth = waiting.pop()
         if isinstance(node, yaml.CollectionNode):
             inner = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
             waiting.extend((item, depth + 1) for item in inner)
+
         count += 1
         num_characters += len(node.value) if isinstance(node, yaml.ScalarNode) else 0
         if count > YAML_VALUES_MAX or depth > YAML_DEPTH_MAX or num_characters > YAML_CHARACTERS_MAX:
@@ -123,11 +148,12 @@ def parse_mount(text: str, setting: str = "tiers.nvme") -> MountBudget:
     """A mount written as DIR or DIR:SIZE.
 
     Raises:
-        ConfigError: no directory, or no size after the colon; begins with the setting.
+        ConfigError: there is no directory, or no size after the colon; the message begins with the setting.
     """
     directory, colon, size = text.rpartition(":")
     if not colon:
         directory = text
+
     require(directory.strip() != "", setting, text, "DIR or DIR:SIZE, such as /mnt/a:500GiB")
     try:
         return MountBudget(Path(directory.strip()), parse_bytes(size) if colon else None)
@@ -136,23 +162,24 @@ def parse_mount(text: str, setting: str = "tiers.nvme") -> MountBudget:
 
 
 def parse_list(given: str | Sequence[str]) -> tuple[str, ...]:
-    """The entries of a list of text; of one string, those between its commas."""
+    """The entries of a list of text, or those between the commas of one string."""
     words = given.split(",") if isinstance(given, str) else given
     return tuple(word.strip() for word in words if word.strip())
 
 
 def read_text(section: object, name: str, *, sizes: Sequence[str] = (), lists: Sequence[str] = ()) -> None:
-    """Make of text in a section what its fields hold, as the config's reader does: for sections made in Python.
+    """Turn text in a section into the values of its fields, as the config's reader does, if it is made in Python.
 
     Args:
-        section: one that is frozen, while it is built.
-        name: of the section, for messages.
-        sizes: fields in bytes, given as "8MiB".
-        lists: fields that are tuples of text, given as one string or as a list.
+        section: the section, while it is built.
+        name: its name, for messages.
+        sizes: fields in bytes, which may be given as "8MiB".
+        lists: fields that are tuples of text, which may be given as one string or as a list.
 
     Raises:
-        ConfigError: not a size; begins with the setting.
+        ConfigError: a field is not a size; the message begins with the setting.
     """
+    # The section is frozen, so its fields are set past its own `__setattr__`.
     for key in sizes:
         value = getattr(section, key)
         if isinstance(value, str):
@@ -160,12 +187,19 @@ def read_text(section: object, name: str, *, sizes: Sequence[str] = (), lists: S
                 object.__setattr__(section, key, parse_bytes(value))
             except ConfigError as error:
                 raise ConfigError(f"{name}.{key}: {error}") from error
+
     for key in lists:
         object.__setattr__(section, key, parse_list(getattr(section, key)))
 
 
 def require(holds: bool, name: str, value: object, bound: str) -> None:
-    """Refuse a value of a setting that does not hold, with what it must be.
+    """Refuse a value of a setting unless it holds.
+
+    Args:
+        holds: whether it does.
+        name: the setting.
+        value: its value.
+        bound: what it must be.
 
     Raises:
         ConfigError: names setting, value and bound.
