@@ -1,12 +1,12 @@
-"""Files and folders that are whole or not there: written under a hidden name, synchronised, and only then named.
+"""Files and folders that are whole or not there, even after a kill or a loss of power at any point.
 
-The order is always the same, and is what makes a kill or a loss of power at any point harmless:
+They are always made in this order:
 
-1. all of it is written beside its place, under a hidden name;
-2. its bytes and the directories that list them are on the drive;
-3. it gets its name, by one rename. Where the name is taken, old and new change places in one step;
-4. the directory that holds the name is on the drive;
-5. only now may anything go that it replaces.
+1. Everything is written next to its place, under a hidden name.
+2. The bytes, and the directories that list them, are on the drive.
+3. It gets its name by one rename. If something has that name already, the two change places in one step.
+4. The directory that holds the name is on the drive.
+5. Only now may anything be removed that it replaces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pathlib import Path
 from megatier.errors import MegatierError, TransferError
 
 REPLACED = ".replaced"
-"""End of the hidden name of what is whole and gave its name up, where a file system cannot switch two names."""
+"""The end of a hidden name. If a file system cannot switch two names, the old file or folder, which is whole, gets it
+for a moment."""
 NO_SWITCH = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
@@ -30,17 +31,17 @@ RENAME_EXCHANGE = 2
 
 @contextlib.contextmanager
 def becoming(partial: Path, target: Path, what: str, *, replaces: bool = False) -> Iterator[None]:
-    """What is written to `partial` inside is `target` in the end, all of it on the drive; or nothing of it is there.
+    """Turn what is written to `partial` inside into `target`, all of it on the drive; or leave nothing of it.
 
     Args:
-        partial: a file or a folder beside the target.
-        target: what it becomes.
-        what: it is, for messages.
-        replaces: something else may have the target's name. That stays whole until the new one is safe; a kill leaves
-            it at `target` or at `partial`, or (`settle`) under its name with REPLACED.
+        partial: a file or a folder next to the target.
+        target: its name in the end.
+        what: a word for it, for messages.
+        replaces: whether something else may have the target's name. That stays whole until the new one is safe. A kill
+            leaves it at `target` or at `partial`, or under its hidden name with REPLACED, from which `settle` takes it.
 
     Raises:
-        TransferError: writing failed. What had the target's name is whole.
+        TransferError: writing failed. Whatever had the target's name is whole.
     """
     old: Path | None = None
     try:
@@ -52,7 +53,9 @@ def becoming(partial: Path, target: Path, what: str, *, replaces: bool = False) 
         if old is not None:
             discard(old)
     except BaseException as error:
-        if old is None:  # else the old one may lie there, and it is not known whether the drive has the new one
+        # Once the names were switched, the old one lies at `partial`. It has to stay, since nobody knows whether the
+        # drive has the new one.
+        if old is None:
             with contextlib.suppress(OSError):
                 discard(partial)
         if isinstance(error, MegatierError) or not isinstance(error, OSError):
@@ -62,10 +65,10 @@ def becoming(partial: Path, target: Path, what: str, *, replaces: bool = False) 
 
 
 def settle(target: Path) -> None:
-    """Give what was whole its name back, where a kill came between the two renames that stand for a switch.
+    """Give the old file or folder its name back, if a kill came between the two renames that stand for a switch.
 
     Raises:
-        TransferError: the drive does not let it.
+        TransferError: the drive failed.
     """
     replaced = target.with_name(f".{target.name}{REPLACED}")
     if not os.path.lexists(replaced):
@@ -80,7 +83,7 @@ def settle(target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """One file, or the names in one directory, on the drive.
+    """Wait until one file, or the names in one directory, are on the drive.
 
     Raises:
         OSError: the drive failed.
@@ -93,7 +96,9 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """All of the file system on the drive: one call, where a large checkpoint has thousands of files and folders.
+    """Wait until all of the folder's file system is on the drive.
+
+    It is one call, since a large checkpoint has thousands of files and folders.
 
     Raises:
         OSError: the drive failed.
@@ -107,10 +112,10 @@ def sync_tree(folder: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a file or folder; of a link the link alone. Nothing there is fine.
+    """Remove a file, a folder, or a link itself. It is no error if nothing is there.
 
     Raises:
-        OSError: the drive does not let go of it.
+        OSError: it could not be removed.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -119,10 +124,10 @@ def discard(path: Path) -> None:
 
 
 def switch(first: Path, second: Path) -> bool:
-    """Let two names change places, in one step; False where the file system cannot.
+    """Let two names change places in one step; return False if the file system cannot do that.
 
     Raises:
-        OSError: one of them is not there, or the drive failed.
+        OSError: one of the names is not there, or the drive failed.
     """
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
@@ -137,13 +142,14 @@ def switch(first: Path, second: Path) -> bool:
 
 
 def _take_name(partial: Path, target: Path, replaces: bool) -> Path | None:
-    """Name what is whole; returns where what had the name lies now, whole too."""
+    """Give `partial` its name. If something else had the name, return where that lies now; it is whole."""
     if not (replaces and os.path.lexists(target)):
         partial.rename(target)
         return None
     if switch(partial, target):
         return partial
 
+    # Without a switch the name is free for a moment. `settle` mends a kill in that moment.
     replaced = target.with_name(f".{target.name}{REPLACED}")
     discard(replaced)
     target.rename(replaced)

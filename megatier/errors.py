@@ -1,7 +1,7 @@
-"""The errors of megatier: typed fields, figures, and a remedy in every message.
+"""The errors of megatier. They have typed fields, and every message has figures and a remedy.
 
-Each kind also derives from the fitting builtin where one exists. They are raised where the cause is known and
-caught only in `cli/`, which prints the message and exits with code 2.
+Each kind also derives from the builtin error that fits, if there is one. An error is raised where its cause is known,
+and caught only in `cli/`, which prints the message and exits with code 2.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 
 
 class MegatierError(Exception):
-    """Base of every error that megatier raises on purpose."""
+    """The base of every error that megatier raises on purpose."""
 
 
 class ConfigError(MegatierError, ValueError):
@@ -31,7 +31,7 @@ class PlanError(MegatierError):
 
 
 class CapacityError(MegatierError):
-    """A tier has no room for what was asked."""
+    """A tier has no room for the bytes that were asked for."""
 
     def __init__(self, tier: str, needed_bytes: int, free_bytes: int, remedy: str) -> None:
         """Keep the figures; the message states them in MiB."""
@@ -46,7 +46,7 @@ class BlockNotFoundError(MegatierError, KeyError):
     """No block was registered under this key."""
 
     def __str__(self) -> str:
-        """Message as given, without KeyError's quotes."""
+        """Return the message as it was given, without the quotes of KeyError."""
         return str(self.args[0])
 
 
@@ -76,10 +76,10 @@ REMEDIES = {
 
 
 class TransferError(MegatierError, OSError):
-    """A device failed to move bytes. The source copy is whole; the target is unspecified."""
+    """A device failed to move bytes. The bytes at the source are whole. Those at the target may be anything."""
 
     def __init__(self, what: str, tier: str, path: str, offset: int, code: int) -> None:
-        """Name tier, path, byte offset in the file and errno (0 when the system gave none)."""
+        """Name tier, path, byte offset in the file, and errno (0 if the system gave none)."""
         self.tier = tier
         self.path = path
         self.offset = offset
@@ -88,12 +88,12 @@ class TransferError(MegatierError, OSError):
         super().__init__(code, f"{what} failed on tier {tier}, {path} at byte {offset}: {reason}. {remedy}")
 
     def __str__(self) -> str:
-        """Only the sentence; errno stays a field."""
+        """Return the sentence alone. The errno is a field."""
         return str(self.strerror)
 
 
 class IntegrityError(MegatierError):
-    """Bytes read from NVMe are not those that were written."""
+    """Bytes that were read from NVMe are not those that were written."""
 
     def __init__(self, key: str, path: str, offset: int, expected: int, found: int) -> None:
         """Name block, file, byte offset of the chunk, and both checksums."""
@@ -113,7 +113,7 @@ class CheckpointError(MegatierError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A file of a checkpoint is missing, or not what was written."""
+    """A file of a checkpoint is missing, or not as it was written."""
 
     def __init__(self, path: str, what: str) -> None:
         """Name the file and say what is wrong with it."""
@@ -125,7 +125,7 @@ class SavepointError(CheckpointError):
     """A run cannot go on from its savepoint."""
 
     def __init__(self, path: str, reason: str, before: str) -> None:
-        """Name it, say why, and say what the run goes on from without it."""
+        """Name the savepoint, say why, and say what the run goes on from without it."""
         self.path = path
         self.before = before
         super().__init__(
@@ -135,10 +135,10 @@ class SavepointError(CheckpointError):
 
 
 class ExportError(MegatierError):
-    """The steps of a run are done, and its model could not be written."""
+    """The steps of a run are done, but its model could not be written."""
 
     def __init__(self, reason: str, step: int, saved: str) -> None:
-        """Say why, which step was the last, and what is left of it and how to go on."""
+        """Say why, which step was the last, what was saved, and how to go on."""
         self.reason = reason
         self.step = step
         self.saved = saved
@@ -157,7 +157,7 @@ class TornStateError(MegatierError, RuntimeError):
     """Weights and moments are not those of one step."""
 
     def __init__(self) -> None:
-        """The message says what helps."""
+        """Say what helps."""
         super().__init__(
             "something (Ctrl-C, a signal, a failed load) broke off while state was changed, so weights and moments may "
             "be those of different steps. Load all of it: Streamed.restore(folder), or megatier resume. Or open the "
@@ -166,7 +166,7 @@ class TornStateError(MegatierError, RuntimeError):
 
 
 class StreamedModelError(MegatierError, RuntimeError):
-    """A call that a streamed model cannot take at this point of a step, or a weight that is looked for in the model."""
+    """A streamed model cannot take this call at this point of a step, or does not hold the weight that was asked for."""
 
 
 class UnsupportedModelError(MegatierError):
@@ -204,7 +204,7 @@ class StallError(MegatierError):
 
 
 def mib(num_bytes: int) -> str:
-    """Bytes as a human reads them."""
+    """Return bytes as people read them."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.1f} {unit}"
@@ -212,7 +212,7 @@ def mib(num_bytes: int) -> str:
 
 
 def at_least(num_bytes: int) -> str:
-    """Bytes as a human reads them, rounded up: a minimum that works when it is typed in."""
+    """Return bytes as people read them, rounded up, so that a minimum is enough when it is typed in."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= scale:
             return f"{-(-10 * num_bytes // scale) / 10:.1f} {unit}"

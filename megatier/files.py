@@ -1,7 +1,7 @@
-"""How a run opens the files that it keeps for itself: regular files alone, and replaced whole.
+"""How a run opens the files that it keeps for itself. They are regular files, and each is replaced as a whole.
 
-Anything may lie in the place of one. A pipe would hold up whoever opens it for ever, and a device does as it likes, so
-what is no regular file is refused before it is opened.
+Anything else may lie in the place of such a file. Opening a pipe may block for ever, and opening a device may do
+anything. So everything that is no regular file is refused before it is opened.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from megatier.durable import sync
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Descriptor of a regular file, or of a new one where the flags create it. Never waits for another process.
+    """Return the descriptor of a regular file, or of a new one if the flags say so. It never waits for another process.
 
     Raises:
         OSError: the system refused, or it is no regular file.
     """
     with contextlib.suppress(FileNotFoundError):
         _check_regular(path, path.stat(follow_symlinks=not flags & os.O_NOFOLLOW))
-    # Another thing may take its place before it is opened: hence no waiting, and a second look.
+
+    # Something else may take its place before it is opened. So it is opened without waiting, and looked at again.
     file = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
         _check_regular(path, os.fstat(file))
@@ -36,7 +37,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_regular(path: Path, limit: int = -1, flags: int = os.O_RDONLY) -> bytes:
-    """The first bytes of a regular file, at most `limit` of them; -1: all.
+    """Return the first bytes of a regular file, at most `limit` of them; -1: all of them.
 
     Raises:
         OSError: as `open_regular`.
@@ -46,7 +47,7 @@ def read_regular(path: Path, limit: int = -1, flags: int = os.O_RDONLY) -> bytes
 
 
 def create_file(path: Path) -> IO[bytes]:
-    """A new file, in the place of what a killed process may have left there.
+    """Open a new file. If a killed process left one there, it is removed first.
 
     Raises:
         OSError: the system refused.
@@ -56,10 +57,10 @@ def create_file(path: Path) -> IO[bytes]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Put a file with this content in the place of what is there, all of it on the drive.
+    """Replace a file by one with this content, and wait until all of it is on the drive.
 
     Raises:
-        OSError: it cannot be written; what was there is as it was.
+        OSError: it cannot be written. The file that was there is as it was.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -76,5 +77,6 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def _check_regular(path: Path, found: os.stat_result) -> None:
+    """Refuse everything but a regular file."""
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))

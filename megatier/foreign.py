@@ -1,8 +1,8 @@
-"""What others wrote: files read within limits before anybody parses them, and one wall round libraries that do.
+"""Input from others: files are read within limits, and errors of the libraries that parse them become errors of ours.
 
-A model's folder comes from strangers, and so may a config. A parser takes what it is given: a file of any size, a pipe
-that nobody writes to, ten thousand lists in one another. So a file is opened here, found to be a plain one of a bounded
-size, and its JSON to be of a bounded depth, before a library sees it. Pure.
+A model's folder comes from strangers, and so may a config. A parser takes whatever it is given: a file of any size, a
+pipe that nobody writes to, ten thousand lists inside each other. So before a library sees a file, it is opened here,
+must be a plain file of a bounded size, and its JSON must be of a bounded depth.
 """
 
 from __future__ import annotations
@@ -19,33 +19,38 @@ from typing import Any
 from megatier.errors import MegatierError, mib
 
 SETTINGS_BYTES_MAX = 4 << 20
-"""Of a file of settings: a config, a chat template. The largest config of a model known has about 1 MB, of labels."""
+"""The most bytes of a file of settings, such as a config or a chat template. The largest known config of a model has
+about 1 MB of labels."""
 TABLE_BYTES_MAX = 100_000_000
-"""Of a vocabulary, an index or a header, as the safetensors library has it; Gemma's tokenizer.json has 33 MB."""
+"""The most bytes of a vocabulary, an index or a header, as in the safetensors library. Gemma's tokenizer.json has 33
+MB.
+"""
 CONTAINERS_MAX = 2_000_000
+"""The most lists and objects of a JSON file, which take many times the RAM of their text. Gemma's has 0.5 million."""
 VALUES_MAX = 8_000_000
-"""Lists and objects of a JSON file, and its values, which take RAM many times their text; Gemma's has 0.5 and 1.8
-million."""
+"""The most values of a JSON file. Gemma's has 1.8 million."""
 DEPTH_MAX = 50
-"""Lists and objects in one another: nobody writes so many, and a library that copies them recurses."""
+"""The most lists and objects inside each other. Nobody writes so many, and a library that copies them recurses."""
 REASON_CHARACTERS_MAX = 300
+"""The most characters of a reason in a message."""
 
 Kind = Callable[[str], MegatierError]
-"""The error that a caller promises, made of a message."""
+"""Makes the error that a caller promises from a message."""
 
 
 @contextlib.contextmanager
 def opened(path: Path, kind: Kind, *, pipes: bool = False) -> Iterator[BufferedReader]:
-    """A plain file, open for reading.
+    """Open a plain file for reading.
 
     Args:
-        path: links are followed: the hub's cache is made of them.
-        kind: what to raise.
-        pipes: take one as well, and wait for who writes to it: where the user named the path itself.
+        path: the file. Links are followed, since the hub's cache is made of them.
+        kind: makes the error to raise.
+        pipes: whether to take a pipe as well, and to wait for whoever writes to it. This is for a path that the user
+            named.
 
     Raises:
         FileNotFoundError: there is nothing at this path.
-        MegatierError: of this kind; it is something else, or cannot be read. Names it.
+        MegatierError: the error of `kind`: it is something else, or cannot be read. The message names it.
     """
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if pipes else os.O_NONBLOCK))
@@ -64,7 +69,7 @@ def opened(path: Path, kind: Kind, *, pipes: bool = False) -> Iterator[BufferedR
 
 
 def read_input(path: Path, max_bytes: int, kind: Kind, *, pipes: bool = False) -> bytes:
-    """A whole file, which is no larger than that.
+    """Return the bytes of a whole file of at most `max_bytes`.
 
     Raises:
         FileNotFoundError, MegatierError: as in `opened`; or it is larger.
@@ -77,7 +82,7 @@ def read_input(path: Path, max_bytes: int, kind: Kind, *, pipes: bool = False) -
 
 
 def read_text(path: Path, kind: Kind, *, pipes: bool = False) -> str:
-    """The text of a file of settings.
+    """Return the text of a file of settings.
 
     Raises:
         FileNotFoundError, MegatierError: as in `read_input`; or it is not UTF-8.
@@ -89,7 +94,7 @@ def read_text(path: Path, kind: Kind, *, pipes: bool = False) -> str:
 
 
 def read_json(path: Path, max_bytes: int, kind: Kind) -> Any:  # noqa: ANN401  JSON holds anything
-    """What a JSON file says.
+    """Return the contents of a JSON file.
 
     Raises:
         FileNotFoundError, MegatierError: as in `read_input` and `parse_json`.
@@ -98,7 +103,7 @@ def read_json(path: Path, max_bytes: int, kind: Kind) -> Any:  # noqa: ANN401  J
 
 
 def read_object(path: Path, max_bytes: int, kind: Kind) -> dict[str, Any]:
-    """The object that a JSON file holds.
+    """Return the object that a JSON file holds.
 
     Raises:
         FileNotFoundError, MegatierError: as in `read_json`; or it holds something else.
@@ -110,15 +115,15 @@ def read_object(path: Path, max_bytes: int, kind: Kind) -> dict[str, Any]:
 
 
 def parse_json(raw: bytes, where: str, kind: Kind) -> Any:  # noqa: ANN401
-    """What JSON says, in which no key of an object comes twice.
+    """Return the contents of JSON in which no object has a key twice.
 
     Args:
-        raw: UTF-8.
-        where: it stands, for messages.
-        kind: what to raise.
+        raw: the JSON, in UTF-8.
+        where: the place that it comes from, for messages.
+        kind: makes the error to raise.
 
     Raises:
-        MegatierError: of this kind; it is no JSON, or larger or deeper than anybody writes.
+        MegatierError: the error of `kind`: it is no JSON, or larger or deeper than anybody writes.
     """
     if raw.count(b"{") + raw.count(b"[") > CONTAINERS_MAX or raw.count(b",") > VALUES_MAX:
         raise kind(f"{where} holds more than {CONTAINERS_MAX:,} lists and objects, or {VALUES_MAX:,} values.")
@@ -136,26 +141,26 @@ def parse_json(raw: bytes, where: str, kind: Kind) -> Any:  # noqa: ANN401
 def reading(
     what: str, kind: Kind, reason: Callable[[BaseException], str] | None = None, remedy: str = ""
 ) -> Iterator[None]:
-    """A wall round another library while it reads input: whatever it raises becomes one error of ours.
+    """Let another library read input inside, and turn whatever it raises into one error of ours.
 
     Args:
-        what: cannot be done, such as "/models/a: transformers does not take config.json"; the reason goes behind it.
-        kind: what to raise.
-        reason: says what is wrong by what was raised; None: `reason_of`.
-        remedy: goes behind that.
+        what: the failure, such as "/models/a: transformers does not take config.json". The reason is added to it.
+        kind: makes the error to raise.
+        reason: says what is wrong, given the error of the library; None: `reason_of`.
+        remedy: the last sentence of the message.
 
     Raises:
-        MegatierError: of this kind.
+        MegatierError: the error of `kind`.
     """
     try:
         yield
     except MegatierError:
         raise
-    # The one place where any exception is right: these libraries check little of what they read, so a wrong type in a
-    # file shows as whatever the line that meets it first raises, and no list of kinds is ever whole.
+    # Only here is it right to catch any exception. These libraries check little of what they read. So a wrong type in a
+    # file may raise anything, in whichever line meets it first, and no list of exceptions would be complete.
     except Exception as error:
         raise kind(" ".join(filter(None, (f"{what}: {(reason or reason_of)(error)}.", remedy)))) from error
-    # A panic of the tokenizers' Rust code is no Exception, and its class cannot be imported.
+    # A panic in the Rust code of the tokenizers library is no Exception, and its class cannot be imported.
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
@@ -163,18 +168,19 @@ def reading(
 
 
 def reason_of(error: BaseException) -> str:
-    """What an exception of another library says, in one short line."""
+    """Return the message of an exception of another library, in one short line."""
     lines = str(error).strip().splitlines()
     return shown(lines[0] if lines else type(error).__name__).rstrip(".")
 
 
 def shown(text: str, max_characters: int = REASON_CHARACTERS_MAX) -> str:
-    """Text of others as part of a message: cut where it is long, with what is not printable spelt out."""
+    """Return text of others for a message: cut if it is long, with unprintable characters spelt out."""
     cut = text if len(text) <= max_characters else f"{text[:max_characters]}..."
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in cut)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these keys and values, and refuse a key that comes twice."""
     entries = dict(pairs)
     if len(entries) != len(pairs):
         raise ValueError("a key comes twice")
@@ -182,7 +188,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _depth_exceeds(tree: object) -> bool:
-    """Whether there are more than DEPTH_MAX in one another; level by level, since what is deep must not recurse."""
+    """Return whether more than DEPTH_MAX lists and objects lie inside each other."""
+    # This goes level by level, since a recursion over something that deep would fail.
     level: list[Any] = [tree] if isinstance(tree, dict | list) else []
     depth = 0
     while level and depth <= DEPTH_MAX:

@@ -1,9 +1,10 @@
-"""Directories of ours: made, locked, and on a mount that others write to as well, nobody else's.
+"""Directories of a run: made, locked, and closed to other users, also on a mount that others may write to.
 
-Every user of a machine may be allowed to write to a mount. Bytes in a run's directory there become weights, and bytes
-that the run writes may not go to a file of somebody else's choice. So the directory is used only if it belongs to this
-user and nobody else may enter it. It is then held open and its files are reached from the descriptor, because its name
-may lead elsewhere a moment later. For the same reason a file is looked at after it was opened, never before.
+Every user of a machine may be allowed to write to a mount. Bytes in a run's directory there become weights, and the
+bytes that a run writes must not go to a file that somebody else chose. So the directory is used only if it belongs to
+this user and nobody else may enter it. It is held open from then on, and its files are reached from the descriptor,
+because its name may lead elsewhere a moment later. For the same reason a file is looked at after it was opened, and
+never before.
 """
 
 from __future__ import annotations
@@ -20,40 +21,38 @@ from megatier.errors import ConfigError, RunLockedError
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 FILE_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""No link is followed, and no pipe is waited for."""
+"""These flags follow no link and wait for no pipe."""
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
-"""Modes that let other users in."""
+"""The modes that let other users in."""
 LOCK_FILE = "lock"
 NO_FILE = "it is no regular file"
 IN_ITS_PLACE = (errno.EEXIST, errno.ENOTDIR, errno.ELOOP)
-"""Errors of making or opening a directory if something else lies in its place."""
+"""The errors of making or opening a directory if something else lies in its place."""
 
 
 class PrivateDirectory:
-    """A run's directory on a mount, locked; its files are opened and removed by their names in it.
+    """A run's directory on a mount, locked. Its files are opened and removed by their names in it.
 
-    Threads: any, as each call is one system call or a few; not after `close`.
-
-    Attributes:
-        path: the directory, for messages.
+    Threads: any thread may call it until `close`, since each call is one system call or a few.
     """
 
     def __init__(self, path: Path) -> None:
-        """Create it if it is missing, open and lock it.
+        """Create the directory if it is missing, open it and lock it.
 
         Raises:
-            ConfigError: the mount cannot be written, or what lies there is not this user's alone.
+            ConfigError: the mount cannot be written, or other users may use what lies there.
             RunLockedError: another process holds the lock.
         """
         self.path = path
+        """The directory, for messages."""
         self._folder, self._lock = _opened_and_locked(path, os.O_NOFOLLOW, _refuse_shared)
 
     def open(self, name: str, flags: int = 0) -> int:
-        """Open a file in it for reading and writing, which is this user's alone; with O_CREAT a new one.
+        """Open a file in it for reading and writing; with O_CREAT a new one. No other user may open that file.
 
         Raises:
-            ConfigError: it is shared with others.
-            OSError: it cannot be opened or created; a link cannot.
+            ConfigError: other users may open the file.
+            OSError: it cannot be opened or created, or it is a link.
         """
         file = os.open(name, FILE_FLAGS | flags | (os.O_EXCL if flags & os.O_CREAT else 0), 0o600, dir_fd=self._folder)
         try:
@@ -64,7 +63,7 @@ class PrivateDirectory:
         return file
 
     def mark(self, name: str) -> None:
-        """Put an empty file there, or leave the one that is there."""
+        """Make an empty file, unless one of this name is there."""
         with contextlib.suppress(FileExistsError):
             os.close(os.open(name, FILE_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._folder))
 
@@ -72,13 +71,13 @@ class PrivateDirectory:
         """Remove a file, or a link itself, if it is there.
 
         Raises:
-            OSError: the drive does not let go of it.
+            OSError: it could not be removed.
         """
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._folder)
 
     def holds(self, name: str) -> bool:
-        """Whether there is anything of this name."""
+        """Return whether there is anything of this name."""
         try:
             os.stat(name, dir_fd=self._folder, follow_symlinks=False)
         except OSError:
@@ -86,7 +85,7 @@ class PrivateDirectory:
         return True
 
     def sync(self) -> None:
-        """Wait until names that were made or removed in it are on the drive.
+        """Wait until the names that were made or removed in it are on the drive.
 
         Raises:
             OSError: the drive failed.
@@ -94,9 +93,9 @@ class PrivateDirectory:
         os.fsync(self._folder)
 
     def close(self, remove: Iterable[str] = ()) -> None:
-        """Remove these files, and the directory if it is empty then; unlock.
+        """Remove these files, and the directory if it is empty then, and unlock.
 
-        Files on a drive that is gone or read-only stay, and so does a file of somebody else's.
+        Files on a drive that is gone or read-only stay, and so do files of other users.
         """
         # The descriptors are closed last, so that the lock is held while files are removed.
         for name in remove:
@@ -110,7 +109,9 @@ class PrivateDirectory:
 
 
 def lock_directory(directory: Path) -> int:
-    """Create a directory that the user named, or take it whoever may write in it; returns its lock's file descriptor.
+    """Create or open a directory that the user named, and lock it; return the descriptor of the lock.
+
+    Other users may write in it, since this user chose it.
 
     Raises:
         ConfigError: the parent is missing or may not be written, or the lock is no plain file.
@@ -122,20 +123,20 @@ def lock_directory(directory: Path) -> int:
 
 
 def is_ours_alone(status: os.stat_result) -> bool:
-    """True if a file or directory belongs to this user, who alone may open it, by this one name."""
+    """Return whether a file or directory belongs to this user, who alone may open it, and has no other name."""
     return not _shared_by(status)
 
 
 def _opened_and_locked(directory: Path, flags: int, check: Callable[[Path, int], None]) -> tuple[int, int]:
-    """Descriptors of a directory, made if it was missing, and of its lock.
+    """Open a directory, which is made if it is missing, and lock it; return the descriptors of directory and lock.
 
     Args:
         directory: a directory whose parent exists.
         flags: more flags for opening the directory.
         check: refuses an open directory or lock by ConfigError.
     """
-    # Another run may end meanwhile, and remove the directory or its lock. Then this begins anew with a directory of its
-    # own. Each round needs another run that ends, so there is an end to it.
+    # Another run may end meanwhile, and remove the directory or its lock. Then this begins anew and makes the directory
+    # itself. Each further round needs another run that ends just then, so the rounds come to an end.
     while True:
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -154,7 +155,7 @@ def _opened_and_locked(directory: Path, flags: int, check: Callable[[Path, int],
 
 
 def _locked(directory: Path, folder: int, check: Callable[[Path, int], None]) -> int | None:
-    """The lock in an open directory; None: its last holder removed it, or the directory, meanwhile."""
+    """Take the lock in an open directory; return None if its last holder removed it, or the directory, meanwhile."""
     path = directory / LOCK_FILE
     try:
         lock = os.open(LOCK_FILE, FILE_FLAGS | os.O_CREAT, 0o600, dir_fd=folder)
@@ -173,7 +174,8 @@ def _locked(directory: Path, folder: int, check: Callable[[Path, int], None]) ->
                 f"{directory} is in use by another run. Wait for it to end or choose another directory."
             ) from error
 
-        # The last holder removes file and directory before it lets go: a lock on a file that is gone guards nothing.
+        # The last holder removes file and directory before it unlocks. A lock on a file that is gone guards nothing, so
+        # both must still be the ones of these names.
         with contextlib.suppress(FileNotFoundError):
             by_name = os.stat(LOCK_FILE, dir_fd=folder, follow_symlinks=False)
             if os.path.samestat(os.fstat(lock), by_name) and os.path.samestat(os.fstat(folder), directory.stat()):
@@ -193,13 +195,13 @@ def _refuse_special(path: Path, file: int) -> None:
 
 
 def _refuse_shared(path: Path, file: int) -> None:
-    """Refuse anything but a directory or a regular file that is this user's alone."""
+    """Refuse anything but a directory or a regular file that no other user may open."""
     if found := _shared_by(os.fstat(file)):
         raise _refused(path, found)
 
 
 def _shared_by(status: os.stat_result) -> str:
-    """Why a directory or file is not this user's alone; empty if it is."""
+    """Return why other users may open a directory or file; empty if they may not."""
     is_folder = stat.S_ISDIR(status.st_mode)
     if not (is_folder or stat.S_ISREG(status.st_mode)):
         return NO_FILE
@@ -213,7 +215,7 @@ def _shared_by(status: os.stat_result) -> str:
 
 
 def _unusable(directory: Path, error: OSError) -> ConfigError:
-    """The error of a directory that could not be made or opened; it names the thing in its place, or the parent."""
+    """Return the error of a directory that could not be made or opened. It names the thing in its place, or the parent."""
     if error.errno in IN_ITS_PLACE and (directory.is_symlink() or directory.exists()):
         return _refused(directory, "it is a link" if directory.is_symlink() else "it is no directory")
     reason = os.strerror(error.errno or 0)
@@ -221,7 +223,7 @@ def _unusable(directory: Path, error: OSError) -> ConfigError:
 
 
 def _refused(path: Path, reason: str) -> ConfigError:
-    """The error of a directory or file that is not used, and what to do."""
+    """Return the error that refuses a directory or file, and says what to do."""
     return ConfigError(
         f"cannot use {path}: {reason}. A run uses only what is its user's alone: look at it and remove it, or name "
         "another directory, on a file system that keeps owners and modes."
