@@ -166,7 +166,7 @@ class TornStateError(MegatierError, RuntimeError):
 
 
 class StreamedModelError(MegatierError, RuntimeError):
-    """A streamed model cannot take this call at this point of a step, or does not hold the weight that was asked for."""
+    """A streamed model cannot take this call at this point of a step, or does not hold the weight that is asked for."""
 
 
 class UnsupportedModelError(MegatierError):

@@ -215,7 +215,7 @@ def _shared_by(status: os.stat_result) -> str:
 
 
 def _unusable(directory: Path, error: OSError) -> ConfigError:
-    """Return the error of a directory that could not be made or opened. It names the thing in its place, or the parent."""
+    """Return the error of a directory that cannot be made or opened. It names what is in its place, or the parent."""
     if error.errno in IN_ITS_PLACE and (directory.is_symlink() or directory.exists()):
         return _refused(directory, "it is a link" if directory.is_symlink() else "it is no directory")
     reason = os.strerror(error.errno or 0)

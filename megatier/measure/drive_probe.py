@@ -146,8 +146,7 @@ def probe_drive(
         mount: the directory, and the size of the file, which is rounded down to whole blocks.
         seconds: the time of reading, of writing, and of each window of the mixed flow. Trying the numbers of threads
             takes 1.8 times as long, all together.
-        sustained_bytes: the bytes of the long write. 0: there is none. It comes first, so that the other flows meet a
-            write cache that is full.
+        sustained_bytes: the bytes of a long write that comes first, and leaves the write cache full; 0: there is none.
         threads: the threads of AdamW on the CPU during the mixed flow.
         options: how block files are accessed.
         pin: page-lock the slots, as on a machine with a GPU.
