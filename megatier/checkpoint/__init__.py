@@ -1,1 +1,1 @@
-"""What a run goes on from: checkpoints, savepoints and the run directory."""
+"""Saved runs: checkpoints, savepoints and the run directory."""

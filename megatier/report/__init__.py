@@ -1,1 +1,1 @@
-"""What a run tells: metrics, the live panel, pages and charts."""
+"""The reports of a run: metrics, the live panel, pages and charts."""

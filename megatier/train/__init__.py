@@ -1,1 +1,1 @@
-"""A run from its first step to its export, and what ends it early."""
+"""A run from its first step to its export, and the ways in which it ends early."""

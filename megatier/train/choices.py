@@ -1,4 +1,7 @@
-"""What a config leaves open, chosen before the run begins: by the machine, and by the planner where it was measured."""
+"""The choices that a config leaves open, made before the run begins: by the machine, and by the planner if it can.
+
+The planner can choose if `megatier bench` has measured the machine.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ from megatier.session.skeleton import skeleton_of
 
 
 def fix_choices(config: RunConfig, model: PreTrainedModel | None = None) -> RunConfig:
-    """The config with numeric choices that machine and model decide: the run directory records what was chosen.
+    """Return the config with the numeric choices that machine and model decide, as the run directory records them.
 
-    A loss that cannot be fused with the model's head is not, with a warning (`engine.head`).
-    With savepoints also the budgets: from one a run goes on with those that it began with.
+    A loss that cannot be fused with the model's head is not, with a warning (`engine.head`). With savepoints the
+    budgets are fixed too, because a run goes on from a savepoint with those that it began with.
 
     Args:
-        config: of the run.
-        model: its skeleton, where it was built already.
+        config: the run.
+        model: its skeleton, if it was built already.
     """
     tiers = config.tiers
     chosen = compiles(config.model, choose_device(tiers))
@@ -44,7 +47,11 @@ def fix_choices(config: RunConfig, model: PreTrainedModel | None = None) -> RunC
 
 
 def with_true_loss(config: RunConfig, model: PreTrainedModel | None = None) -> RunConfig:
-    """The config with `model.fused_loss` as it will be; the skeleton is built where it is not given.
+    """Return the config with `model.fused_loss` as it will be.
+
+    Args:
+        config: the run.
+        model: its skeleton; None: it is built here.
 
     Raises:
         UnsupportedModelError, ConfigError: see `skeleton_of`, `find_units`.
@@ -57,10 +64,17 @@ def with_true_loss(config: RunConfig, model: PreTrainedModel | None = None) -> R
 
 
 def plan_choices(config: RunConfig, given: frozenset[str], console: Console) -> tuple[RunConfig, Prediction | None]:
-    """The config with the settings that make the simulated step shortest, where `megatier bench` measured the machine.
+    """Return the config with the settings that make the simulated step shortest, and the step that they should make.
 
-    And the step that they should make. Where nothing fits by estimate the config stays as it is: the run itself says
-    what is short.
+    If nothing fits by estimate the config stays as it is, and the run itself says what is short.
+
+    Args:
+        config: the run.
+        given: dotted names of the settings that stay as they are.
+        console: what a person sees.
+
+    Returns:
+        The config, and the planned step; None if the machine was not measured or nothing fits.
     """
     device = choose_device(config.tiers)
     rates = rates_here(config.tiers, device)
@@ -86,12 +100,12 @@ def plan_choices(config: RunConfig, given: frozenset[str], console: Console) -> 
 
 
 def rates_here(tiers: TiersConfig, device: torch.device) -> Rates | None:
-    """What `megatier bench` measured on this machine with a run's mounts; None: it did not."""
+    """Return what `megatier bench` measured on this machine with a run's mounts; None if it did not."""
     return cached_rates([mount.directory for mount in tiers.mounts], device.type)
 
 
 def budgets_here(tiers: TiersConfig, device: torch.device) -> Budgets:
-    """Bytes of each tier that a run begun now would have: as set, or from the machine.
+    """Return the bytes of each tier that a run begun now would have: as they are set, or from the machine.
 
     Raises:
         ConfigError: more RAM than there is, or a mount cannot be used.
@@ -101,7 +115,7 @@ def budgets_here(tiers: TiersConfig, device: torch.device) -> Budgets:
 
 
 def _describe_hidden(console: Console, choice: Choice, tokens: int) -> None:
-    """N*, where state spills: more tokens a step cost the drives nothing."""
+    """Say from how many tokens a step on the drives cost nothing (N*), if state spills."""
     if not choice.forecast.moved_bytes.get("ram_to_nvme"):
         return
     least = hidden_at(choice.trial, choice.placement, tokens)

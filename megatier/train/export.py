@@ -1,4 +1,4 @@
-"""Trained weights as a Hugging Face folder: at the end of a run, or later from one of its checkpoints."""
+"""The export of trained weights as a Hugging Face folder, at the end of a run or later from one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from megatier.train.origin import UNKNOWN, check_origin, differences, exported, 
 from megatier.train.saves import Saves
 
 SHARD_BYTES = 4 << 30
+"""Bytes of a file of weights at most."""
 
 
 def export_checkpoint(
@@ -45,21 +46,21 @@ def export_checkpoint(
     *,
     accepts_changes: bool = False,
 ) -> None:
-    """Write the model of a checkpoint. Needs no GPU and no tiers, and never has the model whole in RAM.
+    """Write the model of a checkpoint. This needs no GPU and no tiers, and never has the model whole in RAM.
 
     Args:
         console: what a person sees.
-        path: a checkpoint, or a run directory, whose last whole one is taken.
-        folder: new or empty.
+        path: a checkpoint, or a run directory, whose last whole checkpoint is taken.
+        folder: a new or empty folder.
         dtype: `bf16`, or `fp32` for the masters; None: as the run's `output.export_dtype`.
-        shard_bytes: as in `models.export.export`.
+        shard_bytes: see `models.export.export`.
         accepts_changes: take the config, buffers and tokenizer that the run's model.path and data.tokenizer give now,
             also if they are not those of the checkpoint.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
-        ConfigError, CapacityError, TransferError, UnsupportedModelError: as in `export`, or the model that the run
-            began with, whose buffers are written along, is not there any more, or is another one.
+        ConfigError, CapacityError, TransferError, UnsupportedModelError: see `models.export.export`; or the model that
+            the run began with, whose buffers are written too, is gone or is another one now.
     """
     checkpoint = find_checkpoint(path)
     console.print(f"from {checkpoint}", markup=False, highlight=False, soft_wrap=True)
@@ -84,13 +85,14 @@ def export_checkpoint(
                 console, folder, model, units, read, tokenizer, dtype or config.output.export_dtype, shard_bytes
             )
     except DamagedCheckpointError as error:
+        # A run that goes on meanwhile removes older checkpoints when a new one is whole.
         if checkpoint.exists():
             raise
         raise CheckpointError(f"{checkpoint} was removed meanwhile, by its run or by hand. Export again.") from error
 
 
 def _mention_later_steps(console: Console, path: Path, step: int) -> None:
-    """A run may have gone on without another checkpoint."""
+    """Say so if the run has gone on after its last checkpoint."""
     steps = read_what_there_is(path / METRICS_FILE).steps
     if steps and steps[-1].step > step:
         model = path / MODEL_FOLDER
@@ -102,10 +104,10 @@ def _mention_later_steps(console: Console, path: Path, step: int) -> None:
 def export_end(
     console: Console, config: RunConfig, session: Session, tokenizer: PreTrainedTokenizerBase, saves: Saves
 ) -> None:
-    """Write the model of a run whose steps are done; where that fails, save what it goes on from.
+    """Write the model of a run whose steps are done; if that fails, save the state, so that the export can be repeated.
 
     Raises:
-        ExportError: it failed. Says what is kept, and what finishes the run.
+        ExportError: it failed. The message says what is kept, and how to finish the run.
     """
 
     def say(words: str) -> None:
@@ -124,7 +126,12 @@ def export_end(
 
 
 def _way_on(directory: Path, saved: Path | None) -> str:
-    """What finishes a run whose export failed."""
+    """Return how to finish a run whose export failed.
+
+    Args:
+        directory: the run directory.
+        saved: the checkpoint or savepoint of the run's end; None: there is none.
+    """
     if saved is None:
         saved_runs = (last_checkpoint(directory / name) for name in (CHECKPOINT_FOLDER, SAVEPOINT_FOLDER))
         steps = [step_of(path) for path in saved_runs if path is not None]
@@ -147,7 +154,18 @@ def write_model(
     dtype: str,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write master weights that somebody reads (`models.export.export`), and say where they are."""
+    """Write master weights with `models.export.export`, and say where they are.
+
+    Args:
+        console: what a person sees.
+        folder: a new or empty folder.
+        model: the skeleton.
+        units: the model's units.
+        read: reads elements of a unit's masters.
+        tokenizer: is written into the folder too.
+        dtype: `bf16` or `fp32`.
+        shard_bytes: see `models.export.export`.
+    """
     export(folder, model, units, read, COMPUTE_DTYPES[dtype], shard_bytes, tokenizer)
     size = sum(file.stat().st_size for file in folder.iterdir())
     console.print(f"model written to {folder} ({mib(size)}, {dtype})", markup=False, highlight=False, soft_wrap=True)

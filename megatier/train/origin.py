@@ -1,8 +1,8 @@
-"""What a run reads of its model and tokenizer whenever it goes on: from their folders, not from its checkpoint.
+"""The origin of a run: what it reads of its model and tokenizer whenever it begins or is resumed, but for the weights.
 
-A checkpoint has the weights. The config, the buffers and the tokenizer come from outside each time, and another one of
-them changes every number from there on, though every file of the run is whole. So the run notes what they were, and
-whoever goes on compares.
+A checkpoint has the weights. The config, the buffers and the tokenizer come from their folders each time. If one of
+them is another one now, every number changes from there on, though every file of the run is whole. So the run notes
+what they were, and they are compared when it is resumed.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from megatier.models.weights import resolve
 from megatier.session.skeleton import CONFIG_FILE
 
 COMPUTED = "computed buffer"
-"""Begins the name of a buffer that no file holds: a constructor computes it, with the kernels of this machine."""
+"""Begins the name of a buffer that no file holds, because a constructor computes it with the kernels of this
+machine."""
 UNKNOWN = "{} was written by an older version: changes of config.json, buffers or tokenizer since then are not found"
-"""What is said where a run or an export goes on from one that has no such note."""
+"""The warning of a run or an export that goes on from a version without such a note."""
 TEXT_CHARACTERS_MAX = 100
-"""A longer value is noted by its checksum."""
+"""Characters of a value that is noted as it is; a longer one is noted by its checksum."""
 FREE = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
-"""Settings of a model's config that no run reads: its name, and the classes and types that others load it with."""
+"""Settings of a model's config that no run reads: its name, and the classes and types that other programs load it
+with."""
 
 Origin = dict[str, str]
-"""By name, such as "tokenizer.json of the tokenizer": a value as JSON, or a checksum."""
+"""Values as JSON, or checksums, by names such as "tokenizer.json of the tokenizer"."""
 
 
 def origin_of(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Origin:
-    """What a run's model and tokenizer are made of, but for the weights.
+    """Return what a run's model and tokenizer are made of, but for the weights.
 
     Args:
         config: the run.
@@ -56,7 +58,12 @@ def origin_of(config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTo
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What is another now, each with both values; nothing, if nothing was noted before."""
+    """Return what is another one now, each with both values.
+
+    Args:
+        before: the origin that was noted; if it is empty, nothing is compared.
+        now: the origin now.
+    """
     if not before:
         return []
     names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
@@ -64,7 +71,7 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def exported(origin: Mapping[str, str]) -> Origin:
-    """The part that an export writes: a buffer that is computed is in no file."""
+    """Return the part of an origin that an export writes: computed buffers are in no file."""
     return {name: value for name, value in origin.items() if not name.startswith(COMPUTED)}
 
 
@@ -72,10 +79,10 @@ def check_origin(changes: Sequence[str], config: RunConfig, accepted: Container[
     """Refuse another model or tokenizer.
 
     Args:
-        changes: `differences`.
+        changes: those that `differences` returned.
         config: says where model and tokenizer come from.
         accepted: changes that are no reason to refuse.
-        remedy: besides bringing the old files back.
+        remedy: what else to do than to bring the old files back.
 
     Raises:
         ConfigError: names each change that is not accepted.
@@ -89,7 +96,7 @@ def check_origin(changes: Sequence[str], config: RunConfig, accepted: Container[
 
 
 def _settings(config: RunConfig) -> Origin:
-    """What `config.json` says, as far as a model is built from it. Without a folder the run's own config has it."""
+    """Return the settings of `config.json` that a model is built from."""
     if config.model.path is None:
         return {}
     settings = read_object(resolve(config.model.path) / CONFIG_FILE, SETTINGS_BYTES_MAX, UnsupportedModelError)
@@ -97,7 +104,7 @@ def _settings(config: RunConfig) -> Origin:
 
 
 def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Each setting under its dotted name."""
+    """Yield each setting under its dotted name."""
     for key, value in settings.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{above}{key}.")
@@ -106,27 +113,32 @@ def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
 
 
 def _shown(value: object) -> str:
+    """Return a value as JSON, or its checksum if it is long."""
     text = json.dumps(value, sort_keys=True)
     return text if len(text) <= TEXT_CHARACTERS_MAX else _checksum(text.encode())
 
 
 def _buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield every buffer of a model, with a name that says whether a file holds it."""
     stored = model.state_dict()
     for name, buffer in model.named_buffers():
         yield f"{'buffer' if name in stored else COMPUTED} {name} of the model", buffer
 
 
 def _content(buffer: Tensor) -> bytes:
+    """Return the bytes of a buffer."""
     return buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Origin:
-    """The tokenizer's files, and the chat template that the user gave, which may have come through a pipe."""
+    """Return the tokenizer's files, and the chat template that the user gave, which may have come through a pipe."""
     found = {}
     for path in tokenizer_files(config, tokenizer):
         # The model's own config is noted by its settings. One in another folder may choose the tokenizer's class.
         if path.name == CONFIG_FILE and config.data.tokenizer is None:
             continue
+
+        # A tokenizer has some of these files, and which of them is a part of what is compared.
         with contextlib.suppress(FileNotFoundError):
             found[f"{path.name} of the tokenizer"] = _checksum(read_input(path, TABLE_BYTES_MAX, DataError))
 

@@ -1,6 +1,7 @@
-"""Where a run prints. What nobody takes is dropped: a run neither ends nor waits because of who reads it.
+"""The outlet of a run's prints, which drops what nobody takes.
 
-A pipe that is closed or full, a terminal that is gone, a file on a full drive: `metrics.jsonl` has every figure anyway.
+So a run neither ends nor waits because of its reader, which may be a pipe that is closed or full, a terminal that is
+gone, or a file on a full drive. `metrics.jsonl` has every figure anyway.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from rich.console import Console
 
 
 class Outlet(io.TextIOBase):
-    """A stream in front of another one's descriptor.
+    """A stream that writes to another one's descriptor, as far as that takes it at once.
 
-    It has no buffer, which would hold on to what is dropped, and would refuse a signal's handler that prints while a
+    It has no buffer. A buffer would hold on to what is dropped, and would refuse a signal's handler that prints while a
     print is under way.
     """
 
     encoding = "utf-8"
-    """The other stream's: rich draws with characters that it has."""
+    """The other stream's encoding; rich draws with characters that it has."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Go to the stream's descriptor.
+        """Write to a stream's descriptor.
 
         Raises:
             OSError: it has none.
@@ -38,27 +39,29 @@ class Outlet(io.TextIOBase):
         self._poll.register(self._descriptor, select.POLLOUT)
 
     def fileno(self) -> int:
-        """The other stream's."""
+        """Return the other stream's descriptor."""
         return self._descriptor
 
     def isatty(self) -> bool:
-        """Whether a person looks at it."""
+        """Return whether a person looks at it."""
         return os.isatty(self._descriptor)
 
     def write(self, text: str, /) -> int:
-        """Write what is taken at once. A pipe that can be written to takes PIPE_BUF bytes without waiting."""
+        """Write as much as is taken at once, and drop the rest; return the length of the text."""
         rest = text.encode(self.encoding, "replace")
         with contextlib.suppress(OSError):
+            # A pipe that can be written to takes PIPE_BUF bytes without waiting, and a larger piece might wait.
             while rest and self._poll.poll(0):
                 rest = rest[os.write(self._descriptor, rest[: select.PIPE_BUF]) :]
         return len(text)
 
 
 def run_console() -> Console:
-    """The console of a run, on stdout."""
+    """Return the console of a run, on stdout."""
     try:
         return Console(file=cast(TextIO, Outlet(sys.stdout)))
-    except (OSError, ValueError, AttributeError):  # captured by Python code, or closed by the caller: None
+    except (OSError, ValueError, AttributeError):
+        # Python code captures stdout, which has no descriptor then, or the caller has closed it, so that it is None.
         return Console()
 
 

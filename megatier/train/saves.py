@@ -1,4 +1,4 @@
-"""What a run saves on its way: when checkpoints and savepoints are made, and what is told of them."""
+"""The saves of a run on its way: when checkpoints and savepoints are made, and what the run tells of them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,19 @@ from megatier.train.save_plan import SavePlan
 from megatier.train.watchdog import Watchdog
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a drive that has no room, which goes away when somebody makes some."""
 Say = Callable[[str], None]
+"""Tells a person a line."""
 Record = Callable[[Mapping[str, object]], None]
+"""Keeps figures in the run's records."""
 
 
 class Saves:
-    """Checkpoints and savepoints of one process. From the training thread."""
+    """Checkpoints and savepoints of one process. Use it from the training thread.
+
+    Attributes:
+        writer: the checkpoint on its way; None: there is none.
+    """
 
     def __init__(
         self,
@@ -40,15 +47,15 @@ class Saves:
         watchdog: Watchdog,
         record: Record,
     ) -> None:
-        """Nothing is saved yet.
+        """Prepare; nothing is saved yet.
 
         Args:
             config: the run.
-            session: filled.
-            text: what it trains on; its position is saved.
-            origin: of its model and tokenizer (`origin_of`), which is saved along.
+            session: the run's state, which is filled.
+            text: the text that the run trains on, whose position is saved.
+            origin: model and tokenizer (`origin_of`), which are saved too.
             plan: says how many checkpoints are kept, and when one is due if the config does not.
-            watchdog: watches what is waited for.
+            watchdog: watches waits.
             record: keeps the figures of what was saved.
         """
         self._config = config
@@ -65,25 +72,24 @@ class Saves:
         self._folder = directory / CHECKPOINT_FOLDER
         self._savepoints = directory / SAVEPOINT_FOLDER
         self._has_learnt = False
-        """A weight has changed since the last checkpoint."""
+        """Whether a weight has changed since the last checkpoint."""
         self._may_fail = False
-        """The checkpoint on its way is one that nobody asked for: where it finds no room, the run goes on."""
+        """Whether the run goes on if the checkpoint on its way finds no room, because nobody asked for it."""
         self.writer: CheckpointWriter | None = None
-        """Of the checkpoint that is on its way."""
         self._outside = 0.0
-        """Seconds that it held up this thread so far, between two steps."""
+        """Seconds that it has held this thread up between two steps."""
         self._inside = 0.0
-        """And within steps."""
+        """Seconds that it has held compute up within steps."""
 
     # ------------------------------------------------------------------ what the loop tells
 
     def step(self, seconds: float, waited_s: float, *, learnt: bool) -> None:
-        """A step ended.
+        """Note that a step has ended.
 
         Args:
-            seconds: that it took.
-            waited_s: of these, that compute waited for a checkpoint.
-            learnt: a weight will have changed.
+            seconds: how long it took.
+            waited_s: seconds of these in which compute waited for a checkpoint.
+            learnt: whether it changes a weight.
         """
         self._inside += waited_s
         self._has_learnt |= learnt
@@ -91,9 +97,21 @@ class Saves:
             self._pace.step(seconds, is_beside=self.writer is not None)
 
     def after(self, step: int, say: Say, *, is_last: bool, stops: bool) -> None:
-        """Save what is due after a step, and tell of a checkpoint that is whole by now."""
+        """Save what is due after a step, and tell of a checkpoint that has become whole meanwhile.
+
+        Args:
+            step: the step that has ended.
+            say: tells a person.
+            is_last: whether it was the run's last step.
+            stops: whether the run was told to stop after it.
+
+        Raises:
+            MegatierError: saving failed, and the run was told to save.
+        """
         self.end(say, waits=False)
         every = self._config.output.savepoint_every
+
+        # At most one of the three: a checkpoint makes a savepoint of the same step needless.
         if stops or self._is_due(step, is_last):
             self._begin(step, say)
         elif self._is_time(is_last):
@@ -102,14 +120,16 @@ class Saves:
             self._save_in_place(step, say)
 
     def _is_due(self, step: int, is_last: bool) -> bool:
-        """By the config's own number."""
+        """Return whether a checkpoint is due by the config's own number."""
         every = self._config.output.checkpoint_every
         return every != "auto" and every > 0 and (is_last or step % every == 0)
 
     def _is_time(self, is_last: bool) -> bool:
-        """By the clock; not before an export, which is followed by a checkpoint where it fails."""
+        """Return whether a checkpoint is due by the clock."""
         if self._pace is None:
             return False
+
+        # Not before an export: if it goes well a checkpoint is needless, and if it fails one is written then.
         if is_last:
             return self._pace.is_long() and not self._config.output.export
         return self.writer is None and self._pace.is_due()
@@ -126,12 +146,14 @@ class Saves:
         self.writer = CheckpointWriter(self._session, self._folder, step, self._state(step), num_kept)
         self._has_learnt = False
         self._may_fail = False
+
+        # The drain is no part of the next step, and its events must not count for it.
         self._session.player.take_events()
         self._outside = time.perf_counter() - began
         self._inside = 0.0
 
     def _begin_by_time(self, step: int, say: Say) -> None:
-        """Begin one that nobody asked for, if the drive has room for it."""
+        """Begin a checkpoint that nobody asked for, if the drive has room for it."""
         assert self._pace is not None
         self.end(say)
         self._pace.begin()
@@ -141,18 +163,25 @@ class Saves:
             say(f"step {step}: no checkpoint: {self._folder} takes {size} and has {free} free; tried again later")
             return
 
+        # Set after `_begin`, which takes the checkpoint for one that was asked for.
         self._begin(step, say)
         self._may_fail = True
 
     def end(self, say: Say, *, waits: bool = True) -> None:
-        """Tell of the checkpoint that was begun, if it is whole; wait for that if it `waits`.
+        """Tell of the checkpoint that was begun, if it is whole.
+
+        Args:
+            say: tells a person.
+            waits: whether to wait until it is whole.
 
         Raises:
-            MegatierError: it failed, for another reason than room or though the run was told to write it.
+            MegatierError: it failed, unless it found no room and nobody had asked for it.
         """
         writer = self.writer
         if writer is None or not (waits or writer.is_over()):
             return
+
+        # No longer on its way whatever comes of it, so that an error is told once.
         began = time.perf_counter()
         self.writer = None
         try:
@@ -161,6 +190,8 @@ class Saves:
         except (CapacityError, TransferError) as error:
             if not (self._may_fail and _is_about_room(error)):
                 raise
+
+            # The changes that it was to hold are in no checkpoint after all.
             self._has_learnt = True
             say(f"step {writer.step}: no checkpoint, tried again later: {error}")
             return
@@ -181,10 +212,16 @@ class Saves:
                 "checkpoint_pause_seconds": paused,
             }
         )
-        drop_savepoint(self._session, self._savepoints)  # which is older
+
+        # Only now that the checkpoint is whole, which is newer than any savepoint.
+        drop_savepoint(self._session, self._savepoints)
 
     def behind(self, step: int, say: Say) -> None:
-        """The run ends on bad steps: it may go on behind them. Of equal weights one checkpoint stays, of others all."""
+        """Save a run that ends because too many steps were not finite, so that it may go on after them.
+
+        If no weight has changed since the last checkpoint, the new one takes its place. Otherwise all of them stay,
+        because nobody knows which weights are still good.
+        """
         self.end(say)
         twin = None if self._has_learnt else last_checkpoint(self._folder)
         if self._has_learnt or twin is not None:
@@ -196,7 +233,7 @@ class Saves:
     # ------------------------------------------------------------------ savepoints
 
     def _save_in_place(self, step: int, say: Say) -> None:
-        """Make a savepoint, which takes the place of a checkpoint before it."""
+        """Make a savepoint, after a checkpoint that is on its way."""
         self.end(say)
         began = time.perf_counter()
         with self._watchdog.watch(self._session.player):
@@ -210,17 +247,17 @@ class Saves:
     # ------------------------------------------------------------------ the end
 
     def keep_end(self, step: int, say: Say) -> Path | None:
-        """Save the end of a run whose export failed: as a checkpoint, else as a savepoint, if it makes any.
-
-        Where there is no room, checkpoints but the last one go first, as they would when this one is whole.
+        """Save the end of a run whose export failed, as a checkpoint or else, if the run makes any, as a savepoint.
 
         Returns:
-            What the run goes on from now, of this step; None where the drive takes neither. What was saved before, and
-            the block files of an older savepoint, stay.
+            The checkpoint or savepoint of this step, from which the run goes on. None if the drive takes neither; then
+            what was saved before, and the block files of an older savepoint, stay.
         """
         for folder in (self._folder, self._savepoints):
             if (last := last_checkpoint(folder)) is not None and step_of(last) == step:
                 return last
+
+        # Without room all checkpoints but the last one go first, as they would go when this one is whole.
         try:
             if not self._room.has_room_for_checkpoint:
                 prune(self._folder, 1)
@@ -240,8 +277,10 @@ class Saves:
         return last_checkpoint(self._savepoints)
 
     def _state(self, step: int) -> dict[str, Any]:
+        """Return everything that is saved besides arrays."""
         return RunState.of(step, self._config, self._device, self._text.state, self._origin).to_dict()
 
 
 def _is_about_room(error: CapacityError | TransferError) -> bool:
+    """Return whether an error goes away when somebody makes room on the drive."""
     return isinstance(error, CapacityError) or error.errno in NO_ROOM

@@ -1,6 +1,7 @@
-"""A run told to stop: SIGINT, SIGTERM and SIGHUP let the step end; a second one ends the process at once.
+"""A run that is told to stop: SIGINT, SIGTERM and SIGHUP let the step end, and a second one ends the process at once.
 
-`timeout` and some schedulers send a signal to a process and then to its group: what comes so soon is the same one.
+`timeout` and some schedulers send a signal to a process and then to its group. The same signal within a moment counts
+once.
 """
 
 from __future__ import annotations
@@ -14,18 +15,22 @@ from typing import Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPEAT_S = 0.2
-"""The same signal is no second one if it follows sooner."""
+"""Seconds within which the same signal counts once."""
 
 
 class StopRequest:
-    """Catches signals for as long as it is entered, in the main thread; elsewhere it catches nothing.
+    """Catches signals while it is entered. It does so in the main thread; elsewhere it catches nothing.
 
     Attributes:
-        is_asked: a signal came.
+        is_asked: whether a signal came.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        """`say` tells the user what happens now."""
+        """Prepare; signals are caught when it is entered.
+
+        Args:
+            say: tells a person what happens now.
+        """
         self._say = say
         self.is_asked = False
         self._first = 0, 0.0
@@ -33,17 +38,20 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # whoever says so wants the run to go on
+            # A process under nohup ignores SIGHUP, because its user wants it to outlive the terminal.
+            is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             caught = [number for number in SIGNALS if not (is_nohup and number is signal.SIGHUP)]
             self._before = {number: signal.signal(number, self._ask) for number in caught}
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
-            if signal.getsignal(number) == self._ask:  # else the process ends, and what comes now is dropped
+            # If somebody else handles the signal by now, the process is ending, and what comes now is dropped.
+            if signal.getsignal(number) == self._ask:
                 signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        """Note the first signal, and let any other one end the process as it would have without this."""
         now = time.monotonic()
         if not self.is_asked:
             self.is_asked = True

@@ -1,4 +1,4 @@
-"""`megatier verify`: trains one tiny model under several placements and compares every bit of the outcome."""
+"""The command `megatier verify`: it trains one tiny model under several placements and compares every bit."""
 
 from __future__ import annotations
 
@@ -38,24 +38,28 @@ PLACEMENTS: dict[str, tuple[tuple[str, ...], int, int, float, int]] = {
     "all on nvme, twice": (("nvme",), 4 << 20, 16 << 20, 0.0, 2),
     "gpu, ram and nvme": (("gpu", "ram", "nvme"), 4 << 20, 6 << 20, 0.0, 1),
 }
-"""Name -> tiers that may hold state, GPU budget and RAM budget in bytes, share that streams, generations."""
+"""For each name: tiers that may hold state, GPU budget and RAM budget in bytes, share that streams, generations."""
 NVME_BYTES = 64 << 20
 CLIP = 3.22
-"""Some of the steps are above it, some below: speculative updates are kept and void."""
+"""Some of the steps are above it, and some below, so that some speculative updates are confirmed and some are void."""
 
 
 def verify(device: str, directory: Path, console: Console) -> bool:
-    """Train under every placement, activation policy and clipping mode; print a table; True when all agree.
+    """Train under every placement, activation policy and clipping mode, and print a table of the outcomes.
 
     Args:
         device: auto, cuda or cpu.
-        directory: on the drive to try; holds the block files while this runs.
+        directory: on the drive to try; it holds the block files meanwhile.
         console: where the table goes.
+
+    Returns:
+        Whether all outcomes are equal, within each clipping mode.
     """
     torch.use_deterministic_algorithms(True)
     table = Table("state", "activations", "clip", "NVMe bytes", "digest", "")
     agree = True
     for clip in (CLIP, None):
+        # With and without clipping the numbers differ, so the first run of each mode says what the others must give.
         expected = ""
         for name in PLACEMENTS:
             for activations in Activations:
@@ -74,7 +78,7 @@ def verify(device: str, directory: Path, console: Console) -> bool:
 
 
 def _run(device: str, directory: Path, placement: str, activations: str, clip: float | None) -> tuple[str, int]:
-    """Digest of losses, weights and moments after a few steps, and bytes moved from and to NVMe."""
+    """Return a digest of losses, weights and moments after a few steps, and the bytes moved from and to NVMe."""
     state, gpu, ram, share, generations = PLACEMENTS[placement]
     model = build_skeleton(AutoConfig.for_model(**MODEL), "sdpa")
     tiers = TiersConfig(
@@ -88,7 +92,9 @@ def _run(device: str, directory: Path, placement: str, activations: str, clip: f
     )
     train = TrainConfig(steps=STEPS, batch=SEQUENCES, activations=activations, clip=clip, weight_decay=0.1)  # type: ignore[arg-type]
     digest = hashlib.sha256()
-    numerics = NumericsConfig(guard=clip is not None)  # without both, updates run inside the backward
+
+    # Without clipping and guard, updates run inside the backward.
+    numerics = NumericsConfig(guard=clip is not None)
 
     with Session(model, ModelConfig(config=MODEL), tiers, train, numerics, SEQUENCE_LENGTH) as session:
         session.load(Initialiser(model, seed=0))
@@ -105,6 +111,7 @@ def _run(device: str, directory: Path, placement: str, activations: str, clip: f
                 plane = session.read_plane(unit, kind, 0, unit.layout.num_elements)
                 digest.update(plane.view(torch.uint8).numpy().tobytes())
 
+        # A placement that was not what its name says would compare nothing.
         if state == ("gpu", "ram", "nvme"):
             assert all(session.placement.state_bytes.get(tier) for tier in Tier), "this placement is meant to be mixed"
         assert bool(session.placement.streamed) is bool(share and clip), "this placement is meant to stream"

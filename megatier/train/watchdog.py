@@ -3,10 +3,10 @@
 It looks, from a thread of its own, at what every queue and the gate are at while a pass is on, or while training waits
 for a checkpoint. When all of that was the same for too long, it writes the state of every queue and thread to stderr
 and to a file, and raises StallError in the training thread. A thread that hangs inside the kernel or CUDA cannot be
-woken and keeps the run from closing: then the process ends without it.
+woken, and keeps the run from closing. The process ends without it then.
 
-Better late than wrong: loading, export and what else lies between passes may take as long as it likes, and so may a
-process that was stopped. What it cannot see: a thread that never lets go of the interpreter.
+It acts late rather than wrongly. Loading, export and everything else between passes may take as long as it likes, and
+so may a process that was stopped. It cannot see a thread that never lets go of the interpreter.
 """
 
 from __future__ import annotations
@@ -31,36 +31,52 @@ from megatier.store.queue import QueueState
 from megatier.store.transfer import Transfer
 
 MULTIPLE = 4
-"""Times the longest that nothing moved on so far, or the predicted step."""
+"""Nothing may move on for so many times the longest that it took so far, or the predicted step."""
 LOOK_S_MAX = 1.0
+"""Seconds between two looks, at most."""
 LOOKS_MIN = 20
-"""Looks before the shortest stall: threads that share few cores take turns meanwhile."""
+"""Looks before the shortest stall, because threads that share few cores take turns meanwhile."""
 GRACE_S = 60.0
-"""For writing the report, and for closing the run after it."""
+"""Seconds for writing the report, and for closing the run after it."""
 SIGNAL = signal.SIGURG
-"""Wakes the training thread where it waits in Python or for a native batch. Ignored where nobody handles it."""
+"""Wakes the training thread if it waits in Python or for a native batch. It is ignored if nobody handles it."""
 EXIT_ERROR = 2
-"""What the command returns for every error of ours."""
+"""The exit status of the command for every error of ours."""
 SHOWN_MAX = 8
 """Moves in flight, or waited for, that a line of the report names."""
 QUEUES_TITLE = "queues (a copy on a CUDA stream counts as in flight until its queue looks again):"
 
 
 class Patience:
-    """How long nothing may move on: so long at least, and a multiple of the longest that it took before."""
+    """How long nothing may move on: a least time, and a multiple of the longest that it took before.
+
+    Attributes:
+        expected_s: seconds that it may take in any case; 0: not known.
+        quiet_s: seconds since something moved on.
+    """
 
     def __init__(self, least_s: float, expected_s: float) -> None:
-        """expected_s: that it may take in any case; 0: not known."""
+        """Begin to look.
+
+        Args:
+            least_s: the least time.
+            expected_s: seconds that it may take in any case; 0: not known.
+        """
         self._least_s = least_s
         self._longest_s = 0.0
         self.expected_s = expected_s
         self._seen: object = None
         self.quiet_s = 0.0
-        """Since something moved on."""
 
     def ends(self, seen: object, seconds: float) -> bool:
-        """True when what is seen was the same for too long; `seconds` have passed since the last look."""
+        """Take the next look, and return whether everything was the same for too long.
+
+        Args:
+            seen: what is seen; None: nothing has to move on now.
+            seconds: time since the last look.
+        """
         if seen is None or seen != self._seen:
+            # It has moved on, so this much quiet was no stall, and that much again is none either.
             self._longest_s = max(self._longest_s, self.quiet_s)
             self._seen = seen
             self.quiet_s = 0.0
@@ -70,15 +86,15 @@ class Patience:
 
 
 class Watchdog:
-    """Watches passes. Use as a context around all that has to close after a stall, in the thread that trains."""
+    """Watches passes. Use it as a context around all that has to close after a stall, in the thread that trains."""
 
     def __init__(self, path: Path, least_s: float, expected_s: float) -> None:
-        """Idle until it is entered.
+        """Prepare; nothing is watched before it is entered.
 
         Args:
-            path: where the report goes.
+            path: the file that the report goes to.
             least_s: seconds without progress before which it does not act; 0: it never does.
-            expected_s: of a step as predicted; 0: not known.
+            expected_s: seconds of a step as predicted; 0: not known.
         """
         self._path = path
         self._patience = Patience(least_s, expected_s)
@@ -111,7 +127,7 @@ class Watchdog:
 
     @contextmanager
     def watch(self, player: Player) -> Iterator[None]:
-        """Something has to move on while this is open.
+        """Watch a pass, in which something has to move on until this ends.
 
         Raises:
             StallError: nothing did.
@@ -125,13 +141,14 @@ class Watchdog:
                 self._player = None
 
     def expect(self, seconds: float) -> None:
-        """A step is now predicted to take so long."""
+        """Take note that a step is now predicted to take so long."""
         with self._lock:
             self._patience.expected_s = seconds
 
     # ------------------------------------------------------------------ its thread
 
     def _run(self) -> None:
+        """Look until the watchdog is closed or a pass hangs."""
         # Counted in looks, not by a clock: a process that was stopped had no chance to move on.
         while not self._closed.wait(self._look_s):
             with self._lock:
@@ -142,11 +159,13 @@ class Watchdog:
                     continue
                 self._stop(self._player)
 
+            # The run closes now if its threads can end. If it has not closed in time, one of them hangs for good.
             if not self._closed.wait(GRACE_S):
                 self._exit()
             return
 
     def _stop(self, player: Player) -> None:
+        """Write the report, and raise the error in the training thread if that can be reached."""
         self._error = StallError(self._patience.quiet_s, str(self._path))
         text = report(player, self._patience.quiet_s)
         attempt(partial(sys.stderr.write, text))
@@ -155,10 +174,13 @@ class Watchdog:
             signal.pthread_kill(self._trainer, SIGNAL)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        # The signal may be somebody else's.
+        """Raise the error; Python calls this in the main thread, which trains."""
         if self._error is not None:
             raise self._error
 
     def _exit(self) -> None:
+        """End the process without closing the run."""
         words = (
             f"megatier: error: {self._error} What hangs did not let the run close within {GRACE_S:.0f} s, so the "
             "process ends. Its block files (megatier-<run id> on each mount of tiers.nvme) stay until `megatier "
@@ -170,7 +192,7 @@ class Watchdog:
 
 
 def attempt(write: Callable[[], object]) -> None:
-    """Write where the drive, or who reads the pipe, may be what hangs: on a thread that is left behind then."""
+    """Write, on a thread that is left behind if the drive, or the reader of the pipe, is what hangs."""
 
     def run() -> None:
         with suppress(OSError):
@@ -182,7 +204,7 @@ def attempt(write: Callable[[], object]) -> None:
 
 
 def progress(player: Player) -> object:
-    """Differs from what it was as soon as a lane, an update or compute has moved on."""
+    """Return a value that differs from the one before as soon as a lane, an update or compute has moved on."""
     lanes = [(state.num_begun, len(state.in_flight)) for state in (queue.state() for queue in player.queues)]
     return len(player.accesses), player.gate.count, lanes
 
@@ -191,7 +213,7 @@ def progress(player: Player) -> object:
 
 
 def report(player: Player, quiet_s: float) -> str:
-    """What every queue, the gate, and every Python thread but those of idle queues are at."""
+    """Return what every queue, the gate, and every Python thread but those of idle queues are at."""
     states = [queue.state() for queue in player.queues]
     idle = {f"megatier-{state.name}" for state in states if state.current is None}
     lines = [f"megatier: nothing has moved on for {quiet_s:.0f} s", "", QUEUES_TITLE]
@@ -201,7 +223,7 @@ def report(player: Player, quiet_s: float) -> str:
 
 
 def describe_queue(state: QueueState, cause: str | None) -> Iterator[str]:
-    """Lines on one queue.
+    """Yield lines about one queue.
 
     Args:
         state: what it is at.
@@ -222,7 +244,7 @@ def describe_queue(state: QueueState, cause: str | None) -> Iterator[str]:
 
 
 def shortened(transfers: Sequence[Transfer]) -> Iterator[str]:
-    """The first transfers, by queue, key and age, and how many more there are."""
+    """Yield the first transfers, by queue, key and age, and how many more there are."""
     for transfer in transfers[:SHOWN_MAX]:
         since_ns, _ = transfer.span_ns()
         age = f"for {seconds_since(since_ns)}" if since_ns else "not started"
@@ -232,7 +254,7 @@ def shortened(transfers: Sequence[Transfer]) -> Iterator[str]:
 
 
 def describe_compute(player: Player) -> Iterator[str]:
-    """Lines on the pass and on who waits for compute."""
+    """Yield lines about the pass, and about who waits for compute."""
     entered = tuple(player.accesses)
     planned = player.timeline.accesses if player.timeline is not None else ()
     names = [f"{access.unit} ({access.phase}, group {access.group})" for access in (*entered, *planned[len(entered) :])]
@@ -243,7 +265,10 @@ def describe_compute(player: Player) -> Iterator[str]:
 
 
 def describe_threads(left_out: Container[str]) -> Iterator[str]:
-    """Stacks of Python threads, innermost call first, without source lines: a drive that hangs may have the source."""
+    """Yield the stacks of Python threads, innermost call first.
+
+    They have no source lines, because a drive that hangs may have the source.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for number, frame in sys._current_frames().items():
         if (name := names.get(number, str(number))) in left_out or number == threading.get_ident():
@@ -254,5 +279,5 @@ def describe_threads(left_out: Container[str]) -> Iterator[str]:
 
 
 def seconds_since(start_ns: int) -> str:
-    """Time that has passed since a moment in time.perf_counter_ns."""
+    """Return the time that has passed since a moment of time.perf_counter_ns."""
     return f"{(time.perf_counter_ns() - start_ns) / 1e9:.0f} s"
