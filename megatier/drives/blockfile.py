@@ -164,8 +164,9 @@ class BlockFiles:
                 self._files.append(self._open(index))
                 continue
 
+            # Room is looked at first, since an attempt that fails would fill the drive for a moment.
             remedy = f"Give {self._mounts[index].directory} a smaller size in tiers.nvme or free space on it."
-            if size > (free := free_bytes(path.parent)):  # trying would fill the drive for a moment
+            if size > (free := free_bytes(path.parent)):
                 raise CapacityError("nvme", size, free, remedy)
 
             self._files.append(self._open(index))
@@ -243,9 +244,12 @@ class BlockFiles:
         assert start % chunk == 0, "a span starts on a chunk boundary"
         assert stop % chunk == 0 or stop == extent.num_bytes, "a span ends on a chunk boundary or with its block"
 
+        # The engine gets a segment for each piece of a stripe, all in one batch: mounts work at the same time.
         pieces = list(extent.pieces(start, stop))
         segments = [(self._files[p.mount], p.file_offset, address + p.start, p.num_bytes) for p in pieces]
         paths = [self.paths[piece.mount] for piece in pieces]
+
+        # One checksum for each chunk, in the order of the block's bytes, wherever its stripes lie.
         table = extent.checksums.ctypes.data + 4 * (start // chunk) if self.options.checksums else 0
         batch = self._engine.submit(segments, table, chunk, writes=writes)
         return FileBatch(batch, "write" if writes else "read", key, paths)

@@ -89,6 +89,8 @@ class Striping:
         """
         total = round_up(num_bytes)
         chunk = self._chunk_bytes
+
+        # If the mounts have too little room together, nothing of the block stays reserved.
         before = list(self.used)
         stripes = []
         start = 0
@@ -101,6 +103,7 @@ class Striping:
             stripes.append(Stripe(mount=mount, file_offset=self.used[mount], start=start, num_bytes=size))
             self.used[mount] += size
             start += size
+
         return Extent(total, tuple(stripes), zero_checksums(total, chunk))
 
     def _next_mount(self, missing: int) -> tuple[int, int]:
@@ -110,6 +113,8 @@ class Striping:
         """
         chunk = self._chunk_bytes
         free = [budget - used for budget, used in zip(self._budgets, self.used, strict=True)]
+
+        # Only the last stripe of a block may end inside a chunk, since every other chunk lies on one mount.
         sizes = [min(missing, STRIPE_BYTES, room if room >= missing else room // chunk * chunk) for room in free]
         best = min(range(len(free)), key=lambda i: (sizes[i] <= 0, self.used[i] / max(1, self._shares[i]), i))
         return best, max(0, sizes[best])

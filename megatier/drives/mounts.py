@@ -21,7 +21,8 @@ BLOCK_FILE = "blocks"
 KEPT_FILE = "savepoint"
 """A file of this name marks block files that outlive their process."""
 FILES = (KEPT_FILE, BLOCK_FILE, LOCK_FILE)
-"""All files of a run's directory on a mount, in the order in which they are removed: the lock goes last."""
+"""All files of a run's directory on a mount, in the order in which they are removed. The mark goes first, so that it
+never stands for block files that are gone. The lock goes last, since whoever removes files holds it."""
 
 
 class MountDirectories:
@@ -46,6 +47,7 @@ class MountDirectories:
             RunLockedError: another process uses a directory.
         """
         for path in self._names:
+            # Each one is noted as soon as it is locked, so that `close` unlocks it if the next one is refused.
             self._directories.append(PrivateDirectory(path))
             for name in () if reuses else (KEPT_FILE, BLOCK_FILE):
                 with contextlib.suppress(OSError):  # a file that stays only takes room

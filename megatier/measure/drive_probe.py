@@ -161,6 +161,7 @@ def probe_drive(
     device = block_device(mount.directory)
     directory = mount.directory
     with BlockTraffic(directory, num_bytes // block_bytes, block_bytes, options, pin=pin) as traffic:
+        # The long write comes first, so that the flows that are measured after it meet a write cache that is full.
         sustained = traffic.sustained(sustained_bytes) if sustained_bytes else ()
         is_direct = traffic.is_direct
         io_threads, trials = choose_threads(traffic, options.num_threads, seconds)
@@ -276,6 +277,7 @@ def knee(rates: Sequence[float]) -> int | None:
         mean = statistics.fmean(part)
         return sum((rate - mean) ** 2 for rate in part)
 
+    # Two steps are the least that tell a level from a single slow step.
     splits = range(2, len(rates) - 1)
     best = min(splits, key=lambda split: squares(rates[:split]) + squares(rates[split:]), default=None)
     if best is None or statistics.median(rates[best:]) > KNEE_SHARE * statistics.median(rates[:best]):

@@ -97,6 +97,7 @@ class UpdatesBeside:
 
     def among(self, operations: Iterable[Operation]) -> Iterator[Operation]:
         """Yield the operations, and begin two updates in each mixed turn, as its 7 blocks hold so many parameters."""
+        # One update of each chunk may be under way while blocks are read and written.
         chunks = itertools.cycle(range(2))
         for number, operation in enumerate(operations):
             if number % (MIXED_READS + MIXED_WRITES) in UPDATED_AT:
@@ -129,7 +130,9 @@ class BlockTraffic:
         try:
             self._extents = [self._files.reserve(block_bytes) for _ in range(num_blocks)]
             self._files.allocate()
-            noise = np.random.default_rng(0).bytes(block_bytes)  # a drive may compress, or skip zeros
+
+            # The slots hold noise, since a drive may compress its bytes, or skip zeros.
+            noise = np.random.default_rng(0).bytes(block_bytes)
             for slot in range(2 * DEPTH):
                 self._slot(slot).numpy()[:] = np.frombuffer(noise, dtype=np.uint8)
 
@@ -220,6 +223,7 @@ class BlockTraffic:
             seconds: the time to go on for.
             window_s: the length of the windows whose rates are taken; None: there are none.
         """
+        # Without O_DIRECT, pages that are still in RAM would answer reads, and their writing would count here.
         if not self.is_direct:
             self._leave_page_cache()
         before = self._device.moved_bytes()
@@ -255,6 +259,7 @@ class BlockTraffic:
             batch.wait()
             spans.append(batch.span_ns())
 
+        # A slot is used again when its operation has ended, since operations are waited for in their order.
         for number, (write, index) in enumerate(operations):
             if len(flying) == window:
                 land()
@@ -265,6 +270,7 @@ class BlockTraffic:
 
         while flying:
             land()
+
         return spans
 
     def _submit(self, write: bool, index: int, slot: int) -> FileBatch:

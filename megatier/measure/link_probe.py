@@ -120,9 +120,12 @@ def probe_links(
     Raises:
         CapacityError: RAM is too short even for that.
     """
+    # Copies have two regions in RAM, one for each direction, and both kinds of traffic run at once.
     part = ram_available_bytes() // RAM_PARTS
     copy_bytes = min(copy_bytes, part // 2)
     update_elements = min(update_elements, part // STATE_BYTES_PER_PARAMETER)
+
+    # A plan counts with the first GPU, but copies are measured for every one.
     devices = [torch.device(device)]
     if device == "cuda":
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -173,6 +176,7 @@ def _copy_figures(device: torch.device, copies: CopyTraffic, seconds: float) -> 
 def _update_figures(update: UpdateTraffic, copies: CopyTraffic, threads: int, seconds: float) -> UpdateFigures:
     work = partial(update.on_cpu, threads)
     parameters_per_s = alone(work, seconds)
+    # In a step AdamW and the copies share the bandwidth of RAM, so they are measured together as well.
     shared = at_once({"update": work, "to_gpu": copies.to_gpu, "to_ram": copies.to_ram}, seconds)
     return UpdateFigures(
         threads=threads,

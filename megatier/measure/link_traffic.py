@@ -99,6 +99,8 @@ class CopyTraffic:
             device = self._device.view(offset, self._piece)
             copy = self._lanes.to_ram("copy", host, device) if way else self._lanes.to_gpu("copy", device, host)
             flying.append(copy)
+
+            # The next copy is enqueued before this one is waited for, so the link never idles.
             if len(flying) == COPY_DEPTH:
                 flying.popleft().wait()
                 done += self._piece

@@ -99,6 +99,8 @@ def cache_rates(rates: Rates, device: str, path: Path | None = None) -> Path:
     drives = [
         {"facts": mount_facts(Path(drive.directory)), "rates": dataclasses.asdict(drive)} for drive in rates.drives
     ]
+
+    # Drives of this machine that were measured earlier stay, unless they were measured now.
     measured_now = [drive["facts"] for drive in drives]
     entries = _entries(path)
     before = [drive for entry in entries if entry["machine"] == machine for drive in entry["drives"]]
@@ -140,6 +142,7 @@ def cached_rates(directories: Sequence[Path], device: str, path: Path | None = N
         except OSError:  # such as a name that is too long, or a folder that this user may not look into
             return None
 
+        # The drive was measured in another directory perhaps, so its rates get the name of this one.
         known = [drive["facts"] for drive in entry["drives"]]
         if any(asked not in known for asked in facts):
             return None

@@ -34,6 +34,7 @@ class Blocks:
         Raises:
             CapacityError: the home tier's budget is used up.
         """
+        # A scratch block has no home: its bytes are in slots and in no other place.
         block = Block(spec=spec)
         if spec.home is Tier.NVME:
             if self._files is None:
@@ -42,6 +43,8 @@ class Blocks:
             self._reservation.home(spec, Tier.NVME)
         elif spec.home is not None:
             offset = self._reservation.home(spec, spec.home)
+
+            # A home has all bytes of its block, and they are valid: an arena is full of zeros.
             block.copies.append(
                 Copy(block=block, tier=spec.home, span=block.whole, offset=offset, fills={block.whole: None})
             )

@@ -68,6 +68,8 @@ class Lanes:
     ) -> Transfer:
         """Append a move to a queue, as `Queue.submit` does. A move of 0 bytes is neither counted nor logged."""
         transfer = self.queues[queue].submit(key, num_bytes, start, after, behind)
+
+        # The bytes count when they are asked for, so the sums do not depend on how fast moves end.
         if num_bytes:
             self.moved_bytes[queue] += num_bytes
             self._log.append(transfer)
@@ -123,7 +125,8 @@ class Lanes:
             _native.copy(target.data_ptr(), source.data_ptr(), source.numel())
             return
 
-        # The piece before is over on the device before the next one is enqueued (`PIECE_BYTES` says why).
+        # The piece before is over on the device before the next one is enqueued, so that the lanes of one direction
+        # take turns (`PIECE_BYTES`). It may belong to the copy before, since the piece is noted for the lane.
         for start in range(0, source.numel(), PIECE_BYTES):
             if (before := self._pieces.get(queue)) is not None:
                 before.synchronize()

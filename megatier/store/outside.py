@@ -34,6 +34,8 @@ class Outside:
         """Start copying a tensor on the gpu device to a home in RAM; see `TieredStore.push`."""
         copy, inside, outside, behind = self._exchange(key, tensor)
         transfer = self._lanes.to_ram(key, inside, outside, (), behind)
+
+        # The bytes of the home are valid once the copy has ended: a `pull` of them comes after it.
         assign(copy.fills, (0, inside.numel()), transfer)
         return transfer
 
@@ -41,6 +43,8 @@ class Outside:
         """Start copying a home in RAM to a tensor on the gpu device; see `TieredStore.pull`."""
         copy, inside, outside, behind = self._exchange(key, tensor)
         transfer = self._lanes.to_gpu(key, outside, inside, copy.arriving((0, inside.numel())), behind)
+
+        # The copy reads the home: the next `push` into it comes after this.
         copy.use(transfer)
         return transfer
 

@@ -66,6 +66,7 @@ class Reservation:
         Raises:
             CapacityError: the system has less memory than the budgets say.
         """
+        # The homes lie at the offsets that `home` gave, so the slots come after them.
         for tier in (Tier.GPU, Tier.RAM):
             size = self._home_bytes(tier)
             for (pool_tier, kind), (slot_bytes, num_slots) in self._wanted.items():
@@ -85,6 +86,8 @@ class Reservation:
             CapacityError: there are no such slots, or they are smaller than num_bytes.
         """
         pool = self._pools.get((tier, spec.kind)) or self._pools.get((tier, None))
+
+        # A pool without slots would let its blocks wait for ever, so it counts as one whose slots are too small.
         had = pool.slot_bytes if pool is not None and pool.num_slots else 0
         if pool is None or had < num_bytes:
             remedy = (
@@ -122,12 +125,15 @@ class Reservation:
         self._arenas.clear()
 
     def _require(self, tier: Tier, num_bytes: int) -> None:
+        """Refuse bytes that the budget of a tier has no room for."""
         free = self._budgets[tier] - self._home_bytes(tier) - self._slot_bytes(tier)
         if num_bytes > free:
             raise CapacityError(tier, num_bytes, free, f"Raise the {tier} budget or home fewer blocks there.")
 
     def _home_bytes(self, tier: Tier) -> int:
+        """Return the bytes at home in a tier."""
         return sum(size for (t, _), size in self._homes.items() if t is tier)
 
     def _slot_bytes(self, tier: Tier) -> int:
+        """Return the bytes of all slots of a tier."""
         return sum(round_up(size) * count for (t, _), (size, count) in self._wanted.items() if t is tier)

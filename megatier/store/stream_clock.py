@@ -18,6 +18,8 @@ class StreamClock:
         """Take the moment that both clocks know. This waits once for the device."""
         self._event = torch.cuda.Event(enable_timing=True)
         self._event.record()
+
+        # The host's time is taken right after the device has passed the event, so both are the same moment.
         self._event.synchronize()
         self._ns = time.perf_counter_ns()
 
@@ -67,6 +69,8 @@ class Instant:
         """Take the moment on the current stream."""
         self._clock = clock
         self._ns = time.perf_counter_ns()
+
+        # With a device, compute is only enqueued by now, so the moment is when the device gets here.
         self._event = None
         if clock is not None:
             self._event = torch.cuda.Event(enable_timing=True)

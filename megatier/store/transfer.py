@@ -114,6 +114,7 @@ class Transfer:
 
     def over(self) -> bool:
         """Block until the move has ended. Return whether it ended well."""
+        # An interrupt of the wait passes through. It says nothing about the move, so the move is asked after the wait.
         self.order_for(Tier.RAM, fails=False)
         return not self.failed()
 
@@ -133,6 +134,8 @@ class Transfer:
         """Return whether the move has ended in an error; never blocks."""
         if not self.done():
             return False
+
+        # The move is done, so this wait raises its error at once or returns at once.
         try:
             self.wait()
         except FAILURES:
@@ -147,6 +150,7 @@ class Transfer:
         return self._span
 
     def _wait_issued(self) -> None:
+        """Block until the move has started; raise the error that kept it from that."""
         self._issued.wait()
         if self._error is not None:
             raise self._error
