@@ -161,7 +161,6 @@ def probe_drive(
     device = block_device(mount.directory)
     directory = mount.directory
     with BlockTraffic(directory, num_bytes // block_bytes, block_bytes, options, pin=pin) as traffic:
-        # The long write comes first, so that the flows that are measured after it meet a write cache that is full.
         sustained = traffic.sustained(sustained_bytes) if sustained_bytes else ()
         is_direct = traffic.is_direct
         io_threads, trials = choose_threads(traffic, options.num_threads, seconds)
