@@ -1,8 +1,8 @@
 """A call of a node: one use of one unit in one group, cut into slices.
 
-What the module takes is kept flat; the inputs that require a gradient are held apart, since autograd passes them on.
-Hugging Face collects some outputs by hooks (router logits): a slice collects its own, and the call hands them on. What
-the module writes into containers among its arguments is an output too.
+The arguments of the module are a flat list. Those that require a gradient are held apart, since autograd passes them
+on. Hugging Face collects some outputs by hooks (router logits): a slice collects its own, and the call hands them on.
+Whatever the module writes into containers among its arguments is an output too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatier.guards.crossing import check_inside, claim
 from megatier.tier import Activations, Phase
 
 collector: ContextVar[dict[str, Any] | None] = _active_collector  # type: ignore[assignment]
-"""Where Hugging Face collects what its hooks capture, such as router logits."""
+"""The dictionary into which Hugging Face's hooks append what they capture, such as router logits."""
 
 
 class Called(Protocol):
@@ -66,48 +66,44 @@ class Called(Protocol):
         """Whether any of the parameters is trained; else a backward has gradients of inputs alone."""
 
     def leaves(self, weights: Tensor) -> list[Tensor]:
-        """Views of the unit's parameters in a slot."""
+        """Views of the unit's parameters in a slot, each an autograd leaf."""
 
     def run(self, leaves: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """The module's own forward with these weights bound."""
+        """Run the module's own forward with these weights bound."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """One use of a node in one group.
-
-    Attributes:
-        node: the node that is used.
-        arguments: all that the module was called with, taken apart.
-        flat: the leaves of the arguments, in order.
-        differentiable: positions of the inputs that require a gradient. Their places in `flat` are empty in a training
-            call.
-        collected: keys under which Hugging Face collects by hooks in this pass (router logits). A recompute must
-            collect them again.
-        captured: the outputs so collected, as a key and their number.
-        outgoing: how the module's result is nested.
-        written: what the last slice wrote into containers.
-    """
+    """One use of a node in one group."""
 
     node: Called
+    """The node that is used."""
     arguments: Arguments
+    """All that the module was called with, taken apart."""
     flat: list[Any]
+    """The leaves of the arguments, in order."""
     differentiable: list[int]
+    """The positions of the inputs that require a gradient. Their places in `flat` are empty in a training call."""
     collected: tuple[str, ...]
+    """The keys under which Hugging Face collects by hooks in this pass (router logits). A recompute must collect them
+    again."""
     captured: list[tuple[str, int]] = field(default_factory=list)
+    """The outputs that were collected so, as a key and their number."""
     outgoing: TreeSpec | None = None
+    """How the module's result is nested."""
     written: Written | None = None
+    """What the last slice wrote into containers."""
 
     @property
     def num_slices(self) -> int:
-        """Slices of this call: 1 if no argument is batched, such as for position embeddings."""
+        """The number of slices of this call: 1 if no argument is batched, as for position embeddings."""
         count = self.node.stage.slices
         batched = self.node.rows.batched
         assert count == 1 or batched is not None, "slices are learnt before training"
         return count if batched is None or any(batched) else 1
 
     def cut(self, inputs: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Any]]]:
-        """Yield, per slice, the differentiable inputs, detached and requiring a gradient, and all flat arguments."""
+        """Yield, for each slice, the differentiable inputs as leaves with a gradient, and all flat arguments."""
         for index in range(self.num_slices):
             leaves = [
                 claim(self._part(tensor, i, index).detach().requires_grad_(), self.node.module_name)
@@ -119,6 +115,11 @@ class Call:
             yield leaves, flat
 
     def _part(self, value: Any, position: int, index: int) -> Any:  # noqa: ANN401
+        """The rows of an argument that belong to one slice. An argument that is not batched belongs to all, whole.
+
+        Raises:
+            ConfigError: nobody knows how to cut it, or the slices do not divide its rows.
+        """
         count = self.num_slices
         if count == 1 or not torch.is_tensor(value) or not value.dim():
             return value
@@ -137,7 +138,7 @@ class Call:
         return value[index * rows : (index + 1) * rows]
 
     def run(self, leaves: Sequence[Tensor], flat: Sequence[Any]) -> list[Tensor | None]:
-        """Run the module on one slice: its outputs, captured outputs, and the tensors it wrote into containers.
+        """Run the module on one slice; returns its outputs, what was captured, and what it wrote into containers.
 
         Raises:
             NonFiniteError: a weight or an output is not finite, and the stage looks for that.
@@ -155,12 +156,13 @@ class Call:
 
         self.written = written
         outputs += tensors
+
         if self.node.stage.checks_finite:
             self._check(leaves, outputs)
         return outputs
 
     def _run(self, leaves: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor | None]:
-        """Outputs and captured outputs."""
+        """Run the module; returns its outputs and what was captured."""
         # Hugging Face's hooks would append to its own collector, once more in each slice and in each recompute. And a
         # tensor from inside the node has a graph that ends there: it has to be an output of the node.
         caught: dict[str, list[Tensor]] = {key: [] for key in self.collected}
@@ -183,13 +185,13 @@ class Call:
         return outputs + [tensor for values in caught.values() for tensor in values]
 
     def _check(self, leaves: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
-        """Refuse a weight or an output that is not finite. The host waits for the device at each."""
+        """Refuse a weight or an output that is not finite. The host waits for the device at each of them."""
         for what, tensors in (("a weight", leaves), ("an output", outputs)):
             if any(t is not None and t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors):
                 raise NonFiniteError(f"{what} of unit {self.node.unit} ({self.node.module_name}) is not finite")
 
     def evaluate(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Run the module as Hugging Face does: once, uncut, and on the very containers that it was given."""
+        """Run the module as Hugging Face does: once, whole, and on the very containers that it was given."""
         with self._weights() as leaves:
             results = self._run(leaves, args, kwargs)
             if self.node.stage.checks_finite:
@@ -197,20 +199,24 @@ class Call:
         return self.unpack(results)
 
     def run_plain(self, *, is_cut: bool) -> Any:  # noqa: ANN401
-        """Run the module without a backward; uncut, to learn which arguments are batched."""
+        """Run the module without a backward.
+
+        Args:
+            is_cut: slice by slice, as in training. Else whole, to learn which arguments are batched.
+        """
         stage = self.node.stage
         with self._weights() as leaves:
             parts = [flat for _, flat in self.cut(())] if is_cut else [self.flat]
             results = join([self.run(leaves, flat) for flat in parts])
 
-        # Nothing that it was given requires a gradient, so a result that does came by another way.
+        # Nothing that it was given requires a gradient. So if a result does, a tensor came by another way.
         if any(x is not None and x.requires_grad for x in results):
             check_inside(self.node.module_name, results, (), stage.model)
         return self.unpack(results)
 
     @contextlib.contextmanager
     def _weights(self) -> Iterator[list[Tensor]]:
-        """Views of the unit's weights, for a forward without a backward."""
+        """Inside, the unit's weights are there, for a forward without a backward."""
         stage = self.node.stage
         use = stage.source.enter(self.node.unit, Phase.FORWARD, stage.gradients.group)
         try:
@@ -219,12 +225,12 @@ class Call:
             use.leave()
 
     def unpack(self, results: list[Tensor | None]) -> Any:  # noqa: ANN401
-        """The module's result; the other outputs go to Hugging Face's collector and into the containers.
+        """Return the module's result; the other outputs go to Hugging Face's collector and into the containers.
 
         Args:
             results: what the module returns, what was captured, and what it wrote into containers, in this order.
         """
-        # The call lives until the backward, where a recompute notes again what it writes.
+        # Taken out: the call lives until the backward, where a recompute notes again what it writes.
         written = self.written
         self.written = None
         learnt = self.node.stage.learnt
@@ -238,9 +244,9 @@ class Call:
 
         if learnt is not None:
             self.node.rows.learn_outputs(learnt, results)
+
         results, caught = _split(results, sum(number for _, number in self.captured))
         outer = collector.get()
-
         for key, number in self.captured:
             if outer is not None:
                 outer[key].extend(caught[:number])
@@ -251,7 +257,7 @@ class Call:
 
 
 def _split(results: list[Tensor | None], last: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Split off so many from the end."""
+    """Split off the last so many results."""
     return results[: len(results) - last], results[len(results) - last :]
 
 
@@ -259,4 +265,5 @@ def join(parts: list[list[Any]]) -> list[Any]:
     """Lay the outputs of slices end to end along the batch."""
     if len(parts) == 1:
         return parts[0]
+
     return [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]

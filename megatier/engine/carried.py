@@ -1,4 +1,4 @@
-"""Tensors that travel between units in containers: what one layer leaves in a mapping and a later one reads.
+"""Carried tensors: they travel between units in containers, such as a mapping that one layer fills and another reads.
 
 Gemma 3n and 4 hand keys and values on in a dictionary that every layer takes as an argument. Autograd sees only what a
 node takes and returns, so a call is taken apart: every tensor that can be reached from its arguments through mappings,
@@ -7,50 +7,43 @@ it is run again, so that each run writes into copies of its own. What it wrote i
 is written into the containers outside.
 
 Modules, configs, callables and what torch makes (block masks) are handed on as they are.
+
+A value that was taken apart is a form: a tree of leaves, containers and tuples, which refer to each other by number. So
+the same container under two names, or one that holds itself, is put together again as it was.
 """
 
 from __future__ import annotations
 
-import sys
-from collections import OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from transformers import PretrainedConfig
 
+from megatier.engine.containers import PLAIN, Place, contents_of, empty, fill, is_container
 from megatier.errors import UnsupportedModelError
-
-Place = tuple[str, Hashable]
-"""Where in a container: an item by its key or number, or a field by its name."""
-
-PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, nn.Module, PretrainedConfig)
-_bases: dict[type, type | None] = {}
-BASES: tuple[type, ...] = (OrderedDict, defaultdict, dict, deque, list, SimpleNamespace)
 
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """What is no container."""
+    """A value that is no container, by its number among the leaves."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """In what a forward wrote: a leaf that the call was given."""
+    """A leaf that the call was given, in the form of what a forward wrote."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A container: several may hold it, and it may hold itself."""
+    """A container, by its number. Several others may hold it, and it may hold itself."""
 
     index: int
 
@@ -68,11 +61,13 @@ _Form = _Leaf | _Given | _Held | _Tuple
 
 @dataclass(frozen=True, slots=True)
 class _Container:
-    """What a copy of a container is made from. It does not hold the container: that holds the node's outputs."""
+    """The recipe for a copy of a container. It does not hold the container itself, which holds the node's outputs."""
 
     kind: type
     maxlen: int | None
+    """The bound of a deque."""
     path: str
+    """The way to the container from the arguments, for messages."""
     contents: dict[Place, _Form]
 
 
@@ -81,26 +76,30 @@ class _Walk:
     """Takes values apart into leaves and containers."""
 
     leaves: list[Any] = field(default_factory=list)
+    """All values that are no container, in the order in which they were found."""
     containers: list[_Container] = field(default_factory=list)
+    """All containers, in the order in which they were found."""
     originals: list[Any] = field(default_factory=list)
-    """Of the containers, in their order."""
+    """The containers themselves, in the same order."""
     known: dict[int, _Form] = field(default_factory=dict)
-    """By id: what has been seen; tensors only where a container holds them."""
+    """The form of each value that has been seen, by its id; of tensors only if a container holds them."""
     inside: list[int] = field(default_factory=list)
-    """Leaves that lie in a container."""
+    """The leaves that lie in a container."""
 
     def take(self, value: Any, path: str, *, is_inside: bool) -> _Form:  # noqa: ANN401 - whatever a module takes
-        """The form of a value."""
+        """Take a value apart; returns its form."""
         if (known := self.known.get(id(value))) is not None:
             return known
+
         if not (torch.is_tensor(value) or isinstance(value, PLAIN)):
-            if _base(type(value)) is not None:
+            if is_container(type(value)):
                 return self._take_container(value, path)
             children, spec = tree_flatten(value, is_leaf=lambda x: x is not value)
             if not spec.is_leaf():
                 forms = (self.take(x, f"{path}[{n}]", is_inside=is_inside) for n, x in enumerate(children))
                 return _Tuple(spec, tuple(forms))
 
+        # A tensor that is an argument by itself may come twice: then it is two inputs, as for any module.
         form = _Leaf(len(self.leaves))
         self.leaves.append(value)
         if is_inside:
@@ -111,12 +110,15 @@ class _Walk:
         return form
 
     def _take_container(self, value: Any, path: str) -> _Form:  # noqa: ANN401
+        """Take a container apart."""
+        # Known before its contents are looked at, since it may hold itself.
         self.known[id(value)] = form = _Held(len(self.containers))
         contents: dict[Place, _Form] = {}
         maxlen = value.maxlen if isinstance(value, deque) else None
         self.containers.append(_Container(type(value), maxlen, path, contents))
         self.originals.append(value)
-        for (kind, key), child in _contents(value).items():
+
+        for (kind, key), child in contents_of(value).items():
             at = f"{path}[{key!r}]" if kind == "item" else f"{path}.{key}"
             contents[kind, key] = self.take(child, at, is_inside=True)
 
@@ -124,67 +126,69 @@ class _Walk:
 
 
 class Arguments:
-    """What a module is called with, taken apart.
-
-    Attributes:
-        leaves: tensors and whatever else is no container, in order.
-        carried: positions of those of them that lie in containers.
-    """
+    """The arguments of a call of a module, taken apart."""
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Looks at the containers as they are now."""
+        """Take the arguments apart, with the containers as they are now."""
         walk = _Walk()
         self._args = [walk.take(x, f"argument {n}", is_inside=False) for n, x in enumerate(args)]
         self._kwargs = {name: walk.take(x, name, is_inside=False) for name, x in kwargs.items()}
         self.leaves: list[Any] = walk.leaves
+        """The tensors, and whatever else is no container, in order."""
         self.carried = frozenset(walk.inside)
+        """The positions of those leaves that lie in containers."""
         self._containers = walk.containers
         self._outside: tuple[list[Any], list[Any]] | None = (walk.originals, list(walk.leaves))
+        """The containers and the leaves that the module was given, until they are written to."""
 
     def copy(self, leaves: Sequence[Any]) -> ContainerCopy:
-        """The arguments made anew from these leaves, with containers of their own."""
+        """Make the arguments anew from these leaves, with containers of their own."""
         return ContainerCopy(self._args, self._kwargs, self._containers, leaves, self.carried)
 
     def write(self, written: Written, tensors: Sequence[Tensor | None]) -> None:
-        """Write what a forward wrote into the containers that the module was given; the last thing to be done.
+        """Write what a forward wrote into the containers that the module was given. A call does this once, at its end.
 
         Args:
-            written: by the forward.
-            tensors: in place of those that it wrote, in order.
+            written: what the forward wrote.
+            tensors: the tensors to write in place of those that it wrote, in order.
         """
         assert self._outside is not None, "a call writes once"
         originals, given = self._outside
-        self._outside = None  # they hold the node's outputs, which hold the node's call: they would never be freed
-        new = [_empty(container) for container in written.new]
+
+        # Let go of them: from now on they hold the node's outputs, which hold the node's call. That circle would never
+        # be freed.
+        self._outside = None
+        new = [empty(container.kind, container.maxlen) for container in written.new]
         made = _Maker(written.fill(tensors), [*originals, *new], given)
         for container, form in zip(new, written.new, strict=True):
-            _fill(container, made.contents(form.contents))
+            fill(container, made.contents(form.contents))
+
         for index, contents in written.changed.items():
-            _fill(originals[index], made.contents(contents))
+            fill(originals[index], made.contents(contents))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What a forward wrote into its copies of the containers."""
+    """The changes that a forward made to its copies of the containers."""
 
     changed: dict[int, dict[Place, _Form]]
-    """By container that was given: what it holds now."""
+    """The present contents of each container that was given and changed, by its number."""
     new: list[_Container]
-    """Containers that were made in the forward."""
+    """The containers that were made in the forward."""
     leaves: list[Any]
-    """What was written; None in place of tensors."""
+    """The leaves that were written; None in place of tensors, which would be held until the backward."""
     places: list[tuple[int, str]]
-    """Of the tensors: their positions in `leaves`, and where they were written."""
+    """For each tensor that was written, its position in `leaves` and the path of its container."""
 
     def is_like(self, other: Written) -> bool:
-        """Whether the same places were written."""
+        """Whether another run wrote to the same places."""
         mine, others = (
             (x.changed, [(c.kind, c.contents) for c in x.new], [at for at, _ in x.places]) for x in (self, other)
         )
         return mine == others
 
     def fill(self, tensors: Sequence[Tensor | None]) -> list[Any]:
-        """The leaves, with these tensors."""
+        """The leaves that were written, with these tensors in place of the forward's."""
         leaves = list(self.leaves)
         for (position, _), tensor in zip(self.places, tensors, strict=True):
             leaves[position] = tensor
@@ -192,7 +196,7 @@ class Written:
 
 
 class ContainerCopy:
-    """Arguments made for one run of a forward."""
+    """Copies of the containers of a call, and its arguments with them, for one run of a forward."""
 
     def __init__(
         self,
@@ -202,32 +206,48 @@ class ContainerCopy:
         leaves: Sequence[Any],
         carried: frozenset[int],
     ) -> None:
-        """Made from forms and leaves."""
+        """Put the arguments together.
+
+        Args:
+            args: the forms of the arguments.
+            kwargs: the forms of the named arguments.
+            containers: the containers in these forms.
+            leaves: the leaves in these forms.
+            carried: the positions of leaves that lie in containers.
+        """
         self._containers = containers
         self._leaves = leaves
         self._carried = carried
-        self._held = [_empty(container) for container in containers]
+
+        # All of them are there before any is filled, since they may hold each other.
+        self._held = [empty(container.kind, container.maxlen) for container in containers]
         made = _Maker(leaves, self._held, ())
         self._before = [made.contents(container.contents) for container in containers]
         for container, contents in zip(self._held, self._before, strict=True):
-            _fill(container, contents)
+            fill(container, contents)
+
         self.args = [made.value(form) for form in args]
+        """The arguments for the forward."""
         self.kwargs = {name: made.value(form) for name, form in kwargs.items()}
+        """The named arguments for the forward."""
         self._versions = {i: x._version for i, x in self._tensors() if i in carried}
         self._required = [i for i, x in self._tensors() if x.requires_grad]
 
     def written(self, module_name: str) -> tuple[Written, list[Tensor]]:
-        """What the forward wrote, and the tensors in it.
+        """Compare the containers with what they were; returns what the forward wrote, and the tensors in it.
 
         Raises:
             UnsupportedModelError: it changed a tensor in place that others hold too.
         """
         self._check_in_place(module_name)
+
+        # Containers and tensors that the call was given are known: what was written refers to them by number.
         walk = _Walk(known={id(held): _Held(index) for index, held in enumerate(self._held)})
         walk.containers = list(self._containers)
         count = len(self._containers)
         walk.known |= {id(x): _Given(i) for i, x in self._tensors()}
-        now = [_contents(held) for held in self._held]
+
+        now = [contents_of(held) for held in self._held]
         changed: dict[int, dict[Place, _Form]] = {}
         places: list[tuple[int, str]] = []
 
@@ -244,6 +264,13 @@ class ContainerCopy:
         return Written(changed=changed, new=walk.containers[count:], leaves=rest, places=places), tensors
 
     def _check_in_place(self, module_name: str) -> None:
+        """Refuse a forward that changed a carried tensor in place.
+
+        Raises:
+            UnsupportedModelError: it did.
+        """
+        # A version counts changes that torch knows of. If a tensor that required no gradient requires one now, then
+        # something that does was written into it.
         changed = [i for i, version in self._versions.items() if self._leaves[i]._version != version]
         drawn_in = [i for i, x in self._tensors() if x.requires_grad and i not in self._required]
 
@@ -256,18 +283,22 @@ class ContainerCopy:
             )
 
     def _tensors(self) -> Iterator[tuple[int, Tensor]]:
+        """The tensors among the leaves, with their positions. Those of inference mode have no version."""
         return ((i, x) for i, x in enumerate(self._leaves) if torch.is_tensor(x) and not x.is_inference())
 
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
-    """Puts values together."""
+    """Puts values together from their forms."""
 
     leaves: Sequence[Any]
     held: Sequence[Any]
+    """The containers."""
     given: Sequence[Any]
+    """The leaves of the call, in forms of what a forward wrote."""
 
     def value(self, form: _Form) -> Any:  # noqa: ANN401
+        """The value of a form."""
         match form:
             case _Leaf(index):
                 return self.leaves[index]
@@ -279,85 +310,5 @@ class _Maker:
                 return tree_unflatten([self.value(child) for child in children], spec)
 
     def contents(self, forms: Mapping[Place, _Form]) -> dict[Place, Any]:
+        """The values in the places of a container."""
         return {place: self.value(form) for place, form in forms.items()}
-
-
-def _base(kind: type) -> type | None:
-    """What makes an empty container of this kind; None where it is none."""
-    if kind not in _bases:
-        _bases[kind] = _find_base(kind)
-    return _bases[kind]
-
-
-def _find_base(kind: type) -> type | None:
-    if issubclass(kind, PLAIN) or kind.__module__.partition(".")[0] == "torch":
-        return None
-    for base in BASES:
-        if issubclass(kind, base):
-            return base
-
-    is_called = any("__call__" in owner.__dict__ for owner in kind.__mro__)
-    has_fields = kind.__dictoffset__ or any(True for _ in _slots(kind))
-    is_python = kind.__module__.partition(".")[0] in sys.stdlib_module_names
-    if is_called or not has_fields or (is_python and not issubclass(kind, UserDict | UserList)):
-        return None
-
-    try:
-        object.__new__(kind)
-    except TypeError:  # made in C, or a kind of number: who knows what it holds
-        return None
-
-    return object
-
-
-def _slots(kind: type) -> Iterator[str]:
-    """Names of the fields that do not lie in `__dict__`."""
-    for owner in kind.__mro__:
-        names = owner.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if name not in ("__dict__", "__weakref__"):
-                is_private = name.startswith("__") and not name.endswith("__")
-                yield f"_{owner.__name__.lstrip('_')}{name}" if is_private else name
-
-
-def _contents(container: Any) -> dict[Place, Any]:  # noqa: ANN401
-    """All that a container holds."""
-    base = cast("Any", _base(type(container)))
-    found: dict[Place, Any] = {}
-    if issubclass(base, dict):
-        found = {("item", key): base.__getitem__(container, key) for key in base.__iter__(container)}
-    elif issubclass(base, list | deque):
-        found = {("item", number): value for number, value in enumerate(base.__iter__(container))}
-
-    if base is defaultdict:
-        found["field", "default_factory"] = container.default_factory
-    found |= {("field", name): value for name, value in getattr(container, "__dict__", {}).items()}
-    names = [name for name in _slots(type(container)) if hasattr(container, name)]
-    return found | {("field", name): getattr(container, name) for name in names}
-
-
-def _empty(container: _Container) -> Any:  # noqa: ANN401
-    base = cast("Any", _base(container.kind))
-    made = base.__new__(container.kind)
-    if base is deque:
-        deque.__init__(made, (), container.maxlen)
-    return made
-
-
-def _fill(container: Any, contents: Mapping[Place, Any]) -> None:  # noqa: ANN401
-    """Make a container hold this and nothing else, past whatever its class does when it is written to."""
-    base = cast("Any", _base(type(container)))
-    if issubclass(base, dict | list | deque):
-        base.clear(container)
-    getattr(container, "__dict__", {}).clear()
-    for name in _slots(type(container)):
-        if hasattr(container, name):
-            object.__delattr__(container, name)
-
-    for (kind, key), value in contents.items():
-        if kind == "field":
-            object.__setattr__(container, cast("str", key), value)
-        elif issubclass(base, dict):
-            base.__setitem__(container, key, value)
-        else:
-            base.append(container, value)

@@ -1,11 +1,11 @@
-"""One autograd node per unit, under Hugging Face's own forward.
+"""One autograd node for each module of a unit, under Hugging Face's own forward.
 
-The modules of a unit lie on meta. Each one's `forward` is replaced, on the instance, by a call of this node: it asks
-for the unit's weights, binds views of their GPU slot, runs the original forward, and unbinds; its backward asks again,
-runs the unit's backward, and hands the gradients over. Masks, rotary tables, auxiliary losses and scales stay Hugging
-Face's business, which is why one node serves every family.
+The modules of a unit lie on meta. Each one's `forward` is replaced, on the instance, by a call of its node. The node
+asks for the unit's weights, binds views of their GPU slot, runs the original forward, and unbinds. Its backward asks
+again, runs the unit's backward, and hands the gradients over (`unit_function`). Masks, rotary tables, auxiliary losses
+and scales stay Hugging Face's business, which is why one node serves every family.
 
-A group's batch is cut into slices along the batch dimension of its batched arguments (`Rows`); they share one binding.
+A group's batch is cut into slices along the batch dimension of its batched arguments (`Rows`). They share one binding.
 
 Source: the mechanism of gradient checkpointing (torch.utils.checkpoint) with the weights taken out as well.
 """
@@ -13,6 +13,7 @@ Source: the mechanism of gradient checkpointing (torch.utils.checkpoint) with th
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,28 +30,16 @@ from megatier.errors import UnsupportedModelError
 from megatier.guards.crossing import CHECKED, claim
 from megatier.guards.unbound import make_unbound
 from megatier.guards.unchanged import REMEDY, Unchanged, refused
-from megatier.layout import TensorSlice
+from megatier.models.decoder import Binding
 from megatier.numerics.compilation import Compiled
 from megatier.tier import Activations
 
 CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+"""The arguments by which Hugging Face hands keys and values of earlier tokens to a layer."""
 
 
 class Node:
-    """One module of one unit, whose weights are bound only while it runs.
-
-    Attributes:
-        stage: what all nodes of the model share.
-        unit: name of the unit that brings the weights.
-        module_name: name of the module in the model, for messages.
-        module: the module itself; its `forward` on the instance is this node.
-        bindings: for each place of a weight in the module, the dictionary, the key and the slice of the unit's layout.
-        activations: policy between forward and backward.
-        rows: which arguments and results of the module have the batch in front.
-        is_trained: by parameter name, in the order of `leaves`, whether the parameter is trained.
-        is_new: whether this is one of the module's first forwards, which are looked at closely.
-        is_written: whether a forward of the module has written a weight's own bits into it.
-    """
+    """One module of one unit, whose weights are bound only while it runs."""
 
     def __init__(
         self,
@@ -58,35 +47,58 @@ class Node:
         unit: str,
         module_name: str,
         module: nn.Module,
-        bindings: Sequence[tuple[dict[str, Tensor | None], str, TensorSlice]],
+        bindings: Sequence[Binding],
         *,
         activations: Activations,
         compiles: bool = True,
     ) -> None:
-        """Replace the module's forward on the instance."""
+        """Replace the module's forward on the instance.
+
+        Args:
+            stage: what all nodes of the model share.
+            unit: the name of the unit that brings the weights.
+            module_name: the name of the module in the model.
+            module: the module, whose parameters lie on meta.
+            bindings: for each place of a weight in the module, the dictionary, the key and the slice of the unit's
+                layout.
+            activations: the policy between forward and backward.
+            compiles: compile the forward, if the stage compiles.
+        """
         self.stage = stage
+        """What all nodes of the model share."""
         self.unit = unit
+        """The name of the unit that brings the weights."""
         self.module_name = module_name
+        """The name of the module in the model, for messages."""
         self.module = module
+        """The module itself, whose `forward` on the instance is this node."""
         self.activations = activations
+        """The policy between forward and backward."""
         self.bindings = bindings
+        """For each place of a weight in the module, the dictionary, the key and the slice of the unit's layout."""
+        self.rows = Rows(module_name)
+        """Which arguments and results of the module have the batch in front."""
+
         self._forward: Callable[..., Any] = module.forward
         self._compiled: Compiled[..., Any] | None = None
         if compiles and stage.compilation is not None and not isinstance(module, nn.Embedding):
             self._compiled = stage.compilation(module.forward, type(module).__name__)
-        self._leaves: dict[int, list[Tensor]] = {}
-        """Views of the weights, by the address of the slot that they lie in."""
-        self._held: list[Tensor] = []
-        """The tensors that lie in the module now, one per binding: its unbound parameters, or weights."""
-        self._forwards: Counter[bool] = Counter()
-        """Number of forwards, with a gradient (True) and without."""
+
         self.is_new = True
+        """Whether this is one of the module's first forwards, which are looked at closely."""
         self.is_written = False
+        """Whether a forward of the module has written a weight's own bits into it."""
+        self._forwards: Counter[bool] = Counter()
+        """The number of forwards with a gradient (True), and without."""
 
         # A tied weight may have several bindings in one module; it has one slice.
         self._slices = {tensor.name: tensor for _, _, tensor in bindings}
         self.is_trained = {name: stage.gradients.takes(unit, name) for name in self._slices}
-        self.rows = Rows(module_name)
+        """Whether each parameter is trained, by its name, in the order of `leaves`."""
+        self._leaves: dict[int, list[Tensor]] = {}
+        """Views of the weights, by the address of the slot that they lie in."""
+        self._held: list[Tensor] = []
+        """The tensors that lie in the module now, one for each binding: its unbound parameters, or weights."""
 
         for parameters, leaf, tensor in bindings:
             unbound = parameters[leaf]
@@ -101,14 +113,16 @@ class Node:
         """The module's forward, with streamed weights."""
         stage = self.stage
         training = torch.is_grad_enabled()
+
+        # A forward that is run again would append keys and values a second time: the same loss, wrong gradients.
         if training:
-            # A replay would append keys and values a second time: the same loss, wrong gradients.
             kwargs = {k: None if k in CACHE_ARGUMENTS else v for k, v in kwargs.items()}
             if kwargs.get("use_cache"):
                 kwargs["use_cache"] = False
 
         self._forwards[training] += 1
         self.is_new = self._forwards[training] <= CHECKED
+
         arguments = Arguments(args, kwargs)
         flat = arguments.leaves
         if any(torch.is_tensor(x) and x.is_meta for x in flat):
@@ -127,11 +141,13 @@ class Node:
             differentiable=differentiable,
             collected=tuple(key for key in collected if key != "hidden_states"),
         )
+
         if stage.learnt is not None:
             return call.run_plain(is_cut=False)
         if not training:
             return call.evaluate(args, kwargs)
-        if not (self.trains or call.differentiable):  # no gradient passes: no backward
+        # No gradient passes, so no backward will follow.
+        if not (self.trains or call.differentiable):
             return call.run_plain(is_cut=True)
 
         # The call lives until the backward. An input that it held would live as long, though a policy drops it.
@@ -146,12 +162,12 @@ class Node:
 
     # HOP 3/6: GPU slot -> weights: views, no copy
     def leaves(self, weights: Tensor) -> list[Tensor]:
-        """Views of the unit's parameters in a slot, one per tensor, each an autograd leaf; cached by address.
+        """Views of the unit's parameters in a slot: an autograd leaf for each tensor, cached by address.
 
-        Those that are frozen require no gradient.
+        Frozen parameters require no gradient.
 
         Args:
-            weights: uint8 [block], the slot or the home in which the unit's weights lie on the GPU.
+            weights: uint8 [block]: the slot or the home in which the unit's weights lie on the GPU.
         """
         # Slots are pieces of one arena that lives as long as the run, so an address never comes to mean other memory.
         key = weights.data_ptr()
@@ -172,7 +188,7 @@ class Node:
         self._leaves.clear()
 
     def run(self, leaves: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """The module's own forward with these weights bound.
+        """Run the module's own forward with these weights bound.
 
         Raises:
             UnsupportedModelError: it changes one of them.
@@ -199,10 +215,11 @@ class Node:
 
     @contextlib.contextmanager
     def _bound(self, leaves: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, these tensors are the module's parameters."""
         by_name = dict(zip(self._slices, leaves, strict=True))
         before = self._held
 
-        # Looked at before and after: a parameter that somebody put here would be lost when ours take its place.
+        # Looked at before and after: if somebody put another parameter here, it would be lost when ours take its place.
         self._check_held()
         self._hold([by_name[tensor.name] for _, _, tensor in self.bindings])
 
@@ -213,6 +230,7 @@ class Node:
             self._hold(before)
 
     def _hold(self, tensors: list[Tensor]) -> None:
+        """Put tensors in the places of the module's parameters, one for each binding."""
         self._held = tensors
         for (parameters, leaf, _), tensor in zip(self.bindings, tensors, strict=True):
             parameters[leaf] = tensor
@@ -236,12 +254,12 @@ class Node:
 
     @property
     def names(self) -> list[str]:
-        """Parameter names, in the order of `leaves`."""
+        """The names of the parameters, in the order of `leaves`."""
         return list(self._slices)
 
     @property
     def trained(self) -> list[str]:
-        """Names of the parameters that are trained, in the order of `leaves`."""
+        """The names of the parameters that are trained, in the order of `leaves`."""
         return [name for name in self._slices if self.is_trained[name]]
 
     @property
@@ -255,9 +273,39 @@ class Node:
 
         They live until the backward, in addition to the slots.
         """
+        # Announced before autograd knows of the copies, as in a call.
         if self.trains and torch.is_grad_enabled():
             self.stage.gradients.expect(self.unit, 1)
         with torch.set_grad_enabled(self.trains and torch.is_grad_enabled()):
             copies = lend_weights(self)
         with self._bound(copies):
             yield
+
+
+class Lender(Node):
+    """A module that runs all layers, and owns parameters itself, such as LLaVA-NeXT's `image_newline`.
+
+    No slot stays bound for so long. So the module computes with copies, which live until the backward. The gradients of
+    the copies are the unit's.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        unit: str,
+        module_name: str,
+        module: nn.Module,
+        bindings: Sequence[Binding],
+        *,
+        activations: Activations,
+    ) -> None:
+        """Replace the module's forward on the instance. It keeps its signature, which trainers ask for."""
+        super().__init__(stage, unit, module_name, module, bindings, activations=activations, compiles=False)
+        forward = self._forward
+
+        @functools.wraps(forward)
+        def lending(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
+            with self.lent():
+                return forward(*args, **kwargs)
+
+        module.forward = lending

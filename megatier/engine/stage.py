@@ -1,4 +1,4 @@
-"""The stage: what all nodes of a model share, and who brings their weights."""
+"""The stage: what all nodes of a model share, and the protocols of what brings their weights."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from megatier.tier import Phase
 
 
 class WeightUse(Protocol):
-    """Weights on the GPU until `leave`."""
+    """A unit's weights on the GPU, until `leave`."""
 
     bytes: Tensor
+    """The weights: uint8 [block]."""
 
     def leave(self) -> None:
-        """Give them back."""
+        """Give them back. The caller must not look at the bytes any more."""
 
 
 class WeightSource(Protocol):
-    """Who brings weights and takes activations; it knows the tiers."""
+    """What brings weights and takes activations. It knows the tiers; nodes do not."""
 
     def enter(self, unit: str, phase: Phase, group: int) -> WeightUse:
-        """The unit's weights, uint8 [block]."""
+        """Ask for a unit's weights, for one use in the forward or backward of a group."""
 
     def stash(self, unit: str, tensor: Tensor) -> None:
-        """Take a contiguous activation to RAM."""
+        """Take a unit's contiguous activation to RAM."""
 
     def fetch(self, unit: str) -> Tensor:
-        """Bring it back."""
+        """Bring the activation back."""
 
 
 class UnitPlayer(Protocol):
-    """What plays the timeline under the engine."""
+    """What plays the timeline of each pass under the engine."""
 
     @property
     def weights(self) -> WeightSource:
@@ -49,25 +50,29 @@ class UnitPlayer(Protocol):
         """Takes gradients."""
 
     def begin(self, name: str) -> None:
-        """Start a pass."""
+        """Start a pass, `train` or one of evaluations."""
 
     def end(self) -> None:
-        """End it."""
+        """End the pass."""
 
     def cancel(self) -> None:
-        """Leave it half-way."""
+        """Leave the pass half-way."""
 
     def defer_updates(self, *, clipped: bool) -> None:
-        """All gradients are final, and known to be clipped or not; update before the next use."""
+        """Apply all gradients, which are final: each unit is updated before its next use.
+
+        Args:
+            clipped: the gradients are to be scaled.
+        """
 
     def drop_updates(self) -> None:
-        """All gradients are final, and never to be applied."""
+        """Never apply the gradients, which are final."""
 
     def drain_gradients(self) -> None:
         """Wait until every gradient is summed and measured."""
 
     def drain(self) -> None:
-        """Finish every update and write-back."""
+        """Finish every update and every write-back."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,29 +80,35 @@ class Stage:
     """What all nodes of a model share."""
 
     source: WeightSource
+    """Brings weights and takes activations."""
     gradients: Gradients
+    """Collects the gradients of the step."""
     dtype: torch.dtype
+    """The dtype of the compute copy of weights."""
     device: torch.device
+    """The device on which units compute."""
     slices: int
+    """The number of slices that a group is cut into."""
     anchor: Tensor
-    """A scalar that requires a gradient: input of every node, so that units without a differentiable input have one."""
+    """A scalar that requires a gradient. It is an input of every node, so that autograd gives each one a backward, even
+    if no other input requires a gradient."""
     compilation: Compilation | None = None
     """How to compile the forward of each module in training; None: not at all."""
     arithmetic: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    """Round every forward and backward of a unit: how its products are taken."""
+    """A context for every forward and backward of a unit: how its products are taken."""
     checks_finite: bool = False
     """Stop at the first unit with a value that is not finite (a diagnosis, not a training mode)."""
     learnt: dict[str, list[tuple[int, ...] | None]] | None = None
-    """While learning: shapes of each module's flat arguments in the run with one row."""
+    """While nodes learn their rows: the shapes of each module's flat arguments in the run with one row."""
     in_fp32: frozenset[str] = frozenset()
-    """Parameters that a forward has in fp32, though their compute copy is bf16."""
+    """The parameters that a forward has in fp32, though their compute copy is bf16."""
     model: nn.Module = field(default_factory=nn.Module)
-    """To name in messages by what attribute of a module a tensor came."""
+    """The model: messages name the attribute of a module by which a tensor came."""
 
 
 @contextlib.contextmanager
 def learning(stage: Stage) -> Iterator[None]:
-    """Run the model twice inside, with one row and with two: nodes learn which arguments and outputs are batched."""
+    """Let nodes learn which arguments and outputs are batched. Run the model inside, with one row and then with two."""
     stage.learnt = {}
     try:
         yield

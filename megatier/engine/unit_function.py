@@ -43,14 +43,18 @@ def lend_weights(node: Called) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SliceGraph:
-    """The graph of one slice. Its outputs are edges, since tensors would keep their memory."""
+    """The graph of one slice, from its forward to its backward."""
 
     inputs: list[Tensor]
+    """The differentiable inputs, as leaves of the graph."""
     leaves: list[Tensor]
+    """Views of the unit's weights, as leaves of the graph."""
     outputs: list[GradientEdge | None]
+    """The outputs that require a gradient, as edges: tensors would keep their memory."""
     rows: list[int]
-    """Number of rows of each output."""
+    """The number of rows of each output."""
     rebinding: Rebinding
+    """Says where the memory lies that the graph has as addresses."""
 
     @classmethod
     def of(
@@ -69,8 +73,8 @@ class _SliceGraph:
 class _UnitFunction(torch.autograd.Function):
     """Forward and backward of one use of one unit.
 
-    The context has the call, the position of the offloaded input (`stashed`), whether graphs stay (`keeps`), the
-    graphs, and what is needed to make them again (`replays`).
+    Its context holds the call, the position of the input that is offloaded (`stashed`), whether graphs stay (`keeps`),
+    the graphs, and what is needed to make them again (`replays`).
     """
 
     @staticmethod
@@ -93,18 +97,22 @@ class _UnitFunction(torch.autograd.Function):
 
         for slice_inputs, flat in call.cut(present):
             rebinding = Rebinding(node.module_name, *leaving)
-            # Taken for each slice: each draws its own random numbers.
+
+            # One for each slice, since each draws its own random numbers.
             if not keeps:
                 ctx.replays.append(Replay(stage.device))
             with torch.enable_grad(), rebinding.hooks() if keeps else dropping(node.module_name):
                 outputs = call.run(leaves, flat)
             if node.is_new:
                 check_inside(node.module_name, outputs, [*slice_inputs, *leaves], stage.model)
+
             if keeps:
-                if ctx.stashed is not None:  # autograd holds the leaf; its bytes may go
+                # Autograd holds the leaf of an offloaded input. Its bytes may go: what was saved of it is an address.
+                if ctx.stashed is not None:
                     slice_inputs[ctx.stashed].data = slice_inputs[ctx.stashed].data.new_empty(0)
                 ctx.graphs.append(_SliceGraph.of(outputs, slice_inputs, leaves, rebinding))
 
+            # Detached: outside, the graph goes on with this function.
             parts.append([None if x is None else x.detach() for x in outputs])
 
         # Given back before the slices are joined, so that the next load into this slot may start.
@@ -123,6 +131,7 @@ class _UnitFunction(torch.autograd.Function):
         stage = node.stage
         stage.gradients.watch_backward()
 
+        # The activation first: it was asked for while the unit before was worked on.
         fetched = _fetch(ctx)
         use = stage.source.enter(node.unit, Phase.BACKWARD, stage.gradients.group)
         input_grads: list[list[Tensor | None]] = []
@@ -138,13 +147,13 @@ class _UnitFunction(torch.autograd.Function):
             with stage.arithmetic():
                 found = _grads(graph.outputs, _cut_grads(grads, graph.rows, index, call.num_slices), wanted)
 
-            # The graph of this slice goes before the gradients are summed and before the next slice makes its own.
+            # The graph of this slice goes before the gradients are added up, and before the next slice makes its own.
             del graph
             if node.trains:
                 stage.gradients.add(node.unit, list(zip(node.trained, found[num_inputs:], strict=True)))
             input_grads.append(list(found[:num_inputs]))
 
-        # The weights first: `close` may wait for the sum of the group before, and no load should wait for that.
+        # The weights go first: `close` may wait for the sum of the group before, and no load should wait for that.
         use.leave()
         if node.trains:
             stage.gradients.close(node.unit)
@@ -181,7 +190,7 @@ class _Lent(torch.autograd.Function):
 
 
 def _stash(ctx: Any, inputs: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401
-    """If the policy says so, start offloading the largest input, and note which; returns the inputs to work with."""
+    """Start offloading the largest input, if the policy says so, and note which; returns the inputs to work with."""
     call: Call = ctx.call
     node = call.node
     ctx.stashed = None
@@ -224,7 +233,7 @@ def _take_graph(ctx: Any, index: int, *regions: Tensor) -> _SliceGraph:  # noqa:
 
 
 def _make_graph(ctx: Any, index: int, piece: tuple[list[Tensor], list[Any]], weights: Tensor) -> _SliceGraph:  # noqa: ANN401
-    """The graph of a slice, made again."""
+    """Make the graph of a slice again."""
     node: Called = ctx.call.node
     inputs, flat = piece
     leaves = node.leaves(weights)
@@ -251,7 +260,7 @@ def _cut_grads(grads: Sequence[Tensor | None], rows: Sequence[int], index: int, 
 def _grads(
     outputs: Sequence[GradientEdge | None], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """Gradients of the inputs; None for those that no output depends on."""
+    """The gradients of the inputs; None for those that no output depends on."""
     pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None]
     if not pairs:
         return [None] * len(inputs)
@@ -265,6 +274,7 @@ def _join_grads(parts: list[list[Tensor | None]], call: Call) -> list[Tensor | N
     joined: list[Tensor | None] = []
     for position, column in zip(call.differentiable, zip(*parts, strict=True), strict=True):
         present = [grad for grad in column if grad is not None]
+
         if not present:
             joined.append(None)
         elif call.node.rows.are_cut(position):

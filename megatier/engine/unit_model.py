@@ -17,9 +17,8 @@ from transformers import PreTrainedModel, masking_utils
 from megatier.engine.experts import ExpertsNode, guard, join
 from megatier.engine.gradient import Gradients
 from megatier.engine.head import IGNORED, can_fuse
-from megatier.engine.lender import Lender
 from megatier.engine.loss import FusedLoss, StepLoss
-from megatier.engine.node import Node
+from megatier.engine.node import Lender, Node
 from megatier.engine.stage import Stage, UnitPlayer
 from megatier.errors import UnsupportedModelError
 from megatier.guards.crossing import OutputCheck
