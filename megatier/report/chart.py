@@ -1,4 +1,4 @@
-"""Charts of a page: figures over steps, as lines that stay small however long the run is."""
+"""Charts of a page: figures over steps, as lines whose text stays small however long the run is."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ LEFT = 64
 RIGHT = 552
 TOP = 10
 BOTTOM = 200
-"""Pixels: the edges of what is drawn inside; numbers stand left of it and below it."""
+"""Pixels of the edges of what is drawn inside; numbers stand left of it and below it."""
 POINTS_MAX = 400
-"""Of a line. More are drawn as means of equally many steps each, with a band from the least to the most."""
+"""Points of a line at most. More are drawn as means of equally many steps each, with a band from the least to the
+most."""
 DOTS_MAX = 30
-"""Points of a line that each have a dot."""
+"""A line of at most so many points has a dot for each."""
 TICKS_MAX = 6
+"""Numbers at an axis, at most, or one more."""
 HEADROOM = 0.04
 """Share of the height that stays free above the largest figure."""
 VALUE_MAX = 1e100
-"""Larger figures leave a gap, like those that are not finite: their differences must have a logarithm."""
+"""Larger figures leave a gap, as do those that are not finite, because their differences must have a logarithm."""
 BYTE_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 
 Point = tuple[float, float]
@@ -40,12 +42,12 @@ class Line:
     name: str
     points: Sequence[Point]
     is_dashed: bool = False
-    """What should be, beside what is; it has the colour of the line before it."""
+    """Whether it shows what should be, beside what is. It has the colour of the line before it then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened at steps: a dashed upright line at each."""
+    """Something that happened at steps, drawn as a dashed upright line at each."""
 
     name: str
     steps: Sequence[float]
@@ -63,18 +65,18 @@ class _Bucket:
 
 
 def byte_unit(most: float) -> tuple[str, int]:
-    """The unit in which so many bytes are a small number, and its bytes."""
+    """Return the unit in which so many bytes are a small number, and its bytes."""
     return next((unit for unit in BYTE_UNITS if most >= unit[1]), BYTE_UNITS[-1])
 
 
 def draw(title: str, lines: Sequence[Line], marks: Sequence[Mark] = (), *, from_zero: bool = True) -> str:
-    """A chart with its legend; empty where no line has a finite point.
+    """Return a chart with its legend; empty if no line has a finite point.
 
     Args:
         title: what is shown, with its unit.
         lines: those without a finite point are left out.
-        marks: what happened at steps.
-        from_zero: the axis begins at 0; False: at the least value.
+        marks: things that happened at steps.
+        from_zero: whether the axis begins at 0; False: at the least value.
     """
     drawn = {line: runs for line in _distinct(lines) if (runs := _buckets(line.points))}
     buckets = [bucket for runs in drawn.values() for run in runs for bucket in run]
@@ -85,6 +87,7 @@ def draw(title: str, lines: Sequence[Line], marks: Sequence[Mark] = (), *, from_
     entries = []
     tone = -1
 
+    # A dashed line keeps the colour of the line before it, so the tone goes on with the others alone.
     for line, runs in drawn.items():
         tone += not line.is_dashed
         name = f"tone{tone % NUM_TONES}"
@@ -94,6 +97,8 @@ def draw(title: str, lines: Sequence[Line], marks: Sequence[Mark] = (), *, from_
 
     for mark in marks:
         entries.append((f"tone{mark.tone} dashed", mark.name))
+
+        # Marks on one pixel are one line, so that thousands of them stay a small page.
         places = sorted({round(axes.x(step)) for step in mark.steps if axes.first <= step <= axes.last})
         path = "".join(f"M{x} {TOP}V{BOTTOM}" for x in places)
         parts.append(f'<path class="tone{mark.tone} dashed" d="{path}"/>')
@@ -104,7 +109,7 @@ def draw(title: str, lines: Sequence[Line], marks: Sequence[Mark] = (), *, from_
 
 @dataclass(frozen=True, slots=True)
 class _Axes:
-    """Where steps and values lie."""
+    """The places of steps and values in a chart."""
 
     first: float
     last: float
@@ -113,6 +118,7 @@ class _Axes:
 
     @classmethod
     def of(cls, buckets: Sequence[_Bucket], *, from_zero: bool) -> _Axes:
+        """Return axes that show all buckets, with some room above them."""
         low = min(bucket.low for bucket in buckets)
         high = max(bucket.high for bucket in buckets)
         low = min(low, 0.0) if from_zero else low
@@ -122,17 +128,17 @@ class _Axes:
         return cls(min(bucket.x for bucket in buckets), max(bucket.x for bucket in buckets), low, high)
 
     def x(self, step: float) -> float:
-        """Pixels; the middle where there is but one step."""
+        """Return the pixels of a step; the middle if there is but one step."""
         if self.last == self.first:
             return (LEFT + RIGHT) / 2
         return LEFT + (step - self.first) / (self.last - self.first) * (RIGHT - LEFT)
 
     def y(self, value: float) -> float:
-        """Pixels."""
+        """Return the pixels of a value."""
         return BOTTOM - (value - self.low) / (self.high - self.low) * (BOTTOM - TOP)
 
     def draw(self) -> Iterator[str]:
-        """Level lines with their values, and numbers of steps."""
+        """Yield level lines with their values, and numbers of steps."""
         for tick in _ticks(self.low, self.high):
             y = self.y(tick)
             yield f'<path class="grid" d="M{LEFT} {y:.1f}H{RIGHT}"/>'
@@ -143,7 +149,7 @@ class _Axes:
 
 
 def _distinct(lines: Sequence[Line]) -> list[Line]:
-    """Lines that would hide one another become one, with all their names; what should be stays beside what is."""
+    """Return lines that do not hide one another: equal ones become one with all names, but for dashed ones."""
     found: list[Line] = []
     for line in lines:
         twin = None if line.is_dashed else next((other for other in found if other.points == line.points), None)
@@ -155,7 +161,7 @@ def _distinct(lines: Sequence[Line]) -> list[Line]:
 
 
 def _ticks(low: float, high: float, least: float = 0.0) -> Iterator[float]:
-    """Round numbers from low to high, at most TICKS_MAX or one more, so far apart; low alone where both are equal."""
+    """Yield round numbers from low to high, at most TICKS_MAX or one more; low alone if both are equal."""
     if high <= low:
         yield low
         return
@@ -167,9 +173,11 @@ def _ticks(low: float, high: float, least: float = 0.0) -> Iterator[float]:
 
 
 def _buckets(points: Sequence[Point]) -> list[list[_Bucket]]:
-    """Runs between gaps, in all at most POINTS_MAX buckets; what is not finite is left out of its bucket."""
+    """Return the runs of points between gaps, in all at most POINTS_MAX buckets."""
     size = max(1, math.ceil(len(points) / POINTS_MAX))
     groups = (points[start : start + size] for start in range(0, len(points), size))
+
+    # A point that is not finite is left out of its bucket. A bucket of such points alone is a gap.
     finite = ([point for point in group if abs(point[1]) < VALUE_MAX] for group in groups)
     return [[_bucket(group) for group in run] for is_shown, run in groupby(finite, bool) if is_shown]
 
@@ -180,7 +188,7 @@ def _bucket(points: Sequence[Point]) -> _Bucket:
 
 
 def _run(run: Sequence[_Bucket], axes: _Axes, tone: str, *, is_dashed: bool) -> Iterator[str]:
-    """A line without a gap, its band where there is one, and dots where there are few points."""
+    """Yield a line without a gap, its band if there is one, and dots if there are few points."""
     if any(bucket.low < bucket.high for bucket in run):
         edge = [(bucket.x, bucket.high) for bucket in run] + [(bucket.x, bucket.low) for bucket in reversed(run)]
         yield f'<path class="band fill-{tone}" d="{_path(edge, axes)}Z"/>'

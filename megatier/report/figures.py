@@ -17,24 +17,24 @@ class TierUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """One finished step."""
+    """A finished step."""
 
     step: int
-    """Counted from 1."""
+    """Its number, counted from 1."""
     loss: float
     learning_rate: float
     gradient_norm: float | None
-    """Before clipping; None where it was not computed."""
+    """The global norm before clipping; None if it was not computed."""
     num_tokens: int
-    """Tokens of this step."""
+    """Tokens of this step without those that fill rows."""
     seconds: float
     stall_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds that compute waited, by cause."""
     tiers: tuple[TierUse, ...] = ()
     attainment: float | None = None
-    """Seconds that the step should take over those that it took; None where the machine was not measured."""
+    """Seconds that the step should take over those that it took; None if the machine was not measured."""
     bound_by: str = ""
-    """What should bound it."""
+    """What should bound the step, as planned."""
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds that each lane was busy."""
 
@@ -45,17 +45,17 @@ class TierState:
 
     tier: str
     state_bytes: int
-    """Weights, remainders and moments that live here."""
+    """Bytes of weights, remainders and moments that are at home here."""
     other_bytes: int
-    """Gradients, activations and slots."""
+    """Bytes of gradients, activations and slots."""
     budget_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class QueueBytes:
-    """What went through a queue."""
+    """Bytes that went through a queue."""
 
     queue: str
     moved_bytes: int
     demanded_bytes: int
-    """What the placement says must move."""
+    """Bytes that must move, as the placement says."""

@@ -1,7 +1,7 @@
-"""What a run directory tells of its run: `metrics.jsonl` as typed records, process by process.
+"""The history of a run: `metrics.jsonl` as typed records, process by process.
 
-A run that was stopped or killed and went on has been worked on by several processes. Each begins with an opening record
-(what lies where, what the planner expects) and counts moved bytes from 0.
+Several processes have worked on a run that was stopped or killed and resumed. Each begins with an opening record (what
+lies where, what the planner expects) and counts moved bytes from 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatier.session.session import Session
 from megatier.tier import STATE_KINDS, Kind
 
 FIGURE_MAX = 1e18
-"""Of bytes, seconds, tokens and steps; what is not below it is damage, and sums of what is stay finite."""
+"""Bound of bytes, seconds, tokens and steps. A larger figure is damage, and sums of smaller ones stay finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,33 +37,33 @@ class Expected:
     busy_seconds: Mapping[str, float]
     moved_bytes: Mapping[str, float]
     seconds_range: tuple[float, float]
-    """Shortest and longest, as the drives waver."""
+    """Shortest and longest seconds, as the drives waver."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opening:
-    """A process begins to train."""
+    """The record with which a process begins to train."""
 
     step: int
     """The last step before it; 0: the run begins."""
     time: str
-    """UTC, ISO 8601."""
+    """UTC, as ISO 8601."""
     device: str
     num_parameters: int
     homes: Mapping[str, Mapping[str, str]]
-    """Tier by unit and kind, in forward order; of a gradient `slot` where it waits nowhere."""
+    """Tier by unit and kind, in forward order. A gradient that waits nowhere has `slot`."""
     streamed: tuple[str, ...]
     speculative: tuple[str, ...]
     tiers: tuple[TierState, ...]
     expected: Expected | None
-    """None where the machine was not measured."""
+    """The planned step; None if the machine was not measured."""
     changes: tuple[str, ...] = ()
-    """Of numbers since the step, which the user accepted."""
+    """Changes of numbers since the step, all of which the user accepted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """A step that ended. What older records lack is None, or empty."""
+    """A step that ended. Figures that older versions did not write are None, or empty."""
 
     step: int
     loss: float
@@ -71,26 +71,28 @@ class Step:
     seconds: float
     attainment: float | None
     skipped: str | None
-    """Why the step was left out."""
+    """Why the step was left out; None: it was not."""
     stall_seconds: Mapping[str, float]
     busy_seconds: Mapping[str, float]
     moved_bytes: Mapping[str, float]
-    """Per queue, since the step before."""
+    """Bytes per queue since the step before."""
     demanded_bytes: Mapping[str, float]
+    """Bytes per queue since the step before, as the placement demands them."""
     resident_bytes: float | None
     gpu_bytes: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corrected:
-    """What a step was predicted to take once the run had measured its drives."""
+    """The prediction of a step after the run had measured its drives."""
 
     step: int
-    """After which."""
+    """The step after which it was made."""
     seconds: float
     planned_bytes_per_s: float
-    """Of the drives while they are busy."""
+    """Bytes a second of the drives while they are busy, as planned."""
     measured_bytes_per_s: float
+    """Bytes a second of the drives while they are busy, as measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,10 +101,10 @@ class Saved:
 
     step: int
     num_bytes: float
-    """That were written; what a savepoint keeps in place is not."""
+    """Bytes that were written; what a savepoint keeps in place is not among them."""
     seconds: float
     paused_seconds: float
-    """That training waited."""
+    """Seconds that training waited."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -117,15 +119,16 @@ class History:
     checkpoints: list[Saved] = field(default_factory=list)
     savepoints: list[Saved] = field(default_factory=list)
     outcome: str = ""
-    """`whole` or `stopped`; empty where the last process goes on, or was killed or ended by an error."""
+    """`whole` or `stopped`; empty if the last process goes on, or was killed or ended by an error."""
     moved_bytes: Mapping[str, float] = field(default_factory=dict)
-    """Per queue, of the last process, as far as it is on file."""
+    """Bytes per queue of the last process, as far as they are on file."""
     demanded_bytes: Mapping[str, float] = field(default_factory=dict)
+    """Bytes per queue of the last process, as the placement demands them."""
     is_cut: bool = False
     """Whether the file ends in half a line, which is left out."""
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take the next record.
+        """Take the next record; one of a kind that is not known here is passed over.
 
         Raises:
             ValueError, TypeError, KeyError, AttributeError, OverflowError: it is none of ours.
@@ -133,6 +136,8 @@ class History:
         step = record["step"]
         if type(step) is not int or not 0 <= step < FIGURE_MAX:
             raise ValueError(step)
+
+        # A new process counts its bytes from 0. Those of a step are the difference to the record before.
         if record.get("run") == "begins":
             self.openings.append(_opening(step, record))
             self.outcome = ""
@@ -162,7 +167,7 @@ class History:
 
 
 def read_history(path: Path) -> History:
-    """The run that a `metrics.jsonl` records. Half a line at its end, which a killed process leaves, is left out.
+    """Return the run that a `metrics.jsonl` records, without half a line at its end, which a killed process leaves.
 
     Raises:
         ConfigError: it cannot be read, or a line is no record of a run.
@@ -187,7 +192,7 @@ def read_history(path: Path) -> History:
 
 
 def read_what_there_is(path: Path) -> History:
-    """The same for those who can do without: empty where there is no file, or one that is damaged."""
+    """Return the run that a file records; empty if there is no file, or a damaged one."""
     try:
         return read_history(path)
     except ConfigError:
@@ -197,13 +202,13 @@ def read_what_there_is(path: Path) -> History:
 def opening(
     session: Session, tiers: Sequence[TierState], expected: Prediction | None, changes: Sequence[str] = ()
 ) -> dict[str, object]:
-    """The opening record of a process, without its step.
+    """Return the opening record of a process, without its step.
 
     Args:
         session: open, with its placement.
-        tiers: what the placement puts in each.
-        expected: a step as planned, if it was.
-        changes: of numbers, since the step that the run goes on from.
+        tiers: what the placement puts in each tier.
+        expected: the planned step, if there is one.
+        changes: changes of numbers since the step that the run goes on from.
     """
     placement = session.placement
     device = session.engine.options.device
@@ -229,6 +234,7 @@ def opening(
 
 
 def _homes(session: Session, unit: str) -> Iterator[tuple[Kind, str]]:
+    """Yield the kinds of a unit's blocks with their homes."""
     placement = session.placement
     for kind in STATE_KINDS:
         if (unit, kind) in placement.homes:
@@ -241,6 +247,7 @@ def _homes(session: Session, unit: str) -> Iterator[tuple[Kind, str]]:
 
 
 def _opening(step: int, record: Mapping[str, Any]) -> Opening:
+    """Return an opening record; this and what follows raises what `History.add` does."""
     expected = record["expected"]
     return Opening(
         step=step,
@@ -266,7 +273,9 @@ def _expected(found: Mapping[str, Any]) -> Expected:
     queues = _amounts(found, "moved_bytes")
     if not (seconds := _figure(found["seconds"])):
         raise ValueError(found)
-    low, high = map(_figure, found.get("seconds_range", (seconds, seconds)))  # older versions wrote none
+
+    # Older versions wrote no range.
+    low, high = map(_figure, found.get("seconds_range", (seconds, seconds)))
     return Expected(
         seconds=seconds,
         bound_by=_text(found["bound_by"]),
@@ -296,12 +305,14 @@ def _step(step: int, record: Mapping[str, Any], moved: Mapping[str, float], dema
 
 def _saved(step: int, record: Mapping[str, Any], what: str) -> Saved:
     seconds = _figure(record[f"{what}_seconds"])
-    paused = record.get(f"{what}_pause_seconds", seconds)  # for a savepoint training waits all the time
+
+    # Training waits for a savepoint all the time, so there is no pause of its own on file.
+    paused = record.get(f"{what}_pause_seconds", seconds)
     return Saved(step=step, num_bytes=_figure(record[f"{what}_bytes"]), seconds=seconds, paused_seconds=_figure(paused))
 
 
 def _amounts(record: Mapping[str, Any], name: str) -> dict[str, float]:
-    """Figures by name; empty where an older version did not write them."""
+    """Return figures by name; empty if an older version did not write them."""
     return {key: _figure(value) for key, value in record.get(name, {}).items()}
 
 
@@ -310,7 +321,7 @@ def _optional(value: object) -> float | None:
 
 
 def _figure(value: object) -> float:
-    """Of anything but a loss, which may be any number."""
+    """Return a figure, which may be anything but a loss: a loss may be any number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < FIGURE_MAX:
         raise ValueError(value)
     return float(value)
@@ -323,6 +334,9 @@ def _text(value: object) -> str:
 
 
 def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """What came to each queue. Less than before: a process began without an opening record, and counted from 0."""
+    """Return what came to each queue between two records.
+
+    If there is less than before, a process began without an opening record and counted from 0.
+    """
     began = any(after.get(queue, 0.0) < size for queue, size in before.items())
     return {queue: size - (0.0 if began else before.get(queue, 0.0)) for queue, size in after.items()}

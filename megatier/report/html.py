@@ -1,4 +1,4 @@
-"""What our pages are made of: one HTML file that needs nothing else, no script, no font, no network; light and dark."""
+"""The parts of our pages: one HTML file that needs no other, no script, no font and no network; light and dark."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from megatier.report.picture import COLOURS, STALL_COLOURS
 from megatier.report.svg import INK, PAPER, TRACK, plain
 
 NUM_TONES = 8
-"""Colours of lines, by class: `tone0` to `tone7`."""
+"""Number of colours of lines, whose classes are `tone0` to `tone7`."""
 TIER_TONES = ("gpu", "ram", "nvme", "slot")
-"""Colours of places, by class."""
+"""Classes of the colours of places."""
 CELL_MAX = 400
 """Characters of a cell."""
 
@@ -22,7 +22,7 @@ IN_THE_DARK = {
     STALL_COLOURS["update"]: "#e0607f",
     STALL_COLOURS["update_gpu"]: "#b061a0",
 }
-"""What those colours of a picture become that would not be seen on a dark ground."""
+"""Colours of a picture that would not be seen on a dark ground, and what they become there."""
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1f2933; --dim: #5b6470; --track: #eef1f5; --rule: #d5dae1;
@@ -59,7 +59,7 @@ summary { cursor: pointer; }
 
 
 def _rules() -> Iterator[str]:
-    """Rules of the style, one for each colour."""
+    """Yield rules of the style, one for each colour."""
     for tone in (f"tone{number}" for number in range(NUM_TONES)):
         yield f".chart .{tone} {{ stroke: var(--{tone}); }} .chart .fill-{tone} {{ fill: var(--{tone}); }}"
         yield f"i.{tone} {{ background: var(--{tone}); color: var(--{tone}); }}"
@@ -73,7 +73,7 @@ def _rules() -> Iterator[str]:
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """A whole page; the parts stand below its heading."""
+    """Return a whole page; the parts stand below its heading."""
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
@@ -90,17 +90,17 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def section(heading: str, *parts: str) -> str:
-    """A heading and what stands below it."""
+    """Return a heading with parts below it."""
     return "\n".join([f"<section><h2>{plain(heading)}</h2>", *parts, "</section>"])
 
 
 def note(words: str) -> str:
-    """A paragraph, dim: what a figure means, or why a section is empty."""
+    """Return a paragraph, dim, about what a figure means or why a section is empty."""
     return f'<p class="dim">{plain(words, CELL_MAX)}</p>'
 
 
 def cards(figures: Iterable[tuple[str, str, str]]) -> str:
-    """Large figures: what, how much, and in small what is to be said beside it."""
+    """Return large figures: the name, the figure, and a remark in small letters."""
     made = (
         f"<div><span>{plain(name)}</span><b>{plain(figure)}</b><span>{plain(words, CELL_MAX)}</span></div>"
         for name, figure, words in figures
@@ -109,18 +109,18 @@ def cards(figures: Iterable[tuple[str, str, str]]) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose first column holds names and whose others hold figures."""
+    """Return a table whose first column holds names and whose others hold figures."""
     head = "".join(f"<th>{plain(name)}</th>" for name in columns)
     body = "\n".join("<tr>" + "".join(f"<td>{plain(cell, CELL_MAX)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="wide"><table><tr>{head}</tr>\n{body}</table></div>'
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Names beside their colours, (class, name)."""
+    """Return names with their colours, given as (class, name)."""
     items = (f'<li><i class="{tone}"></i>{plain(name)}</li>' for tone, name in entries)
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
 def details(summary: str, text: str) -> str:
-    """Text as it is, behind a line that opens it."""
+    """Return text as it is, below a line that opens it."""
     return f"<details><summary>{plain(summary)}</summary><pre>{plain(text, len(text))}</pre></details>"

@@ -1,4 +1,4 @@
-"""The run's record, `metrics.jsonl`, and how its figures are written for people."""
+"""The run's records, `metrics.jsonl`, and figures as people read them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatier.files import open_regular, read_regular, replace_file
 
 
 class MetricsLog:
-    """Appends one JSON object a line; each is on file when `write` returns, so that a killed run keeps its record."""
+    """A file of JSON objects, one a line. Each is on file when `write` returns, so a killed run keeps its record."""
 
     def __init__(self, path: Path) -> None:
         """Open the file, at its end.
@@ -26,6 +26,8 @@ class MetricsLog:
         self._path = path
         try:
             self._file: IO[bytes] = _append_to(path)
+
+            # A killed process may have left half a line, which must not swallow the next record.
             if not _ends_whole(path):
                 self._file.write(b"\n")
         except OSError as error:
@@ -43,9 +45,12 @@ class MetricsLog:
             raise self._refused(error) from error
 
     def cut_after(self, step: int) -> list[int]:
-        """Drop the records of later steps: a run that goes on from a checkpoint writes them again.
+        """Drop the records of later steps, which a run that is resumed from a checkpoint writes again.
 
-        And lines that are none, since a run has to go on whatever its log went through: returns their numbers.
+        Lines that are no records are dropped too, because a run has to go on whatever its log went through.
+
+        Returns:
+            The numbers of the lines that were no records.
 
         Raises:
             ConfigError: the drive is full or gone.
@@ -54,6 +59,8 @@ class MetricsLog:
             lines = read_regular(self._path).splitlines(keepends=True)
             steps = [_step_of(line) for line in lines]
             replace_file(self._path, b"".join(line for line, its in zip(lines, steps, strict=True) if its <= step))
+
+            # The file has another inode now.
             self._file.close()
             self._file = _append_to(self._path)
         except OSError as error:
@@ -62,10 +69,11 @@ class MetricsLog:
         return [number for number, its in enumerate(steps, 1) if not math.isfinite(its)]
 
     def close(self) -> None:
-        """Close the file; twice is fine."""
+        """Close the file. Closing twice is safe."""
         self._file.close()
 
     def _refused(self, error: OSError) -> ConfigError:
+        """Return an error of the drive as one that says what to do."""
         remedy = REMEDIES.get(error.errno or 0, "Set output.directory to a directory of yours.")
         return ConfigError(f"cannot write {self._path}: {error.strerror}. {remedy}")
 
@@ -79,7 +87,8 @@ class MetricsLog:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds as "35 ms", "4.20 s", "3 min 05 s" or "2 h 07 min"."""
+    """Return seconds as "35 ms", "4.20 s", "3 min 05 s" or "2 h 07 min"."""
+    # The limits are those at which rounding would show the next larger unit, such as 1000 ms.
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 59.995:
@@ -91,13 +100,13 @@ def format_seconds(seconds: float) -> str:
 
 
 def wavering(seconds: tuple[float, float]) -> str:
-    """Words behind the seconds of a step as planned: from what to what, where drives waver; else none."""
+    """Return words that follow the seconds of a planned step: their range, if drives waver; else none."""
     low, high = (f"{value:.3g}" for value in seconds)
     return f" ({low} to {high} as the drives waver)" if low != high else ""
 
 
 def format_count(number: float) -> str:
-    """A count as "950", "2.40M", "8.03B"."""
+    """Return a count as "950", "2.40M", "8.03B"."""
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= scale:
             return f"{number / scale:.3g}{suffix}" if number >= 100 * scale else f"{number / scale:.2f}{suffix}"
@@ -105,16 +114,17 @@ def format_count(number: float) -> str:
 
 
 def format_share(part: float, whole: float) -> str:
-    """Part of a whole in percent; "-" of nothing."""
+    """Return a part of a whole in percent, or "-" if the whole is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def _append_to(path: Path) -> IO[bytes]:
+    """Open a file to append to it, unbuffered."""
     return os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
 
 
 def _ends_whole(path: Path) -> bool:
-    """Whether the file is empty or its last line is complete: a killed process may leave half a line."""
+    """Return whether a file is empty or its last line is complete."""
     with os.fdopen(open_regular(path), "rb") as file:
         if file.seek(0, 2) == 0:
             return True
@@ -123,7 +133,7 @@ def _ends_whole(path: Path) -> bool:
 
 
 def _step_of(line: bytes) -> float:
-    """Of a record; infinite where it is none, as where a killed process left half of one."""
+    """Return the step of a record; infinite if the line is no record, such as half of one."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -131,7 +141,7 @@ def _step_of(line: bytes) -> float:
 
 
 def plain(value: object) -> object:
-    """The value as JSON can hold it: NaN and infinities as text."""
+    """Return the value as JSON can hold it, with NaN and infinities as text."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -16,19 +16,25 @@ from megatier.report.metrics import format_seconds, format_share
 from megatier.report.picture import in_row_order
 
 WIDTH = 32
-"""Characters of a bar and of the course of the loss; even."""
+"""Characters of a bar and of the course of the loss; even, because pairs of points are merged."""
 LEVELS = "▁▂▃▄▅▆▇█"
+"""Characters of a course from the least to the most."""
 STALLED_MIN = 0.05
-"""Share of a step; when compute waits for less, the step is bound by compute."""
+"""Share of a step. If compute waits for less, the step is bound by compute."""
 
 
 class Course:
-    """The course of a figure over a whole run, in fewer than WIDTH points: means of equally many values each."""
+    """The course of a figure over a whole run, in fewer than WIDTH points.
+
+    Attributes:
+        points: means of equally many values each.
+    """
 
     def __init__(self) -> None:
-        """Empty."""
+        """Begin without points."""
         self.points: list[float] = []
         self._waiting: list[float] = []
+        """Values of the next point."""
         self._values_per_point = 1
 
     def add(self, value: float) -> None:
@@ -41,6 +47,8 @@ class Course:
 
         self.points.append(math.fsum(self._waiting) / len(self._waiting))
         self._waiting.clear()
+
+        # When the line is full two points become one, so a run of any length fits.
         if len(self.points) == WIDTH:
             pairs = zip(self.points[::2], self.points[1::2], strict=True)
             self.points = [(first + second) / 2 for first, second in pairs]
@@ -48,7 +56,7 @@ class Course:
 
 
 def sparkline(points: Sequence[float]) -> str:
-    """Points as characters whose heights go from the least to the most."""
+    """Return points as characters whose heights go from the least to the most."""
     low = min(points, default=0.0)
     high = max(points, default=0.0)
     scale = (len(LEVELS) - 1) / (high - low) if high > low else 0.0
@@ -56,7 +64,7 @@ def sparkline(points: Sequence[float]) -> str:
 
 
 def bound_of(report: StepReport) -> str:
-    """What bounds a step: as planned, else what compute waited longest for, unless it waited for little."""
+    """Return what bounds a step: as planned, else the cause that compute waited longest for, if it waited for long."""
     if report.attainment is not None:
         return f"{report.bound_by}, attainment {report.attainment:.0%}"
     stalls = report.stall_seconds
@@ -66,13 +74,13 @@ def bound_of(report: StepReport) -> str:
 
 
 def panel(report: StepReport, num_steps: int, seconds_left: float, losses: Course) -> RenderableType:
-    """A finished step.
+    """Return the panel after a finished step.
 
     Args:
         report: the step.
-        num_steps: the last step's number.
-        seconds_left: until then.
-        losses: of the steps so far.
+        num_steps: number of the last step.
+        seconds_left: seconds until then.
+        losses: losses of the steps so far.
     """
     grid = Table.grid(*(Column(no_wrap=True) for _ in range(3)), padding=(0, 2))
     norm = "" if report.gradient_norm is None else f"  norm {report.gradient_norm:.3f}"
@@ -88,7 +96,8 @@ def panel(report: StepReport, num_steps: int, seconds_left: float, losses: Cours
         share = format_share(use.used_bytes, use.budget_bytes)
         _row(grid, use.tier, _bar(use.used_bytes, use.budget_bytes), f"{share} of {mib(use.budget_bytes)}")
     for lane in in_row_order(report.busy_seconds):
-        busy = min(report.busy_seconds[lane], report.seconds)  # what began under the step before counts here
+        # Work that began under the step before counts for this one, so a lane may be busy for longer than the step.
+        busy = min(report.busy_seconds[lane], report.seconds)
         _row(grid, lane, _bar(busy, report.seconds), f"busy {format_share(busy, report.seconds)}")
     return grid
 

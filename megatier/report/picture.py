@@ -1,6 +1,6 @@
-"""The picture of a step: an SVG with one row per lane, stalls coloured by what compute waited for.
+"""The picture of a step: an SVG with one row for each lane, and stalls coloured by what compute waited for.
 
-Also reads back what `write_trace` wrote, and adds up how long each lane was busy.
+The module also reads back what `write_trace` wrote, and adds up how long each lane was busy.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ LANES = (
 
 LEFT = 130
 PLOT = 830
-"""Pixels: where the time axis begins and how long it is."""
+"""Pixels: where the time axis begins, and how long it is."""
 FIGURES_RIGHT = (1056, 1122, 1184)
-"""Where the columns busy, share and at once end."""
+"""Pixels at which the columns busy, share and at once end."""
 ROW = 30
 BAR = 20
 NAME_MAX = 15
 """Characters of a row's name."""
 GAP_MIN = 0.3
-"""Pixels: spans of a colour that are closer together are drawn as one, so that thousands stay a small file; a shorter
-span is drawn this long, so that none vanishes. The figures beside each row count every nanosecond."""
+"""Pixels. Spans of a colour that are closer together are drawn as one, so that thousands stay a small file. A shorter
+span is drawn this long, so that none vanishes. The figures at the end of each row count every nanosecond."""
 
 COLOURS = {
     "forward": "#2f6fb5",
@@ -63,10 +63,10 @@ STALL_COLOURS = {
     "update": "#7a0a2a",
     "update_gpu": "#4a0d3f",
 }
-"""By cause, the same in every picture: two steps can be compared. The frequent ones differ most."""
+"""Colours by cause, the same in every picture, so that two steps can be compared. The frequent ones differ most."""
 STALL_COLOUR_OTHER = "#ff70d0"
 STALL = "stall: "
-"""Before the cause, in the legend."""
+"""Stands before the cause in the legend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +77,17 @@ class LaneUse:
     busy_seconds: float
     """Time with at least one span."""
     span_seconds: float
-    """Lengths of all spans: more than busy_seconds where several were under way at once."""
+    """Lengths of all spans: more than busy_seconds if several were under way at once."""
 
     @property
     def at_once(self) -> str:
-        """How many spans were under way while the lane was busy, on average; empty where it was one."""
+        """How many spans were under way while the lane was busy, on average; empty if it was one."""
         mean = self.span_seconds / self.busy_seconds if self.busy_seconds else 1.0
         return f"{mean:.1f}" if mean >= 1.05 else ""
 
 
 def read_trace(path: Path) -> dict[int, list[TraceEvent]]:
-    """Events by step, in the order of the file that `write_trace` wrote.
+    """Return events by step, in the order of the file that `write_trace` wrote.
 
     Raises:
         ConfigError: the file cannot be read, or is no such trace.
@@ -110,32 +110,34 @@ def read_trace(path: Path) -> dict[int, list[TraceEvent]]:
 
 
 def step_seconds(events: Iterable[TraceEvent]) -> float:
-    """Time from the first event's start to the last one's end; 0 without events."""
+    """Return the time from the first event's start to the last one's end; 0 without events."""
     start_ns, end_ns = _window(events)
     return (end_ns - start_ns) / 1e9
 
 
 def lane_uses(events: Sequence[TraceEvent]) -> list[LaneUse]:
-    """How each lane spent a step, in the order of the rows. Stalls are no lane of their own: compute waits."""
+    """Return how each lane spent a step, in the order of the rows."""
     busy = busy_seconds(events)
     span_seconds = dict.fromkeys(busy, 0.0)
     for event in events:
         if event.lane in busy:
             span_seconds[event.lane] += event.seconds
+
+    # Stalls are no lane of their own, because it is compute that waits.
     lanes = in_row_order({_row_lane(event) for event in events})
     return [LaneUse(lane, busy.get(lane, 0.0), span_seconds.get(lane, 0.0)) for lane in lanes]
 
 
 def in_row_order(lanes: Iterable[str]) -> list[str]:
-    """Lanes as their rows stand."""
+    """Return lanes in the order of their rows."""
     return sorted(lanes, key=lambda lane: (LANES.index(lane) if lane in LANES else len(LANES), lane))
 
 
 def draw(events: Sequence[TraceEvent], title: str) -> str:
-    """A step as an SVG.
+    """Return a step as an SVG.
 
     Args:
-        events: of one step, in any order.
+        events: the events of one step, in any order.
         title: stands above the picture; a long one is cut.
     """
     uses = lane_uses(events)
@@ -154,15 +156,18 @@ def draw(events: Sequence[TraceEvent], title: str) -> str:
 
 
 def _summary(uses: Iterable[LaneUse], seconds: float, stalls: Mapping[str, float]) -> str:
+    """Return the step in one line: how long it took, and what compute did."""
     busy = sum(use.busy_seconds for use in uses if use.lane == "compute")
     stalled = format_seconds(sum(stalls.values()))
     return f"{format_seconds(seconds)} in all; compute busy {format_share(busy, seconds)}, stalled {stalled}"
 
 
 def _row(events: Sequence[TraceEvent], use: LaneUse, colours: Mapping[str, str], middle: float) -> Iterator[str]:
-    """Name, spans and figures of a lane. Spans of a colour are one path: thousands of them stay a small file."""
+    """Yield name, spans and figures of a lane."""
     start_ns, end_ns = _window(events)
     scale = PLOT / max(end_ns - start_ns, 1)
+
+    # Spans of a colour are one path, so that thousands of them stay a small file.
     spans: dict[str, list[tuple[float, float]]] = {label: [] for label in colours}
     for event in events:
         if _row_lane(event) == use.lane:
@@ -171,7 +176,9 @@ def _row(events: Sequence[TraceEvent], use: LaneUse, colours: Mapping[str, str],
 
     yield text(LEFT - 10, middle + 4, use.lane, "end", NAME_MAX)
     yield bar(LEFT, middle - BAR / 2, PLOT, BAR, TRACK)
-    for label, found in spans.items():  # stalls come last in `colours`: nothing covers them
+
+    # Stalls come last in `colours`, so nothing covers them.
+    for label, found in spans.items():
         if found:
             path = "".join(f"M{left:.1f} {middle:g}H{right:.1f}" for left, right in _merged(found, GAP_MIN))
             yield f'<path d="{path}" stroke="{colours[label]}" stroke-width="{BAR}"/>'
@@ -182,7 +189,7 @@ def _row(events: Sequence[TraceEvent], use: LaneUse, colours: Mapping[str, str],
 
 
 def _axis(seconds: float, top: int, bottom: int) -> Iterator[str]:
-    """Ticks at round times, as lines across all rows with their time below."""
+    """Yield ticks at round times, as lines across all rows with their time below."""
     unit, per_second = ("s", 1) if seconds >= 1 else ("ms", 1000)
     for tick in ticks(seconds) if seconds else ():
         x = LEFT + PLOT * tick / seconds
@@ -191,7 +198,7 @@ def _axis(seconds: float, top: int, bottom: int) -> Iterator[str]:
 
 
 def _legend(colours: Mapping[str, str], stalls: Mapping[str, float]) -> tuple[list[str], int]:
-    """A square and a name for each colour, in as many lines as they need, and the y at which the rows begin."""
+    """Return a square and a name for each colour, in as many lines as they need, and the y at which the rows begin."""
     parts = []
     x = 16.0
     y = 74
@@ -209,7 +216,7 @@ def _legend(colours: Mapping[str, str], stalls: Mapping[str, float]) -> tuple[li
 
 
 def _colours(events: Iterable[TraceEvent]) -> dict[str, str]:
-    """Colour by label, of the labels there are; stalls last."""
+    """Return colours by label, for the labels that there are; stalls come last."""
     events = list(events)
     labels = {_label(event) for event in events}
     causes = in_row_order({event.cause for event in events if event.lane == "stall"})
@@ -218,7 +225,7 @@ def _colours(events: Iterable[TraceEvent]) -> dict[str, str]:
 
 
 def _label(event: TraceEvent) -> str:
-    """What gives a span its colour."""
+    """Return what gives a span its colour."""
     if event.lane == "stall":
         return STALL + event.cause
     if event.lane == "compute":
@@ -230,7 +237,11 @@ def _label(event: TraceEvent) -> str:
 
 
 def _event(lane: str, row: Mapping[str, Any]) -> TraceEvent:
-    """A span of the file, whose times are microseconds."""
+    """Return a span of the file, whose times are microseconds.
+
+    Raises:
+        ValueError: it ends before it begins.
+    """
     start = round(row["ts"] * 1000)
     end = round((row["ts"] + row["dur"]) * 1000)
     if end < start:
@@ -247,18 +258,18 @@ def _event(lane: str, row: Mapping[str, Any]) -> TraceEvent:
 
 
 def _row_lane(event: TraceEvent) -> str:
-    """The lane in whose row an event is drawn."""
+    """Return the lane in whose row an event is drawn."""
     return "compute" if event.lane == "stall" else event.lane
 
 
 def _window(events: Iterable[TraceEvent]) -> tuple[int, int]:
-    """Start of the first event and end of the last, in nanoseconds; (0, 0) without events."""
+    """Return the start of the first event and the end of the last, in nanoseconds; (0, 0) without events."""
     events = list(events)
     return min((event.start_ns for event in events), default=0), max((event.end_ns for event in events), default=0)
 
 
 def _merged(spans: Iterable[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
-    """The union of (start, end) spans, in order; those less than a gap apart become one."""
+    """Return the union of (start, end) spans, in order; those less than a gap apart become one."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if merged and start - merged[-1][1] <= gap:

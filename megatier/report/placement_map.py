@@ -1,4 +1,4 @@
-"""The placement as a map: a column per unit in forward order, a row per kind, coloured by home tier."""
+"""The placement as a map: a column for each unit in forward order, a row for each kind, coloured by home tier."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from megatier.tier import STATE_KINDS, Kind
 WIDTH = 1200
 LEFT = 110
 TOP = 8
-"""Pixels: of the map, and where its cells begin."""
+"""Pixels of the map's width, and of the place where its cells begin."""
 ROW = 26
 CELL_MAX = 90
-"""Pixels of a column at most."""
+"""Pixels of a column, at most."""
 GAP = 1
 NAMED_MIN = 34
-"""Pixels of a column from which on its cells name their tier."""
+"""Pixels of a column from which its cells name their tier."""
 NAMES_MAX = 40
-"""Columns that are named; of more, some are."""
+"""Columns that are all named, at most; of more, some are."""
 NAME_MAX = 18
 """Characters of a unit's name."""
 LETTER_HEIGHT = 5.5
 """Pixels that a letter of a slanted name goes down, at most."""
 KINDS = (*map(str, STATE_KINDS), str(Kind.GRAD))
 MEANINGS = {"gpu": "gpu", "ram": "ram", "nvme": "nvme", "slot": "in a slot until its update"}
-"""Of the colours, by class."""
+"""Meanings of the colours, by class."""
 
 
 def draw(opening: Opening) -> str:
-    """The map with its legend."""
+    """Return the map with its legend."""
     kinds = [kind for kind in KINDS if any(kind in homes for homes in opening.homes.values())]
     units = list(opening.homes)
     bottom = TOP + ROW * len(kinds)
@@ -55,7 +55,7 @@ def draw(opening: Opening) -> str:
 
 
 def _cell(x: float, y: float, width: float, tier: str, words: str) -> Iterator[str]:
-    """A block; a pointer over it shows its name."""
+    """Yield a block; a pointer over it shows its name."""
     size = f'width="{max(width - GAP, 0.5):.2f}" height="{ROW - GAP}"'
     tone = tier if tier in MEANINGS else "slot"
     yield f'<rect class="{tone}" x="{x:.2f}" y="{y}" {size}><title>{plain(f"{words}: {tier}")}</title></rect>'
@@ -64,7 +64,7 @@ def _cell(x: float, y: float, width: float, tier: str, words: str) -> Iterator[s
 
 
 def _names(names: list[str], width: float, top: float) -> Iterator[str]:
-    """Names of units, slanted, below their columns; of many units so many that they keep apart."""
+    """Yield names of units, slanted, below their columns; if there are many units, so many that they keep apart."""
     every = math.ceil(len(names) / NAMES_MAX)
     for column in range(0, len(names), every or 1):
         x = LEFT + (column + 0.5) * width

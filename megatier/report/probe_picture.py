@@ -1,6 +1,6 @@
-"""The picture of what `megatier bench` measured: rates as bars, a long write as a curve.
+"""The picture of what `megatier bench` measured: rates as bars, and a long write as a curve.
 
-A section per drive, all over one scale; one for the links, one for AdamW.
+It has a section for each drive, all over one scale, one for the links, and one for AdamW.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ LEFT = 230
 PLOT = 640
 """Pixels: where bars begin, and how long the longest is."""
 COLUMNS_RIGHT = (964, 1064, 1184)
-"""Where the columns of figures end."""
+"""Pixels at which the columns of figures end."""
 ROW = 26
 BAR = 18
 INNER = 8
-"""Pixels: from row to row, a bar's height, and that of the bar inside it."""
+"""Pixels from row to row, of a bar's height, and of the height of the bar inside it."""
 CURVE = 150
-"""Height of the long write."""
+"""Pixels of the height of the long write."""
 NAME_MAX = 32
 """Characters of a row's name."""
 STEP_MIN = 2
-"""Steps of a long write that make a curve."""
+"""Steps of a long write that make a curve, at least."""
 
 READ = "#2f6fb5"
 WRITE = "#ee8a22"
@@ -47,22 +47,24 @@ class Bar:
     name: str
     value: float
     inner: float
-    """Drawn inside the bar, dark; 0: nothing."""
+    """Value of the bar that is drawn inside, dark; 0: there is none."""
     colour: str
     figures: tuple[str, ...]
 
 
 def draw(drives: Sequence[DriveFigures], links: LinkFigures, title: str) -> str:
-    """All that was measured, as an SVG.
+    """Return everything that was measured, as an SVG.
 
     Args:
-        drives: as they were measured.
+        drives: the drives as they were measured.
         links: links and processors.
         title: stands above the picture; a long one is cut.
     """
     parts: list[str] = []
     y = 64.0
     columns = ("GB/s", "p50 a block", "p99 a block")
+
+    # One scale for all drives, so that their bars can be compared.
     fastest = max((row.value for drive in drives for row in _drive_bars(drive)), default=0.0)
     for drive in drives:
         parts += _section(_heading(drive), columns, _drive_bars(drive), drive.flags, y, fastest)

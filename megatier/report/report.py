@@ -1,6 +1,6 @@
-"""What a person sees of a run: live progress, where the state lies, and what moved.
+"""The report of a run as text: live progress, where the state lies, and what moved.
 
-Plain figures come in; everything goes out through the console that the caller gives.
+Plain figures come in, and everything goes out through the console that the caller gives.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ SMOOTHING = 0.9
 """Weight of the past in seconds per step, from which the time left follows."""
 
 REDRAW_SECONDS = 0.1
+"""Seconds between two panels, at least."""
 LINE_SECONDS = 5.0
+"""Seconds between two plain lines, at least."""
 
 
 class Progress:
-    """Shows steps as they end: a live panel on a terminal, else a line at most every few seconds.
+    """Shows steps as they end: in a live panel on a terminal, else in a line every few seconds at most.
 
-    The first and the last step always get their line. Use as a context; the panel stays when it closes.
+    The first and the last step always get their line. Use it as a context; the panel stays when it closes.
     """
 
     def __init__(self, console: Console, num_steps: int, line_seconds: float = LINE_SECONDS) -> None:
-        """Nothing is drawn before the first step.
+        """Prepare; nothing is drawn before the first step.
 
         Args:
             console: where to draw.
-            num_steps: the last step's number.
-            line_seconds: least time between two plain lines.
+            num_steps: number of the last step.
+            line_seconds: seconds between two plain lines, at least.
         """
         self._console = console
         self._num_steps = num_steps
@@ -64,10 +66,12 @@ class Progress:
         """Show a finished step, unless the last one was shown just now."""
         self._num_reports += 1
         self._losses.add(report.loss)
-        # The first step of a process learns the order of units: its time says little about the next.
+
+        # The first step of a process learns the order of units, so its time says little about the next one.
         past = SMOOTHING if self._num_reports > 2 else 0.0
         self._seconds_per_step = past * self._seconds_per_step + (1 - past) * report.seconds
         left = self._seconds_per_step * (self._num_steps - report.step)
+
         now = time.monotonic()
         pause = self._line_seconds if self._live is None else REDRAW_SECONDS
         if self._shown_at is not None and report.step < self._num_steps and now - self._shown_at < pause:
@@ -80,17 +84,17 @@ class Progress:
             self._live.update(panel(report, self._num_steps, left, self._losses), refresh=True)
 
     def note(self, text: str) -> None:
-        """A line of its own, above the panel where there is one."""
+        """Print a line of its own, above the panel if there is one."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def step_line(report: StepReport, num_steps: int, seconds_left: float) -> str:
-    """A step as one line."""
+    """Return a step as one line."""
     return "  ".join(f"{name} {value}" for name, value in _figures(report, num_steps, seconds_left))
 
 
 def print_placement(console: Console, tiers: Sequence[TierState]) -> None:
-    """Table of what lies where: bytes of state per tier, their share, what else is there, and the budget."""
+    """Print a table of what lies where: bytes of state per tier, their share, what else is there, and the budget."""
     total = sum(tier.state_bytes for tier in tiers)
     table = _table("what lies where", "tier", "state", "share", "slots, gradients", "budget")
     for tier in tiers:
@@ -105,7 +109,7 @@ def print_placement(console: Console, tiers: Sequence[TierState]) -> None:
 
 
 def print_moves(console: Console, queues: Sequence[QueueBytes]) -> None:
-    """Table of what moved, in bytes, against what the placement demands."""
+    """Print a table of what moved, in bytes, and what the placement demands."""
     table = _table("what moved, in bytes", "queue", "moved", "demanded", "difference")
     for queue in queues:
         difference = queue.moved_bytes - queue.demanded_bytes
@@ -115,7 +119,7 @@ def print_moves(console: Console, queues: Sequence[QueueBytes]) -> None:
 
 
 def _figures(report: StepReport, num_steps: int, seconds_left: float) -> list[tuple[str, str]]:
-    """Name and value of everything worth showing of a step."""
+    """Return name and value of everything worth showing of a step."""
     figures = [
         ("step", f"{report.step}/{num_steps}"),
         ("loss", f"{report.loss:.4f}"),
@@ -135,7 +139,7 @@ def _figures(report: StepReport, num_steps: int, seconds_left: float) -> list[tu
 
 
 def _stalls(seconds: Mapping[str, float]) -> str:
-    """Time waited, and for what, the longest first."""
+    """Return the time that compute waited, and for what, the longest first."""
     causes = sorted(((value, cause) for cause, value in seconds.items() if value >= 0.0005), reverse=True)
     if not causes:
         return "0 ms"
@@ -144,7 +148,7 @@ def _stalls(seconds: Mapping[str, float]) -> str:
 
 
 def _table(title: str, first: str, *others: str) -> Table:
-    """A table whose first column holds names and whose others hold figures."""
+    """Return a table whose first column holds names and whose others hold figures."""
     table = Table(title=title, title_justify="left")
     table.add_column(first)
     for name in others:

@@ -1,79 +1,54 @@
-"""The page of a run: one HTML file of what its directory holds. A section whose figures are missing says why."""
+"""The page of a run: one HTML file about everything in its directory. A section whose figures are missing says why."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 from megatier.checkpoint.checkpoint import checkpoints, step_of
 from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, CONFIG_FILE, METRICS_FILE, SAVEPOINT_FOLDER, TRACE_FILE
 from megatier.config.file import load, to_dict
-from megatier.config.schema import RunConfig
 from megatier.config.text import dump
 from megatier.errors import ConfigError, mib
-from megatier.play.trace import TraceEvent
 from megatier.report import chart, picture, placement_map
 from megatier.report.chart import Line, Mark
-from megatier.report.history import Corrected, History, Opening, Saved, Step, read_history
+from megatier.report.history import Corrected, History, Opening, Saved, read_history
 from megatier.report.html import cards, details, note, page, section, table
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
+from megatier.report.recorded_run import RecordedRun, amount_of, tokens_per_s, totals_of
 from megatier.store.lanes import QUEUES
 from megatier.tier import Tier
 
 SAVED_SHOWN = 10
+"""Number of checkpoints, and of savepoints, that are shown."""
 NO_STEP = "No step is on file yet."
 OLDER = "The run was recorded by an older version of megatier, which did not write this."
 
-Amounts = Callable[[Step], Mapping[str, float]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What a run directory holds."""
-
-    directory: Path
-    config: RunConfig
-    history: History
-    trace: Mapping[int, Sequence[TraceEvent]]
-
-    @property
-    def opening(self) -> Opening | None:
-        """Of the last process."""
-        return self.history.openings[-1] if self.history.openings else None
-
-    @property
-    def steps(self) -> Sequence[Step]:
-        """All that are on file."""
-        return self.history.steps
-
-    @property
-    def steady(self) -> Sequence[Step]:
-        """Steps but for the first of each process, which learns the order of units; all where there are no others."""
-        first = {opening.step + 1 for opening in self.history.openings} or {1}
-        return [step for step in self.steps if step.step not in first] or self.steps
-
 
 def build(directory: Path) -> str:
-    """The page of the run in a directory, which may be going on, killed, or resumed.
+    """Return the page of the run in a directory, which may be going on, killed, or resumed.
 
     Raises:
         ConfigError: there is no run, or a file of it is damaged.
     """
     if not (directory / CONFIG_FILE).is_file():
         raise ConfigError(f"{directory} holds no run: {CONFIG_FILE} is missing. Give a run's output.directory.")
-    config = load(directory / CONFIG_FILE)
     metrics = directory / METRICS_FILE
     trace = directory / TRACE_FILE
-    history = read_history(metrics) if metrics.exists() else History()
-    run = _Run(directory, config, history, picture.read_trace(trace) if trace.exists() else {})
+    run = RecordedRun(
+        directory=directory,
+        config=load(directory / CONFIG_FILE),
+        history=read_history(metrics) if metrics.exists() else History(),
+        trace=picture.read_trace(trace) if trace.exists() else {},
+    )
     return page(f"run {directory.resolve().name}", [_status(run), cards(_figures(run)), *_sections(run)])
 
 
-def _sections(run: _Run) -> Iterator[str]:
+def _sections(run: RecordedRun) -> Iterator[str]:
+    """Yield the sections from top to bottom."""
     yield section("Loss and throughput", _course(run))
     yield section("The plan against what happened", _plan(run))
     yield section("Memory", _memory(run))
@@ -88,7 +63,8 @@ def _sections(run: _Run) -> Iterator[str]:
 # ---------------------------------------------------------------------- at the top
 
 
-def _status(run: _Run) -> str:
+def _status(run: RecordedRun) -> str:
+    """Return how far the run is, what became of its processes, and what is unusual about it."""
     steps = run.steps
     openings = run.history.openings
     planned = run.config.train.steps
@@ -113,8 +89,8 @@ def _status(run: _Run) -> str:
     return note(" ".join(words))
 
 
-def _figures(run: _Run) -> Iterator[tuple[str, str, str]]:
-    """Large figures; those that are missing are left out."""
+def _figures(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
+    """Yield large figures with their names and a remark; those that are missing are left out."""
     model = run.config.model
     opening = run.opening
     size = f"{format_count(opening.num_parameters)} parameters, " if opening is not None else ""
@@ -123,15 +99,16 @@ def _figures(run: _Run) -> Iterator[tuple[str, str, str]]:
     if not run.steps:
         return
 
+    # Medians, because single steps wait for evaluations, checkpoints and other users of the machine.
     seconds = median(step.seconds for step in run.steady)
     last = run.steps[-1]
-    yield "tokens/s", f"{median(map(_speed, run.steady)):,.0f}", "median"
+    yield "tokens/s", f"{median(map(tokens_per_s, run.steady)):,.0f}", "median"
     yield "a step", format_seconds(seconds), f"median; {format_seconds(sum(s.seconds for s in run.steps))} in all"
     attainments = [step.attainment for step in run.steady if step.attainment is not None]
     if attainments and opening is not None and opening.expected is not None:
         yield "attainment", f"{median(attainments):.0%}", f"bound by {opening.expected.bound_by}, as planned"
 
-    stalls = _totals(run.steady, lambda step: step.stall_seconds)
+    stalls = totals_of(run.steady, lambda step: step.stall_seconds)
     share = format_share(sum(stalls.values()), sum(step.seconds for step in run.steady))
     yield "compute waits", share, f"of the time, most for {max(stalls, key=stalls.__getitem__)}" if stalls else ""
     yield "loss", f"{last.loss:.4f}", f"step {last.step:,}"
@@ -143,13 +120,13 @@ def _figures(run: _Run) -> Iterator[tuple[str, str, str]]:
 # ---------------------------------------------------------------------- over steps
 
 
-def _course(run: _Run) -> str:
-    """Loss and tokens a second, with what happened in between."""
+def _course(run: RecordedRun) -> str:
+    """Return loss and tokens a second over the steps, with what happened in between."""
     expected = run.opening.expected if run.opening is not None else None
-    loss = [Line("training", _points(run, lambda step: step.loss)), Line("held-out", run.history.heldout)]
-    speed = [Line("measured", _points(run, _speed))]
+    loss = [Line("training", run.points(lambda step: step.loss)), Line("held-out", run.history.heldout)]
+    speed = [Line("measured", run.points(tokens_per_s))]
     if expected is not None:
-        speed.append(Line("as planned", _points(run, lambda step: step.tokens / expected.seconds), is_dashed=True))
+        speed.append(Line("as planned", run.points(lambda step: step.tokens / expected.seconds), is_dashed=True))
 
     marks = [
         Mark("went on", [opening.step for opening in run.history.openings[1:]], tone=7),
@@ -159,8 +136,8 @@ def _course(run: _Run) -> str:
     return _row(chart.draw("loss", loss, shown, from_zero=False), chart.draw("tokens/s", speed, shown)) or note(NO_STEP)
 
 
-def _memory(run: _Run) -> str:
-    """What tiers hold, and what the process took over time."""
+def _memory(run: RecordedRun) -> str:
+    """Return what the tiers hold, and what the process took over time."""
     if run.opening is None:
         return note(OLDER if run.steps else NO_STEP)
     words = "What a tier holds is reserved before the first step and stays: blocks pass through slots that are counted."
@@ -169,19 +146,20 @@ def _memory(run: _Run) -> str:
     in_ram = held.get(Tier.RAM, 0)
     has_gpu = any(step.gpu_bytes for step in run.steps)
     lines = [
-        Line("resident in RAM", _points(run, lambda step: step.resident_bytes)),
-        Line("of it tiers", _points(run, lambda step: in_ram if has_gpu else in_ram + on_gpu), is_dashed=True),
+        Line("resident in RAM", run.points(lambda step: step.resident_bytes)),
+        Line("of it tiers", run.points(lambda step: in_ram if has_gpu else in_ram + on_gpu), is_dashed=True),
     ]
 
     if has_gpu:
         lines += [
-            Line("on the GPU, held by torch", _points(run, lambda step: step.gpu_bytes)),
-            Line("of it the tier", _points(run, lambda step: on_gpu), is_dashed=True),
+            Line("on the GPU, held by torch", run.points(lambda step: step.gpu_bytes)),
+            Line("of it the tier", run.points(lambda step: on_gpu), is_dashed=True),
         ]
     return _row(_tiers(run.opening) + note(words), _byte_chart("memory of the process", lines))
 
 
 def _tiers(opening: Opening) -> str:
+    """Return a table of how full the tiers are."""
     rows = []
     for tier in opening.tiers:
         sizes = map(mib, (tier.state_bytes, tier.other_bytes, tier.budget_bytes))
@@ -189,10 +167,12 @@ def _tiers(opening: Opening) -> str:
     return table(("tier", "state", "slots, gradients", "budget", "used"), rows)
 
 
-def _moves(run: _Run) -> str:
-    """Bytes per queue, moved and demanded."""
+def _moves(run: RecordedRun) -> str:
+    """Return bytes per queue, moved and demanded."""
     moved = run.history.moved_bytes
     demanded = run.history.demanded_bytes
+
+    # Bytes are counted anew by each process, so those of the last one need a step of it.
     if not run.steps or (run.opening is not None and run.steps[-1].step <= run.opening.step):
         return note(NO_STEP if not run.steps else "No step of the last process is on file yet.")
     if not moved:
@@ -211,15 +191,15 @@ def _moves(run: _Run) -> str:
         "Bytes since the last process began; a step's are the median. What the placement says must move is demanded; "
         "a run that goes on or was cut off has some of it under way. Moves of an evaluation count to the next step."
     )
-    lines = [Line(queue, _points(run, _amount(lambda step: step.moved_bytes, queue))) for queue in queues]
+    lines = [Line(queue, run.points(amount_of(lambda step: step.moved_bytes, queue))) for queue in queues]
     return _row(table(columns, rows) + note(words), _byte_chart("bytes moved, a step", lines))
 
 
-def _stalls(run: _Run) -> str:
-    """Time that compute waited, by cause."""
+def _stalls(run: RecordedRun) -> str:
+    """Return the time that compute waited, by cause."""
     if not run.steps:
         return note(NO_STEP)
-    totals = _totals(run.steps, lambda step: step.stall_seconds)
+    totals = totals_of(run.steps, lambda step: step.stall_seconds)
     seconds = sum(step.seconds for step in run.steps)
     if not totals:
         return note("Compute waited for nothing.")
@@ -231,7 +211,7 @@ def _stalls(run: _Run) -> str:
         for cause in causes
     ]
     unit, scale = ("s", 1.0) if max(worst.values()) >= 1 else ("ms", 1e-3)
-    lines = [Line(cause, _points(run, _amount(lambda step: step.stall_seconds, cause), scale)) for cause in causes]
+    lines = [Line(cause, run.points(amount_of(lambda step: step.stall_seconds, cause), scale)) for cause in causes]
     columns = "waited for", "in all", "share of the time", "longest in a step"
     return _row(table(columns, rows), chart.draw(f"stalled, {unit} a step", lines))
 
@@ -239,8 +219,8 @@ def _stalls(run: _Run) -> str:
 # ---------------------------------------------------------------------- plan, step, placement
 
 
-def _plan(run: _Run) -> str:
-    """A step as the planner forecast it, and as it was."""
+def _plan(run: RecordedRun) -> str:
+    """Return a step as the planner forecast it, beside a step as it was."""
     if run.opening is None:
         return note(OLDER if run.steps else NO_STEP)
     expected = run.opening.expected
@@ -251,7 +231,9 @@ def _plan(run: _Run) -> str:
         planned = f"{format_seconds(expected.seconds)} a step{wavering(expected.seconds_range)}"
         return note(f"Planned: {planned}, bound by {expected.bound_by}. {NO_STEP}")
     rows = [_compared("a step", expected.seconds, median(step.seconds for step in run.steady), format_seconds)]
-    lanes = [lane for lane, seconds in expected.busy_seconds.items() if seconds and lane != "host"]  # not traced
+
+    # The host's work is in the forecast, and no trace measures it.
+    lanes = [lane for lane, seconds in expected.busy_seconds.items() if seconds and lane != "host"]
     for lane in picture.in_row_order(lanes):
         busy = median(step.busy_seconds.get(lane, 0.0) for step in run.steady)
         rows.append(_compared(f"{lane} busy", expected.busy_seconds[lane], busy, format_seconds))
@@ -269,6 +251,7 @@ def _plan(run: _Run) -> str:
 
 
 def _correction(made: Corrected) -> str:
+    """Return what the first steps of the run have corrected."""
     planned = made.planned_bytes_per_s / 1e9
     measured = made.measured_bytes_per_s / 1e9
     return (
@@ -278,19 +261,20 @@ def _correction(made: Corrected) -> str:
 
 
 def _compared(name: str, planned: float, measured: float, form: Callable[[float], str]) -> tuple[str, str, str, str]:
+    """Return a row of the table: planned, measured, and by how much the two differ."""
     return name, form(planned), form(measured), f"{measured / planned - 1:+.1%}" if planned else "-"
 
 
-def _timeline(run: _Run) -> str:
-    """The last step of the trace."""
+def _timeline(run: RecordedRun) -> str:
+    """Return the picture of the last step of the trace."""
     if not run.trace:
         return note("No trace: a run writes that of its last steps when it ends, with output.trace: true.")
     step = max(run.trace)
     return f'<div class="timeline wide">{picture.draw(run.trace[step], f"step {step:,}")}</div>'
 
 
-def _placement(run: _Run) -> str:
-    """The map, and what it does not show."""
+def _placement(run: RecordedRun) -> str:
+    """Return the map of homes, and what it does not show."""
     if run.opening is None:
         return note(OLDER if run.steps else NO_STEP)
     words = [f"Units in forward order: {len(run.opening.homes)}; a pointer over a block shows its name."]
@@ -301,7 +285,8 @@ def _placement(run: _Run) -> str:
     return placement_map.draw(run.opening) + note(" ".join(words))
 
 
-def _saved(run: _Run) -> str:
+def _saved(run: RecordedRun) -> str:
+    """Return tables of checkpoints and savepoints."""
     output = run.config.output
     history = run.history
     checkpoint = _saved_table(history.checkpoints, "checkpoint", run.directory / CHECKPOINT_FOLDER)
@@ -313,9 +298,11 @@ def _saved(run: _Run) -> str:
 
 
 def _saved_table(saved: Sequence[Saved], what: str, folder: Path) -> str:
-    """The last ones, and what all of them took; empty where there are none."""
+    """Return a table of the last ones, and what all of them took; empty if there are none."""
     if not saved:
         return ""
+
+    # Older ones go when newer ones are whole, so the table says which are left.
     there = {step_of(path) for path in checkpoints(folder)}
     rows = [
         (
@@ -336,32 +323,8 @@ def _saved_table(saved: Sequence[Saved], what: str, folder: Path) -> str:
 # ---------------------------------------------------------------------- figures
 
 
-def _speed(step: Step) -> float:
-    """Tokens a second."""
-    return step.tokens / step.seconds if step.seconds > 0 else 0.0
-
-
-def _points(run: _Run, figure: Callable[[Step], float | None], scale: float = 1.0) -> list[tuple[float, float]]:
-    """A figure over steps, in units of `scale`; nan where a step lacks it."""
-    found = ((step.step, figure(step)) for step in run.steps)
-    return [(step, math.nan if value is None else value / scale) for step, value in found]
-
-
-def _amount(amounts: Amounts, name: str) -> Callable[[Step], float]:
-    return lambda step: amounts(step).get(name, 0.0)
-
-
-def _totals(steps: Iterable[Step], amounts: Amounts) -> Counter[str]:
-    """Of all steps, by name."""
-    total: Counter[str] = Counter()
-    for step in steps:
-        for name, amount in amounts(step).items():
-            total[name] += amount  # type: ignore[assignment]  # Counter of floats
-    return total
-
-
 def _byte_chart(title: str, lines: Sequence[Line]) -> str:
-    """A chart of bytes, in the unit that fits."""
+    """Return a chart of bytes, in the unit that fits."""
     most = max((size for line in lines for _, size in line.points if size < math.inf), default=0.0)
     unit, scale = chart.byte_unit(most)
     scaled = [replace(line, points=[(step, size / scale) for step, size in line.points]) for line in lines]
@@ -369,5 +332,5 @@ def _byte_chart(title: str, lines: Sequence[Line]) -> str:
 
 
 def _row(*parts: str) -> str:
-    """Side by side where there is room; empty where all parts are."""
+    """Return parts side by side, as far as there is room for them; empty if all parts are."""
     return f'<div class="row">{"".join(f"<div>{part}</div>" for part in parts)}</div>' if any(parts) else ""

@@ -1,4 +1,4 @@
-"""What our pictures are made of: SVG that needs nothing else, no script, no font, no library."""
+"""The parts of our pictures: SVG that needs no other file, no script, no font and no library."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ WIDTH = 1200
 TEXT_MAX = 110
 """Characters of a line."""
 LETTER = 6.8
-"""Pixels of one letter, at most on average: a viewer's own font decides, so leave room."""
+"""Pixels of a letter on average, at most. A viewer's own font decides, so leave room."""
 UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What XML cannot hold, escaped or not."""
+"""Characters that XML cannot hold, escaped or not."""
 
 
 def page(height: float, title: str, parts: Iterable[str]) -> str:
-    """A whole picture: white, with its title at the top (down to y = 36), and the parts."""
+    """Return a whole picture: white, with its title at the top (down to y = 36), and the parts."""
     heading = plain(title)
     return "\n".join(
         [
@@ -40,29 +40,38 @@ def page(height: float, title: str, parts: Iterable[str]) -> str:
 
 
 def text(x: float, y: float, words: str, anchor: str = "start", most: int = TEXT_MAX, colour: str = "") -> str:
-    """Words that start, end or have their middle at x, cut to so many characters; in a colour of their own or not."""
+    """Return words that start, end or have their middle at x.
+
+    Args:
+        x: pixels of the anchor.
+        y: pixels of the line on which the words stand.
+        words: cut to `most` characters.
+        anchor: `start`, `middle` or `end`.
+        most: characters, at most.
+        colour: a colour of their own; empty: that of the picture.
+    """
     fill = f' fill="{colour}"' if colour else ""
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{fill}>{plain(words, most)}</text>'
 
 
 def bar(x: float, y: float, width: float, height: float, colour: str) -> str:
-    """A filled rectangle; x and y are of its upper left corner."""
+    """Return a filled rectangle; x and y are of its upper left corner."""
     return f'<rect x="{x:g}" y="{y:g}" width="{width:.4g}" height="{height:g}" fill="{colour}"/>'
 
 
 def grid_line(x: float, top: float, bottom: float) -> str:
-    """An upright line behind or across rows."""
+    """Return an upright line across rows."""
     return f'<path d="M{x:.1f} {top:g}V{bottom:g}" stroke="{INK}" stroke-opacity="0.2"/>'
 
 
 def plain(words: str, most: int = TEXT_MAX) -> str:
-    """Text as XML takes it, cut to so many characters."""
+    """Return text as XML takes it, cut to so many characters."""
     words = UNPRINTABLE.sub("\ufffd", words)
     return escape(words if len(words) <= most else words[: most - 1] + "…")
 
 
 def ticks(most: float) -> list[float]:
-    """Round numbers from 0 to at most a given one, which is above 0; 6 to 11 of them."""
+    """Return 6 to 11 round numbers from 0 to at most a given one, which is above 0."""
     power = 10.0 ** math.floor(math.log10(most / 10))
     step = next(power * digit for digit in (1, 2, 5, 10) if power * digit * 10 >= most * (1 - 1e-9))
     return [index * step for index in range(math.floor(most / step + 1e-9) + 1)]

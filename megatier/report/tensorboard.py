@@ -1,4 +1,4 @@
-"""Figures of a run for TensorBoard: each number of `metrics.jsonl` as a scalar, under the name it has there."""
+"""The figures of a run for TensorBoard: each number of `metrics.jsonl` as a scalar of the same name."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, Self
 from megatier.errors import REMEDIES, ConfigError
 
 FLUSH_SECONDS = 10
-"""A killed run loses what is younger."""
+"""Seconds after which events are on file; a killed run loses younger ones."""
 
 
 def load_tensorboard() -> Any:  # noqa: ANN401  torch's module, typed or not as tensorboard is there or not
-    """torch.utils.tensorboard.
+    """Return the module torch.utils.tensorboard.
 
     Raises:
         ConfigError: it is not installed.
@@ -30,14 +30,14 @@ def load_tensorboard() -> Any:  # noqa: ANN401  torch's module, typed or not as 
 
 
 class Scalars:
-    """Writes records as events. Use as a context."""
+    """Writes records as events. Use it as a context."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         """Open a file of events in a folder.
 
         Args:
-            folder: may hold events of the run's earlier processes; what they have of `first_step` and later is hidden.
-            first_step: of this process.
+            folder: may hold events of the run's earlier processes, of which those of `first_step` and later are hidden.
+            first_step: the first step of this process.
 
         Raises:
             ConfigError: TensorBoard is not installed, or the folder cannot be written to.
@@ -48,7 +48,7 @@ class Scalars:
             self._writer = library.SummaryWriter(str(folder), purge_step=first_step, flush_secs=FLUSH_SECONDS)
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Add the numbers of a record of a step, an evaluation or a save; how a process began is left out.
+        """Add the numbers of the record of a step, an evaluation or a save; how a process began is left out.
 
         Raises:
             ConfigError: the drive is full or gone.
@@ -66,7 +66,8 @@ class Scalars:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            with contextlib.suppress(OSError):  # the error that ends the run tells
+            # The error that ends the run says enough.
+            with contextlib.suppress(OSError):
                 self._writer.close()
             return
         with self._refusing():
@@ -74,6 +75,7 @@ class Scalars:
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
+        """Turn errors of the drive into one that says what to do."""
         try:
             yield
         except OSError as error:
@@ -82,7 +84,7 @@ class Scalars:
 
 
 def _numbers(record: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Names and numbers, those of inner mappings as "stall_seconds/ram_to_gpu"."""
+    """Yield names and numbers, those of inner mappings as "stall_seconds/ram_to_gpu"."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{prefix}{name}/")

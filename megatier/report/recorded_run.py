@@ -1,0 +1,75 @@
+"""A run as its directory records it, and figures over its steps."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatier.config.schema import RunConfig
+from megatier.play.trace import TraceEvent
+from megatier.report.history import History, Opening, Step
+
+Amounts = Callable[[Step], Mapping[str, float]]
+"""Gives amounts of a step by name, such as the bytes that each queue moved."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedRun:
+    """A run as its directory records it."""
+
+    directory: Path
+    config: RunConfig
+    history: History
+    trace: Mapping[int, Sequence[TraceEvent]]
+    """The events of the last steps, by the number of the step."""
+
+    @property
+    def opening(self) -> Opening | None:
+        """The opening record of the last process; None if an older version wrote none."""
+        return self.history.openings[-1] if self.history.openings else None
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        """All steps that are on file."""
+        return self.history.steps
+
+    @property
+    def steady(self) -> Sequence[Step]:
+        """The steps without the first one of each process, which learns the order of units; else all steps."""
+        first = {opening.step + 1 for opening in self.history.openings} or {1}
+        return [step for step in self.steps if step.step not in first] or self.steps
+
+    def points(self, figure: Callable[[Step], float | None], scale: float = 1.0) -> list[tuple[float, float]]:
+        """Return a figure over the steps.
+
+        Args:
+            figure: the figure of a step; None: the step lacks it.
+            scale: the unit that figures are divided by.
+
+        Returns:
+            Steps and figures, nan for a figure that a step lacks.
+        """
+        found = ((step.step, figure(step)) for step in self.steps)
+        return [(step, math.nan if value is None else value / scale) for step, value in found]
+
+
+def tokens_per_s(step: Step) -> float:
+    """Return the tokens a second of a step."""
+    return step.tokens / step.seconds if step.seconds > 0 else 0.0
+
+
+def amount_of(amounts: Amounts, name: str) -> Callable[[Step], float]:
+    """Return a function that gives the amount of one name, 0 for a step that lacks it."""
+    return lambda step: amounts(step).get(name, 0.0)
+
+
+def totals_of(steps: Iterable[Step], amounts: Amounts) -> Counter[str]:
+    """Return the sums of all steps, by name."""
+    total: Counter[str] = Counter()
+    for step in steps:
+        for name, amount in amounts(step).items():
+            total[name] += amount  # type: ignore[assignment]  # Counter of floats
+    return total
