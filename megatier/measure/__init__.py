@@ -1,1 +1,1 @@
-"""What a machine's drives, links and processors do."""
+"""Measures what the drives, links and processors of a machine do."""
