@@ -1,8 +1,8 @@
-"""Moves: the bytes that each part of a step takes from tier to tier, and the lanes they go on. Pure.
+"""Moves: the bytes that each part of a step takes from tier to tier, and the lanes on which they go. Pure.
 
 This is written down once, for three readers. The forecast times these moves. `Demand` adds them up, as the player and
-its lanes ask the store for the parts of a step one by one. And the store counts what really moved, which has to be
-the same in every byte. A new lane between tiers begins here.
+its lanes ask the store for the parts of a step one by one. The store counts what really moved, which has to be the same
+to the byte. A new lane between tiers begins here.
 """
 
 from __future__ import annotations
@@ -26,30 +26,27 @@ from megatier.tier import Kind, Tier
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Bytes on one lane between two tiers.
-
-    Attributes:
-        lane: a queue of the store, such as `nvme_to_ram`.
-        num_bytes: as many as the store counts, in whole pages.
-    """
+    """Bytes on one lane between two tiers."""
 
     lane: str
+    """A queue of the store, such as `nvme_to_ram`."""
     num_bytes: int
+    """As many bytes as the store counts, in whole pages."""
 
 
 class Moves:
     """What each part of a step moves, under one placement.
 
-    Parts that take several moves give them in order: each begins when the one before it is over.
+    A part that takes several moves gives them in order: each one begins when the one before is over.
     """
 
     def __init__(self, units: Mapping[str, UnitSpec], placement: Placement, policy: Policy) -> None:
-        """Nothing is counted yet.
+        """Take sizes and homes.
 
         Args:
-            units: their sizes, by name.
-            placement: where everything is at home.
-            policy: dtype, groups, and whether reads go past RAM.
+            units: sizes of the units, by name.
+            placement: homes of all blocks.
+            policy: schema, groups, and whether reads go past RAM.
         """
         self._units = units
         self._placement = placement
@@ -58,16 +55,16 @@ class Moves:
     # ------------------------------------------------------------------ weights
 
     def load(self, unit: str) -> tuple[Move, ...]:
-        """A unit's weights come to a GPU slot, and no update feeds them."""
+        """Moves that bring a unit's weights to a GPU slot, if no update feeds them."""
         size = block_bytes(self._units[unit], Kind.WEIGHT, self._policy)
         return self._up(self._placement.homes[unit, Kind.WEIGHT], size)
 
     def feed(self, unit: str) -> tuple[Move, ...]:
-        """The weights that an update has just written to RAM slots come to a GPU slot."""
+        """Moves that bring the weights that an update has just written to RAM slots to a GPU slot."""
         return (Move("ram_to_gpu", trained_bytes(self._units[unit], Kind.WEIGHT, self._policy)),)
 
     def load_frozen(self, unit: str) -> tuple[Move, ...]:
-        """The weights that no update feeds, because they are frozen, come behind those that it feeds."""
+        """Moves that bring the frozen weights, which no update feeds, after those that it feeds."""
         size = block_bytes(self._units[unit], Kind.WEIGHT, self._policy)
         trained = trained_bytes(self._units[unit], Kind.WEIGHT, self._policy)
         return self._up(self._placement.homes[unit, Kind.WEIGHT], size - trained)
@@ -75,11 +72,18 @@ class Moves:
     # ------------------------------------------------------------------ gradients
 
     def ship(self, unit: str, *, is_last: bool) -> tuple[Move, ...]:
-        """The gradient of a group leaves the GPU; that of the last group is final, where groups are summed there."""
+        """Moves that take the gradient of a group from the GPU to its home.
+
+        Args:
+            unit: the unit.
+            is_last: whether it is the last group. If groups are summed on the GPU, this gradient is the final one.
+        """
+        # A unit that is frozen whole has no gradient, and no entry.
         home = self._placement.grad_homes.get(unit, Tier.GPU)
-        if home is Tier.GPU:  # or none, because all of the unit is frozen
+        if home is Tier.GPU:
             return ()
 
+        # A sum is fp32, and the final gradient in the compute dtype may be smaller.
         size = grad_bytes(self._units[unit], self._policy)
         if is_last and self._placement.sums_on_gpu:
             size = final_grad_bytes(self._units[unit], self._policy)
@@ -87,14 +91,14 @@ class Moves:
         return (out, Move("ram_to_nvme", size)) if home is Tier.NVME else (out,)
 
     def fetch_sum(self, unit: str) -> tuple[Move, ...]:
-        """The sum of the groups before comes to the GPU, if this group's gradient is added there."""
+        """Moves that bring the sum of the groups before to the GPU, if this group's gradient is added there."""
         home = self._placement.grad_homes.get(unit, Tier.GPU)
         if home is Tier.GPU or not self._placement.sums_on_gpu:
             return ()
         return self._up(home, grad_bytes(self._units[unit], self._policy))
 
     def gradients(self, unit: str) -> tuple[Move, ...]:
-        """All groups of a step, until the gradient is final."""
+        """Moves of a unit's gradients in all groups of a step, until the gradient is final."""
         groups = self._policy.groups
         shipped = [move for group in range(groups) for move in self.ship(unit, is_last=group == groups - 1)]
         fetched = [move for _ in range(groups - 1) for move in self.fetch_sum(unit)]
@@ -103,38 +107,38 @@ class Moves:
     # ------------------------------------------------------------------ updates
 
     def read_state(self, unit: str) -> tuple[Move, ...]:
-        """An update reads the state, and the gradient, that are at home on NVMe."""
+        """Moves by which an update reads the state, and the gradient, that are at home on NVMe."""
         size = self._spilled_bytes(unit)
         if self._placement.grad_homes[unit] is Tier.NVME:
             size += final_grad_bytes(self._units[unit], self._policy)
         return (read(size),)
 
     def write_state(self, unit: str) -> tuple[Move, ...]:
-        """An update writes the state that is at home on NVMe."""
+        """Moves by which an update writes the state that is at home on NVMe."""
         return (write(self._spilled_bytes(unit)),)
 
     def update(self, unit: str) -> tuple[Move, ...]:
-        """An update reads from NVMe and writes there, and feeds nothing."""
+        """Moves of an update that reads from NVMe and writes there, and feeds nothing."""
         return (*self.read_state(unit), *self.write_state(unit))
 
     # ------------------------------------------------------------------ streamed state
 
     def fetch_state(self, unit: str) -> tuple[Move, ...]:
-        """The state of a streamed unit, but its weights, comes to the GPU."""
+        """Moves that bring the state of a streamed unit, except its weights, to the GPU."""
         return (Move("state_to_gpu", self._passing_bytes(unit)),)
 
     def return_state(self, unit: str) -> tuple[Move, ...]:
-        """The state of a streamed unit, but its weights, goes home."""
+        """Moves that take the state of a streamed unit, except its weights, home."""
         return (Move("state_to_ram", self._passing_bytes(unit)),)
 
     def return_weights(self, unit: str) -> tuple[Move, ...]:
-        """The weights of a streamed unit go home after its update."""
+        """Moves that take the weights of a streamed unit home after its update."""
         return (Move("gpu_to_ram", trained_bytes(self._units[unit], Kind.WEIGHT, self._policy)),)
 
     # ------------------------------------------------------------------ passes
 
     def of_pass(self, timeline: Timeline, *, gradients: Iterable[str], updated: Iterable[str]) -> Iterator[Move]:
-        """Weights, gradients and updates of one pass; neither activations nor streamed state.
+        """Moves of weights, gradients and updates in one pass, but not of activations and streamed state.
 
         Args:
             timeline: the pass.
@@ -156,7 +160,7 @@ class Moves:
     # ------------------------------------------------------------------ sizes
 
     def _up(self, home: Tier | None, size: int) -> tuple[Move, ...]:
-        """To the GPU from a home, or from a slot in RAM (None)."""
+        """Moves to the GPU from a home, or from a slot in RAM (None)."""
         if home is not Tier.NVME:
             return (Move("ram_to_gpu", size),)
         if self._policy.gpu_direct:
@@ -164,17 +168,19 @@ class Moves:
         return (read(size), Move("ram_to_gpu", size))
 
     def _spilled_bytes(self, unit: str) -> int:
+        """Bytes of a unit's state that are at home on NVMe and that its update changes."""
         kinds: Collection[Kind] = self._policy.schema.kinds
         spilled = [kind for kind in kinds if self._placement.homes[unit, kind] is Tier.NVME]
         return sum(trained_bytes(self._units[unit], kind, self._policy) for kind in spilled)
 
     def _passing_bytes(self, unit: str) -> int:
+        """Bytes of a streamed unit's state, except its weights."""
         kinds = self._policy.schema.passing_kinds
         return sum(block_bytes(self._units[unit], kind, self._policy) for kind in kinds)
 
 
 def by_lane(moves: Iterable[Move]) -> Counter[str]:
-    """Bytes per lane, of the lanes that move any."""
+    """Bytes that each lane moves; lanes that move none are left out."""
     moved: Counter[str] = Counter()
     for move in moves:
         moved[move.lane] += move.num_bytes
@@ -182,20 +188,20 @@ def by_lane(moves: Iterable[Move]) -> Counter[str]:
 
 
 def read(num_bytes: int) -> Move:
-    """State from NVMe to RAM."""
+    """A move of state from NVMe to RAM."""
     return Move("nvme_to_ram", num_bytes)
 
 
 def write(num_bytes: int) -> Move:
-    """State from RAM to NVMe."""
+    """A move of state from RAM to NVMe."""
     return Move("ram_to_nvme", num_bytes)
 
 
 def stash(num_bytes: int) -> Move:
-    """An offloaded activation to RAM."""
+    """A move of an offloaded activation to RAM."""
     return Move("gpu_to_ram", num_bytes)
 
 
 def unstash(num_bytes: int) -> Move:
-    """An offloaded activation to the GPU again."""
+    """A move of an offloaded activation back to the GPU."""
     return Move("ram_to_gpu", num_bytes)

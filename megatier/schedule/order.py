@@ -1,4 +1,4 @@
-"""The order of a pass against the one that was recorded: what it leaves out, and where it is another. Pure."""
+"""Order: compares a pass with the order that was recorded. It finds what the pass leaves out. Pure."""
 
 from __future__ import annotations
 
@@ -18,22 +18,27 @@ def passed_over(
 ) -> list[Access]:
     """The accesses that a pass leaves out before its next one.
 
-    That may be a frozen unit's backward alone: where there is no image, no gradient passes through it.
+    A pass leaves out all accesses of a unit in a group. It may also leave out the backward of a frozen unit alone:
+    without an image, no gradient passes through it.
 
     Args:
         recorded: the whole order.
         used: its beginning, as far as the pass has come.
-        access: what the pass uses next; None: it ends.
-        left_out: units that it has left out so far, with their group.
+        access: the next access of the pass; None: the pass ends.
+        left_out: units that the pass has left out so far, each with its group.
         trained: units that have gradients.
 
     Raises:
         TimelineError: the order is another.
     """
     skipped = list[Access]()
+
     for other in recorded[len(used) :]:
         if other == access:
             return skipped
+
+        # A unit that is left out stays left out in its group. Of any other unit neither a gradient may be missing, nor
+        # the second of two equal uses.
         is_lost = other.phase is Phase.BACKWARD and other.unit in trained
         known = {*left_out, *((past.unit, past.group) for past in skipped)}
         if (other.unit, other.group) not in known and (is_lost or other in used):
@@ -46,7 +51,13 @@ def passed_over(
 
 
 def _another_order(index: int, access: Access | None, recorded: Access | None) -> TimelineError:
-    """Compute used something else (None: nothing more) than what was recorded (None: nothing like it follows)."""
+    """The error that names the difference.
+
+    Args:
+        index: number of the access in the pass.
+        access: the access of the pass; None: it ended.
+        recorded: the access that was recorded; None: the one of the pass is not among those that follow.
+    """
     if access is not None:
         use = f"{access.unit} ({access.phase}, group {access.group})"
         what = f"use {index} of this pass is {use}, not what step 1 recorded"

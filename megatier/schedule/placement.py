@@ -201,6 +201,7 @@ def _choose_gpu(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> 
     # The sort is stable: among the large ones, and among the others, forward order stays.
     for unit in sorted(units, key=lambda unit: unit.num_elements <= usual):
         size = state_bytes(unit, policy) + grad_bytes(unit, policy)
+        # All units that are not chosen yet have to pass through slots, unless they are chosen later.
         rest = [other for other in units if other.name not in chosen and other is not unit]
         if used + size + least_gpu_bytes(rest, policy) <= budgets.gpu:
             chosen.add(unit.name)
@@ -229,11 +230,13 @@ def _choose_streamed(rest: Sequence[UnitSpec], homed: int, budgets: Budgets, pol
     if not (policy.deferred and policy.streamed_share and able and Tier.RAM in policy.state):
         return []
 
+    # All slots are as large as those of the largest unit that may be chosen.
     at_most = _usual_elements([unit.num_trained for unit in able])
     usual = max(unit.num_trained for unit in able if unit.num_trained <= at_most)
     slot_unit = UnitSpec(name="", num_elements=usual)
     passing = sum(block_bytes(slot_unit, kind, policy) for kind in policy.schema.passing_kinds)
 
+    # The fewest slots for weights and gradients are taken off first, because without them nothing runs.
     wanted = policy.streamed_share * sum(unit.num_trained for unit in able)
     room = budgets.gpu - homed - least_gpu_bytes(rest, policy)
     chosen: list[UnitSpec] = []

@@ -1,7 +1,7 @@
-"""Rates: what the links, drives and processors of a machine do, as figures that a plan is made of. Pure.
+"""Rates: what the links, drives and processors of a machine do a second. Plans are made from these figures. Pure.
 
-Measured by `megatier bench`, or written by hand for a machine that one does not have yet: the YAML has the names of the
-fields below.
+`megatier bench` measures them. For a machine that one does not have yet they are written by hand, in YAML with the
+names of the fields below.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ class DriveRates:
     """One drive, through the store's own block files."""
 
     directory: str
-    """Where it is mounted, or a name."""
+    """The directory where it is mounted, or a name."""
     read_bytes_per_s: float
     write_bytes_per_s: float
     mixed_bytes_per_s: float
-    """Read and written together, 14 to 12, when both go on at once; of a full-duplex drive up to the sum of both."""
+    """Bytes read and written together, 14 to 12, if both go on at once. A full-duplex drive reaches up to the sum of
+    both rates."""
     io_threads: int | None = None
     """Native threads each way with which it was measured; None: not known."""
     first_write_bytes_per_s: float | None = None
-    """Of bytes of a file that were never written before, as those of a checkpoint; None: not known."""
+    """Rate of writing bytes of a file that were never written before, as a checkpoint does; None: not known."""
     mixed_low_bytes_per_s: float | None = None
     """The mixed rate in the slowest seconds of its measurement, whose median is mixed_bytes_per_s; None: not known."""
     mixed_high_bytes_per_s: float | None = None
-    """The same in the fastest seconds."""
+    """The mixed rate in the fastest seconds; None: not known."""
 
     def times(self, factor: float) -> DriveRates:
-        """A drive that does so many times as much."""
+        """A drive that does so many times as much a second."""
         figures = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         rates = {name: rate * factor for name, rate in figures.items() if name.endswith("_per_s") and rate is not None}
         return dataclasses.replace(self, **rates)
@@ -50,43 +51,44 @@ class Rates:
     """One machine."""
 
     drives: tuple[DriveRates, ...]
+    """The drives of the NVMe tier."""
     to_gpu_bytes_per_s: float
-    """Copies from pinned RAM, with nothing else going on."""
+    """Rate of copies from pinned RAM, with nothing else going on."""
     to_ram_bytes_per_s: float
-    """Copies to pinned RAM, with nothing else going on."""
+    """Rate of copies to pinned RAM, with nothing else going on."""
     update_parameters_per_s: float
-    """AdamW on the CPU, all threads, split masters, nothing else going on."""
+    """Rate of AdamW on the CPU, with all threads, split masters and nothing else going on."""
     memory_bytes_per_s: float
-    """What RAM carries when AdamW and copies both ways share it."""
+    """Memory traffic that RAM carries when AdamW and copies both ways share it."""
     gpu_update_parameters_per_s: float
-    """AdamW on the GPU."""
+    """Rate of AdamW on the GPU."""
     flops_per_s: float
-    """Matrix products of a layer's forward and backward at the compute dtype, as models reach it."""
+    """Rate of the matrix products of a layer's forward and backward at the compute dtype, as models reach it."""
     gpu_bytes: float | None = None
     """Memory of the GPU; None: not known, so that a plan cannot say whether activations fit."""
 
     @property
     def io_threads(self) -> int | None:
-        """Native threads each way that keep all drives busy at once; None where one drive's are not known."""
+        """Native threads each way that keep all drives busy at once; None if those of one drive are not known."""
         counts = [drive.io_threads for drive in self.drives if drive.io_threads is not None]
         return sum(counts) if counts and len(counts) == len(self.drives) else None
 
     def times(self, factor: float) -> Rates:
-        """With drives that do so many times as much."""
+        """The machine with drives that do so many times as much a second."""
         return dataclasses.replace(self, drives=tuple(drive.times(factor) for drive in self.drives))
 
     @property
     def slowest(self) -> Rates:
-        """With every drive as in the slowest seconds of its measurement."""
+        """The machine with every drive as in the slowest seconds of its measurement."""
         return self._as_in([drive.mixed_low_bytes_per_s for drive in self.drives])
 
     @property
     def fastest(self) -> Rates:
-        """With every drive as in the fastest seconds of its measurement."""
+        """The machine with every drive as in the fastest seconds of its measurement."""
         return self._as_in([drive.mixed_high_bytes_per_s for drive in self.drives])
 
     def _as_in(self, mixed: Sequence[float | None]) -> Rates:
-        """With each drive scaled to a mixed rate where that is known."""
+        """The machine with each drive scaled to a mixed rate, if that is known."""
         pairs = zip(self.drives, mixed, strict=True)
         drives = (drive if rate is None else drive.times(rate / drive.mixed_bytes_per_s) for drive, rate in pairs)
         return dataclasses.replace(self, drives=tuple(drives))
@@ -99,16 +101,21 @@ DRIVE_FIELDS = {field.name for field in dataclasses.fields(DriveRates)}
 
 
 def read_rates(path: Path) -> Rates:
-    """Rates from a YAML or JSON file, or from the result of `megatier bench`; figures may have byte units ("14GB").
+    """Read rates from a YAML or JSON file, or from the result of `megatier bench`.
+
+    Figures may have byte units, such as "14GB".
 
     Raises:
-        ConfigError: unreadable, or a name is missing, unknown, or its figure no positive number.
+        ConfigError: it cannot be read, or a name is missing or unknown, or its figure is no positive number.
     """
     parsed = read_yaml(path, yaml.safe_load)
     if not isinstance(parsed, dict):
         raise ConfigError(f"{path}: names and figures are expected: {', '.join(sorted(FIELDS))}.")
-    if isinstance(parsed.get("rates"), dict):  # the whole result of `megatier bench`
+
+    # The whole result of `megatier bench` has the rates in a part of their own.
+    if isinstance(parsed.get("rates"), dict):
         parsed = parsed["rates"]
+
     drives = parsed.get("drives", [])
     if not isinstance(drives, list) or not all(isinstance(drive, dict) for drive in drives):
         raise ConfigError(f"{path}: drives is a list of drives, each with {', '.join(sorted(DRIVE_FIELDS))}.")
@@ -120,11 +127,12 @@ def read_rates(path: Path) -> Rates:
 
 
 def as_dict(rates: Rates) -> dict[str, Any]:
-    """For JSON or YAML; `read_rates` reads it back."""
+    """Rates as plain values for JSON or YAML, which `read_rates` reads back."""
     return dataclasses.asdict(rates) | {"drives": [dataclasses.asdict(drive) for drive in rates.drives]}
 
 
 def _figures(path: Path, given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """The values of some names, of which all but the optional ones must be there."""
     missing = names - given.keys() - OPTIONAL
     if missing or given.keys() - names:
         odd = [f"{name} is missing" for name in sorted(missing)]

@@ -1,9 +1,9 @@
 """Discrete-event simulation of lanes that share links, drives and memory. Pure.
 
 A lane does its jobs one after the other, in order. A job begins when those that it waits for are over. Jobs that run at
-once share resources by max-min fairness: the speeds of all lanes, as shares of their own rates, rise from nothing
-together. A lane stops rising at its own rate, or when a resource that it uses is full. Between two events, which are
-ends of jobs, speeds are constant.
+once share resources by max-min fairness: the speeds of all lanes, as shares of their own rates, rise from zero
+together. A lane stops rising at its own rate, or when a resource that it uses is full. Speeds change only when a job
+ends.
 """
 
 from __future__ import annotations
@@ -13,37 +13,31 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 ENDED = 1e-12
-"""A remainder of a job's seconds, or of a resource, that is no larger counts as nothing: rounding leaves some."""
+"""A remainder of a job's seconds, or of a resource, up to this size counts as zero: rounding leaves such remainders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A worker that does one job at a time.
-
-    Attributes:
-        rate: amount a second with nothing else going on.
-        uses: share of each resource that the lane takes at its full rate; 1 is all of it.
-    """
+    """A worker that does one job at a time."""
 
     rate: float
+    """Amount that it does in a second with nothing else going on."""
     uses: Mapping[str, float] = field(default_factory=dict)
+    """Share of each resource that the lane takes at its full rate; 1 is all of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Something that a lane does.
-
-    Attributes:
-        lane: its name.
-        name: block or unit.
-        amount: bytes, parameters or seconds: what the lane's rate counts.
-        after: indices of jobs that must be over; each smaller than the job's own.
-    """
+    """Something that a lane does."""
 
     lane: str
+    """Name of the lane."""
     name: str
+    """Block or unit that the job is about."""
     amount: float
+    """Bytes, parameters or seconds, as the lane's rate counts them."""
     after: tuple[int, ...] = ()
+    """Indices of jobs that must be over before, each smaller than the job's own."""
 
 
 def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float, float]]:
@@ -51,9 +45,9 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
 
     Args:
         jobs: in the order of their lanes.
-        lanes: by name.
+        lanes: the lanes, by name.
     """
-    # The first job of a lane runs if the lane is in `left`, else it waits.
+    # The first job of a queue runs if its lane is in `left`, else it waits.
     queues: dict[str, deque[int]] = {name: deque() for name in lanes}
     for index, job in enumerate(jobs):
         queues[job.lane].append(index)
@@ -61,16 +55,17 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
     ends = [0.0] * len(jobs)
     is_over = [False] * len(jobs)
     waiting: dict[int, list[str]] = {}
-    """Per job, the lanes whose first job waits for it, and perhaps for others."""
+    """By job, the lanes whose first job waits for it, and perhaps for others."""
     left: dict[str, float] = {}
-    """Of each running lane's job, seconds at the lane's own rate."""
+    """Seconds that each running lane's job still takes at the lane's own rate."""
     speeds: dict[frozenset[str], Mapping[str, float]] = {}
+    """Speeds of the lanes that have run together so far, by the set of lanes."""
     able = list(lanes)
-    """Lanes whose first job may be able to begin: it has become the first, or a job that it waited for is over."""
+    """Lanes whose first job may begin, because it has just become the first or a job that it waited for is over."""
     now = 0.0
 
     while True:
-        # Begin all that can. A lane waits under one missing job alone: when that is over, it looks for the next.
+        # Begin all jobs that can begin. A lane waits for one missing job at a time, and then looks for the next one.
         for name in able:
             if not queues[name]:
                 continue
@@ -85,7 +80,7 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
         if not left:
             break
 
-        # All run until the first of them ends. The same lanes run together many times, and then at the same speeds.
+        # All run until the first of them ends. The same lanes run together many times, always at the same speeds.
         together = frozenset(left)
         if together not in speeds:
             speeds[together] = _shared(together, lanes)
@@ -103,39 +98,41 @@ def simulate(jobs: Sequence[Job], lanes: Mapping[str, Lane]) -> list[tuple[float
                 is_over[index] = True
                 able += [name, *waiting.pop(index, ())]
 
-    assert not any(queues.values()), "a job waits for one behind it on its lane"
+    assert not any(queues.values()), "a job waits for a later one of its lane"
     return list(zip(starts, ends, strict=True))
 
 
 def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) -> float:
-    """Seconds from the start to the end of the last job at least: counted, not simulated.
+    """The least seconds from the start to the end of the last job, counted and not simulated.
 
-    A job begins when all that it waits for is over, however far back, its lane's earlier jobs included. So it begins no
-    sooner than the latest of them would end with everything to itself, and no sooner than each resource could have
-    carried them all. What a resource has carried is summed up for one lane, since from job to job it only grows.
+    A job begins when all that it waits for is over, however far back, and so are its lane's earlier jobs. So it begins
+    no sooner than the last of them would end if it had everything to itself, and no sooner than each resource could
+    have carried them all. What a resource has carried is added up for one lane, because it only grows from job to job.
 
     For job j with amount a on a lane of rate r, end(j) = start(j) + a / r, and start(j) is the largest of end(k) over
     all k that j waits for and, on the spine, of the seconds that each resource needs for all before j.
 
     Args:
         jobs: in the order of their lanes.
-        lanes: by name.
-        spine: a lane for all of whose jobs the last job waits; resources are summed up for them and for the last job.
+        lanes: the lanes, by name.
+        spine: a lane for all of whose jobs the last job waits. Resources are added up for these and for the last job.
     """
     ends = [0.0] * len(jobs)
     behind: list[tuple[int, ...]] = []
-    """Of each job, what it waits for, the one ahead on its lane included."""
+    """The jobs that each job waits for, with the one before it on its lane."""
     latest: dict[str, int] = {}
+    """The last job of each lane so far."""
     is_carried = [False] * len(jobs)
+    """Whether each job is counted in `carried`."""
     carried: dict[str, float] = {}
-    """Per resource, seconds of all that the spine has waited for so far."""
+    """Seconds that each resource needs for all that the spine has waited for so far."""
 
     for index, job in enumerate(jobs):
         behind.append((*job.after, latest[job.lane]) if job.lane in latest else job.after)
         latest[job.lane] = index
         start = max([ends[other] for other in behind[index]], default=0.0)
 
-        # Walk back from here to all that was not counted yet. Each job is visited once in all.
+        # Walk back from here to all that is not counted yet. Each job is visited once in all, so this stays linear.
         if job.lane == spine or index == len(jobs) - 1:
             found = list(behind[index])
             while found:
@@ -157,19 +154,20 @@ def least_seconds(jobs: Sequence[Job], lanes: Mapping[str, Lane], spine: str) ->
 
 def _shared(together: Collection[str], lanes: Mapping[str, Lane]) -> dict[str, float]:
     """The speeds of lanes that run at once, as shares of their own rates."""
-    # Sorted, since a set has no order that holds from process to process, and sums of floats depend on it.
+    # They are sorted because a set has another order in each process, and sums of floats depend on the order.
     speeds = dict.fromkeys(sorted(together), 0.0)
     rising = list(speeds)
     room = {resource: 1.0 for name in rising for resource in lanes[name].uses}
     level = 0.0
 
     while rising:
+        # `pull` is how much of each resource the rising lanes take for each unit of level.
         pull = dict.fromkeys(room, 0.0)
         for name in rising:
             for resource, share in lanes[name].uses.items():
                 pull[resource] += share
 
-        # All rise together until one is at its own rate or a resource is full. Those that use that resource stay.
+        # All rise together until they are at their own rates or a resource is full. Those that use it stay there.
         rise = min([1.0 - level, *(room[key] / pull[key] for key in room if pull[key] > 0)])
         level += rise
         full = set()

@@ -1,4 +1,4 @@
-"""Sizes: bytes of a unit's blocks, in whole pages, the choices that they depend on, and the tiers' budgets. Pure."""
+"""Sizes: the bytes of units' blocks, in whole pages, the choices that decide them, and the tiers' budgets. Pure."""
 
 from __future__ import annotations
 
@@ -20,59 +20,63 @@ class Budgets:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSpec:
-    """What placement needs to know of a unit."""
+    """The sizes of a unit from which its place is chosen."""
 
     name: str
     num_elements: int
-    """Padded parameters of the unit."""
+    """Elements of the unit's weights, padding included."""
     activation_bytes: int = 0
-    """Boundary activation of one group, where it is offloaded to RAM."""
+    """Bytes of the boundary activation of one group, if it is offloaded to RAM."""
     frozen_elements: int = 0
-    """Of the elements, the last ones, which have a weight and no more: no update, no gradient."""
+    """How many of the elements, counted from the last, are frozen. They have a weight, but no other state and no
+    gradient."""
 
     @property
     def num_trained(self) -> int:
-        """Elements with a gradient and a whole state; 0: the unit is never updated."""
+        """Elements with a gradient and a whole state. If there are none, the unit is never updated."""
         return self.num_elements - self.frozen_elements
 
     def elements_of(self, kind: Kind) -> int:
-        """Elements of a block of state."""
+        """Elements of the unit's block of one kind of state."""
         return self.num_elements if kind is Kind.WEIGHT else self.num_trained
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """Choices that are not placement but decide how many bytes there are."""
+    """Choices that decide how many bytes there are, and where they may lie."""
 
     state: tuple[Tier, ...] = (Tier.GPU, Tier.RAM, Tier.NVME)
     """Tiers that may hold state."""
     schema: StateSchema = ADAMW_BF16
     """The planes of state that the optimizer keeps of a parameter."""
     deferred: bool = True
-    """Updates wait for the global norm, so every gradient is held; False: they run inside the backward."""
+    """Whether updates wait for the global norm, so that every gradient is held. Else they run inside the backward."""
     groups: int = 1
+    """Groups of a step."""
     slices: int = 1
+    """Slices of a group."""
     chunk_elements: int | None = None
     """Elements of one update chunk; None: chosen from the RAM budget."""
     streamed_share: float = 0.0
-    """Share of the parameters outside the GPU whose state passes through it to be updated there, 0 to 1 (deferred)."""
+    """Share of the parameters outside the GPU whose state passes through it to be updated there, 0 to 1. In the
+    immediate mode none are streamed."""
     generations: int = 1
-    """Places on NVMe for the state of a unit that spills (deferred)."""
+    """Places on NVMe for the state of a unit that spills. In the immediate mode there is one."""
     savepoints: bool = False
-    """One of the generations may be kept, so that updates do without it."""
+    """Whether one of the generations may be kept, so that updates must do without it."""
     gpu_direct: bool = False
-    """Weights on NVMe that no update feeds go to the GPU past RAM."""
+    """Whether weights on NVMe that no update feeds go to the GPU past RAM."""
     align_elements: int = 32 << 10
-    """Update chunks are multiples of this (one checksummed chunk of the narrowest plane)."""
+    """Elements of which update chunks are multiples: one checksummed chunk of the narrowest plane."""
 
     @property
     def speculates(self) -> bool:
-        """Whether there is a generation to update into, beside the one that holds and the one that is kept."""
+        """Whether there is a generation to update into, other than the one that holds and the one that is kept."""
         return self.deferred and self.generations > 1 + self.savepoints
 
 
 def trained(units: Iterable[UnitSpec]) -> list[UnitSpec]:
-    """Those of which something is trained."""
+    """The units of which at least a part is trained."""
     return [unit for unit in units if unit.num_trained]
 
 
@@ -92,16 +96,19 @@ def trained_bytes(unit: UnitSpec, kind: Kind, policy: Policy) -> int:
 
 
 def state_bytes(unit: UnitSpec, policy: Policy) -> int:
-    """Bytes of a unit's state, all kinds."""
+    """Bytes of all kinds of a unit's state."""
     return sum(block_bytes(unit, kind, policy) for kind in kinds_of(unit, policy))
 
 
 def grad_bytes(unit: UnitSpec, policy: Policy) -> int:
-    """Bytes of a unit's gradient on its way: a summand of an fp32 sum over groups, else the compute dtype."""
+    """Bytes of a unit's gradient on its way.
+
+    With several groups it is a summand of an fp32 sum; else it has the compute dtype.
+    """
     return round_up(unit.num_trained * (4 if policy.groups > 1 else policy.schema.grad_width))
 
 
 def final_grad_bytes(unit: UnitSpec, policy: Policy) -> int:
-    """Bytes of its final gradient: the front of such a sum, in whole checksummed chunks."""
+    """Bytes of a unit's final gradient: the front of such a sum, in whole checksummed chunks."""
     width = policy.schema.grad_width
     return min(round_up(width * unit.num_trained, width * policy.align_elements), grad_bytes(unit, policy))

@@ -1,4 +1,4 @@
-"""Slots: how many of which size a placement needs, for blocks that pass through a tier. Pure."""
+"""Slots: how many a placement needs, and of which size, for blocks that pass through a tier. Pure."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from megatier.schedule.sizes import (
 from megatier.tier import Kind, Tier, round_up
 
 SLOTS_MIN = 2
-"""One unit computes while the next arrives."""
+"""The fewest slots for weights or gradients on the GPU: one unit computes while the next one arrives."""
 GPU_SLOTS = "GPU slots"
-"""What is short where a unit is too large."""
+"""The words by which a refusal begins if a unit is too large for its slots."""
 GRAD_DEPTH = 4
-"""Gradients of groups in RAM at once, where there is room: the CPU adds up the last one slower than they come."""
+"""Slots for gradients of groups in RAM, if there is room: the CPU adds up the last group slower than gradients come."""
 UPDATE_DEPTH = 3
-"""Update chunks in RAM at once: one arrives, one is worked on, one leaves. The new bytes of a speculative
-one lie beside the old ones."""
+"""Update chunks in RAM at once: one arrives, one is worked on, one leaves. A speculative update needs more, because its
+new bytes do not replace the old ones."""
 CHUNK_ELEMENTS_MAX = 8 << 20
+"""Most elements of an update chunk."""
 CHUNK_ELEMENTS_FAST = 1 << 20
-"""Of chunks that drives move at full speed; where gradients have to spill, they leave room for so many."""
+"""Elements of the smallest chunks that drives move at full speed. Gradients that spill leave room for such chunks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +41,10 @@ class SlotPlan:
 
 
 def least_gpu_bytes(rest: Sequence[UnitSpec], policy: Policy) -> int:
-    """Bytes of the fewest GPU slots with which units that are not at home there run."""
+    """Bytes of the fewest GPU slots with which units that are not at home there can run."""
     if not rest:
         return 0
+
     weight = max(block_bytes(unit, Kind.WEIGHT, policy) for unit in rest)
     grad, num_grads = _gpu_grads(rest, policy)
     return min(len(rest), SLOTS_MIN) * weight + num_grads * grad
@@ -55,20 +57,22 @@ def gpu_slots(
     budget: int,
     policy: Policy,
 ) -> tuple[SlotPlan, ...]:
-    """All GPU slots: for weights as many as there is room for.
+    """Plan all GPU slots. There are as many for weights as there is room for.
 
     Args:
         rest: units that are not at home on the GPU.
         homed: bytes taken by those that are.
-        streamed: of the rest, those whose state passes through.
+        streamed: those of the rest whose state passes through the GPU.
         budget: bytes of the GPU.
-        policy: dtype, groups.
+        policy: schema, groups.
 
     Raises:
         PlanError: there is no room for the fewest.
     """
     if not rest:
         return ()
+
+    # Each streamed unit has slots of its own, but all slots of one kind are equally large.
     largest_streamed = max(streamed, key=lambda unit: unit.num_trained, default=UnitSpec(name="", num_elements=0))
     passing = [
         SlotPlan(
@@ -78,6 +82,7 @@ def gpu_slots(
     ]
     used = homed + sum(grad_bytes(unit, policy) for unit in streamed)
     used += sum(plan.slot_bytes * plan.num_slots for plan in passing)
+
     largest = max(rest, key=lambda unit: unit.num_elements)
     least = least_gpu_bytes(rest, policy)
     if used + least > budget:
@@ -96,7 +101,7 @@ def gpu_slots(
 
 
 def _gpu_grads(rest: Sequence[UnitSpec], policy: Policy) -> tuple[int, int]:
-    """Bytes and number of the slots through which gradients leave the GPU."""
+    """Bytes of a slot through which gradients leave the GPU, and the number of such slots."""
     sizes = [grad_bytes(unit, policy) for unit in trained(rest)]
     return max(sizes, default=0), min(len(sizes), SLOTS_MIN)
 
@@ -105,6 +110,7 @@ def grad_slots(waiting: Sequence[UnitSpec], policy: Policy) -> list[SlotPlan]:
     """RAM slots through which gradients pass to their sums, or to their updates in the immediate mode."""
     if not waiting or (policy.deferred and policy.groups == 1):
         return []
+
     return [
         SlotPlan(
             tier=Tier.RAM,
@@ -118,11 +124,12 @@ def grad_slots(waiting: Sequence[UnitSpec], policy: Policy) -> list[SlotPlan]:
 def chunk_slots(
     room: int, longest: int, updated: int, policy: Policy, *, spills_grads: bool
 ) -> tuple[int, list[SlotPlan]]:
-    """The elements of an update chunk, and its slots, which take more than the room where that is too small for any.
+    """The elements of an update chunk, and its slots. They take more than the room if that is too small for any.
 
-    A chunk is as large as a quarter of the room allows; all of it where gradients have to spill. The other arguments
-    are those of `update_slots`.
+    A chunk is as large as a quarter of the room allows, or all of the room if gradients have to spill. The other
+    arguments are those of `update_slots`.
     """
+    # Slots grow in proportion to the chunk, so those of the smallest chunk say how many fit.
     align = policy.align_elements
     smallest = update_slots(align, align, align if updated else 0, policy, spills_grads=spills_grads)
     fits = max(0, room) // (total_bytes(smallest) // align)
@@ -134,14 +141,14 @@ def chunk_slots(
 
 
 def update_slots(chunk: int, longest: int, updated: int, policy: Policy, *, spills_grads: bool) -> list[SlotPlan]:
-    """RAM slots for update chunks; two weight slots more, through which loads pass.
+    """RAM slots for update chunks, with two more for weights, through which loads pass.
 
     Args:
-        chunk: elements of one.
+        chunk: elements of a chunk.
         longest: elements of the largest unit whose weights may pass.
-        updated: trained elements of the largest unit whose update passes; 0: weights alone do.
-        policy: dtype, groups, speculation.
-        spills_grads: gradients pass too.
+        updated: trained elements of the largest unit whose update passes; 0: only weights pass.
+        policy: schema, groups, speculation.
+        spills_grads: whether gradients pass too.
     """
     depth = UPDATE_DEPTH + (SLOTS_MIN if policy.speculates else 0)
     widths = {kind: policy.schema.width(kind) for kind in policy.schema.kinds}
@@ -164,5 +171,5 @@ def update_slots(chunk: int, longest: int, updated: int, policy: Policy, *, spil
 
 
 def total_bytes(slots: Iterable[SlotPlan]) -> int:
-    """What the slots take, in whole pages."""
+    """Bytes that the slots take, in whole pages."""
     return sum(round_up(plan.slot_bytes) * plan.num_slots for plan in slots)

@@ -1,8 +1,8 @@
-"""Timeline: the planned transfers of a step, from the order in which its units are used. Pure.
+"""Timeline: the planned loads and updates of a pass, from the order in which its units are used. Pure.
 
 Step 1 runs in module order and records its accesses. From step 2 on this timeline says which load goes into which GPU
-slot, and after which access it may start. A load takes the slot whose occupant is used again furthest in the future
-(Belady's rule: optimal, since the order is known), so that the backward starts with the units that the forward left
+slot, and after which access it may start. A load takes the slot whose occupant is used again furthest in the future.
+This rule, Belady's, is optimal because the order is known. So the backward starts with the units that the forward left
 in the slots.
 """
 
@@ -19,67 +19,51 @@ from megatier.tier import Kind, Phase, Tier
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One use of a unit by compute.
-
-    Attributes:
-        unit: its name.
-        phase: forward or backward.
-        group: group of the step, from 0.
-    """
+    """One use of a unit by compute."""
 
     unit: str
     phase: Phase
     group: int
+    """Group of the step, from 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """Weights of a unit come into a GPU slot, for one access and those that follow while they stay.
-
-    Attributes:
-        unit: its name.
-        access: index of the access that needs it.
-        slot: number of the GPU slot.
-        evicts: unit that leaves the slot first; None: the slot is empty.
-        after_access: index of the access that must be over before; -1: none.
-    """
+    """Weights of a unit come into a GPU slot, for one access and for those that follow while they stay there."""
 
     unit: str
     access: int
+    """Index of the access that needs it."""
     slot: int
+    """Number of the GPU slot."""
     evicts: str | None
+    """The unit that leaves the slot first; None: the slot is empty."""
     after_access: int
+    """Index of the access that must be over before; -1: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """AdamW on a unit whose gradient waits since the last step.
-
-    Attributes:
-        unit: its name.
-        load: the load that it feeds span by span, if the weights come from NVMe and would otherwise be read twice.
-    """
+    """AdamW on a unit whose gradient has waited since the last step."""
 
     unit: str
     load: Load | None
+    """The load that it feeds span by span, if the weights come from NVMe and would otherwise be read twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All planned moves of one pass over a recorded order.
-
-    Attributes:
-        accesses: the recorded order.
-        loads: in the order in which they are issued. Those fed by an update are not among them.
-        updates: in the order in which the pass comes to their units.
-    """
+    """All planned loads and updates of one pass over a recorded order."""
 
     accesses: tuple[Access, ...]
+    """The recorded order."""
     loads: tuple[Load, ...]
+    """The loads that no update feeds, in the order in which they are issued."""
     updates: tuple[Update, ...]
+    """The updates, in the order in which the pass comes to their units."""
 
     def last_uses(self) -> dict[tuple[str, int], int]:
-        """Index of each unit's last access in a group: the one that makes its gradient."""
+        """Index of each unit's last access in each group, which makes its gradient."""
         return {(access.unit, access.group): index for index, access in enumerate(self.accesses)}
 
 
@@ -91,8 +75,8 @@ def build(
     Args:
         accesses: the recorded order.
         placement: homes and GPU slots; units at home on the GPU are never loaded.
-        updates: the last step's updates run in this pass, each ahead of its unit's first access (deferred mode). Units
-            that are frozen have none.
+        updates: whether the last step's updates run in this pass, each before its unit's first access, as they do in
+            the deferred mode. Units that are frozen have none.
         updated: units that need no update, because theirs ran speculatively.
 
     Raises:
@@ -131,6 +115,8 @@ def _assign(accesses: Sequence[Access], is_resident: Callable[[str], bool], num_
     for index, access in enumerate(accesses):
         if is_resident(access.unit):
             continue
+
+        # It is still there from an access before.
         if access.unit in occupants:
             last_use[occupants.index(access.unit)] = index
             continue
@@ -150,10 +136,10 @@ def _assign(accesses: Sequence[Access], is_resident: Callable[[str], bool], num_
 
 
 def _next_use(uses: Mapping[str, list[int]], unit: str | None, now: int) -> float:
-    """Index of the next use after now; beyond everything if there is none, and further still for an empty slot."""
+    """Index of the next use after now: beyond everything if there is none, and further still for an empty slot."""
     if unit is None:
         return float("inf")
 
-    # Of units that are not used again, the one whose last use is oldest lets its load start earliest.
+    # If several units are not used again, the slot of the one whose last use is oldest lets its load start earliest.
     later = bisect_right(uses[unit], now)
     return uses[unit][later] if later < len(uses[unit]) else 1e9 - uses[unit][-1]
