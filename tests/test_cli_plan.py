@@ -215,6 +215,6 @@ def test_plan_activations_beyond_the_gpu_are_refused_with_figures(
     config.write_text(LONG)
     assert main(["plan", str(config), "--machine", H200]) == 2
     message = capsys.readouterr().err
-    assert "GPU memory for activations beside 4.9 GiB" in message
+    assert "GPU memory for activations, next to 4.9 GiB" in message
     assert "needs 254.4 GiB, there is 135.5 GiB" in message
     assert main(["plan", str(config), "--machine", H200, "--data.sequence_length", "262144"]) == 0

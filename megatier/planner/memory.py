@@ -1,16 +1,17 @@
-"""GPU memory beside the arena: what a step's activations, its loss and libraries take. A model of it, not a count.
+"""Estimates the GPU memory that a step's activations, its loss and libraries take, in addition to the arena.
 
-In hidden sizes a token, c = (outputs of a layer's products) / hidden + 1.4 is what a compiled layer saves at a saved
-share of 0.8. The peak is at the loss, when all layers have saved theirs, or in the backward, where one layer repeats
-what it did not save (a frozen layer is counted as if it were trained; one with nothing trained below it saves nothing):
+This is a model of that memory, not a count. It is measured in boundary activations: hidden sizes of each token. A
+compiled layer saves c = (outputs of its products) / hidden + 1.4 of them at a saved share of 0.8. The peak is at the
+loss, when all layers have saved theirs, or in the backward, when one layer repeats what it did not save:
 
     at the loss      saved + 4 x chunk x vocabulary + 4 x head parameters + 2 boundaries
     in the backward  saved + 2.3 c of one slice + 4 boundaries
 
-and, where documents are apart, a mask of one byte a pair of tokens, which a layer's attention has in the compute dtype
-as well. Not for flex_attention, whose mask is by blocks.
+A frozen layer is counted as if it were trained. One with nothing trained before it saves nothing. If documents are kept
+apart there is also a mask of one byte for each pair of tokens, which a layer's attention has in the compute dtype as
+well. flex_attention has none, because its mask is by blocks.
 
-Fitted to nine runs of two Llama shapes on a GPU, with which tests/test_planner_memory.py compares it.
+The figures are fitted to nine runs of two Llama shapes on a GPU, with which tests/test_planner_memory.py compares them.
 """
 
 from __future__ import annotations
@@ -27,41 +28,43 @@ from megatier.models.decoder import Unit
 from megatier.session.workload import COMPUTE_DTYPES, Workload, boundary_width, hidden_width
 
 CONTEXT_BYTES = 1_000_000_000
-"""What the driver and libraries hold."""
+"""Bytes that the driver and libraries hold."""
 BESIDE_PRODUCTS = 1.4
-"""Hidden sizes a token that a layer saves beside the outputs of its products."""
+"""Hidden sizes of each token that a layer saves in addition to the outputs of its products."""
 SAVED = ((0.0, 0.0), (0.1, 0.21), (0.15, 0.27), (0.3, 0.48), (0.6, 0.83), (0.8, 1.0), (1.0, 1.43))
-"""Saved share, and what is then saved over what is saved at 0.8, measured; but always the input."""
+"""Measured pairs of the saved share, and what is saved then over what is saved at 0.8. The input is always saved."""
 REPEATED = 2.3
-"""What one layer's backward holds while it repeats its forward, over what the layer saves at 0.8."""
+"""Bytes that one layer's backward holds while it repeats its forward, over those that the layer saves at 0.8."""
 INPUTS_CUT = 4
-"""Boundary activations that a layer saves at least whose experts are units: inputs of both norms, of the attention and
-of the experts."""
+"""Least boundary activations that a layer saves if its experts are units: the inputs of both norms, of the attention
+and of the experts."""
 BOUNDARIES = {"loss": 2, "backward": 4}
-"""Boundary activations under way, with their gradients."""
+"""Boundary activations under way at each peak, with their gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationBytes:
-    """What a step takes at its two peaks, in bytes."""
+    """Bytes that a step takes at its two peaks."""
 
     saved: float
-    """By all layers, from the forward to the backward."""
+    """Bytes that all layers save from the forward to the backward."""
     at_loss: float
+    """Bytes at the loss, with those that are saved."""
     in_backward: float
+    """Bytes in the backward, with those that are saved."""
 
     @property
     def peak(self) -> float:
-        """The larger one, with the context."""
+        """Bytes at the larger peak, with the context."""
         return max(self.at_loss, self.in_backward) + CONTEXT_BYTES
 
 
 def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, *, compiles: bool) -> ActivationBytes:
-    """Estimate what a run needs beside its arena.
+    """Estimate the GPU memory that a run needs in addition to its arena.
 
     Args:
-        model: its skeleton.
-        config: its settings.
+        model: the skeleton.
+        config: the run's settings.
         work: its units.
         compiles: whether layers are compiled.
     """
@@ -69,16 +72,21 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
     item = COMPUTE_DTYPES[config.model.compute_dtype].itemsize
     width = boundary_width(model)
     boundary = work.rows * config.data.sequence_length * width * item
+
+    # Units before the first trained one have no backward, so they save nothing.
     layers = [unit for unit in work.units if _is_of_layer(unit)]
     lowest = next((i for i, unit in enumerate(work.units) if unit.layout.num_trained), 0)
-    reached = [unit for unit in work.units[lowest:] if _is_of_layer(unit)]  # below, nothing waits for a backward
+    reached = [unit for unit in work.units[lowest:] if _is_of_layer(unit)]
     saved = sum(_saved(unit, width, config, work, compiles) for unit in reached) * boundary
     largest = max((_products(unit, width) for unit in layers), default=0.0)
+
+    # The fused loss has the logits of one chunk, their gradient, and the fp32 gradient of a head that is trained.
     chunk = config.model.loss_chunk if config.model.fused_loss else work.rows * config.data.sequence_length
     logits = 2 * item * min(chunk, work.rows * config.data.sequence_length) * text.vocab_size
     head = model.get_output_embeddings()
     makes_sum = config.model.fused_loss and (head is None or head.weight.requires_grad)
     head_sum = 4 * text.vocab_size * hidden_width(model) if makes_sum else 0
+
     mask = mask_bytes(config, work)
     in_layer = REPEATED * largest * boundary + item * mask
     return ActivationBytes(
@@ -89,20 +97,21 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
 
 
 def mask_bytes(config: RunConfig, work: Workload) -> int:
-    """Of a group's mask where documents are apart: a byte a pair of tokens; 0 where it is by blocks."""
+    """Bytes of a group's mask that keeps documents apart, one for each pair of tokens; 0 if there is no such mask."""
     return work.rows * config.data.sequence_length**2 if config.has_mask else 0
 
 
 def _is_of_layer(unit: Unit) -> bool:
-    """Whether it is one, or the experts of one."""
+    """Whether a unit is a decoder layer, or the experts of one."""
     return unit.is_layer or unit.experts is not None
 
 
 def _saved(unit: Unit, width: int, config: RunConfig, work: Workload, compiles: bool) -> float:
-    """Boundary activations' worth that a layer saves, or its part."""
+    """How many boundary activations a layer saves, or its part."""
     policy = work.activations[unit.name]
     if policy.offloads_input:
         return 0.0
+
     inputs = 0.0 if unit.experts is not None else 1.0 if len(unit.module_names) == 1 else INPUTS_CUT
     share = config.model.saved_share if compiles else 1.0
     if not policy.keeps_graph or not share:
@@ -111,13 +120,16 @@ def _saved(unit: Unit, width: int, config: RunConfig, work: Workload, compiles: 
 
 
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
-    """The value of a broken line through points, the first and last of which hold beyond them."""
+    """The value at a place of a broken line through points. Beyond the first and the last point it is constant."""
     xs, ys = zip(*points, strict=True)
     return float(np.interp(at, xs, ys))
 
 
 def _products(unit: Unit, width: int) -> float:
-    """Outputs of a layer's products, in boundary widths; of experts as if a token went to one, of a part its share."""
+    """Outputs of a layer's products, in hidden sizes.
+
+    Experts are counted as if each token went to one, and a part of them by its share.
+    """
     rows = [
         tensor.shape[-2] * tensor.num_elements / math.prod(tensor.parameter_shape)
         for tensor in unit.layout.tensors

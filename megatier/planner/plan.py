@@ -1,6 +1,6 @@
-"""The plan of a run: what lies where, how long a step takes, what bounds it, and which one change would help most.
+"""Plan: where the state of a run lies, how long a step takes, what bounds it, and which single change would help most.
 
-Nothing is reserved and no GPU is needed: the model is a skeleton, the machine a set of rates.
+Nothing is reserved and no GPU is needed: the model is a skeleton, and the machine is a set of rates.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from megatier.tier import Kind, Tier
 HIDDEN = 1.05
 """A step counts as bound by compute while it takes at most this many times as long as compute."""
 TIMES_MAX = 4096
-"""Times the present tokens that are tried for N*."""
+"""Most times the present tokens that are tried for N*."""
 HALVINGS = 4
-"""Of the last doubling, to narrow N* down to 3 %."""
+"""How often the last doubling is halved, which narrows N* down to 3 %."""
 SECONDS_PER_DAY = 86_400
 GENERATIONS = {
     "1: updates in place": (1, False),
@@ -44,93 +44,92 @@ GENERATIONS = {
     "2: savepoints": (2, True),
     "3: both": (3, True),
 }
-"""How many generations of what spills there are, and whether one may be kept."""
+"""The uses of generations: how many there are of what spills, and whether one of them may be kept."""
 UNLIMITED = 1 << 62
-"""Bytes, more than any drive has."""
+"""More bytes than any drive has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing changed, and what it would do."""
+    """A single change to the run, and what it would do."""
 
     what: str
+    """The change in words."""
     tokens_per_s: float
+    """Tokens a second with the change."""
     gain: float
-    """Tokens a second over those of the plan."""
+    """Tokens a second with the change over those of the plan, less 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A run on a machine.
-
-    Attributes:
-        num_parameters: all of them.
-        num_trained: of these.
-        tokens: of a step.
-        budgets: bytes per tier.
-        accesses: the order in which a step uses its units.
-        placement: homes and slots.
-        state_bytes: per tier and kind.
-        spilled_gradient_bytes: of gradients that a step writes to NVMe, and reads again: RAM is too short.
-        activations: GPU memory beside the budget, estimated.
-        mask_bytes: of these, the mask that keeps documents apart.
-        forecast: of a step.
-        seconds_range: of a step, shortest and longest, as the drives waver; equal where that was not measured.
-        compute_seconds: of a step, if nothing else took time.
-        checkpoint_bytes: of one checkpoint.
-        checkpoint_seconds: of writing it, on a drive such as the first; None where none is known.
-        checkpoint_pause_seconds: of these, that training waits.
-        savepoint_bytes: that one savepoint writes: what does not lie on NVMe.
-        savepoint_seconds: that it pauses the run, on such a drive.
-        generation_bytes: what the run takes on NVMe, by how many generations there are and what for.
-        hidden_at: N*, the tokens of a step from which all but compute is hidden; None: none that was tried.
-        changes: what would help, the best first.
-    """
+    """A run on a machine."""
 
     num_parameters: int
+    """All parameters of the model."""
     num_trained: int
+    """How many of them are trained."""
     tokens: int
+    """Tokens of a step."""
     budgets: Budgets
+    """Bytes that each tier may use."""
     accesses: tuple[Access, ...]
+    """The order in which a step uses its units."""
     placement: Placement
+    """Homes and slots."""
     state_bytes: Mapping[tuple[Tier, Kind], int]
+    """Bytes of state by tier and kind."""
     spilled_gradient_bytes: int
+    """Bytes of gradients that a step writes to NVMe and reads again, because RAM is too short for them."""
     activations: ActivationBytes
+    """Estimated GPU memory in addition to the budget."""
     mask_bytes: int
+    """Bytes of it that are the mask which keeps documents apart."""
     forecast: Forecast
+    """The simulated step."""
     seconds_range: tuple[float, float]
+    """Shortest and longest step, as the drives waver. The two are equal if that was not measured."""
     compute_seconds: float
+    """Seconds that a step's compute takes with nothing else going on."""
     checkpoint_bytes: int
+    """Bytes of one checkpoint."""
     checkpoint_seconds: float | None
+    """Seconds of writing one, to a drive such as the first; None: no drive is known."""
     checkpoint_pause_seconds: float | None
+    """Seconds of that in which training waits; None: no drive is known."""
     savepoint_bytes: int
+    """Bytes that one savepoint writes: all that does not lie on NVMe."""
     savepoint_seconds: float | None
+    """Seconds for which a savepoint pauses the run, on such a drive; None: no drive is known."""
     generation_bytes: Mapping[str, int]
+    """Bytes that the run takes on NVMe, by the number of generations and what they are for."""
     hidden_at: int | None
+    """N*: the tokens of a step from which all but compute is hidden; None: no number that was tried hides it."""
     changes: tuple[Change, ...]
+    """Changes that would help, the best first."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole run."""
+        """Tokens a second."""
         return self.tokens / self.forecast.seconds
 
     @property
     def attainment(self) -> float:
-        """Compute alone over the step."""
+        """Seconds of compute over those of the step."""
         return self.compute_seconds / self.forecast.seconds
 
     @property
     def written_bytes_per_step(self) -> float:
-        """To NVMe."""
+        """Bytes that a step writes to NVMe."""
         return self.forecast.moved_bytes.get("ram_to_nvme", 0.0)
 
     @property
     def written_bytes_per_day(self) -> float:
-        """To NVMe, if the run goes on: what wears a drive."""
+        """Bytes that a day of the run writes to NVMe, which wears a drive."""
         return self.written_bytes_per_step / self.forecast.seconds * SECONDS_PER_DAY
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The plan for JSON."""
         made = self.forecast
         return {
             "num_parameters": self.num_parameters,
@@ -165,7 +164,7 @@ class Plan:
         }
 
     def events(self) -> list[TraceEvent]:
-        """The forecast as a trace, for the picture."""
+        """The forecast as events of a trace, for the picture."""
         return [
             TraceEvent(lane=span.lane, name=span.name, start_ns=int(span.start * 1e9), end_ns=int(span.end * 1e9))
             for span in self.forecast.spans
@@ -177,14 +176,14 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
     """Plan a run.
 
     Args:
-        model: its skeleton.
+        model: the skeleton.
         config: the run's settings.
         rates: the machine's.
         budgets: bytes of each tier.
         compiles: whether layers are compiled.
 
     Raises:
-        PlanError: it does not fit; names what is short.
+        PlanError: the run does not fit; names what is short.
         UnsupportedModelError: the model cannot be streamed.
     """
     trial = Trial.of(model, cut_units(model, config.model.expert_parts), config, rates, budgets, compiles=compiles)
@@ -199,6 +198,8 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
     state: Counter[tuple[Tier, Kind]] = Counter()
     for (name, kind), home in placement.homes.items():
         state[home, kind] += units[name].elements_of(kind) * work.policy.schema.width(kind)
+
+    # Only gradients go to NVMe among these moves, so those bytes are the gradients that RAM does not take.
     moves = Moves(units, placement, work.policy)
     gradients = by_lane(move for unit in units for move in moves.gradients(unit))
 
@@ -232,25 +233,41 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
 
 
 def checkpoint_seconds(num_bytes: int, spilled_bytes: int, drives: Sequence[DriveRates]) -> float | None:
-    """How long a checkpoint is written to new files of the first drive, from which what spilled is read as well."""
+    """Seconds of writing a checkpoint to new files of the first drive; None: no drive is known.
+
+    Args:
+        num_bytes: bytes of the checkpoint.
+        spilled_bytes: bytes of state on NVMe, which are read from the drive at the same time.
+        drives: the machine's.
+    """
     if not drives:
         return None
+
+    # Reads and writes share the drive, which then does what it does of both together.
     drive = drives[0]
     written_s = num_bytes / (drive.first_write_bytes_per_s or drive.write_bytes_per_s)
     return max(written_s, (num_bytes + spilled_bytes) / drive.mixed_bytes_per_s) if spilled_bytes else written_s
 
 
 def pause_seconds(written_s: float, step: Forecast) -> float:
-    """What is left of the writing of a checkpoint after a step: for so long no state changes.
+    """Seconds for which training waits until a checkpoint is written, because no state may change.
 
-    The drives' own work in that step comes first, as if the checkpoint went to the drives of the state.
+    The checkpoint is written while the next step runs, and training waits for the rest. The step's own reads and writes
+    come first, as if the checkpoint went to the drives of the state.
+
+    Args:
+        written_s: seconds of writing the checkpoint.
+        step: the forecast.
     """
     drives_s = sum(step.alone_seconds.get(queue, 0.0) for queue in QUEUES_OF_DISK)
     return max(0.0, written_s - max(0.0, step.seconds - drives_s))
 
 
 def generation_bytes(trial: Trial, placement: Placement) -> dict[str, int]:
-    """What a run takes on NVMe by what generations are for, where RAM takes their slots; empty if nothing spills."""
+    """Bytes that a run takes on NVMe, by what generations are for. It is empty if nothing spills.
+
+    A use is left out if RAM has no room for its slots.
+    """
     found: dict[str, int] = {}
     for use, (count, saves) in GENERATIONS.items() if placement.spilled and trial.work.policy.deferred else ():
         policy = replace(trial.work.policy, generations=count, savepoints=saves)
@@ -264,9 +281,14 @@ def generation_bytes(trial: Trial, placement: Placement) -> dict[str, int]:
 
 
 def hidden_at(trial: Trial, placement: Placement, tokens: int) -> int | None:
-    """N*: about the fewest tokens a step that hide everything but compute; None where TIMES_MAX times do not.
+    """N*: about the fewest tokens of a step that hide everything but compute; None: TIMES_MAX times as many do not.
 
-    Doubled until all is hidden, then narrowed: more tokens never hide less.
+    The tokens are doubled until all is hidden, and then the last doubling is halved: more tokens never hide less.
+
+    Args:
+        trial: the run.
+        placement: its homes and slots, which stay as they are.
+        tokens: tokens of a step now.
     """
 
     def is_hidden(times: float) -> bool:
@@ -284,11 +306,19 @@ def hidden_at(trial: Trial, placement: Placement, tokens: int) -> int | None:
     for _ in range(HALVINGS if times > 1 else 0):
         middle = (low + high) / 2
         low, high = (low, middle) if is_hidden(middle) else (middle, high)
+
     return math.ceil(tokens * high)
 
 
 def _changes(trial: Trial, tokens: int, tokens_per_s: float, *, spills: bool) -> tuple[Change, ...]:
-    """Each tried alone, the best first."""
+    """The changes that would help, each tried alone, the best first.
+
+    Args:
+        trial: the run.
+        tokens: tokens of a step.
+        tokens_per_s: tokens a second without a change.
+        spills: whether any state lies on NVMe.
+    """
     budgets = trial.budgets
     tried: list[tuple[str, Trial, float]] = [
         ("twice the tokens in a group", trial.times(2), 2),
@@ -305,11 +335,13 @@ def _changes(trial: Trial, tokens: int, tokens_per_s: float, *, spills: bool) ->
     if trial.rates.drives:
         drives = (*trial.rates.drives, trial.rates.drives[0])
         tried.append(("one more drive", replace(trial, rates=replace(trial.rates, drives=drives)), 1))
+
     changes = []
     for what, changed, times in tried:
         try:
             rate = tokens * times / changed.forecast(changed.placed()).seconds
-        except PlanError:  # more state on the GPU than activations leave room for
+        except PlanError:
+            # More state would lie on the GPU, and activations do not leave room for it.
             continue
         changes.append(Change(what, rate, rate / tokens_per_s - 1))
 

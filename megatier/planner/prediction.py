@@ -1,8 +1,8 @@
-"""What a step of a run is predicted to take, and how the run's own first steps correct that.
+"""Prediction: how long a step of a run is expected to take, and how the run's own first steps correct that.
 
-Drives waver, and do less in some runs than `megatier bench` saw before. So the first steps measure what the drives do
-in the run's own pattern, and the step is simulated anew with drives like that. Nothing but the prediction changes:
-neither placement nor settings.
+Drives waver, and in some runs they do less than `megatier bench` saw before. So the first steps measure how fast the
+drives are in the run's own pattern, and the step is simulated anew with such drives. Only the prediction changes;
+placement and settings stay as they are.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from megatier.schedule.forecast import QUEUES_OF_DISK, Forecast
 from megatier.schedule.placement import Placement
 
 STEPS = 3
-"""Steps that are measured, after the first, which learns the order of units."""
+"""Steps that are measured after the first one, which records the order of units."""
 WORTH_SAYING = 0.05
-"""Share of a step by which a correction must differ to be told."""
+"""Share of a step by which a correction must differ for the user to be told."""
 ROUNDS = 4
+"""Most simulations of a correction."""
 CLOSE = 0.01
-"""In a step reads and writes mix as they happen to meet, so its rate follows that of the drives only about: it is
-brought so near in a few rounds."""
+"""Difference from the measured rate, as a share of it, at which a correction ends. Reads and writes of a step mix as
+they happen to meet, so the rate of a step follows that of the drives only roughly."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,19 +35,21 @@ class Correction:
     """A step as planned, and as predicted from what the drives do in this run."""
 
     planned_seconds: float
+    """Seconds of the step as planned."""
     planned_bytes_per_s: float
-    """Of all drives together while they are busy, in the step as planned."""
+    """Bytes a second of all drives together while they are busy, in the step as planned."""
     seconds: float
+    """Seconds of the step as corrected."""
     measured_bytes_per_s: float
-    """The same, as measured in the run."""
+    """Bytes a second of all drives together while they are busy, as measured in the run."""
 
     @property
     def is_worth_saying(self) -> bool:
-        """Whether a step is predicted to take clearly more, or less."""
+        """Whether the correction makes the step clearly longer or shorter."""
         return abs(self.seconds / self.planned_seconds - 1) > WORTH_SAYING
 
     def as_dict(self) -> dict[str, Any]:
-        """For `metrics.jsonl`."""
+        """The figures for `metrics.jsonl`."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -59,18 +62,18 @@ class Correction:
 
 
 class Prediction:
-    """The planned step of a run, until its first steps correct it. For the training thread alone."""
+    """The planned step of a run, until its first steps correct it. Only the training thread may use it."""
 
     def __init__(
         self, trial: Trial, placement: Placement, forecast: Forecast, seconds_range: tuple[float, float]
     ) -> None:
-        """As planned.
+        """Begin with the step as planned.
 
         Args:
-            trial: the run on the machine as measured.
+            trial: the run, with the rates of the machine as `megatier bench` measured them.
             placement: homes and slots.
-            forecast: a step.
-            seconds_range: of it, shortest and longest, as the drives waver.
+            forecast: the planned step.
+            seconds_range: shortest and longest step, as the drives waver.
         """
         self._trial = trial
         self._placement = placement
@@ -81,15 +84,18 @@ class Prediction:
 
     @classmethod
     def of(cls, choice: Choice) -> Prediction:
-        """What the planner chose."""
+        """The prediction for the settings that the planner chose."""
         return cls(choice.trial, choice.placement, choice.forecast, choice.seconds_range)
 
     def observe(self, events: Iterable[TraceEvent]) -> Correction | None:
         """Take the events of the next step of this process.
 
-        Returns the correction when enough steps were seen, once; the forecast is then the corrected one. A step in
-        which the drives were idle, as after one that was left out, tells nothing.
+        A step in which the drives were idle, as after one that was left out, is not counted.
+
+        Returns:
+            The correction, once, when enough steps were seen. From then on the forecast is the corrected one.
         """
+        # The first step of a process loads on demand, so its moves do not follow the pattern of the others.
         self._num_seen += 1
         if self._num_seen == 1 or len(self._rates) == STEPS or not planned_rate(self.forecast):
             return None
@@ -98,6 +104,7 @@ class Prediction:
         return self._corrected(median(self._rates)) if len(self._rates) == STEPS else None
 
     def _corrected(self, rate: float) -> Correction:
+        """Simulate the step with drives as fast as they were measured, and take it as the forecast."""
         planned = self.forecast
         made = planned
         factor = 1.0
@@ -120,14 +127,14 @@ class Prediction:
 
 
 def measured_rate(events: Iterable[TraceEvent]) -> float:
-    """Bytes a second that went to and from the drives of a step while any did; 0 if none did."""
+    """Bytes a second to and from the drives in a step while they were busy; 0 if they were idle."""
     moves = [event for event in events if event.lane in QUEUES_OF_DISK and event.num_bytes]
     busy_s = covered((event.start_ns, event.end_ns) for event in moves) / 1e9
     return sum(event.num_bytes for event in moves) / busy_s if busy_s else 0.0
 
 
 def planned_rate(made: Forecast) -> float:
-    """The same of a forecast."""
+    """Bytes a second to and from the drives in a forecast while they are busy; 0 if they are idle."""
     spans = [(max(0.0, span.start), min(made.seconds, span.end)) for span in made.spans if span.lane in QUEUES_OF_DISK]
     busy_s = covered(spans)
     return sum(made.moved_bytes.get(queue, 0.0) for queue in QUEUES_OF_DISK) / busy_s if busy_s else 0.0
@@ -135,6 +142,7 @@ def planned_rate(made: Forecast) -> float:
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
     """Length of the union of spans, each a start and an end."""
+    # Sorted by their start, each span counts from where those before it ended.
     total = 0.0
     until = float("-inf")
     for start, end in sorted(spans):

@@ -1,9 +1,9 @@
-"""The search for the settings that make a step shortest: groups, slices, activations, state, streaming, generations.
+"""Search: finds the settings that make a step shortest: groups, slices, activations, state, streaming, generations.
 
-Trials are taken in the order of their compute, the simplest first where that is equal, and the search ends when compute
-alone takes longer than the best step found. A trial that is placed like an earlier one is the same step, and one whose
-floor is above the best step is not simulated: what is left out cannot be better. Of the settings tried, groups, slices
-and the saved share change the order of sums: numeric choices, fixed for a run.
+Trials are taken in the order of their compute, and those with equal compute from the simplest on. The search ends when
+compute alone takes longer than the best step found. Nothing that is left out could be better: a trial that is placed
+like an earlier one is the same step, and one whose floor is above the best step is slower. Among the settings that are
+tried, groups, slices and the saved share change the order of sums, so they are numeric choices, fixed for a run.
 """
 
 from __future__ import annotations
@@ -29,34 +29,38 @@ GROUPS = (1, 2, 4, 8)
 SLICES = (1, 2, 4, 8)
 POLICIES = tuple(policy.value for policy in Activations)
 SHARES = (0.8, 0.5, 0.15, 0.0)
-"""Saved shares; 0 goes with the policies that save a layer's input alone, the others with `keep`."""
+"""Saved shares. 0 goes with the policies that save only a layer's input, the others go with `keep`."""
 STREAMED = (0.0, 0.3, 0.5, 0.6)
 GENERATIONS = (1, 2)
 MARGIN = 0.06
-"""Share of the GPU left free, since activations are estimated: no run that they were fitted to was further off."""
+"""Share of the GPU left free, because activations are estimated. No run to which they were fitted was further off."""
 WORTH = 0.005
 """Share of a step that more groups, slices or streaming must save to be chosen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Settings, and the step that they make."""
+    """The settings that were chosen, and the step that they make."""
 
     settings: Mapping[str, Any]
-    """By dotted name, as on the command line."""
+    """The settings by dotted name, as on the command line."""
     trial: Trial
+    """The run with these settings."""
     placement: Placement
+    """Homes and slots."""
     forecast: Forecast
+    """The simulated step."""
     tokens_per_s: float
+    """Tokens a second of that step."""
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.forecast.seconds
 
     @property
     def seconds_range(self) -> tuple[float, float]:
-        """Of a step, shortest and longest, as the drives waver; two more simulations."""
+        """Shortest and longest step, as the drives waver. This takes two more simulations."""
         return self.trial.seconds_range(self.placement, self.forecast)
 
 
@@ -69,31 +73,32 @@ def search(
     compiles: bool,
     fixed: frozenset[str] = frozenset(),
 ) -> Choice:
-    """The fastest settings that fit.
+    """Find the fastest settings that fit.
 
     Args:
-        model: a skeleton.
-        config: all that is not searched; train.batch counts the sequences of a step.
+        model: the skeleton.
+        config: all settings that are not searched. The sequences of a step stay as in train.batch.
         rates: the machine's.
-        budgets: bytes of each tier; that of the GPU counts only where its memory is not known.
+        budgets: bytes of each tier. That of the GPU counts only if its memory is not known.
         compiles: whether layers are compiled.
         fixed: dotted names of settings that stay as they are in the config.
 
     Raises:
-        PlanError: nothing that was tried fits; the error of the last one.
+        PlanError: no trial fits. This is the error of the last one.
         UnsupportedModelError: the model cannot be streamed.
     """
     trials = _trials(model, config, rates, budgets, compiles=compiles, fixed=fixed)
-    tokens = config.train.batch * config.data.sequence_length
     best: Choice | None = None
     refused: PlanError | None = None
     seen: list[tuple[Mapping[tuple[str, Phase], float], Placement]] = []
-    """Compute and placement of the trials so far: all that a forecast depends on."""
+    """Compute and placement of the trials so far. A forecast depends on nothing else."""
 
+    # The sort is stable, so among trials with equal compute the simplest comes first.
     for settings, wanted in sorted(trials, key=lambda one: one[1].compute_seconds):
         limit = best.seconds * (1 - WORTH) if best is not None else float("inf")
         if wanted.compute_seconds >= limit:
             break
+
         try:
             trial = wanted if "tiers.gpu" in fixed else _fitted(wanted)
             placement = trial.placed()
@@ -111,9 +116,7 @@ def search(
         if made.seconds < limit:
             chosen = {**settings, "tiers.gpu": trial.budgets.gpu}
             free = {name: value for name, value in chosen.items() if name not in fixed}
-            best = Choice(
-                settings=free, trial=trial, placement=placement, forecast=made, tokens_per_s=tokens / made.seconds
-            )
+            best = _choice(free, trial, placement, made, config)
 
     if best is None:
         assert refused is not None, "there is at least one trial"
@@ -121,13 +124,23 @@ def search(
     return best
 
 
+def _choice(
+    settings: Mapping[str, Any], trial: Trial, placement: Placement, made: Forecast, config: RunConfig
+) -> Choice:
+    tokens = config.train.batch * config.data.sequence_length
+    return Choice(
+        settings=settings, trial=trial, placement=placement, forecast=made, tokens_per_s=tokens / made.seconds
+    )
+
+
 def _trials(
     model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, *, compiles: bool, fixed: frozenset[str]
 ) -> Iterator[tuple[dict[str, Any], Trial]]:
-    """Every combination that the batch allows and that differs from the others, the simplest first."""
+    """Trials of all combinations that the batch allows and that differ from one another, the simplest first."""
     units = cut_units(model, config.model.expert_parts)
     for computed in _computed(config, compiles, fixed):
         trial = Trial.of(model, units, changed(config, computed), rates, budgets, compiles=compiles)
+        # Where state lies changes nothing but the policy, so the skeleton is not read again.
         for placed in _placed(config, budgets, fixed, defers=trial.work.policy.deferred):
             names = {name.partition(".")[2]: value for name, value in placed.items()}
             work = replace(trial.work, policy=replace(trial.work.policy, **names))
@@ -135,13 +148,18 @@ def _trials(
 
 
 def _computed(config: RunConfig, compiles: bool, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
-    """Settings that change what is computed. A policy of activations, or a share, that is fixed goes with any other."""
+    """Combinations of the settings that change what is computed.
+
+    If the policy of activations or the saved share is fixed, it is combined with every value of the other.
+    """
     kinds = {"train.groups": GROUPS, "train.slices": SLICES, "train.activations": POLICIES, "model.saved_share": SHARES}
     is_free = fixed.isdisjoint({"train.activations", "model.saved_share"})
     for settings in _combined(config, kinds, fixed):
         groups, slices, policy, share = settings.values()
         if config.train.batch % (groups * slices) or (slices > 1 and not config.can_slice):
             continue
+
+        # `keep` goes with shares above 0 and the other policies with 0. Without compilation one share is enough.
         if is_free and (
             Activations(policy).keeps_graph != (share > 0) or (share != SHARES[0] and share and not compiles)
         ):
@@ -150,7 +168,7 @@ def _computed(config: RunConfig, compiles: bool, fixed: frozenset[str]) -> Itera
 
 
 def _placed(config: RunConfig, budgets: Budgets, fixed: frozenset[str], *, defers: bool) -> Iterator[dict[str, Any]]:
-    """Settings that change where state lies and moves."""
+    """Combinations of the settings that change where state lies and how it moves."""
     state = config.tiers.state
     streams = defers and "ram" in state and "gpu" not in state
     spills = defers and "nvme" in state and budgets.nvme > 0
@@ -165,7 +183,7 @@ def _placed(config: RunConfig, budgets: Budgets, fixed: frozenset[str], *, defer
 
 
 def _combined(config: RunConfig, kinds: Mapping[str, Sequence[Any]], fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
-    """All combinations of the values of settings; one that is fixed has its own value alone."""
+    """All combinations of the values of settings. One that is fixed keeps its value."""
     tried = [[_value(config, name)] if name in fixed else values for name, values in kinds.items()]
     return (dict(zip(kinds, values, strict=True)) for values in product(*tried))
 
@@ -185,12 +203,17 @@ def changed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
 
 
 def _fitted(trial: Trial) -> Trial:
-    """With all GPU memory that activations leave as the budget of slots and state."""
+    """The trial with all GPU memory that activations leave as the budget for slots and state.
+
+    Raises:
+        PlanError: activations leave none.
+    """
     if trial.gpu_bytes is None:
         return trial
+
     left = int(trial.gpu_bytes * (1 - MARGIN) - trial.activations.peak)
     if left <= 0:
         needed = round(trial.activations.peak)
         had = round(trial.gpu_bytes)
-        raise PlanError("GPU memory for activations", needed, had, "An estimate. Train on fewer tokens a step.")
+        raise PlanError("GPU memory for activations", needed, had, "This is an estimate. Train on fewer tokens a step.")
     return replace(trial, budgets=replace(trial.budgets, gpu=left))

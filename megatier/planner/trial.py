@@ -1,4 +1,4 @@
-"""A trial: a run with given settings on a given machine, as far as a forecast needs it."""
+"""Trial: a run with given settings on a given machine, as far as a forecast needs it."""
 
 from __future__ import annotations
 
@@ -24,31 +24,28 @@ from megatier.session.workload import Workload, advised
 from megatier.tier import Phase, Tier
 
 REPEATED = ((0.0, 0.7), (0.1, 0.6), (0.15, 0.55), (0.3, 0.39), (0.5, 0.16), (0.8, 0.03), (1.0, 0.0))
-"""Saved share, and what part of a compiled layer's forward its backward repeats, measured on layers of 8B shape. At 0,
-as under recompute, that is all but the last product."""
+"""Pairs of the saved share and the part of a compiled layer's forward that its backward repeats, measured on layers of
+8B shape. At 0, as under recompute, that is all but the last product."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """Settings on a machine.
-
-    Attributes:
-        work: units and policy.
-        accesses: the order in which a step uses its units.
-        seconds: of compute, of one use by one group.
-        activations: GPU memory beside the budget, estimated.
-        budgets: bytes of each tier.
-        gpu_bytes: what the process may take of the GPU; None: not known.
-        rates: the machine's.
-    """
+    """A run with given settings on a machine."""
 
     work: Workload
+    """Units and policy."""
     accesses: tuple[Access, ...]
+    """The order in which a step uses its units."""
     seconds: Mapping[tuple[str, Phase], float]
+    """Seconds of compute of one use of a unit by one group, by unit and phase."""
     activations: ActivationBytes
+    """Estimated GPU memory in addition to the budget."""
     budgets: Budgets
+    """Bytes that each tier may use."""
     gpu_bytes: float | None
+    """Bytes that the process may take of the GPU; None: not known."""
     rates: Rates
+    """The machine's rates."""
 
     @classmethod
     def of(
@@ -61,11 +58,11 @@ class Trial:
         *,
         compiles: bool,
     ) -> Self:
-        """Read it off a skeleton.
+        """Make a trial from a skeleton.
 
         Args:
             model: the skeleton.
-            units: all of the model's (`models.experts.cut_units`).
+            units: all units of the model (`models.experts.cut_units`).
             config: the run's settings.
             rates: the machine's.
             budgets: bytes of each tier.
@@ -87,38 +84,39 @@ class Trial:
         )
 
     def placed(self) -> Placement:
-        """Where everything would lie.
+        """Choose where everything lies.
 
         Raises:
-            PlanError: it does not fit, or activations do not fit beside it; names what is short.
+            PlanError: it does not fit, or leaves too little GPU memory for activations; names what is short.
         """
         placement = place(self.work.specs, self.budgets, self.work.policy)
         arena = placement.state_bytes.get(Tier.GPU, 0) + placement.other_bytes.get(Tier.GPU, 0)
         if self.gpu_bytes is not None and arena + self.activations.peak > self.gpu_bytes:
             raise PlanError(
-                f"GPU memory for activations beside {mib(arena)} of slots and state",
+                f"GPU memory for activations, next to {mib(arena)} of slots and state",
                 round(self.activations.peak),
                 max(0, round(self.gpu_bytes) - arena),
-                "An estimate. Lower tiers.gpu, the tokens of a group (train.groups) or of a slice (train.slices), or "
-                "model.saved_share, or set train.activations to offload.",
+                "This is an estimate. Lower tiers.gpu, the tokens of a group (train.groups) or of a slice "
+                "(train.slices), or model.saved_share, or set train.activations to offload.",
             )
 
         return placement
 
     def forecast(self, placement: Placement) -> Forecast:
-        """A step."""
+        """Simulate a step."""
         return forecast(self.accesses, self.seconds, self.work.specs, placement, self.work.policy, self.rates)
 
     def seconds_range(self, placement: Placement, made: Forecast) -> tuple[float, float]:
-        """Seconds of a step with the drives at their fastest, and at their slowest; equal where that is not known.
+        """Seconds of a step with the drives at their fastest, and at their slowest; equal if that is not known.
 
         Args:
             placement: homes and slots.
-            made: the forecast of it with the drives as they are in the median.
+            made: the forecast with the drives as they are in the median.
         """
         rates = [self.rates.fastest, self.rates.slowest]
         if not made.uses_drives or rates == [self.rates] * 2:
             return made.seconds, made.seconds
+
         seconds = [made.seconds, *(replace(self, rates=tried).forecast(placement).seconds for tried in rates)]
         return min(seconds), max(seconds)
 
@@ -127,21 +125,25 @@ class Trial:
         return floor(self.accesses, self.seconds, self.work.specs, placement, self.work.policy, self.rates)
 
     def times(self, tokens: float) -> Self:
-        """With so many times the tokens in each group, offloaded activations too; those on the GPU are left aside."""
+        """The trial with so many times the tokens in each group.
+
+        Compute and offloaded activations grow with the tokens. Activations on the GPU are not counted anew.
+        """
         specs = tuple(replace(spec, activation_bytes=round(spec.activation_bytes * tokens)) for spec in self.work.specs)
         seconds = {use: seconds * tokens for use, seconds in self.seconds.items()}
         return replace(self, work=replace(self.work, specs=specs), seconds=seconds)
 
     @property
     def compute_seconds(self) -> float:
-        """Of a step, if nothing else took time. Summed exactly, so that as many tokens in more groups take as long."""
+        """Seconds of a step's compute, with nothing else going on."""
+        # The sum is exact, so that as many tokens in more groups take as long.
         return math.fsum(self.seconds.get((access.unit, access.phase), 0.0) for access in self.accesses)
 
 
 def with_parts(
     short: PlanError, model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, *, compiles: bool
 ) -> PlanError:
-    """A trial's refusal, with the `model.expert_parts` that would do (`workload.advised`)."""
+    """A trial's refusal, which says so if more `model.expert_parts` would do (`workload.advised`)."""
 
     def place_with(parts: int) -> None:
         Trial.of(model, cut_units(model, parts), config, rates, budgets, compiles=compiles).placed()
@@ -150,31 +152,34 @@ def with_parts(
 
 
 def _accesses(head: str, config: RunConfig, work: Workload) -> tuple[Access, ...]:
-    """The order in which a step uses its units: that of the modules. A fused loss makes the head's gradient at once.
+    """The order in which a step uses its units, which is that of the modules.
 
-    A backward ends where nothing below is trained.
+    A fused loss makes the head's gradient in the forward, so the backward does not use the head. A backward ends at the
+    first unit that is trained.
     """
     uses = [(unit.name, name) for unit in work.units for name in unit.module_names if name != head]
     uses += [(unit.name, head) for unit in work.units if head in unit.module_names]
     trained = {unit.name for unit in work.units if unit.layout.num_trained}
     first = next(index for index, (unit, _) in enumerate(uses) if unit in trained)
     back = [use for use in reversed(uses[first:]) if use[1] != head or not config.model.fused_loss]
-    steps = []
 
+    steps = []
     for group in range(config.train.groups):
         steps += [Access(unit, Phase.FORWARD, group) for unit, _ in uses]
         steps += [Access(unit, Phase.BACKWARD, group) for unit, _ in back]
+
     return tuple(steps)
 
 
 def _compute_seconds(
     model: PreTrainedModel, head: str, config: RunConfig, work: Workload, rates: Rates, compiles: bool
 ) -> dict[tuple[str, Phase], float]:
-    """Of one use by one group: 2 FLOPs a parameter and token forward, twice as many backward, and attention's.
+    """Seconds of one use of a unit by one group, by unit and phase.
 
-    Half of the backward's products are gradients of weights, which frozen ones have not.
-    Causal attention: 2 x sequence x width FLOPs a token forward; twice that with a mask of all pairs, whose kernel also
-    computes what is masked. A mask by blocks spares some of them, as many as documents are short; that is not counted.
+    The forward takes 2 FLOPs for each parameter and token, and those of attention. The backward takes twice as many,
+    half of them for gradients of weights, which frozen ones do not have. Causal attention takes 2 x sequence x width
+    FLOPs for each token in the forward, and twice that with a mask of all pairs, whose kernel also computes what is
+    masked. A mask by blocks spares the more FLOPs the shorter documents are; that is not counted.
     """
     text = model.config.get_text_config()
     sequence = config.data.sequence_length
@@ -188,15 +193,17 @@ def _compute_seconds(
         products = _active_elements(unit.layout, experts, chosen) * 2 * tokens
         idle = products - _active_elements(unit.layout.trained, experts, chosen) * 2 * tokens
         if unit.is_layer or unit.experts is not None:
-            uses = len(unit.module_names)  # they share it
+            # The modules of a unit share its FLOPs.
+            uses = len(unit.module_names)
             attention = pairs * tokens if unit.is_layer else 0
             forward = (products + attention) / rates.flops_per_s / uses
             seconds[unit.name, Phase.FORWARD] = forward
             backward = forward * (2 + _repeated(config, work, unit, compiles))
             seconds[unit.name, Phase.BACKWARD] = backward - idle / rates.flops_per_s / uses
         elif head in unit.module_names:
+            # An embedding that is tied to the head is a use of the same unit, and counts as one.
             fused = config.model.fused_loss
-            each = products / rates.flops_per_s / len(unit.module_names)  # a tied embedding's uses share it
+            each = products / rates.flops_per_s / len(unit.module_names)
             backward = each if idle else 2 * each
             seconds[unit.name, Phase.FORWARD] = each + backward if fused else each
             seconds[unit.name, Phase.BACKWARD] = 0.0 if fused else backward
@@ -205,13 +212,13 @@ def _compute_seconds(
 
 
 def _repeated(config: RunConfig, work: Workload, unit: Unit, compiles: bool) -> float:
-    """Share of the forward that the backward does again."""
+    """Share of the forward that the backward repeats."""
     saved = config.model.saved_share if compiles else 1.0
     return interpolated(REPEATED, saved if work.activations[unit.name].keeps_graph else 0.0)
 
 
 def _experts(text: Any) -> tuple[int, float]:  # noqa: ANN401 - a config of any family
-    """Experts of a layer, 0 for none, and the share of them that one token is sent to."""
+    """The number of experts of a layer, and the share of them to which one token is sent; 0 and 1 without experts."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((number for name in names if (number := getattr(text, name, None))), 0)
     chosen = getattr(text, "num_experts_per_tok", None) or experts
@@ -219,7 +226,7 @@ def _experts(text: Any) -> tuple[int, float]:  # noqa: ANN401 - a config of any 
 
 
 def _active_elements(layout: Layout, experts: int, chosen: float) -> float:
-    """Elements of a unit's products that one token takes part in: of experts, those it is sent to."""
+    """Elements of a unit's matrices that one token takes part in. Of experts only those count to which it is sent."""
     total = 0.0
     for tensor in layout.tensors:
         if len(tensor.shape) < 2:
@@ -230,7 +237,7 @@ def _active_elements(layout: Layout, experts: int, chosen: float) -> float:
 
 
 def _head(model: PreTrainedModel, units: Sequence[Unit]) -> str:
-    """The module that makes logits; an empty name where no unit has it."""
+    """The name of the module that makes logits; empty if no unit has it."""
     head = model.get_output_embeddings()
     names = (name for unit in reversed(units) for name in reversed(unit.module_names))
     return next((name for name in names if model.get_submodule(name) is head), "")
