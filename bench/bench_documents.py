@@ -21,7 +21,7 @@ from record import facts, folder_of, write_row
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import build_skeleton
-from megatier.models.weights import Initialiser
+from megatier.models.initialiser import Initialiser
 from megatier.session.machine import choose_device
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session

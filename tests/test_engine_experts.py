@@ -32,7 +32,7 @@ from megatier.engine.experts import check_knows_of_others
 from megatier.errors import PlanError, UnsupportedModelError
 from megatier.models.decoder import build_skeleton
 from megatier.models.frozen import freeze
-from megatier.models.weights import Initialiser
+from megatier.models.initialiser import Initialiser
 from megatier.session.session import Session
 from megatier.tier import Kind, Tier
 

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from megatier.config.schema import TrainConfig
 from megatier.errors import UnsupportedModelError
 from megatier.models.decoder import MOST_ROUND, build_skeleton, find_units
-from megatier.models.weights import Initialiser
+from megatier.models.initialiser import Initialiser
 
 NUM_IMAGE_TOKENS = 10
 """A row of LLaVA-NeXT: four of the whole image, four of its one tile, and the end of a line for each of its two."""

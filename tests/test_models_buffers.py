@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from megatier.errors import UnsupportedModelError
 from megatier.models.buffers import MOST_ELEMENTS, initialise_buffers, parameters_on_meta
 from megatier.models.decoder import build_skeleton, find_units
-from megatier.models.weights import Initialiser
+from megatier.models.initialiser import Initialiser
 
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     **{family: partial(tiny_config, family) for family in FAMILIES},

@@ -22,8 +22,10 @@ from megatier.models.conversion import assemble
 from megatier.models.decoder import Unit, build_skeleton, find_units
 from megatier.models.experts import cut_units, places_of
 from megatier.models.export import export
+from megatier.models.folder import resolve
+from megatier.models.initialiser import Initialiser
 from megatier.models.shards import read_header
-from megatier.models.weights import Initialiser, SafetensorsFolder, resolve
+from megatier.models.weights import SafetensorsFolder
 
 SHARD_BYTES = 60_000
 Read = Callable[[Unit, int, int], Tensor]

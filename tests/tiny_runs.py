@@ -28,7 +28,7 @@ from megatier.errors import PlanError
 from megatier.models.decoder import Unit, auto_class, build_skeleton
 from megatier.models.experts import cut_units
 from megatier.models.frozen import freeze
-from megatier.models.weights import Initialiser
+from megatier.models.initialiser import Initialiser
 from megatier.schedule import placement
 from megatier.schedule.sizes import Budgets
 from megatier.session.session import Session

@@ -16,8 +16,9 @@ from megatier.errors import UnsupportedModelError
 from megatier.integrations.in_ram import InRam
 from megatier.integrations.streamed import Streamed
 from megatier.models.decoder import build_skeleton
+from megatier.models.folder import resolve
 from megatier.models.frozen import freeze
-from megatier.models.weights import SafetensorsFolder, resolve
+from megatier.models.weights import SafetensorsFolder
 from megatier.session.process import share_interpreter
 from megatier.session.session import Session
 from megatier.session.skeleton import WeightReader, read_model_config

@@ -24,8 +24,9 @@ from megatier.errors import CapacityError, ConfigError
 from megatier.models.conversion import Assembly, TensorRun, hub_layout
 from megatier.models.decoder import Unit
 from megatier.models.experts import places_of
+from megatier.models.folder import INDEX_FILE, SINGLE_FILE
 from megatier.models.shards import write_header
-from megatier.models.weights import INDEX_FILE, SINGLE_FILE, by_columns, chunks
+from megatier.models.weights import by_columns, chunks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

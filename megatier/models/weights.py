@@ -8,9 +8,6 @@ A matrix that is stored transposed (an expert of Qwen3-VL-MoE) is whole in memor
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -18,97 +15,21 @@ from io import RawIOBase
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from megatier.errors import ConfigError, TransferError, UnsupportedModelError
-from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, read_object, reading, shown
-from megatier.models.buffers import constructed_value
+from megatier.errors import TransferError, UnsupportedModelError
+from megatier.foreign import shown
 from megatier.models.conversion import TensorRun, assemble, taken
-from megatier.models.decoder import Unit, bindings
-from megatier.models.shards import DTYPES, StoredTensor, read_header
+from megatier.models.decoder import Unit
+from megatier.models.folder import read_generation_config, read_headers
+from megatier.models.shards import DTYPES, StoredTensor
 
 CHUNK_ELEMENTS = 4 << 20
 """Elements read, converted or written at once: 16 MiB in fp32."""
 
 FULL_PRECISION = ("F32", "BF16", "F16")
 """Dtypes of checkpoints that hold weights as they were trained."""
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-GENERATION_FILE = "generation_config.json"
-
-
-class Initialiser:
-    """Weights as Hugging Face's own `_init_weights` draws them, one unit at a time.
-
-    A unit's values depend on the seed and on its own name alone. A unit exists whole in fp32 while it is read.
-    """
-
-    def __init__(self, model: PreTrainedModel, seed: int) -> None:
-        """Keep the skeleton, whose parameters are back on meta after each read."""
-        self._model = model
-        self._seed = seed
-        self._pretrained = {name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)}
-
-    def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first element in the unit's layout, flat fp32 CPU tensor), in order.
-
-        Raises:
-            UnsupportedModelError: the model's own initialisation leaves a parameter unset.
-        """
-        values = self._initialised(unit)
-        for tensor in unit.layout.tensors:
-            value = values.pop(tensor.name)
-            if value.isnan().any():
-                raise UnsupportedModelError(
-                    f"{type(self._model).__name__} has no initial value for {tensor.name}. Start from a checkpoint."
-                )
-
-            for start, stop in chunks(tensor.num_elements):
-                yield tensor.start + start, value[start:stop]
-
-    @torch.no_grad()
-    def _initialised(self, unit: Unit) -> dict[str, Tensor]:
-        """Put real tensors in the unit's places for as long as the initialisation runs."""
-        modules = unit.module_names if unit.is_layer else unit.module_names[:1]  # a tied head has nothing of its own
-        places = [place for module in modules for place in bindings(self._model, unit, module)]
-        before = [parameters[leaf] for parameters, leaf, _ in places]
-        values = {
-            tensor.name: nn.Parameter(self._constructed(tensor.name, tensor.shape)) for tensor in unit.layout.tensors
-        }
-        for parameters, leaf, tensor in places:
-            parameters[leaf] = values[tensor.name]
-
-        try:
-            # Modules above the unit initialise what they own as well. That lies on meta, where writing changes nothing,
-            # and where a streamed model would refuse it.
-            with torch.random.fork_rng(devices=[]), torch._C.DisableTorchFunctionSubclass():
-                torch.manual_seed(_seed_of(self._seed, unit.name))
-                for module in modules:
-                    self._init_weights(module, alone=unit.is_round)
-        finally:
-            for (parameters, leaf, _), parameter in zip(places, before, strict=True):
-                parameters[leaf] = parameter
-
-        return {name: value.detach().flatten() for name, value in values.items()}
-
-    def _constructed(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """What the model's constructor gave a parameter, else NaN: a part of one, such as of experts, has nothing."""
-        value = constructed_value(self._model.get_parameter(name))
-        initial = torch.full(shape, math.nan)
-        return initial if value is None or value.shape != shape else initial.copy_(value)
-
-    def _init_weights(self, name: str, *, alone: bool) -> None:
-        """Children before parents (not if alone), then upwards to the root: parents may set what lies below them.
-
-        Each module is initialised by the nearest PreTrainedModel at or above it. What is on meta stays as it is.
-        """
-        children = [""] if alone else [child for child, _ in self._model.get_submodule(name).named_modules()]
-        below = [f"{name}.{child}".rstrip(".") for child in children]
-        for module_name in (*reversed(below), *list(_upwards(name))[1:]):
-            owner = next(self._pretrained[above] for above in _upwards(module_name) if above in self._pretrained)
-            owner._init_weights(self._model.get_submodule(module_name))
 
 
 class SafetensorsFolder:
@@ -124,12 +45,12 @@ class SafetensorsFolder:
             UnsupportedModelError: a damaged or hostile file, or a tensor that is missing, superfluous, of another
                 shape, or not in full precision. Names file and tensor.
         """
-        self._stored = _headers(folder)
+        self._stored = read_headers(folder)
         self._assemblies = assemble(model, {name: stored.shape for name, stored in self._stored.items()})
         self._folder = folder
         self._check(model)
         self._read_buffers(model)
-        if (found := _generation_config(folder)) is not None:
+        if (found := read_generation_config(folder)) is not None:
             model.generation_config = found
 
     def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
@@ -238,90 +159,6 @@ class SafetensorsFolder:
         return f"{stored.path}: tensor {shown(stored.name)}"
 
 
-def resolve(path_or_id: str) -> Path:
-    """The folder of a model: a local one, else a snapshot of a hub repository, downloaded where it is not cached.
-
-    Raises:
-        ConfigError: there is neither.
-    """
-    folder = Path(path_or_id).expanduser()
-    with contextlib.suppress(OSError):  # a name that is too long, for one
-        if folder.is_dir():
-            return folder
-
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id) or path_or_id.startswith("."):
-        raise ConfigError(f"no such model folder: {shown(path_or_id)}")
-    # Only here: the client is slow to import, and most runs never need it.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-    try:
-        return Path(snapshot_download(path_or_id, allow_patterns=patterns))
-    except (OSError, HFValidationError) as error:
-        raise ConfigError(
-            f"{path_or_id} is no local folder, and the hub could not be read ({type(error).__name__}). "
-            "Give the path of a downloaded model, or check the name, the network and your access rights."
-        ) from error
-
-
-def _headers(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a folder by their stored name."""
-    single = folder / SINGLE_FILE
-    index = folder / INDEX_FILE
-    if single.is_file():
-        return read_header(single)
-    if not index.is_file():
-        raise UnsupportedModelError(
-            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}. Convert other formats with save_pretrained()."
-        )
-
-    stored: dict[str, StoredTensor] = {}
-    weight_map = _weight_map(index)
-
-    for file_name in sorted(set(weight_map.values())):
-        # Names only: the hub's cache links files to another folder, so a resolved path says nothing.
-        if Path(file_name).name != file_name or not _is_file(folder / file_name):
-            raise UnsupportedModelError(f"{index}: {shown(file_name)!r} is no file in this folder.")
-        for name, tensor in read_header(folder / file_name).items():
-            if name in stored:
-                raise UnsupportedModelError(f"{tensor.path}: tensor {shown(name)} is also in {stored[name].path}.")
-            stored[name] = tensor
-
-    for name, file_name in weight_map.items():
-        if name not in stored or stored[name].path.name != file_name:
-            raise UnsupportedModelError(f"{folder / file_name}: tensor {shown(name)} is missing; the index lists it.")
-
-    return stored
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_object(index, TABLE_BYTES_MAX, UnsupportedModelError).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise UnsupportedModelError(f"{index}: weight_map must give a file name for each tensor.")
-    return weight_map
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name that is too long
-        return False
-
-
-def _generation_config(folder: Path) -> GenerationConfig | None:
-    """How a model's text is generated, which is exported with it as it came; None where the folder says nothing."""
-    path = folder / GENERATION_FILE
-    with contextlib.suppress(FileNotFoundError):
-        read_object(path, SETTINGS_BYTES_MAX, UnsupportedModelError)
-        with reading(f"{path}: transformers does not take these settings", UnsupportedModelError):
-            found = GenerationConfig.from_pretrained(folder)
-            found.to_json_string()  # now, not when the trained model is written
-            return found
-
-    return None
-
-
 def _is_held_by(stored: str, dtype: torch.dtype) -> bool:
     """Whether every value of a stored dtype is one of another, which is no float."""
     return stored in DTYPES and torch.promote_types(DTYPES[stored], dtype) is dtype
@@ -352,18 +189,6 @@ def by_columns(elements: Tensor, num_columns: int) -> Tensor:
     """The elements of a matrix that lies row by row, flat."""
     columns: Tensor = elements.view(-1, num_columns).t()
     return columns.flatten()
-
-
-def _seed_of(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
-
-
-def _upwards(name: str) -> Iterator[str]:
-    """A module's name, its parent's, and so on to the root, which is the empty name."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
-    yield ""
 
 
 def chunks(num_elements: int) -> Iterator[tuple[int, int]]:

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.models.decoder import build_skeleton
-from megatier.models.weights import Initialiser
+from megatier.models.initialiser import Initialiser
 from megatier.session.session import Session
 from megatier.tier import Activations, Tier
 

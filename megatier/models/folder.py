@@ -1,0 +1,101 @@
+"""A model's folder in Hugging Face's format: where it is, and what its files of weights say that they hold."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+from transformers import GenerationConfig
+
+from megatier.errors import ConfigError, UnsupportedModelError
+from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, read_object, reading, shown
+from megatier.models.shards import StoredTensor, read_header
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+GENERATION_FILE = "generation_config.json"
+
+
+def resolve(path_or_id: str) -> Path:
+    """The folder of a model: a local one, else a snapshot of a hub repository, downloaded where it is not cached.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    folder = Path(path_or_id).expanduser()
+    with contextlib.suppress(OSError):  # a name that is too long, for one
+        if folder.is_dir():
+            return folder
+
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id) or path_or_id.startswith("."):
+        raise ConfigError(f"no such model folder: {shown(path_or_id)}")
+    # Only here: the client is slow to import, and most runs never need it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(path_or_id, allow_patterns=patterns))
+    except (OSError, HFValidationError) as error:
+        raise ConfigError(
+            f"{path_or_id} is no local folder, and the hub could not be read ({type(error).__name__}). "
+            "Give the path of a downloaded model, or check the name, the network and your access rights."
+        ) from error
+
+
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a folder by their stored name."""
+    single = folder / SINGLE_FILE
+    index = folder / INDEX_FILE
+    if single.is_file():
+        return read_header(single)
+    if not index.is_file():
+        raise UnsupportedModelError(
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}. Convert other formats with save_pretrained()."
+        )
+
+    stored: dict[str, StoredTensor] = {}
+    weight_map = _weight_map(index)
+
+    for file_name in sorted(set(weight_map.values())):
+        # Names only: the hub's cache links files to another folder, so a resolved path says nothing.
+        if Path(file_name).name != file_name or not _is_file(folder / file_name):
+            raise UnsupportedModelError(f"{index}: {shown(file_name)!r} is no file in this folder.")
+        for name, tensor in read_header(folder / file_name).items():
+            if name in stored:
+                raise UnsupportedModelError(f"{tensor.path}: tensor {shown(name)} is also in {stored[name].path}.")
+            stored[name] = tensor
+
+    for name, file_name in weight_map.items():
+        if name not in stored or stored[name].path.name != file_name:
+            raise UnsupportedModelError(f"{folder / file_name}: tensor {shown(name)} is missing; the index lists it.")
+
+    return stored
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_object(index, TABLE_BYTES_MAX, UnsupportedModelError).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise UnsupportedModelError(f"{index}: weight_map must give a file name for each tensor.")
+    return weight_map
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long
+        return False
+
+
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """How a model's text is generated, which is exported with it as it came; None where the folder says nothing."""
+    path = folder / GENERATION_FILE
+    with contextlib.suppress(FileNotFoundError):
+        read_object(path, SETTINGS_BYTES_MAX, UnsupportedModelError)
+        with reading(f"{path}: transformers does not take these settings", UnsupportedModelError):
+            found = GenerationConfig.from_pretrained(folder)
+            found.to_json_string()  # now, not when the trained model is written
+            return found
+
+    return None

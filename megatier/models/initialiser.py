@@ -1,0 +1,100 @@
+"""First weights of a model that begins from scratch, drawn unit by unit: the model is never whole in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megatier.errors import UnsupportedModelError
+from megatier.models.buffers import constructed_value
+from megatier.models.decoder import Unit, bindings
+from megatier.models.weights import chunks
+
+
+class Initialiser:
+    """Weights as Hugging Face's own `_init_weights` draws them, one unit at a time.
+
+    A unit's values depend on the seed and on its own name alone. A unit exists whole in fp32 while it is read.
+    """
+
+    def __init__(self, model: PreTrainedModel, seed: int) -> None:
+        """Keep the skeleton, whose parameters are back on meta after each read."""
+        self._model = model
+        self._seed = seed
+        self._pretrained = {name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)}
+
+    def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first element in the unit's layout, flat fp32 CPU tensor), in order.
+
+        Raises:
+            UnsupportedModelError: the model's own initialisation leaves a parameter unset.
+        """
+        values = self._initialised(unit)
+        for tensor in unit.layout.tensors:
+            value = values.pop(tensor.name)
+            if value.isnan().any():
+                raise UnsupportedModelError(
+                    f"{type(self._model).__name__} has no initial value for {tensor.name}. Start from a checkpoint."
+                )
+
+            for start, stop in chunks(tensor.num_elements):
+                yield tensor.start + start, value[start:stop]
+
+    @torch.no_grad()
+    def _initialised(self, unit: Unit) -> dict[str, Tensor]:
+        """Put real tensors in the unit's places for as long as the initialisation runs."""
+        modules = unit.module_names if unit.is_layer else unit.module_names[:1]  # a tied head has nothing of its own
+        places = [place for module in modules for place in bindings(self._model, unit, module)]
+        before = [parameters[leaf] for parameters, leaf, _ in places]
+        values = {
+            tensor.name: nn.Parameter(self._constructed(tensor.name, tensor.shape)) for tensor in unit.layout.tensors
+        }
+        for parameters, leaf, tensor in places:
+            parameters[leaf] = values[tensor.name]
+
+        try:
+            # Modules above the unit initialise what they own as well. That lies on meta, where writing changes nothing,
+            # and where a streamed model would refuse it.
+            with torch.random.fork_rng(devices=[]), torch._C.DisableTorchFunctionSubclass():
+                torch.manual_seed(_seed_of(self._seed, unit.name))
+                for module in modules:
+                    self._init_weights(module, alone=unit.is_round)
+        finally:
+            for (parameters, leaf, _), parameter in zip(places, before, strict=True):
+                parameters[leaf] = parameter
+
+        return {name: value.detach().flatten() for name, value in values.items()}
+
+    def _constructed(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """What the model's constructor gave a parameter, else NaN: a part of one, such as of experts, has nothing."""
+        value = constructed_value(self._model.get_parameter(name))
+        initial = torch.full(shape, math.nan)
+        return initial if value is None or value.shape != shape else initial.copy_(value)
+
+    def _init_weights(self, name: str, *, alone: bool) -> None:
+        """Children before parents (not if alone), then upwards to the root: parents may set what lies below them.
+
+        Each module is initialised by the nearest PreTrainedModel at or above it. What is on meta stays as it is.
+        """
+        children = [""] if alone else [child for child, _ in self._model.get_submodule(name).named_modules()]
+        below = [f"{name}.{child}".rstrip(".") for child in children]
+        for module_name in (*reversed(below), *list(_upwards(name))[1:]):
+            owner = next(self._pretrained[above] for above in _upwards(module_name) if above in self._pretrained)
+            owner._init_weights(self._model.get_submodule(module_name))
+
+
+def _seed_of(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
+
+
+def _upwards(name: str) -> Iterator[str]:
+    """A module's name, its parent's, and so on to the root, which is the empty name."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
