@@ -175,7 +175,7 @@ def test_forward_that_does_anything_else_to_logits_is_not_fused(
 
 def test_forward_with_another_loss_of_the_logits_is_not_fused() -> None:
     model = between(add=lambda _, loss, logits, __: loss + 1e-4 * logits.logsumexp(-1).square().mean())
-    assert "has another loss of the logits" in reason_of(model)
+    assert "adds a loss of the logits" in reason_of(model)
     model = between(add=lambda model, loss, logits, labels: loss + model.loss_function(logits, labels, 160))
     assert "calls the head 1 times, and the loss function 2 times" in reason_of(model)
 

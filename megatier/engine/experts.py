@@ -1,7 +1,8 @@
 """The experts of a fused module as several nodes: one for each range, and their sum.
 
-transformers skips what a router sends to the expert behind the last one (expert parallelism uses it). A node runs the
-module on rows of its parameters, with indices counted from its first expert, and those of others mapped to that one.
+transformers has expert parallelism: a module that owns some of the experts skips tokens whose expert has the number one
+past its last. A node uses that. It runs the module on rows of the parameters, with indices counted from its first
+expert, and gives this number to all other experts.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ class ExpertsNode(Node):
         *,
         activations: Activations,
     ) -> None:
-        """The module's forward stays as it is.
+        """Leave the module's forward as it is, for `join`.
 
         Raises:
-            UnsupportedModelError: it does not know of experts that are elsewhere.
+            UnsupportedModelError: the module does not know of experts that are elsewhere.
         """
         check_knows_of_others(module)
+
+        # A node replaces the forward of its module, and this module has several nodes.
         forward = module.forward
         super().__init__(stage, unit, unit, module, bindings, activations=activations)
         module.forward = forward
@@ -48,7 +51,7 @@ class ExpertsNode(Node):
         guard(self)
 
     def run(self, leaves: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """What these experts add, [tokens, hidden], for (hidden states, indices, weights) of all experts."""
+        """Compute what these experts add, [tokens, hidden], from (hidden states, indices, weights) of all experts."""
         hidden, index, weights = args
         start, stop = self._experts
         local = torch.where((index >= start) & (index < stop), index - start, stop - start)
@@ -57,7 +60,7 @@ class ExpertsNode(Node):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """The module has these experts only, and is told that others are elsewhere."""
+        """Inside, the module has these experts only, and is told that others are elsewhere."""
         start, stop = self._experts
         settings = {"num_experts": stop - start, "_is_expert_parallel": True}
         before = {name: getattr(self.module, name) for name in settings if hasattr(self.module, name)}
@@ -72,7 +75,7 @@ class ExpertsNode(Node):
 
 
 def guard(node: Node) -> None:
-    """Refuse what computes with the node's weights past its module."""
+    """From now on, refuse what computes with the node's weights past its module."""
     for parameters, leaf, _ in node.bindings:
         unbound = parameters[leaf]
         assert unbound is not None
@@ -80,11 +83,12 @@ def guard(node: Node) -> None:
 
 
 def check_knows_of_others(module: nn.Module) -> None:
-    """Older versions of transformers know of experts elsewhere in their grouped product alone.
+    """Check that a module can compute with some of its experts.
 
     Raises:
-        UnsupportedModelError: this module does not, with the product that its config asks for.
+        UnsupportedModelError: it cannot, with the product that its config asks for.
     """
+    # Older versions of transformers know of experts elsewhere in their grouped product alone.
     config = getattr(module, "config", None)
     implementation = getattr(config, "_experts_implementation", None)
     if implementation in ("eager", "batched_mm") and not hasattr(module, "_is_expert_parallel"):
@@ -100,14 +104,16 @@ def join(nodes: Iterable[Node]) -> None:
     for node in nodes:
         if isinstance(node, ExpertsNode):
             ranges.setdefault(node.module, []).append(node)
+
     for module, found in ranges.items():
         module.forward = _sum(found)
 
 
 def _sum(nodes: Sequence[ExpertsNode]) -> Callable[..., Tensor]:
-    """In the dtype of the hidden states, as every implementation of transformers gives it."""
+    """The forward of a whole module, in the dtype of the hidden states, as every version of transformers gives it."""
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        # In the order of the ranges, always: a sum in another order has other bits.
         total: Tensor = nodes[0](hidden_states, top_k_index, top_k_weights)
         for node in nodes[1:]:
             total = total + node(hidden_states, top_k_index, top_k_weights)

@@ -2,11 +2,13 @@
 
 A unit's gradient of a group is whole when every forward use has had its backward, or when the backward is over without
 having come to all of them. The first summand waits as autograd made it, and the last one is added on the way into the
-buffer that is handed over: two slices are one pass over memory. Parameters without a gradient count as zero; everything
+buffer that is handed over: two slices are one pass over memory. Parameters without a gradient count as zero. Everything
 is addressed by parameter, never by a running offset.
 
-A unit to which no backward of a step came has no gradient and is not updated, as in torch. Where only some of a step's
-groups left it out, theirs is zero.
+A unit to which no backward of a step came has no gradient and is not updated, as in torch. If only some of a step's
+groups left it out, their part is zero.
+
+Threads: all of it is called by the thread that computes (autograd's, in a backward).
 """
 
 from __future__ import annotations
@@ -24,23 +26,26 @@ from megatier.layout import Layout
 
 
 class GradSink(Protocol):
-    """Where gradients go; it knows the tiers."""
+    """What takes gradients. It knows the tiers; nodes do not."""
 
     def take_grad(self, unit: str) -> Tensor:
-        """A uint8 buffer for fp32 (several groups) or the compute dtype; it keeps its contents if `sums_here`."""
+        """Ask for a buffer, uint8, for elements in fp32 (several groups) or in the compute dtype.
+
+        If `sums_here`, it has the sum of the groups before.
+        """
 
     def ship_grad(self, unit: str, *, group: int) -> None:
-        """Hand it over."""
+        """Hand the buffer over, with a group's gradient in it."""
 
     def sums_here(self, unit: str) -> bool:
-        """True when groups are added up in the buffer itself: at home on the GPU, or RAM is too short."""
+        """Whether groups are added up in the buffer itself: it is at home on the GPU, or RAM is too short for sums."""
 
 
 class Measure(Protocol):
-    """Whoever takes the norm."""
+    """What takes the norm."""
 
     def measure(self, unit: str, grad: Tensor) -> None:
-        """Note the sums of squares of a final gradient, flat, in the compute dtype."""
+        """Note the sums of squares of a final gradient, which is flat and in the compute dtype."""
 
 
 class Gradients:
@@ -55,35 +60,53 @@ class Gradients:
         *,
         groups: int,
     ) -> None:
-        """Layouts of what is trained; the compute dtype; who takes gradients and their norm; the groups of a step."""
+        """No group has begun.
+
+        Args:
+            layouts: the layout of what is trained, of each unit.
+            dtype: the compute dtype.
+            sink: takes the gradients.
+            norm: takes their norm.
+            groups: the number of groups of a step.
+        """
         self._layouts = layouts
         self._dtype = dtype
         self._sink = sink
         self._norm = norm
         self._groups = groups
         self._gaps = {name: _gaps(layout) for name, layout in layouts.items()}
-        self._summands: Counter[str] = Counter()
-        self._added: Counter[str] = Counter()
-        """How many of them have come."""
-        self._left: Counter[str] = Counter()
-        self._firsts: dict[str, dict[str, Tensor]] = {}
-        """Of a unit by parameter, flat: the only summand so far, which is autograd's and must not be changed."""
-        self._sums: dict[str, dict[str, Tensor]] = {}
-        """Of several so far, fp32; the last summand of a unit comes to neither."""
-        self._buffers: dict[str, Tensor] = {}
-        self._shipped: Counter[str] = Counter()
-        """Groups of this step whose gradients of a unit are out."""
-        self._is_watched = self._is_over = False
-        """The backward of this group has begun; has come to its end."""
+        """The padding of each unit."""
         self.group = 0
+        """The present group."""
+
+        self._summands: Counter[str] = Counter()
+        """The number of summands that each unit's gradient of this group has: a slice of a use each."""
+        self._added: Counter[str] = Counter()
+        """The number of these summands that have come."""
+        self._left: Counter[str] = Counter()
+        """The number of uses of each unit whose backward has not come."""
+        self._firsts: dict[str, dict[str, Tensor]] = {}
+        """For each unit, by parameter and flat: the only summand so far. It is autograd's and must not be changed."""
+        self._sums: dict[str, dict[str, Tensor]] = {}
+        """For each unit, by parameter and flat, in fp32: the sum of several so far. A unit's last summand comes neither
+        here nor to the firsts."""
+        self._buffers: dict[str, Tensor] = {}
+        """The buffers of gradients that are not handed over yet."""
+        self._shipped: Counter[str] = Counter()
+        """The number of groups of this step that each unit has handed over."""
+        self._is_watched = False
+        """The backward of this group has begun."""
+        self._is_over = False
+        """The backward of this group has come to its end."""
 
     def begin_group(self, group: int) -> None:
-        """Forget what an abandoned group left behind."""
+        """Begin a group, and forget what an abandoned one left."""
         self.group = group
         self._is_watched = False
         self._is_over = False
         if not group:
             self._shipped.clear()
+
         for counts in (self._summands, self._added, self._left):
             counts.clear()
         self._firsts.clear()
@@ -91,7 +114,7 @@ class Gradients:
         self._buffers.clear()
 
     def takes(self, unit: str, name: str) -> bool:
-        """Whether a parameter has a gradient: the others are frozen."""
+        """Whether a parameter of a unit has a gradient. The others are frozen."""
         return unit in self._layouts and any(tensor.name == name for tensor in self._layouts[unit].tensors)
 
     @property
@@ -100,21 +123,25 @@ class Gradients:
         return self._is_watched > self._is_over or any(self._left.values())
 
     def expect(self, unit: str, num_slices: int) -> None:
-        """A forward use happened; a backward in so many slices will follow."""
+        """Note a use in a forward, whose backward will follow in so many slices."""
         self._summands[unit] += num_slices
         self._left[unit] += 1
 
     def watch_backward(self) -> None:
-        """Call it inside a backward, which is that of this group: the group is over when it is."""
+        """Note that this group's backward has begun. Call it inside of it: the group is over when the backward is."""
+        # Autograd calls it when the whole backward has ended, whoever began that.
         if not self._is_watched:
             self._is_watched = True
             Variable._execution_engine.queue_callback(self.end_group)
 
     def end_group(self) -> None:
-        """The backward is over, and came to no more uses."""
+        """Hand over what is left when the backward is over."""
+        # No output of some uses led to the loss, so no backward came to them. Others of the unit made a gradient.
         for unit in [unit for unit, left in self._left.items() if left and self._added[unit]]:
-            self._ship(unit)  # what its other uses made
+            self._ship(unit)
         self._left.clear()
+
+        # A unit that the last groups left out: its update waits for a gradient of every group.
         if self.group == self._groups - 1:
             for unit in list(self._shipped):
                 self._catch_up(unit, self._groups)
@@ -122,7 +149,7 @@ class Gradients:
         self._is_over = True
 
     def add(self, unit: str, parts: Sequence[tuple[str, Tensor | None]]) -> None:
-        """Gradients of one slice of one use, by parameter name; those that are not named are zero."""
+        """Add the gradients of one slice of one use, by parameter name. Those that are not named are zero."""
         grads = {name: grad.reshape(-1) for name, grad in parts if grad is not None}
         self._added[unit] += 1
         if self._added[unit] == self._summands[unit]:
@@ -141,18 +168,20 @@ class Gradients:
                 firsts[name] = grad
 
     def close(self, unit: str) -> None:
-        """A use's backward is over; after the last, the group's gradient goes out."""
+        """Note that the backward of a use is over. After the last one, the group's gradient is handed over."""
         self._left[unit] -= 1
         if not self._left[unit]:
             self._ship(unit)
 
     def _ship(self, unit: str) -> None:
+        """Hand a unit's gradient of this group over."""
+        # Summands were expected that did not come, so nothing has been written yet.
         if unit not in self._buffers:
             self._write(unit, {})
         self._send(unit, self.group)
 
     def _catch_up(self, unit: str, group: int) -> None:
-        """Groups before this one that left the unit out have a gradient of zero."""
+        """Hand over a gradient of zero for each group before this one that left the unit out."""
         for missing in range(self._shipped[unit], group):
             buffer = self._take(unit)
             if not self._adds(unit, missing):
@@ -160,31 +189,36 @@ class Gradients:
             self._send(unit, missing)
 
     def _write(self, unit: str, grads: Mapping[str, Tensor]) -> None:
-        """Lay the last summand and what the others made into the sink's buffer, rounded once."""
+        """Write the last summand and the sum of the others into the sink's buffer, rounded once."""
         self._catch_up(unit, self.group)
         buffer = self._take(unit)
         adds = self._adds(unit, self.group)
         before = {**self._firsts.pop(unit, {}), **self._sums.pop(unit, {})}
+
+        # AdamW updates padding like any element, so it must not see what the slot held before.
         for start, stop in () if adds else self._gaps[unit]:
             buffer[start:stop].zero_()
 
         for tensor in self._layouts[unit].tensors:
             piece = buffer[tensor.start : tensor.stop]
             summands = [found[tensor.name] for found in (before, grads) if tensor.name in found]
+            # Else a sum of two in bf16 would be rounded before it is written.
             if len(summands) == 2 and piece.dtype is torch.float32:
-                summands[0] = summands[0].float()  # else a sum of bf16 would be rounded
+                summands[0] = summands[0].float()
+
             if adds:
                 if summands:
                     piece.add_(reduce(torch.add, summands))
             elif len(summands) == 2:
-                torch.add(*summands, out=piece)  # computes in fp32, rounds what it writes
+                # It computes in fp32, and rounds what it writes.
+                torch.add(*summands, out=piece)
             elif summands:
                 piece.copy_(summands[0])
             else:
                 piece.zero_()
 
     def _take(self, unit: str) -> Tensor:
-        """The sink's buffer, flat."""
+        """Ask the sink for a buffer, and see it as numbers."""
         buffer = self._sink.take_grad(unit).view(torch.float32 if self._groups > 1 else self._dtype)
         self._buffers[unit] = buffer
         return buffer
@@ -194,9 +228,11 @@ class Gradients:
         return group > 0 and self._sink.sums_here(unit)
 
     def _send(self, unit: str, group: int) -> None:
-        """Hand the buffer over."""
+        """Hand the buffer over to the sink."""
         last = group == self._groups - 1
         buffer = self._buffers.pop(unit)
+
+        # A gradient that is final here is measured here. Sums that are taken in RAM are rounded and measured there.
         if last and (self._groups == 1 or self._sink.sums_here(unit)):
             if buffer.dtype is not self._dtype:
                 rounded = buffer.to(self._dtype)
@@ -208,7 +244,7 @@ class Gradients:
 
 
 def _gaps(layout: Layout) -> list[tuple[int, int]]:
-    """Padding between and after tensors."""
+    """The padding between and after the tensors of a layout, as runs of elements."""
     gaps = []
     offset = 0
 

@@ -1,10 +1,12 @@
-"""What a model does between its head and its loss, found by asking the model's own forward.
+"""The way of a model from its head to its loss, found by asking the model's own forward.
 
-A fused loss stands where the head and the loss function were: the forward has hidden states under the name of logits.
-That is right only where all it does to them is to scale them. A soft cap that the config names can be taken out of the
-forward; the fused loss applies it then. So the forward is run on a stand-in for its decoder, which takes no weights and
-no time: with known logits as what the head gives, and as the fused loss would run it, with known hidden states and
-without the cap. What comes to the loss function is compared with what was given.
+A fused loss takes the place of the head and the loss function: the forward then has hidden states under the name of
+logits. That is right only if all it does to them is to scale them. A soft cap that the config names can be taken out of
+the forward; the fused loss applies it then.
+
+So the forward is run twice on a stand-in for its decoder, which takes no weights and no time. Once the head gives
+known logits. Once it gives known hidden states, without the cap, as the fused loss would have it. Each time, what comes
+to the loss function is compared with what the head gave.
 """
 
 from __future__ import annotations
@@ -29,20 +31,21 @@ from megatier.models.decoder import Unit, decoder_layers
 IGNORED = -100
 """Label of a token that does not count."""
 ROWS = 2
+"""Rows of the batch with which the forward is asked."""
 TOKENS = 3
-"""Of the batch that the forward is asked with."""
+"""Tokens of each of these rows."""
 ROUNDING = 64
 """Units in the last place by which two ways of computing a logit may differ."""
 CAP = "final_logit_softcapping"
-"""What configs call the soft cap of logits that is taken out of the forward."""
+"""The name that configs have for the soft cap of logits that is taken out of the forward."""
 
 
 def can_fuse(model: PreTrainedModel, units: Sequence[Unit]) -> bool:
-    """Whether head and loss of a skeleton may be one node; if not, warns and says why.
+    """Whether head and loss of a skeleton may be one node. If not, a warning says why.
 
     Args:
-        model: whose modules have no nodes yet.
-        units: its own.
+        model: the skeleton, on whose modules no nodes are installed yet.
+        units: all of its units.
     """
     try:
         check_fusable(model, units)
@@ -53,10 +56,10 @@ def can_fuse(model: PreTrainedModel, units: Sequence[Unit]) -> bool:
 
 
 def check_fusable(model: PreTrainedModel, units: Sequence[Unit]) -> None:
-    """Ask the model's forward what it does between head and loss. Draws no random numbers that others see.
+    """Ask the model's forward what it does between head and loss. No random number is drawn that others see.
 
     Raises:
-        UnsupportedModelError: something that a fused loss does not; the message says what.
+        UnsupportedModelError: it does something that a fused loss does not. The message says what.
     """
     name = type(model).__name__
     head = model.get_output_embeddings()
@@ -68,19 +71,22 @@ def check_fusable(model: PreTrainedModel, units: Sequence[Unit]) -> None:
         raise UnsupportedModelError(f"the output embedding of {name} is no plain product but a {type(head).__name__}.")
     if model.loss_function is not ForCausalLMLoss:
         raise UnsupportedModelError(f"{name} has a loss function of its own, {_name_of(model.loss_function)}.")
+
     logits, whole = _ask(model, head, head.out_features)
     with without_softcap(model) as cap:
-        hidden, bare = _ask(model, head, head.in_features)  # as the fused loss has it
+        hidden, bare = _ask(model, head, head.in_features)
+
+    # The scale that fits best; if the forward does more than that, it does not fit well.
     scale = (hidden * bare).sum() / hidden.square().sum()
     if not (_agree(bare, scale * hidden) and _agree(whole, capped(scale * logits, cap))):
         raise UnsupportedModelError(f"the forward of {name} does more to the logits than to scale or cap them once.")
 
 
 def check_calls_loss_function(model: PreTrainedModel, remedy: str) -> None:
-    """Most models take their loss by way of `loss_function`.
+    """Check that a model takes its loss by way of `loss_function`, as most do.
 
     Raises:
-        UnsupportedModelError: this one does not.
+        UnsupportedModelError: it does not.
     """
     if not _calls_loss_function(model):
         raise UnsupportedModelError(
@@ -90,15 +96,17 @@ def check_calls_loss_function(model: PreTrainedModel, remedy: str) -> None:
 
 
 def _calls_loss_function(model: PreTrainedModel) -> bool:
+    """Whether the model's forward names `loss_function`."""
     return "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
 
 
 @contextmanager
 def without_softcap(model: PreTrainedModel) -> Iterator[float | None]:
-    """Inside, the config names no soft cap of logits; gives the one that it names."""
+    """Inside, the config names no soft cap of logits; yields the one that it names."""
     text = model.config.get_text_config()
     cap = getattr(text, CAP, None)
-    # Some configs are strict dataclasses that refuse None.
+
+    # Written past the config, since some configs are strict dataclasses that refuse None.
     holders = [config.__dict__ for config in (text, model.config) if cap and config.__dict__.get(CAP)]
     before = [holder[CAP] for holder in holders]
     for holder in holders:
@@ -112,12 +120,12 @@ def without_softcap(model: PreTrainedModel) -> Iterator[float | None]:
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Soft-capped logits, of the same shape and dtype."""
+    """Logits with a soft cap, of the same shape and dtype."""
     return torch.tanh(logits / cap) * cap if cap else logits
 
 
 class _Outputs(tuple[Tensor]):
-    """What a decoder gives: hidden states alone, under whatever name they are asked for."""
+    """The outputs of a stand-in for a decoder: hidden states alone, and None for all else that it is asked for."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         if name.startswith("__"):
@@ -127,40 +135,47 @@ class _Outputs(tuple[Tensor]):
 
 @dataclass(slots=True)
 class _Passage:
-    """What went from the head to the loss function in one forward, logits or what has another width."""
+    """The tensors that went from the head to the loss function in one forward: logits, or hidden states instead."""
 
     given: list[Tensor] = field(default_factory=list)
-    """Of each call of the head."""
+    """What each call of the head gave."""
     sources: list[Tensor] = field(default_factory=list)
     """The same, as leaves that autograd finds."""
     arrived: list[Tensor] = field(default_factory=list)
-    """At each call of the loss function."""
+    """What came to each call of the loss function."""
     ignored: set[int] = field(default_factory=set)
-    """Labels that these calls said not to count."""
+    """The labels that these calls said not to count."""
 
     def head(self, hidden: Tensor, width: int) -> Tensor:
-        """Logits of many sizes, so that a cap of any height shows."""
+        """Stand in for the head: give numbers of many sizes, so that a cap of any height shows."""
         generator = torch.Generator().manual_seed(len(self.given))
         shape = (*hidden.shape[:-1], width)
         logits = torch.randn(shape, generator=generator) * 10 ** (5 * torch.rand(shape, generator=generator) - 2)
         self.given.append(logits)
         self.sources.append(logits.clone().requires_grad_())
-        return self.sources[-1] * 1.0  # may be changed in place
+
+        # The forward may change what it is given in place, which a leaf refuses.
+        return self.sources[-1] * 1.0
 
     def loss(self, logits: Tensor, *_: object, ignore_index: int = IGNORED, **__: object) -> Tensor:
-        """A loss that does not depend on them; what the forward adds to it may."""
+        """Stand in for the loss function: note what came. The loss does not depend on it; what the forward adds may."""
         self.arrived.append(logits.detach().clone())
         self.ignored.add(ignore_index)
         return torch.ones((), requires_grad=True) * 1.0
 
     def check(self, name: str, loss: object) -> None:
-        """Refuse what a fused loss does not see."""
+        """Refuse a passage that a fused loss would not see.
+
+        Raises:
+            UnsupportedModelError: the forward does more than to call the head, and the loss function on all it gave.
+        """
         if (len(self.given), len(self.arrived)) != (1, 1):
             counts = f"{len(self.given)} times, and the loss function {len(self.arrived)} times"
             raise UnsupportedModelError(f"the forward of {name} calls the head {counts}, rather than each once.")
 
         if self.ignored != {IGNORED}:
             raise UnsupportedModelError(f"{name} leaves labels other than {IGNORED} out of its loss.")
+
         given = self.given[0]
         arrived = self.arrived[0]
         if arrived.shape[-1] != given.shape[-1]:
@@ -169,14 +184,15 @@ class _Passage:
 
         if arrived.numel() != given.numel():
             raise UnsupportedModelError(f"{name} hands the logits of some tokens only to the loss.")
+
         if torch.is_tensor(loss) and loss.requires_grad:
             found = torch.autograd.grad(loss, self.sources, allow_unused=True)
             if any(grad is not None for grad in found):
-                raise UnsupportedModelError(f"{name} has another loss of the logits beside the loss function's.")
+                raise UnsupportedModelError(f"{name} adds a loss of the logits to the loss function's.")
 
 
 def _ask(model: PreTrainedModel, head: nn.Linear, width: int) -> tuple[Tensor, Tensor]:
-    """One forward: what the head gave, and what reached the loss function of it, fp64 [tokens, width]."""
+    """Run one forward; returns what the head gave and what reached the loss function, each fp64 [tokens, width]."""
     name = type(model).__name__
     passage = _Passage()
     ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
@@ -191,12 +207,14 @@ def _ask(model: PreTrainedModel, head: nn.Linear, width: int) -> tuple[Tensor, T
             torch.random.fork_rng(devices=[]),
             torch.enable_grad(),
             _calling(_body(model, head), lambda *_, **__: _Outputs((hidden,))),
-            _calling(model.get_input_embeddings(), lambda *_, **__: hidden),  # where it is called outside of that
+            # Some forwards call it outside of the body.
+            _calling(model.get_input_embeddings(), lambda *_, **__: hidden),
             _calling(head, lambda x: passage.head(x, width)),
         ):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     except UnsupportedModelError:
-        if not passage.arrived:  # what comes after the loss may need more than a stand-in has
+        # After the loss a forward may need more than a stand-in has. But then it has been asked.
+        if not passage.arrived:
             raise
     finally:
         model.loss_function = own_loss
@@ -208,7 +226,7 @@ def _ask(model: PreTrainedModel, head: nn.Linear, width: int) -> tuple[Tensor, T
 
 
 def _body(model: PreTrainedModel, head: nn.Linear) -> nn.Module:
-    """What the forward calls for its hidden states: the outermost module round the layers that leaves out the head."""
+    """The module that the forward calls for its hidden states: the outermost with the layers and without the head."""
     layers = decoder_layers(model)
     module = cast("nn.Module", model)
     while True:
@@ -232,10 +250,11 @@ def _calling(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 def _agree(found: Tensor, expected: Tensor) -> bool:
-    """Whether each pair of fp64 numbers is equal but for rounding in fp32."""
+    """Whether fp64 numbers are equal in pairs, but for rounding in fp32."""
     most = ROUNDING * torch.finfo(torch.float32).eps * expected.abs()
     return bool(((found - expected).abs() <= most).all())
 
 
 def _name_of(function: object) -> str:
+    """The name of a function, or the kind of what is none."""
     return getattr(function, "__name__", type(function).__name__)

@@ -1,8 +1,8 @@
 """Head and loss as one node: cross-entropy over chunks of tokens, so that the logits never exist whole.
 
 The head's module returns the hidden states unchanged; the model's `loss_function` runs this node on them. Linear scales
-of the logits (Granite, Cohere) commute with the head and stay where Hugging Face has them; a soft cap does not, and is
-applied here. That a model does nothing else between the two is asked in `head`, before.
+of the logits (Granite, Cohere) commute with the head and stay where Hugging Face has them. A soft cap does not, and is
+applied here. `head` has found out before that the model does nothing else between the two.
 
 For logits z = cap * tanh((h W' + b) / cap) (or h W' + b), labels y and N counted tokens,
 loss = sum(logsumexp(z) - z[y]) / N and d loss / d z = (softmax(z) - onehot(y)) / N. All gradients are made in the
@@ -38,17 +38,20 @@ class FusedLoss:
         """Install on the model.
 
         Args:
-            model: the skeleton, of which `head.can_fuse` was true.
-            head: node of the output embedding; its unit holds the head's weight (an embedding's, when tied).
-            chunk: tokens per chunk.
+            model: the skeleton, for which `head.can_fuse` was true.
+            head: the node of the output embedding. Its unit holds the head's weight (that of the embedding, if tied).
+            chunk: the number of tokens in a chunk.
         """
         self._head = head
         self._chunk = chunk
         self._names = {leaf: tensor.name for _, leaf, tensor in head.bindings}
         with without_softcap(model) as cap:
             self._cap = cap
-        if cap is not None:  # not for good: the config is exported
+
+        # Taken out in each forward and not for good, since the config is exported.
+        if cap is not None:
             model.forward = _uncapped(model)
+
         compilation = head.stage.compilation
         self._slopes = slopes if compilation is None else compilation(slopes, "the loss")
         head.module.forward = lambda hidden: hidden
@@ -63,40 +66,49 @@ class FusedLoss:
         shift_labels: Tensor | None = None,
         **_: Any,  # noqa: ANN401 - Hugging Face passes what its own loss functions take
     ) -> Tensor:
-        """The mean cross-entropy, or the sum over num_items_in_batch.
+        """Return the mean cross-entropy, or the sum over num_items_in_batch.
 
         Args:
-            logits: hidden states [B, T, H], under the name that Hugging Face gives the head's output; where it casts
-                that to fp32 (Mamba), the head's weight takes them in its own dtype all the same.
+            logits: hidden states [B, T, H], under the name that Hugging Face gives the head's output.
             labels: [B, T], to be shifted by one; -100 does not count.
             vocab_size: ignored; the head knows.
             num_items_in_batch: tokens that the whole step counts.
             shift_labels: [B, T], shifted already.
         """
+        # Some models (Mamba) cast logits to fp32. The head's weight takes hidden states in its own dtype all the same.
         hidden = logits.reshape(-1, logits.shape[-1])
         if hidden.dtype is torch.float32:
             hidden = hidden.to(self._head.stage.dtype)
         if shift_labels is None:
             shift_labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         targets = shift_labels.reshape(-1)
+
         # Never read by the host, which would wait for the device and for every copy before it.
         counted = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
         count = torch.zeros((), dtype=torch.float64, device=hidden.device) + counted
-        stage = self._head.stage
 
+        stage = self._head.stage
         if not torch.is_grad_enabled():
             use = stage.source.enter(self._head.unit, Phase.FORWARD, stage.gradients.group)
             loss = self._forward(hidden, self._weights(use.bytes), targets, count, None)
             use.leave()
             return loss
 
+        # Announced before autograd knows of the loss, as in a call of a node.
         if self._head.trains:
             stage.gradients.expect(self._head.unit, 1)
         result: Tensor = _LossFunction.apply(self, hidden, stage.anchor, targets, count)  # type: ignore[no-untyped-call]
         return result
 
     def run(self, hidden: Tensor, targets: Tensor, count: Tensor, *, passes: bool) -> tuple[Tensor, _Grads]:
-        """Loss (fp32 scalar), and the gradients of hidden, if it passes on, and of what is trained of the head."""
+        """Compute the loss, an fp32 scalar, and its gradients.
+
+        Args:
+            hidden: hidden states [tokens, H].
+            targets: [tokens].
+            count: tokens that the step counts.
+            passes: a gradient of the hidden states is wanted as well as those of the head's weights.
+        """
         stage = self._head.stage
         use = stage.source.enter(self._head.unit, Phase.FORWARD, stage.gradients.group)
         weights = self._weights(use.bytes)
@@ -110,7 +122,7 @@ class FusedLoss:
         return loss, grads
 
     def deliver(self, grads: Mapping[str, Tensor]) -> None:
-        """Hand the head's gradients over, by the name of the leaf."""
+        """Hand the head's gradients over, by the names that its module has for them."""
         gradients = self._head.stage.gradients
         gradients.add(self._head.unit, [(self._names[leaf], grad) for leaf, grad in grads.items()])
         gradients.close(self._head.unit)
@@ -123,6 +135,7 @@ class FusedLoss:
     def _forward(
         self, hidden: Tensor, weights: Mapping[str, Tensor], targets: Tensor, count: Tensor, grads: _Grads | None
     ) -> Tensor:
+        """Compute the loss chunk by chunk, and the gradients if they are wanted."""
         loss = hidden.new_zeros((), dtype=torch.float32)
         scale = count.reciprocal().float()
         weight = weights["weight"]
@@ -145,15 +158,15 @@ class FusedLoss:
 
 @dataclass(frozen=True, slots=True)
 class _Grads:
-    """Gradients that a fused loss makes in its forward."""
+    """The gradients that a fused loss makes in its forward."""
 
     hidden: Tensor | None
-    """[tokens, H], in the dtype of the hidden states; None: nobody wants it."""
+    """The gradient of the hidden states, [tokens, H] in their dtype; None if nobody wants it."""
     of_head: dict[str, Tensor] = field(default_factory=dict)
-    """Those of its leaves that are trained, fp32."""
+    """The gradients of the head's parameters that are trained, in fp32."""
 
     def add(self, rows: slice, slope: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """What the rows of one chunk add; the slope of their logits is [chunk, V]."""
+        """Add the part of one chunk's rows, from the slope of their logits, [chunk, V]."""
         if self.hidden is not None:
             torch.mm(slope, weight, out=self.hidden[rows])
         if "weight" in self.of_head:
@@ -163,23 +176,23 @@ class _Grads:
 
 
 class StepLoss:
-    """A model's loss function, divided by what the whole step counts. Some models do not pass that on to it.
+    """A model's loss function, divided by the tokens that the whole step counts. Some models do not pass them on to it.
 
-    Its backward is where a group's begins, also where that comes to nothing that is trained.
+    A group's backward begins in it, even if that comes to nothing that is trained.
     """
 
     def __init__(self, model: PreTrainedModel, stage: Stage) -> None:
-        """Take the place of the model's own."""
+        """Take the place of the model's own loss function."""
         self.divisor: int | None = None
-        """Tokens that the step counts; None: the mean over the batch."""
+        """The tokens that the step counts; None: the mean over the batch is wanted."""
         self._function: Callable[..., Tensor] = model.loss_function
         self._stage = stage
         self._losses: list[tuple[Tensor, Tensor]] = []
-        """Of this forward: each loss, and what the model was given for it."""
+        """The losses of this forward, each with the tensor that the model was given for it."""
         model.loss_function = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - whatever the model gives
-        """The loss."""
+        """Return the loss of what the model gives."""
         if self.divisor is not None:
             kwargs["num_items_in_batch"] = self.divisor
         loss = self._function(*args, **kwargs)
@@ -188,22 +201,23 @@ class StepLoss:
         return watched
 
     def weighed(self, forward: Callable[[], Tensor], share: float) -> Tensor:
-        """The loss of one forward, in which what the model adds (a router's balance) counts by a group's share.
+        """Run a forward; what the model adds to the loss (a router's balance) counts by the group's share.
 
         The loss function's own part is divided by what the step counts already, so that groups add up to the step's.
 
         Args:
             forward: gives the model's loss.
-            share: of the step's counted tokens, that this group has; 1: the model's loss is what it is.
+            share: the group's share of the tokens that the step counts. If it is 1, the model's loss stays as it is.
 
         Raises:
-            UnsupportedModelError: which part is the loss function's cannot be told.
+            UnsupportedModelError: nobody can tell which part is the loss function's.
         """
         self._losses.clear()
         total = forward()
         losses = self._losses.copy()
         self._losses.clear()
-        # In place is how most models add to it, so that the same tensor may come back with another value.
+
+        # Most models add to it in place, so that the same tensor may come back with another value.
         if share == 1 or (len(losses) == 1 and total is losses[0][1] and not total._version):
             return total
 
@@ -219,14 +233,14 @@ class StepLoss:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, cap: float | None) -> Tensor:
-    """Sum over counted tokens of logsumexp(z) - z[target]; logits [N, V], targets [N]. Returns an fp32 scalar."""
+    """Add up logsumexp(z) - z[target] over tokens that count; logits [N, V], targets [N]. Returns an fp32 scalar."""
     z = capped(logits.float(), cap)
     found = z.gather(1, targets.clamp(min=0)[:, None])[:, 0]
     return torch.where(targets != IGNORED, torch.logsumexp(z, -1) - found, 0.0).sum()
 
 
 def slopes(logits: Tensor, targets: Tensor, cap: float | None, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss as above, and `scale` times its derivative by the logits (before the cap), in their dtype [N, V]."""
+    """Compute `cross_entropy`, and `scale` times its derivative by the logits before the cap, in their dtype [N, V]."""
     z = capped(logits.float(), cap)
     counted = targets != IGNORED
     index = targets.clamp(min=0)[:, None]
@@ -242,7 +256,7 @@ def slopes(logits: Tensor, targets: Tensor, cap: float | None, scale: Tensor) ->
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to total, fp32 [M, N], in place; on CUDA nothing is rounded in between."""
+    """Add left @ right to total, fp32 [M, N], in place. On CUDA nothing is rounded in between."""
     if total.is_cuda and left.dtype is not torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
@@ -250,7 +264,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class _LossFunction(torch.autograd.Function):
-    """Gradients are made in the forward; the backward scales them and hands the head's over."""
+    """The fused loss for autograd: the forward makes the gradients, the backward scales and passes them on."""
 
     @staticmethod
     def forward(ctx: Any, fused: FusedLoss, hidden: Tensor, anchor: Tensor, targets: Tensor, count: Tensor) -> Tensor:  # noqa: ANN401
@@ -270,7 +284,7 @@ class _LossFunction(torch.autograd.Function):
 
 
 class _Watched(torch.autograd.Function):
-    """The loss itself; a backward from it is watched. By the anchor it has one even if no gradient leads further."""
+    """The loss itself, with a backward that is watched. The anchor makes sure that it has one."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, anchor: Tensor, gradients: Gradients) -> Tensor:  # noqa: ANN401
@@ -284,7 +298,7 @@ class _Watched(torch.autograd.Function):
 
 
 def _uncapped(model: PreTrainedModel) -> Callable[..., Any]:
-    """The model's forward without the soft cap that its config names."""
+    """Make the model's forward without the soft cap that its config names."""
     forward = model.forward
 
     @functools.wraps(forward)

@@ -97,16 +97,8 @@ class Node:
         """Whether each parameter is trained, by its name, in the order of `leaves`."""
         self._leaves: dict[int, list[Tensor]] = {}
         """Views of the weights, by the address of the slot that they lie in."""
-        self._held: list[Tensor] = []
+        self._held = self._unbound()
         """The tensors that lie in the module now, one for each binding: its unbound parameters, or weights."""
-
-        for parameters, leaf, tensor in bindings:
-            unbound = parameters[leaf]
-            assert unbound is not None
-            is_in_fp32 = tensor.name in stage.in_fp32
-            make_unbound(unbound, stage.device, torch.float32 if is_in_fp32 else stage.dtype, tensor.name)
-            self._held.append(unbound)
-
         module.forward = self.__call__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
@@ -212,6 +204,19 @@ class Node:
 
         self.is_written = unchanged.check(self.module_name) or self.is_written
         return result
+
+    def _unbound(self) -> list[Tensor]:
+        """Make the module's parameters unbound ones, and return them, one for each binding."""
+        found: list[Tensor] = []
+        for parameters, leaf, tensor in self.bindings:
+            parameter = parameters[leaf]
+            assert parameter is not None
+            is_in_fp32 = tensor.name in self.stage.in_fp32
+            dtype = torch.float32 if is_in_fp32 else self.stage.dtype
+            make_unbound(parameter, self.stage.device, dtype, tensor.name)
+            found.append(parameter)
+
+        return found
 
     @contextlib.contextmanager
     def _bound(self, leaves: Sequence[Tensor]) -> Iterator[None]:

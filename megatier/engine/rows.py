@@ -1,6 +1,6 @@
-"""Rows of a batch: which arguments of a module are cut into slices, and what it writes is laid end to end again.
+"""Rows of a batch: which arguments of a module are cut into slices, and which results are joined again.
 
-That is learnt by calling the model with one row and with two (`stage.learning`), never guessed by size.
+That is learnt by calling the model with one row and with two (`stage.learning`), and never guessed from sizes.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from megatier.engine.carried import Written
 from megatier.errors import ConfigError
 
 Shapes = list[tuple[int, ...] | None]
+"""The shapes of values, in order; None for a value that is no tensor, or has no dimension."""
 
 
 class Rows:
-    """What one module's calls have by rows.
-
-    Attributes:
-        batched: per flat argument, whether it is cut (None: it was no tensor while learning); None: not learnt yet.
-    """
+    """The arguments and results of one module that have the batch in front."""
 
     def __init__(self, module_name: str) -> None:
         """Nothing is known yet."""
         self._module_name = module_name
         self.batched: list[bool | None] | None = None
+        """Whether each flat argument is cut (None: it was no tensor while learning); None: not learnt yet."""
         self._joins = False
         """Whether all that is written into containers has the batch in front."""
 
     def learn(self, learnt: dict[str, Shapes], flat: Sequence[Any]) -> None:
-        """From a call with one row, or with two.
+        """Learn from the arguments of a call: the first one has one row, the second one has two.
+
+        Args:
+            learnt: the shapes of the first call, by module.
+            flat: the arguments.
 
         Raises:
             ConfigError: an argument cannot be cut.
@@ -53,10 +55,10 @@ class Rows:
         self.batched = [None if a is None or b is None else a[0] != b[0] for a, b in zip(one, shapes, strict=True)]
 
     def learn_outputs(self, learnt: dict[str, Shapes], outputs: Sequence[Tensor | None]) -> None:
-        """From what such a call returned, and what was captured: whether slices of it can be joined.
+        """Learn from what such a call returned, and what was captured.
 
         Raises:
-            ConfigError: they cannot.
+            ConfigError: slices of it cannot be joined.
         """
         shapes = [None if x is None else tuple(x.shape) for x in outputs]
         one = learnt.setdefault(f"what {self._module_name} returns", shapes)
@@ -72,20 +74,20 @@ class Rows:
             )
 
     def learn_written(self, learnt: dict[str, Shapes], tensors: Sequence[Tensor | None]) -> None:
-        """From what such a call wrote into containers."""
+        """Learn from what such a call wrote into containers."""
         shapes = _shapes(tensors)
         one = learnt.setdefault(f"what {self._module_name} writes", shapes)
         pairs = zip(one, shapes, strict=False)
         self._joins = len(one) == len(shapes) and all(a and b and a[0] != b[0] and a[1:] == b[1:] for a, b in pairs)
 
     def are_cut(self, position: int) -> bool | None:
-        """Whether an argument is cut; None: nobody knows how."""
+        """Whether an argument is cut; None: it was not there while the module learnt."""
         if self.batched is None:
             return False
         return self.batched[position] if position < len(self.batched) else None
 
     def check_joined(self, written: Written) -> None:
-        """Slices of what was written are laid end to end.
+        """Check that slices of what was written can be laid end to end.
 
         Raises:
             ConfigError: they have no batch dimension in front.

@@ -1,11 +1,14 @@
-"""One training step, written once, and its evaluation.
+"""One training step, written once, and evaluation.
 
 for each group:  forward -> loss -> backward          gradients leave unit by unit
 norm -> clip coefficient                              the one point where the host waits for the device
 updates: before each unit's next forward (deferred), or inside the backward (immediate)
 
-A deferred step whose loss or norm is not finite is left out: its gradients are never applied, so weights and moments
+A deferred step is left out if its loss or norm is not finite: its gradients are never applied, so weights and moments
 stay as they were, bit for bit. Its number counts all the same, for the learning rate and the bias correction.
+
+Whoever runs forward and backward in a loop of their own calls the parts of a step: `begin_step`; for each group
+`begin_group`, forward and backward; `measure`; `finish_step`. Or `abandon`, at any time.
 """
 
 from __future__ import annotations
@@ -28,33 +31,25 @@ from megatier.models.decoder import Unit, check_rows_are_apart
 from megatier.numerics.optimizer import AdamW
 
 REMEDY = "Lower train.learning_rate, set train.clip, or look at the data of this step."
-"""What helps against numbers that are not finite."""
+"""The advice of messages about numbers that are not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step reports.
-
-    Attributes:
-        loss: mean loss per counted token of the step.
-        grad_norm: global norm of the gradients, before clipping.
-        clip_coefficient: factor on the gradients; 1 if nothing was clipped, 0 if the step was left out.
-        skipped: of a step that was left out, what was not finite: a parameter whose gradient was not, else "loss".
-    """
+    """The figures of one step."""
 
     loss: float
+    """The mean loss per counted token."""
     grad_norm: float
+    """The global norm of the gradients, before clipping."""
     clip_coefficient: float
+    """The factor on the gradients: 1 if nothing was clipped, 0 if the step was left out."""
     skipped: str | None = None
+    """If the step was left out, a parameter whose gradient was not finite; "loss" if the loss alone was not."""
 
 
 class Engine:
-    """Runs the steps of a model whose weights come unit by unit, with its optimizer.
-
-    Attributes:
-        options: numeric choices and policies.
-        model: the skeleton with its nodes.
-    """
+    """Runs the steps of a model whose weights come unit by unit, with its optimizer."""
 
     def __init__(
         self,
@@ -74,13 +69,15 @@ class Engine:
             options: numeric choices and policies.
         """
         self.options = options
+        """Numeric choices and policies."""
         self.model = UnitModel(skeleton, units, player, optimizer, options)
+        """The skeleton with its nodes and its loss."""
         self._player = player
         self._optimizer = optimizer
         self._is_learnt = options.slices == 1
-        """Nodes know which of their arguments are cut into slices."""
+        """Whether nodes know which of their arguments are cut into slices."""
         self._skips = 0
-        """Steps in a row that were left out, up to now."""
+        """The number of steps in a row, up to now, that were left out."""
 
     def train_step(self, step: int, rate: float, groups: Sequence[Batch]) -> StepResult:
         """Run forward, backward and update on one step's tokens. A deferred update runs ahead of the next forward.
@@ -103,22 +100,25 @@ class Engine:
 
         # Before `begin_step`: it runs evaluations, which are passes of their own.
         self._learn(groups[0])
-        if not self.model.skeleton.training:  # walks over every module
+
+        # Asked first, since `train` walks over every module.
+        if not self.model.skeleton.training:
             self.model.skeleton.train()
 
         # Each group's loss is divided by what the whole step counts: tokens of unequal groups weigh as in one batch.
         counts = [num_learnt(batch) for batch in groups]
         shares = [count / sum(counts) if sum(counts) else 1 / len(groups) for count in counts]
-        divisor = max(1, sum(counts)) if len(groups) > 1 or not sum(counts) else None  # nothing to learn: 0, not 0/0
-        groups = [self.model.on_device(batch) for batch in groups]  # ahead of the loads, which are long
+
+        # If nothing is to be learnt, the loss is 0, not 0/0.
+        divisor = max(1, sum(counts)) if len(groups) > 1 or not sum(counts) else None
+
+        # Batches go up before the loads, which are long.
+        groups = [self.model.on_device(batch) for batch in groups]
         self.begin_step(step, rate)
         losses = [self._train_group(step, index, batch, divisor, shares[index]) for index, batch in enumerate(groups)]
         norm = self.measure(step)
 
         return self.finish_step(step, rate, norm, math.fsum(loss.item() for loss in losses), groups[0])
-
-    # The parts of a step, for whoever calls forward and backward: `begin_step`; for each group `begin_group`, forward,
-    # backward; `measure`; `finish_step`. Or `abandon`, at any time.
 
     def begin_step(self, step: int, rate: float) -> None:
         """Start a step, and the updates of the one before.
@@ -127,7 +127,7 @@ class Engine:
             step: 1, 2, ...
             rate: learning rate.
         """
-        # Users and trainers may switch it on at any time.
+        # At each step, since users and trainers may switch it on at any time.
         self.model.stop_checkpointing()
 
         # Updates of the step before start in `begin`. They read the scalars that `clip` noted, not those noted here.
@@ -175,8 +175,8 @@ class Engine:
         is_revised = self._optimizer.revise(step, rate)
         coefficient = self._optimizer.clip(norm)
 
-        # A unit that was updated in the backward, unclipped and with the scalars of then, is updated anew if either was
-        # wrong.
+        # A unit that was updated in the backward, without clipping and with the scalars of then, is updated anew if
+        # either was wrong.
         if self._optimizer.hyper.deferred:
             self._player.defer_updates(clipped=coefficient != 1.0 or is_revised)
 
@@ -223,7 +223,8 @@ class Engine:
         Args:
             name: of the pass. All that have the same name use the units in the same order.
         """
-        self.model.stage.gradients.group = 0  # the order of units is recorded with their group
+        # The order of units is recorded with their group.
+        self.model.stage.gradients.group = 0
 
         # Inference mode is left. Views of homes that are made in it stay cached, and no backward could use them later.
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -241,6 +242,8 @@ class Engine:
     def _train_group(self, step: int, group: int, batch: Batch, divisor: int | None, share: float) -> Tensor:
         """Run forward and backward of one group; returns its part of the step's loss, which the host does not read."""
         self.begin_group(group)
+
+        # Weights in use are given back.
         try:
             loss = self.model.loss(batch, divisor, share)
         except UnsupportedModelError:
@@ -292,7 +295,7 @@ class Engine:
         self._is_learnt = True
 
     def _error(self, step: int, what: str, parameter: str | None, batch: Batch | None) -> NonFiniteError:
-        """The error that ends the run. It names the parameter, and the first unit with a value that is not finite.
+        """Make the error that ends the run. It names the parameter, and the first unit with a value that is not finite.
 
         To find that unit, the batch runs once more, with a check after each unit.
         """

@@ -61,15 +61,7 @@ class EngineOptions:
 
 
 class UnitModel:
-    """A Hugging Face model that runs unit by unit, because nodes are installed on its modules.
-
-    Attributes:
-        skeleton: the Hugging Face model.
-        stage: what its nodes share.
-        nodes: the nodes, by the name of their module.
-        fuses_loss: whether head and loss are one node. Then the model gives no logits.
-        check_outputs: looks for lost gradients in the graphs of the first losses.
-    """
+    """A Hugging Face model that runs unit by unit, because nodes are installed on its modules."""
 
     def __init__(
         self,
@@ -91,6 +83,7 @@ class UnitModel:
             options: numeric choices and policies.
         """
         self.skeleton = skeleton
+        """The Hugging Face model."""
         self._options = options
         self.stage = Stage(
             source=player.weights,
@@ -104,14 +97,17 @@ class UnitModel:
             in_fp32=names_in_fp32(skeleton, (name for name, _ in skeleton.named_parameters())),
             model=skeleton,
         )
+        """What its nodes share."""
 
         # The skeleton's forward is asked while it is as it was loaded: no node is installed yet.
         self.fuses_loss = options.fused_loss and can_fuse(skeleton, units)
+        """Whether head and loss are one node. Then the model gives no logits."""
         bound = [(unit, name, bindings(skeleton, unit, name)) for unit in units for name in unit.module_names]
         place_buffers(skeleton, options.device, options.dtype)
 
         nodes = [self._node(unit, name, places) for unit, name, places in bound]
         self.nodes = {node.module_name: node for node in nodes}
+        """The nodes, by the names of their modules."""
         join(nodes)
 
         # The order of the two is the order of wrapping: the step's loss divides what the fused one gives.
@@ -119,9 +115,11 @@ class UnitModel:
             FusedLoss(skeleton, self.head(), options.loss_chunk)
         self._step_loss = StepLoss(skeleton, self.stage)
         self.check_outputs = OutputCheck(skeleton)
+        """Looks for lost gradients in the graphs of the first losses."""
 
     def close(self) -> None:
-        """Let go of the tiers' memory. What the model's cycles hold would stay until they are collected."""
+        """Let go of the tiers' memory."""
+        # The model is part of circles of references. What it holds would stay until these are collected.
         for node in self.nodes.values():
             node.forget_leaves()
 
@@ -145,8 +143,8 @@ class UnitModel:
 
         Args:
             batch: one group, or a batch to evaluate.
-            counted: tokens that the whole step counts, if several groups make it; None: this batch's own.
-            share: of these tokens, the share that this batch has.
+            counted: the tokens that the whole step counts, if it has several groups; None: those of this batch.
+            share: the batch's share of these tokens.
 
         Raises:
             UnsupportedModelError: the model makes its masks without the batch's position_ids.
@@ -154,10 +152,12 @@ class UnitModel:
         self._step_loss.divisor = counted
         is_packed = "position_ids" in batch
         answer = _document_numbers if is_packed else _is_in_order
+
         with _answering(answer) as asked, refused_outside(self.skeleton):
             inputs = self.on_device(batch)
             loss = self._step_loss.weighed(lambda: self.skeleton(**inputs, use_cache=False).loss, share)
 
+        # Without asking, no mask can stop at the borders of documents.
         if is_packed and not asked:
             raise UnsupportedModelError(
                 f"{type(self.skeleton).__name__} makes its masks without position_ids, so that documents of one "
@@ -167,9 +167,11 @@ class UnitModel:
         return loss
 
     def on_device(self, batch: Batch) -> Batch:
-        """Move a batch by way of pinned memory: the host would wait for any other copy, and for all that are queued."""
+        """Move a batch to the device."""
         if self._options.device.type != "cuda":
             return batch
+
+        # By way of pinned memory: the host would wait for any other copy, and for all that are queued before it.
         return {
             key: value if value.is_cuda else value.pin_memory().to(self._options.device, non_blocking=True)
             for key, value in batch.items()
@@ -211,16 +213,16 @@ class UnitModel:
 
 
 def num_learnt(batch: Batch) -> int:
-    """The number of tokens whose prediction counts. The first token of a row is predicted by none."""
+    """The number of tokens whose prediction counts. Nothing predicts the first token of a row."""
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
 @contextmanager
 def _answering(answer: Callable[[Tensor], Tensor | None]) -> Iterator[list[Tensor]]:
-    """Answer for Hugging Face whether position ids restart within a row; yields the position ids it asked about.
+    """Inside, answer for Hugging Face whether position ids restart within a row; yields those that it asked about.
 
-    Hugging Face would read them from the device. The host would wait for that, and for all work and copies queued
-    before.
+    Hugging Face would read them from the device. The host would wait for that, and for all work and copies that are
+    queued before.
     """
     asks = masking_utils.find_packed_sequence_indices
     asked = list[Tensor]()
@@ -237,10 +239,10 @@ def _answering(answer: Callable[[Tensor], Tensor | None]) -> Iterator[list[Tenso
 
 
 def _is_in_order(position_ids: Tensor) -> Tensor | None:
-    """Give Hugging Face's answer for rows that hold one sequence each."""
+    """Answer for rows that hold one document each."""
     return None
 
 
 def _document_numbers(position_ids: Tensor) -> Tensor:
-    """Give its answer for rows that hold several: the one that each token belongs to, counted from 0."""
+    """Answer for rows that hold several documents: the number of each token's document in its row, from 0."""
     return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)

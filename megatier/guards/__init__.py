@@ -1,1 +1,1 @@
-"""What is refused because it would make a step silently wrong."""
+"""Guards: they refuse whatever would make a step silently wrong."""

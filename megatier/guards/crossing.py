@@ -1,9 +1,9 @@
 """Gradients that would be lost: tensors that pass between units past the arguments and results of their modules.
 
 A node runs its module on leaves of its own, so the graph of one forward ends in them. A tensor that another module left
-in an attribute, a closure, a global or a context variable brings a graph that ends elsewhere: autograd would stop there
-in silence, where a plain model goes on. So the graphs of each module's first forwards, and of the first losses, are
-walked once to their ends.
+in an attribute, a closure, a global or a context variable brings a graph that ends elsewhere. In a plain model autograd
+goes on there; here it would stop, in silence. So the graphs of each module's first forwards, and of the first losses,
+are walked once to their ends.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from torch.utils._pytree import tree_leaves
 from megatier.errors import UnsupportedModelError
 
 CHECKED = 2
-"""Forwards of each module, and losses: the second one sees what the first one left behind."""
+"""The number of forwards of each module, and of losses, that are looked at. The second one sees what the first one left
+behind."""
 OWNER = "_megatier_module"
+"""The attribute of a leaf that names the module for which it was made."""
 
 
 def claim(leaf: Tensor, module_name: str) -> Tensor:
-    """Note on a leaf in which module's forward it is used; returns the leaf."""
+    """Note on a leaf the module in whose forward it is used; returns the leaf."""
     setattr(leaf, OWNER, module_name)
     return leaf
 
 
 def check_inside(module_name: str, outputs: Iterable[Tensor | None], own: Sequence[Tensor], model: nn.Module) -> None:
-    """After a forward: its graph ends in its own leaves.
+    """Check, after a module's forward, that its graph ends in its own leaves.
 
     Args:
-        module_name: whose forward it was.
-        outputs: with their graphs.
-        own: leaves that stand for its inputs and weights.
-        model: to find by what attribute a tensor came.
+        module_name: the module.
+        outputs: its outputs, with their graphs.
+        own: the leaves that stand for its inputs and weights.
+        model: the message names the attribute of a module by which a tensor came.
 
     Raises:
         UnsupportedModelError: it computed with another tensor that requires a gradient.
@@ -47,6 +49,7 @@ def check_inside(module_name: str, outputs: Iterable[Tensor | None], own: Sequen
     for leaf in _ends(steps):
         if id(leaf) in ours:
             continue
+
         maker = getattr(leaf, OWNER, None)
         source = "made outside of it" if maker is None else f"made in the forward of {maker}"
         raise UnsupportedModelError(
@@ -57,21 +60,23 @@ def check_inside(module_name: str, outputs: Iterable[Tensor | None], own: Sequen
 
 
 class OutputCheck:
-    """Looks at the graphs of a model's first outputs: they end in no leaf of a module's own."""
+    """Checks that the graphs of a model's first outputs end in no leaf of a module's own."""
 
     def __init__(self, model: nn.Module) -> None:
         """Nothing is looked at yet."""
         self._model = model
         self._left = CHECKED
+        """The number of outputs that are still to be looked at."""
 
     def __call__(self, outputs: Any) -> None:  # noqa: ANN401 - whatever the model gives
-        """After a forward with gradients.
+        """Look at the outputs of a forward with gradients.
 
         Raises:
             UnsupportedModelError: the model computed with a tensor that a module made and did not return.
         """
         if not self._left:
             return
+
         self._left -= 1
         steps = _steps(x for x in tree_leaves(outputs) if torch.is_tensor(x))
 
@@ -85,7 +90,7 @@ class OutputCheck:
 
 
 def refused(module_name: str) -> UnsupportedModelError:
-    """When a backward comes into the graph of a forward by another way than the node's."""
+    """Make the error of a backward that comes into the graph of a forward by another way than the node's."""
     return UnsupportedModelError(
         f"a tensor that {module_name} made in its forward was used past what it returns, where its gradient is lost. "
         "This model cannot be streamed as it is: return the tensor, or leave it in a container that is an argument."
@@ -93,7 +98,7 @@ def refused(module_name: str) -> UnsupportedModelError:
 
 
 def _steps(outputs: Iterable[Tensor | None]) -> set[Step]:
-    """All steps of the graphs behind tensors."""
+    """All steps of the graphs that tensors come from."""
     found: set[Step] = set()
     waiting = [x.grad_fn for x in outputs if x is not None and x.grad_fn is not None]
 
@@ -107,14 +112,15 @@ def _steps(outputs: Iterable[Tensor | None]) -> set[Step]:
 
 
 def _ends(steps: Iterable[Step]) -> Iterator[Tensor]:
-    """Leaves in which a graph ends."""
+    """The leaves in which a graph ends."""
     return (step.variable for step in steps if type(step).__name__ == "AccumulateGrad")  # type: ignore[attr-defined]
 
 
 def _name(model: nn.Module, steps: set[Step]) -> str:
-    """Of the tensor that brought a foreign graph, as far as a module holds it."""
+    """Name the tensor that brought a foreign graph, if a module holds it."""
     for module_name, module in model.named_modules():
         for attribute, value in vars(module).items():
+            # What torch itself keeps in a module: parameters, buffers, hooks.
             if attribute.startswith("_") and attribute in nn.Module().__dict__:
                 continue
             for tensor in tree_leaves(value) if isinstance(value, list | tuple | dict | Tensor) else ():

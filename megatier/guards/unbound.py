@@ -1,4 +1,7 @@
-"""What lies in a module in place of its weights, while they are not bound."""
+"""Unbound parameters: they lie in a module in place of its weights, while these are not bound.
+
+An unbound parameter refuses every change, and most ways of computing with it, since nothing would come of them.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +18,39 @@ from megatier.errors import StreamedModelError, UnsupportedModelError
 from megatier.guards.unchanged import REMEDY
 
 ALIASES = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
-"""What gives the same place under another name, to those who look at it and do not compute."""
+"""Functions that give the same place under another name, to callers that look at it and do not compute."""
 HARMLESS = (*ALIASES, Tensor.grad.__get__)  # type: ignore[union-attr]
+"""Functions that compute nothing with a tensor."""
 CHANGES = (Tensor.__setitem__, Tensor.data.__set__)  # type: ignore[attr-defined]
+"""Functions that change their first argument, though their names do not say so."""
 OPERATORS = re.compile(r"__i(add|sub|mul|div|truediv|floordiv|mod|pow|and|or|xor)__")
+"""Names of operators that change their first argument."""
 KEEPING = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
-"""End like functions that change a tensor, and leave its numbers as they are."""
+"""Names that end like those of functions that change a tensor, but leave its numbers as they are."""
 
 
 class Unbound(nn.Parameter):
-    """A parameter on meta that names device and dtype of its weights, as they compute.
+    """A parameter on meta that names the device and the dtype in which its weights compute.
 
-    Llama 4 sends token ids to its embedding's device; vision towers take pixels in the dtype of their weights.
+    Llama 4 sends token ids to its embedding's device. Vision towers take pixels in the dtype of their weights.
     """
 
-    streams_to: torch.device
-    streams_as: torch.dtype
+    bound_device: torch.device
+    """The device on which the weights are bound."""
+    bound_dtype: torch.dtype
+    """The dtype of the weights that are bound."""
     full_name: str
+    """The name of the parameter in the model."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where the weights are bound."""
-        return self.streams_to
+        """The device on which the weights are bound."""
+        return self.bound_device
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """In which they compute."""
-        return self.streams_as
+        """The dtype of the weights that are bound."""
+        return self.bound_dtype
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise StreamedModelError(
@@ -59,6 +68,11 @@ class Unbound(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
+        """Run a function of torch on such parameters, unless it changes one.
+
+        Raises:
+            UnsupportedModelError: it does.
+        """
         kwargs = kwargs or {}
         for target in _targets(function, args, kwargs):
             raise UnsupportedModelError(
@@ -67,6 +81,8 @@ class Unbound(nn.Parameter):
 
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)
+
+        # An alias is such a parameter itself: else whoever has it could change it.
         if function in ALIASES:
             result.__class__ = type(args[0])
             result.__dict__ = dict(vars(args[0]))
@@ -75,9 +91,9 @@ class Unbound(nn.Parameter):
 
 
 class Guarded(Unbound):
-    """Of a layer whose modules are nodes of their own: nobody else may compute with it.
+    """A parameter of a layer whose modules are nodes of their own. Nobody but its module may compute with it.
 
-    Torch does not refuse it: some products with a tensor on meta read whatever lies at address 0.
+    Torch does not refuse that: some products with a tensor on meta read whatever lies at address 0.
     """
 
     @classmethod
@@ -88,6 +104,12 @@ class Guarded(Unbound):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
+        """Run a function of torch on such parameters, unless it computes with one.
+
+        Raises:
+            UnsupportedModelError: it does.
+        """
+        # A function of such parameters alone may look at their shapes, or give views of them.
         if all(isinstance(x, Unbound) for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)):
             result = super().__torch_function__(function, types, args, kwargs)
             if not torch.is_tensor(result) or isinstance(result, Unbound) or function in HARMLESS:
@@ -100,16 +122,24 @@ class Guarded(Unbound):
 
 
 def make_unbound(parameter: Tensor, device: torch.device, dtype: torch.dtype, name: str) -> None:
-    """Turn a parameter on meta into one, in place."""
+    """Turn a parameter on meta into an unbound one, in place.
+
+    Args:
+        parameter: the parameter.
+        device: the device on which its weights are bound.
+        dtype: the dtype of its weights then.
+        name: its name in the model.
+    """
     parameter.__class__ = Unbound
     unbound = cast("Unbound", parameter)
-    unbound.streams_to = device
-    unbound.streams_as = dtype
+    unbound.bound_device = device
+    unbound.bound_dtype = dtype
     unbound.full_name = name
 
 
 def _targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Unbound]:  # noqa: ANN401
-    """What a function of torch writes into."""
+    """The unbound parameters that a function of torch writes into."""
+    # By torch's own convention, the name of a function that changes its first argument ends with one underscore.
     name = str(getattr(function, "__name__", ""))
     is_in_place = name.endswith("_") and not name.endswith("__") and name not in KEEPING
     first = (args or tuple(kwargs.values()))[:1]
@@ -119,10 +149,10 @@ def _targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
 
 @contextmanager
 def refused_outside(model: nn.Module) -> Iterator[None]:
-    """Round a forward of the model.
+    """Run a forward of the model inside.
 
     Raises:
-        UnsupportedModelError: it computes with a weight where that is not bound, past the module that owns it.
+        UnsupportedModelError: it computes with a weight past the module that owns it, where that is not bound.
     """
     try:
         yield

@@ -1,10 +1,10 @@
 """Weights that a forward must leave as they are: the optimizer alone changes them.
 
-What a forward writes into its weights goes into a slot, or into the home of a unit on the GPU, from where it may or may
-not reach the state: what comes of it would depend on the tiers. So it is refused, whatever way it takes. A change that
-torch knows of bumps the weight's version. One past it (by `.data`, by a kernel) is found by sums over the bits, which
+If a forward writes into its weights, that goes into a slot, or into the home of a unit on the GPU. From there it may or
+may not reach the state, so the result would depend on the tiers. So every such change is refused. If torch knows of it,
+the weight's version has gone up. A change past torch (by `.data`, by a kernel) is found by sums over the bits. These
 are taken in a module's first forwards only, since the host waits for them. A write of the bits that were there already
-is none: Gemma 3n clamps weights that are small enough.
+is no change: Gemma 3n clamps weights that are small enough.
 """
 
 from __future__ import annotations
@@ -27,18 +27,25 @@ class Unchanged:
     """The weights of one forward, as they were before."""
 
     def __init__(self, names: Sequence[str], leaves: Sequence[Tensor], *, by_bits: bool) -> None:
-        """Names and weights, in the same order; whether to take sums too."""
+        """Note what the weights are.
+
+        Args:
+            names: the names of the weights.
+            leaves: the weights, in the same order.
+            by_bits: take sums over their bits as well.
+        """
         self._names = names
         self._leaves = leaves
         self._versions = [leaf._version for leaf in leaves]
         self._sums = _sums(leaves) if by_bits else None
 
     def check(self, module_name: str) -> bool:
-        """After the forward: whether it wrote into a weight what was there already.
+        """Look at the weights after the forward; returns whether it wrote into one what was there already.
 
         Raises:
             UnsupportedModelError: it changed one of them.
         """
+        # With sums, a weight that was written is forgiven if its bits are the same.
         written = [a != b._version for a, b in zip(self._versions, self._leaves, strict=True)]
         changed = written if self._sums is None else (_sums(self._leaves) != self._sums).tolist()
         for name, is_changed in zip(self._names, changed, strict=True):
@@ -48,23 +55,25 @@ class Unchanged:
 
 
 def check_evaluates(model: PreTrainedModel) -> None:
-    """Before a run that will be evaluated: RWKV halves weights of its upper layers when it is.
+    """Check that an evaluation will not change weights.
 
     Raises:
         UnsupportedModelError: it would.
     """
+    # RWKV halves the weights of its upper layers in an evaluation.
     for name, module in model.named_modules():
         if hasattr(module, "layers_are_rescaled") and model.config.rescale_every > 0:
             raise UnsupportedModelError(f"{name} would change weights in place in an evaluation. {REMEDY}")
 
 
 def refused(module_name: str, name: str) -> UnsupportedModelError:
-    """What to raise when a module's forward changes a weight."""
+    """Make the error of a module whose forward changes a weight."""
     return UnsupportedModelError(f"{module_name} changes the weight {name} in its forward. {REMEDY}")
 
 
 def _sums(leaves: Sequence[Tensor]) -> Tensor:
-    """A sum over each one's bits, int64 [len(leaves)]; it wraps round, and has no order."""
+    """A sum over the bits of each leaf, int64 [len(leaves)]."""
+    # Sums of integers wrap, so they do not depend on their order.
     sums = []
     for leaf in leaves:
         flat = leaf.data.view(-1)
