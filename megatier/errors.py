@@ -39,7 +39,8 @@ class CapacityError(MegatierError):
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
         self.remedy = remedy
-        super().__init__(f"tier {tier} is full: needs {mib(needed_bytes)}, {mib(free_bytes)} free. {remedy}")
+        full = f"tier {tier} is full" if tier in TIERS else f"there is no room for {tier}"
+        super().__init__(f"{full}: needs {mib(needed_bytes)}, {mib(free_bytes)} free. {remedy}")
 
 
 class BlockNotFoundError(MegatierError, KeyError):
@@ -62,6 +63,8 @@ class LastCopyError(MegatierError):
     """The operation would drop the only copy of a block."""
 
 
+TIERS = ("gpu", "ram", "nvme")
+"""Names that a message calls a tier. Whatever else has no room, or fails, is named as it is."""
 _GONE = "The drive is gone; check that it is connected and mounted (dmesg, lsblk)."
 REMEDIES = {
     errno.ENOSPC: "Free space on this drive, or name another one.",
@@ -85,7 +88,8 @@ class TransferError(MegatierError, OSError):
         self.offset = offset
         reason = os.strerror(code) if code else "the device ended early"
         remedy = REMEDIES.get(code, f"Check {path} and its drive.")
-        super().__init__(code, f"{what} failed on tier {tier}, {path} at byte {offset}: {reason}. {remedy}")
+        place = f"on tier {tier}, {path}" if tier in TIERS else f"in {path}"
+        super().__init__(code, f"{what} failed {place} at byte {offset}: {reason}. {remedy}")
 
     def __str__(self) -> str:
         """Return the sentence alone. The errno is a field."""
@@ -118,7 +122,7 @@ class DamagedCheckpointError(CheckpointError):
     def __init__(self, path: str, what: str) -> None:
         """Name the file and say what is wrong with it."""
         self.reason = f"{path} {what}."
-        super().__init__(f"{self.reason} Move this checkpoint away, and the one before it is used.")
+        super().__init__(f"{self.reason} Move this checkpoint away; then the one before it is used.")
 
 
 class SavepointError(CheckpointError):

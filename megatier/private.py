@@ -225,6 +225,6 @@ def _unusable(directory: Path, error: OSError) -> ConfigError:
 def _refused(path: Path, reason: str) -> ConfigError:
     """Return the error that refuses a directory or file, and says what to do."""
     return ConfigError(
-        f"cannot use {path}: {reason}. A run uses only what is its user's alone: look at it and remove it, or name "
-        "another directory, on a file system that keeps owners and modes."
+        f"cannot use {path}: {reason}. A run uses only files that belong to its user alone. Look at it and remove it, "
+        "or name another directory, on a file system that keeps owners and modes."
     )

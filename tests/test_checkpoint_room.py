@@ -48,8 +48,12 @@ def test_needed_bytes_are_those_of_the_fullest_moment(
 @pytest.mark.parametrize(
     ("free", "num_kept", "words"),
     [
-        (EXPORT - 1, 2, r"the export in \S+ is full: needs 200 B, 199 B free"),
-        (3 * SIZE - 1, 2, r"3 checkpoints in \S+/checkpoints is full: .* set a smaller output.keep_checkpoints"),
+        (EXPORT - 1, 2, r"there is no room for the export in \S+: needs 200 B, 199 B free"),
+        (
+            3 * SIZE - 1,
+            2,
+            r"there is no room for 3 checkpoints in \S+/checkpoints: .* set a smaller output.keep_checkpoints",
+        ),
     ],
 )
 def test_check_says_what_does_not_fit(

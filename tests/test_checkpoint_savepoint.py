@@ -288,10 +288,10 @@ def refuse(*_: object, **__: object) -> None:
 FAULTS: dict[str, tuple[Any, str, Any, str]] = {
     "full": (chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY), "Free space on this drive"),
     "block files": (os, "fsync", refuse, "synchronising failed on tier nvme.*Check the drive"),
-    "folder": (durable, "sync_tree", refuse, "writing a savepoint failed on tier disk.*Check the drive"),
-    "name": (Path, "rename", refuse, "writing a savepoint failed on tier disk.*Check the drive"),
+    "folder": (durable, "sync_tree", refuse, "writing a savepoint failed in .*Check the drive"),
+    "name": (Path, "rename", refuse, "writing a savepoint failed in .*Check the drive"),
     "mark": (PrivateDirectory, "mark", refuse, "marking failed on tier nvme.*Check the drive"),
-    "manifest": (json, "dumps", refuse, "writing a savepoint failed on tier disk"),
+    "manifest": (json, "dumps", refuse, "writing a savepoint failed in "),
 }
 
 
@@ -353,7 +353,7 @@ def test_room_that_is_short_is_refused_with_figures(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     assert main(command(tmp_path, settings_of(tmp_path, SPREAD, **{"output.export": False}))) == 2
-    assert re.search(r"2 savepoints in \S+ is full: needs .* KiB, 1000 B free", capsys.readouterr().err)
+    assert re.search(r"there is no room for 2 savepoints in \S+: needs .* KiB, 1000 B free", capsys.readouterr().err)
 
 
 # ---------------------------------------------------------------------- what is refused

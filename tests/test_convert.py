@@ -239,7 +239,7 @@ def test_convert_deepspeed_other_optimizer_leaves_its_settings(tmp_path: Path) -
         ("just words", "holds no settings by name"),
         ("{]", "is no valid JSON: Expecting property name enclosed in double quotes: line 1 column 2"),
         ("a: [", "is no valid YAML"),
-        ("foo: 1\nbar: 2\n", "no config that is known here, which are MegaTrain's YAML"),
+        ("foo: 1\nbar: 2\n", "no config that `megatier convert` reads. It must be MegaTrain's YAML"),
         ("model: {path: a}\ntrain: {steps: 3}\n", "is a config of megatier already; `megatier config show"),
         ("training: 3\nmodel: {name: a}\n", "training is a section"),
         ("training: {batch_size: many}\n", "training.batch_size is many; it must be a number"),
@@ -247,7 +247,7 @@ def test_convert_deepspeed_other_optimizer_leaves_its_settings(tmp_path: Path) -
         ("training: {batch_size: 2.5}\n", "it must be a whole number"),
         ("training: {learning_rate: .nan}\n", "training.learning_rate is NaN; it must be a number"),
         ("training: {}\nmodel: {dtype: int8}\n", "model.dtype is int8; it must be one of bfloat16, float16, float32"),
-        ('{"train_batch_size": 1, "train_batch_size": 2}', "train_batch_size stands there twice"),
+        ('{"train_batch_size": 1, "train_batch_size": 2}', "train_batch_size is given twice"),
         ({"train_batch_size": True}, "train_batch_size is true; it must be a number"),
         ('{"train_batch_size": 1' + "0" * 400 + "}", "it must be a number"),
         (

@@ -57,8 +57,8 @@ def checkpoints(folder: Path) -> list[str]:
 
 def refusal(run: Path, code: int, remedy: str) -> str:
     """Pattern of the message that ends a run whose checkpoint is refused."""
-    where = rf"tier disk, {run}/checkpoints\S* at byte \d+"
-    return rf"megatier: error: \w+ a checkpoint failed on {where}: {os.strerror(code)}\. {remedy}.*\n"
+    where = rf"in {run}/checkpoints\S* at byte \d+"
+    return rf"megatier: error: \w+ a checkpoint failed {where}: {os.strerror(code)}\. {remedy}.*\n"
 
 
 def test_train_checkpoint_on_a_drive_that_fills_up_ends_the_run_which_goes_on_once_there_is_room(

@@ -126,7 +126,5 @@ def test_write_trace_gives_one_named_track_per_lane(tmp_path: Path) -> None:
 
 
 def test_write_trace_where_it_cannot_be_written_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(
-        TransferError, match=r"writing the trace failed on tier disk, .*none/trace\.json .*: No such file"
-    ):
+    with pytest.raises(TransferError, match=r"writing the trace failed in .*none/trace\.json .*: No such file"):
         write_trace(tmp_path / "none" / "trace.json", [])

@@ -146,7 +146,7 @@ def test_history_without_records_is_empty(tmp_path: Path) -> None:
 def test_history_with_a_damaged_line_is_refused_and_names_it(line: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(json.dumps(STEP).encode() + b"\n" + line.encode("utf-8", "surrogateescape") + b"\n")
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2: no record of a run\. Take that line out"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2: this is no record of a run\. Remove that line"):
         read_history(path)
 
 

@@ -136,7 +136,7 @@ def test_resume_of_a_whole_run_is_refused_and_leaves_its_records(
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     assert main(["resume", str(tmp_path / "run")]) == 2
     assert main(["resume", str(tmp_path / "run"), "--train.steps=9", "--accept-changes"]) == 2
-    assert "run holds a whole run: model is there" in capsys.readouterr().err
+    assert "run holds a finished run: model is there" in capsys.readouterr().err
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
@@ -169,7 +169,7 @@ def test_resume_drops_damaged_lines_of_the_log_and_says_which(
     path.write_bytes(first + b"\0" * 9 + b"\n" + b"".join(rest) + b'{"step": 3, "lo')
     capsys.readouterr()
     assert main(["report", str(stopped)]) == 2
-    assert "metrics.jsonl, line 2: no record of a run. Take that line out" in capsys.readouterr().err
+    assert "metrics.jsonl, line 2: this is no record of a run. Remove that line" in capsys.readouterr().err
     assert main(["resume", str(stopped)]) == 0
     text = capsys.readouterr().out
     for number in (2, whole.count(b"\n") + 2):

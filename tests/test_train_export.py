@@ -206,7 +206,7 @@ def test_export_of_a_damaged_checkpoint_says_what_and_leaves_nothing(
     apply(last / name)
     error = refused(run, tmp_path / "out", capsys)
     assert f"{last / name} {words}" in error
-    assert "Move this checkpoint away, and the one before it is used." in error
+    assert "Move this checkpoint away; then the one before it is used." in error
     last.rename(tmp_path / "away")
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
 
@@ -230,7 +230,7 @@ def test_export_of_a_state_that_no_run_wrote_is_refused(
     path = run / "checkpoints" / "step-00000002" / "zarr.json"
     stored = path.read_text()
     for config, words in (
-        ({"train": 3}, "a section that is none"),
+        ({"train": 3}, "its config has a section without settings"),
         ({"trainn": {}}, "did you mean train"),
         (3, "damaged"),
     ):

@@ -223,7 +223,7 @@ def test_run_whose_export_has_no_room_is_refused_before_it_trains(
 ) -> None:
     free_bytes(monkeypatch, tmp_path, 90_000)
     assert main(command(tmp_path)) == 2
-    words = r"tier the export in \S+/run is full: needs 9\d\.\d KiB, 87\.9 KiB free\. Free space there, or name another"
+    words = r"no room for the export in \S+/run: needs 9\d\.\d KiB, 87\.9 KiB free\. Free space there, or name another"
     found = capsys.readouterr()
     assert re.search(words, found.err), found.err
     assert "step 1" not in found.out

@@ -208,7 +208,10 @@ def _read_root(path: Path) -> tuple[dict[str, Any], Manifest | None]:
     found = read_json(file).get("attributes", {})
     found = found.get("megatier") if isinstance(found, dict) else None
     if not isinstance(found, dict) or found.get("format") not in (FORMAT, UNBOUND_FORMAT):
-        raise CheckpointError(f"{path} is no checkpoint that this version of megatier reads (format {FORMAT}).")
+        raise CheckpointError(
+            f"{path} is no checkpoint that this version of megatier reads (format {FORMAT}). Use the version that "
+            "wrote it."
+        )
 
     # The arrays' groups say too that there is a manifest. If they do and this file does not, it is that of an older
     # checkpoint, which a lost or misdirected write has left here.
@@ -222,7 +225,7 @@ def _read_root(path: Path) -> tuple[dict[str, Any], Manifest | None]:
         raise DamagedCheckpointError(str(file), "is of an older checkpoint than the arrays beside it")
 
     if not isinstance(state, dict) or found.get("digest") != digest_of(digested):
-        raise CheckpointError(f"{file} is damaged: its digest is not that of its state.")
+        raise DamagedCheckpointError(str(file), "is damaged: its digest is not that of its state")
 
     # A checkpoint that is not whole yet has a hidden name, which says no step.
     if manifest is not None and NAME.fullmatch(path.name) and manifest.step != step_of(path):
@@ -353,7 +356,8 @@ def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:
     for key, value in expected.items():
         if found.get(key) != value:
             raise CheckpointError(
-                f"{folder}: {key} is {str(found.get(key))[:200]}; this run's model and format ask for {value}."
+                f"{folder}: {key} is {str(found.get(key))[:200]}; this run's model and format ask for {value}. Use the "
+                "model that the checkpoint was made of, or another checkpoint."
             )
     return grid
 

@@ -62,12 +62,16 @@ class RunDirectory:
         self._resumes = resumes
         self._is_new = not self.path.exists()
         if resumes and not (self.path / CONFIG_FILE).is_file():
-            raise ConfigError(f"{self.path} holds no run to go on with: {CONFIG_FILE} is missing.")
+            raise ConfigError(
+                f"{self.path} holds no run to go on with: {CONFIG_FILE} is missing. Give the output.directory of a run."
+            )
 
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"output.directory: cannot create {self.path.parent}: {error.strerror}.") from error
+            raise ConfigError(
+                f"output.directory: cannot create {self.path.parent}: {error.strerror}. Name another directory."
+            ) from error
 
         self._lock = lock_directory(self.path)
         try:
@@ -135,7 +139,10 @@ class RunDirectory:
         try:
             replace_file(self.path / name, text.encode())
         except OSError as error:
-            raise ConfigError(f"output.directory: cannot write to {self.path}: {error.strerror}.") from error
+            raise ConfigError(
+                f"output.directory: cannot write to {self.path}: {error.strerror}. Check the drive and your rights "
+                "there."
+            ) from error
 
     def __enter__(self) -> Self:
         return self

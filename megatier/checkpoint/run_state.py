@@ -101,7 +101,7 @@ class RunState:
             if type(stored.get(name)) is not kind:
                 raise CheckpointError(f"the checkpoint is damaged: {name} is {str(stored.get(name))[:100]!r}.")
         if not all(isinstance(settings, dict) for settings in stored["config"].values()):
-            raise CheckpointError("the checkpoint is damaged: its config has a section that is none.")
+            raise CheckpointError("the checkpoint is damaged: its config has a section without settings.")
 
         if stored["step"] < 0:
             raise CheckpointError(f"the checkpoint is damaged: step is {stored['step']}.")
@@ -138,8 +138,8 @@ class RunState:
         """
         if refused := [change for change in changes if change not in accepted]:
             raise ConfigError(
-                f"the numbers of this run would change after step {self.step}: {'; '.join(refused)}. Go on as before, "
-                "or add --accept-changes."
+                f"the numbers of this run would change after step {self.step}: {'; '.join(refused)}. Go on with "
+                "what it was, or add --accept-changes."
             )
 
     def changes_of_tiers(self, config: RunConfig) -> list[str]:
@@ -159,9 +159,10 @@ class RunState:
         """
         # Older checkpoints noted less, so only what they noted is compared.
         if {name: found.get(name) for name in self.text} != self.text:
+            count, before = found["num_tokens"], self.text.get("num_tokens")
+            what = f"it has {count} tokens to train on instead of {before}" if count != before else "its tokens differ"
             raise DataError(
-                f"the text is not that of the checkpoint ({found['num_tokens']} tokens to train on instead of "
-                f"{self.text.get('num_tokens')}, or others). Bring the old text back, or add --accept-changes."
+                f"the text is not that of the checkpoint: {what}. Bring the old text back, or add --accept-changes."
             )
 
     def set_random(self, device: torch.device) -> None:
@@ -200,7 +201,9 @@ def write_numbers(path: Path, config: RunConfig, origin: Mapping[str, str]) -> N
     try:
         replace_file(path, json.dumps({**note, "digest": digest_of(note)}).encode())
     except OSError as error:
-        raise ConfigError(f"output.directory: cannot write {path}: {error.strerror}.") from error
+        raise ConfigError(
+            f"output.directory: cannot write {path}: {error.strerror}. Check the drive and your rights there."
+        ) from error
 
 
 def check_numbers(path: Path, config: RunConfig, *, accepts_changes: bool) -> list[str]:
@@ -230,8 +233,8 @@ def check_numbers(path: Path, config: RunConfig, *, accepts_changes: bool) -> li
     changes = [f"{path.name} is damaged"] if note is None else list(_differences(note["config"], now))
     if changes and not accepts_changes:
         raise ConfigError(
-            f"these are not the numbers that {path.parent} began with: {'; '.join(changes)}. Set config.yaml there as "
-            "it was, or add --accept-changes to begin with what it says now."
+            f"these are not the numbers that {path.parent} began with: {'; '.join(changes)}. Set them in its "
+            "config.yaml as they were, or add --accept-changes to begin again with the new ones."
         )
 
     return changes

@@ -268,7 +268,10 @@ def _read_manifest(path: Path) -> tuple[RunState, str, dict[str, int], Manifest 
     """
     stored = read_json(path)
     if stored.get("format") not in (FORMAT, UNBOUND_FORMAT):
-        raise CheckpointError(f"{path} is no savepoint that this version of megatier reads (format {FORMAT}).")
+        raise CheckpointError(
+            f"{path} is no savepoint that this version of megatier reads (format {FORMAT}). Use the version that wrote "
+            "it."
+        )
 
     # The digest covers what the format has, so an older one is read with its own fields.
     fields = FIELDS if stored["format"] == UNBOUND_FORMAT else FIELDS | {"manifest": dict}

@@ -32,7 +32,10 @@ def run(argv: Sequence[str]) -> int:
     options, overrides = parser.parse_known_args(argv)
     path = options.directory / CONFIG_FILE
     if not path.is_file():
-        raise ConfigError(f"{options.directory} holds no run to go on with: {CONFIG_FILE} is missing.")
+        raise ConfigError(
+            f"{options.directory} holds no run to go on with: {CONFIG_FILE} is missing. Give the output.directory of "
+            "a run."
+        )
 
     # The directory may have been moved since the config was written into it.
     words = [*overrides, f"--output.directory={options.directory}"]

@@ -219,7 +219,7 @@ def _take_model_config(overrides: Sequence[str], tree: dict[str, dict[str, Any]]
 
         # The value stands after an equals sign, or is the next word.
         if not equals and (not words or words[0].startswith("--")):
-            raise ConfigError(f"{name} has no value.")
+            raise ConfigError(f"{name} has no value. Write it as {name} VALUE.")
 
         *parents, leaf = name.split(".")
         target: dict[str, Any] = tree

@@ -28,7 +28,7 @@ YAML_CHARACTERS_MAX = 4 << 20
 YAML_EVENTS_MAX = 2 * YAML_VALUES_MAX
 """Most events of a document: a list is two, because it begins and ends."""
 TOO_MUCH = (
-    f"more than {YAML_VALUES_MAX} values, {YAML_CHARACTERS_MAX} characters, or {YAML_DEPTH_MAX} values in one another"
+    f"it has more than {YAML_VALUES_MAX} values, {YAML_CHARACTERS_MAX} characters, or {YAML_DEPTH_MAX} nested levels"
 )
 BYTE_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
@@ -105,7 +105,7 @@ def read_text_of(path: Path) -> str:
     try:
         return read_input(path, YAML_BYTES_MAX, ConfigError, pipes=True).decode("utf-8")
     except FileNotFoundError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror}. Check its name.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is no valid YAML: {error.reason} at byte {error.start}.") from error
 

@@ -123,7 +123,7 @@ class Conversion:
     def refused(self, key: str, bound: str) -> ConfigError:
         """The error of a value that makes no sense."""
         found = _written(self._waiting.get(key))
-        return ConfigError(f"{self.source}: {key} is {found}; it must be {bound}. Mend it there, or take it out.")
+        return ConfigError(f"{self.source}: {key} is {found}; it must be {bound}. Change it there, or remove it.")
 
     # ------------------------------------------------------------------ findings
 

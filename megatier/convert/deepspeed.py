@@ -137,7 +137,7 @@ def _batch(made: Conversion) -> None:
     if whole and whole % ((micro or 1) * (passes or 1)):
         raise ConfigError(
             f"{made.source}: train_batch_size is {whole}, no multiple of train_micro_batch_size_per_gpu ({micro or 1}) "
-            f"times gradient_accumulation_steps ({passes or 1}). Mend one of them."
+            f"times gradient_accumulation_steps ({passes or 1}). Change one of them."
         )
     batch = whole or (micro * (passes or 1) if micro else None)
     if made.has(names[0]) and batch is not None:
@@ -162,7 +162,7 @@ def _precision(made: Conversion) -> None:
     bf16, fp16 = made.flag(name), made.flag("fp16.enabled")
     is_open = made.has(name) and bf16 is None, made.has("fp16.enabled") and fp16 is None
     if bf16 and fp16:
-        raise ConfigError(f"{made.source}: bf16 and fp16 are both enabled. Take one of them out.")
+        raise ConfigError(f"{made.source}: bf16 and fp16 are both enabled. Disable one of them.")
     if bf16:
         made.carry(name, {"model.compute_dtype": "bf16"})
     elif fp16:

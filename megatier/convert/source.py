@@ -46,7 +46,7 @@ def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Callable[[Con
         return "DeepSpeed", deepspeed.convert
     if tree.keys() & SECTIONS.keys() and not tree.keys() - SECTIONS.keys():
         raise ConfigError(f"{path} is a config of megatier already; `megatier config show {path}` shows all of it.")
-    raise ConfigError(f"{path} is no config that is known here, which are {KINDS}.")
+    raise ConfigError(f"{path} is no config that `megatier convert` reads. It must be {KINDS}.")
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -71,6 +71,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, value in pairs:
         if name in tree:
-            raise ConfigError(f"{name} stands there twice. Take one of them out.")
+            raise ConfigError(f"{name} is given twice. Remove one of them.")
         tree[name] = value
     return tree

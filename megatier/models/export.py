@@ -75,7 +75,8 @@ def export(
         total = sum(outgoing.num_bytes.values())
         free = shutil.disk_usage(folder.parent).free
         if free < total:
-            raise CapacityError(str(folder.parent), total, free, "Free space on this disk, or export to another one.")
+            remedy = "Free space on this disk, or export to another one."
+            raise CapacityError(f"the export in {folder.parent}", total, free, remedy)
         partial.mkdir()
         for file_name, names in shards.items():
             outgoing.write_shard(partial / file_name, names, read)

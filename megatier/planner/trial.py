@@ -96,8 +96,8 @@ class Trial:
                 f"GPU memory for activations, next to {mib(arena)} of slots and state",
                 round(self.activations.peak),
                 max(0, round(self.gpu_bytes) - arena),
-                "This is an estimate. Lower tiers.gpu, the tokens of a group (train.groups) or of a slice "
-                "(train.slices), or model.saved_share, or set train.activations to offload.",
+                "This is an estimate. Lower tiers.gpu or model.saved_share, raise train.groups or train.slices, or set "
+                "train.activations to offload.",
             )
 
         return placement

@@ -182,7 +182,9 @@ def read_history(path: Path) -> History:
                     if not line.endswith(b"\n"):
                         history.is_cut = True
                         break
-                    raise ConfigError(f"{path}, line {number}: no record of a run. Take that line out.") from error
+                    raise ConfigError(
+                        f"{path}, line {number}: this is no record of a run. Remove that line."
+                    ) from error
     except OSError as error:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}. Give the directory of a run that has begun."

@@ -84,7 +84,7 @@ class Start:
             )
             if self.state is None:
                 remedy = "It has no checkpoint to go on from: train its model in another run, with model.path."
-            raise ConfigError(f"{self.directory} holds a whole run: {MODEL_FOLDER} is there. {remedy}")
+            raise ConfigError(f"{self.directory} holds a finished run: {MODEL_FOLDER} is there. {remedy}")
 
         if self.state is None:
             say(console, "There is no checkpoint yet, so the run begins again.")
