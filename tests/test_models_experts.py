@@ -103,7 +103,7 @@ def test_experts_of_an_implementation_that_does_not_skip_are_refused() -> None:
 def test_parameter_of_a_module_round_the_experts_is_refused(where: str) -> None:
     model = skeleton("qwen3_moe")
     model.get_submodule(where).register_parameter("scale", nn.Parameter(torch.ones(1, device="meta")))
-    with pytest.raises(UnsupportedModelError, match=rf"{where}\.scale belongs to a module round the experts"):
+    with pytest.raises(UnsupportedModelError, match=rf"{where}\.scale belongs to a module around the experts"):
         cut_units(model, 2)
 
 

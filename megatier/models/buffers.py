@@ -1,8 +1,8 @@
 """Buffers with their values in a model without weights: what its constructor gives them, and its initialisation.
 
-A model is built on meta. What a constructor computes there is lost, and Hugging Face's initialisation sets again only
-some of it: not the constants of Apertus' activation. So whatever a constructor fills with values is real, on the CPU,
-and only what becomes a parameter goes to meta.
+A model is built on meta. What a constructor computes there is lost, and Hugging Face's initialisation sets only some of
+it again: not the constants of Apertus' activation. So whatever a constructor fills with values is real, on the CPU, and
+only what becomes a parameter goes to meta.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from transformers import PreTrainedModel
 from megatier.errors import UnsupportedModelError
 
 MOST_ELEMENTS = 1 << 24
-"""Of a tensor that a constructor makes for real: 64 MiB in fp32. A larger one is a parameter, or a mask."""
+"""Elements of a tensor that a constructor makes for real, at most: 64 MiB in fp32. A larger one is a parameter, or a
+mask."""
 
 MOST_KEPT = 1 << 16
-"""Elements of a parameter's value that is kept: of a gate, a scale, a norm."""
+"""Elements of a parameter whose value is kept, at most: of a gate, a scale, a norm."""
 
 FILLING = frozenset(
     {
@@ -46,14 +47,14 @@ FILLING = frozenset(
         torch.zeros,
     }
 )
-"""What makes a tensor with values in it. What `torch.empty` makes has none, so that nothing is lost on meta."""
+"""Functions that make a tensor with values in it. What `torch.empty` makes has none, so nothing is lost on meta."""
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Inside, modules are built with parameters on meta, and with what they compute besides on the CPU.
+    """Inside, modules are built with parameters on meta, and with everything else that they compute on the CPU.
 
-    Random values are always the same; the random state outside is left alone.
+    Random values are always the same, and the random state outside is left alone.
     """
     with torch.random.fork_rng(devices=[]), torch.device("meta"), _Filled():
         torch.manual_seed(0)
@@ -65,16 +66,17 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def constructed_value(parameter: Tensor) -> Tensor | None:
-    """What a constructor filled a parameter with, where that was kept: its initial value if nothing sets another."""
+    """Return the value that a constructor gave a parameter, if it was kept; it holds if nothing sets another one."""
     return getattr(parameter, "constructed", None)
 
 
 def initialise_buffers(model: PreTrainedModel) -> None:
-    """Give every buffer its value: Hugging Face's own initialisation sets them, and passes over meta parameters.
+    """Give every buffer its value by Hugging Face's own initialisation, which passes over meta parameters.
 
     Raises:
-        UnsupportedModelError: one has no value from its constructor, and the initialisation leaves it unset.
+        UnsupportedModelError: a buffer has no value from its constructor, and the initialisation leaves it unset.
     """
+    # Filled with values that no initialisation leaves behind, so that a buffer that nothing sets shows.
     unset: dict[str, Tensor] = {}
     for module_name, module in model.named_modules():
         for leaf, buffer in module._buffers.items():
@@ -105,6 +107,7 @@ class _Filled(TorchFunctionMode):
         made = function(*args, **(kwargs or {}))
         if function not in FILLING or not made.is_meta or (kwargs or {}).get("device") is not None:
             return made
+
         # Hugging Face finds out by `torch.tensor([])` that a model is built on meta.
         if not 0 < made.numel() <= MOST_ELEMENTS:
             return made
@@ -113,7 +116,7 @@ class _Filled(TorchFunctionMode):
 
 
 def _to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-    """What is registered in place of a parameter; a small one's value stays with it."""
+    """Return what is registered in place of a parameter; a small one's value stays with it."""
     if parameter is None or parameter.is_meta:
         return parameter
     placed = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
@@ -125,7 +128,7 @@ def _to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> 
 
 
 def _unset(buffer: Tensor) -> Tensor:
-    """Fill it with what no initialisation leaves behind."""
+    """Fill a buffer with values that no initialisation leaves behind."""
     if buffer.is_floating_point() or buffer.is_complex():
         return buffer.fill_(float("nan"))
     if buffer.dtype is torch.bool:
@@ -135,6 +138,7 @@ def _unset(buffer: Tensor) -> Tensor:
 
 
 def _is_unset(buffer: Tensor) -> Tensor:
+    """Return where a buffer still has such values."""
     if buffer.is_floating_point() or buffer.is_complex():
         return buffer.isnan()
     return buffer.view(torch.uint8) == 2 if buffer.dtype is torch.bool else buffer == torch.iinfo(buffer.dtype).min

@@ -1,8 +1,8 @@
-"""How a model's tensors are spread over the tensors of a Hugging Face checkpoint.
+"""How a model's tensors are spread over the stored tensors of a folder in Hugging Face's format.
 
 The names differ (prefixes, renamed modules), and so do the tensors: transformers holds the experts of a layer in one
-parameter where the hub has a tensor per expert. transformers lists the operations; here they are applied not to
-tensors but to runs of elements, so that nothing is ever loaded to find out where it belongs.
+parameter, and the hub has a tensor for each expert. transformers lists the operations. Here they are applied not to
+tensors but to runs of elements, so nothing is ever loaded to find out where it belongs.
 """
 
 from __future__ import annotations
@@ -40,26 +40,27 @@ class TensorRun:
     start: int
     num_elements: int
     num_columns: int = 0
-    """Of the matrix that they are, where it is read column by column; 0: they are read as they lie."""
+    """Columns of the matrix that they are, if it is read column by column; 0: they are read as they lie."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A tensor put together from runs, in the order of its own elements."""
+    """A tensor that is put together from runs, in the order of its own elements."""
 
     shape: Shape
     runs: tuple[TensorRun, ...]
 
 
 def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, Assembly]:
-    """Find out what the tensors of a checkpoint make up.
+    """Find out what a folder's stored tensors make up.
 
     Args:
-        model: names and shapes of its parameters and persistent buffers decide about prefixes.
-        stored: shapes by name in the checkpoint.
+        model: the skeleton; names and shapes of its parameters and persistent buffers decide about prefixes.
+        stored: shapes of the stored tensors by name.
 
     Returns:
-        The tensors that result, by the name they have in the model. Names that the model does not know are among them.
+        The tensors that result, by the names that they have in the model. Names that the model does not know are among
+        them.
 
     Raises:
         UnsupportedModelError: a tensor needs an operation that is no rearrangement of whole runs, or shapes disagree.
@@ -68,12 +69,16 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, A
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+
     state = model.state_dict(keep_vars=True)
     assemblies: dict[str, Assembly] = {}
     parts: defaultdict[str, defaultdict[str, list[Assembly]]] = defaultdict(lambda: defaultdict(list))
 
+    # In the order of numbers, because experts are joined in the order in which they come.
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+
+        # A renaming for older files may also match a name that is right as it is.
         if target not in state and name in state:
             target = name
             pattern = None
@@ -84,7 +89,7 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, A
         elif target not in assemblies:
             assemblies[target] = whole
         else:
-            raise UnsupportedModelError(f"{target}: two tensors of the checkpoint claim to be it; one is {name}.")
+            raise UnsupportedModelError(f"{target}: two stored tensors claim to be it; one is {name}.")
 
     for target, by_pattern in parts.items():
         expected = tuple(state[target].shape) if target in state else None
@@ -94,9 +99,10 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, A
 
 
 def hub_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Assembly]:
-    """The tensors to write, each as runs of the model's own, so that `from_pretrained` loads them back.
+    """Return the tensors to write, each as runs of the model's own, so that `from_pretrained` loads them back.
 
-    The hub's layout where it is a rearrangement of runs, else the model's own names, which transformers also reads.
+    This is the hub's layout if it is a rearrangement of runs, else the model's own names, which transformers also
+    reads.
 
     Args:
         model: the skeleton.
@@ -113,15 +119,16 @@ def hub_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[st
         except UnsupportedModelError:
             continue
 
+        # Tried by reading it back: a layout that does not give the model's own tensors again would be of no use.
         made = {name: assembly.shape for name, assembly in assemblies.items()}
         if made == {name: tuple(tensor.shape) for name, tensor in own.items()}:
             return _inverted(assemblies, shapes)
 
-    raise UnsupportedModelError(f"{type(model).__name__}: no checkpoint layout is known that loads back unchanged.")
+    raise UnsupportedModelError(f"{type(model).__name__}: no layout of its files is known that loads back unchanged.")
 
 
 def taken(assembly: Assembly, start: int, num_elements: int) -> tuple[TensorRun, ...]:
-    """The runs of some consecutive elements of a tensor."""
+    """Return the runs of some consecutive elements of a tensor."""
     feed = deque(assembly.runs)
     for _ in _take(feed, start):
         pass
@@ -131,9 +138,16 @@ def taken(assembly: Assembly, start: int, num_elements: int) -> tuple[TensorRun,
 def _converted(
     converter: WeightConverter, target: str, by_pattern: Mapping[str, list[Assembly]], expected: Shape | None
 ) -> dict[str, Assembly]:
-    """Apply a converter's operations; the names follow its target patterns, of which `target` contains the first.
+    """Apply a converter's operations.
 
-    Where the model expects the stored shape, an operation that looks at it changes nothing.
+    Args:
+        converter: says what transformers does with some stored tensors.
+        target: the name that results; it contains the first of the converter's target patterns, and the others follow.
+        by_pattern: the stored tensors, by the source pattern that they match.
+        expected: the shape that the model has. If that is stored, an operation that looks at it changes nothing.
+
+    Raises:
+        UnsupportedModelError: an operation is not known, or shapes do not fit.
     """
     lists = [by_pattern[pattern] for pattern in converter.source_patterns if pattern in by_pattern]
     for operation in converter.operations:
@@ -149,37 +163,40 @@ def _converted(
                 lists = [[_transpose(target, lists[0][0], operation.dim0, operation.dim1)]]
         else:
             raise UnsupportedModelError(
-                f"{target}: the checkpoint stores it in a form that only transformers can convert ({operation}). "
+                f"{target}: it is stored in a form that only transformers can convert ({operation}). "
                 "Load it with from_pretrained and save it with save_pretrained(save_original_format=False)."
             )
 
     patterns = converter.target_patterns
     if len(lists) != len(patterns):
-        raise UnsupportedModelError(f"{target}: parts of it are missing in the checkpoint.")
+        raise UnsupportedModelError(f"{target}: parts of it are missing in the files.")
     return {
         target.replace(patterns[0], pattern, 1): tensors[0] for pattern, tensors in zip(patterns, lists, strict=True)
     }
 
 
 def _stack(target: str, tensors: Sequence[Assembly], dim: int) -> Assembly:
+    """Join tensors along a new dimension."""
     unsqueezed = [Assembly((*t.shape[:dim], 1, *t.shape[dim:]), t.runs) for t in tensors]
     return _concatenate(target, unsqueezed, dim)
 
 
 def _concatenate(target: str, tensors: Sequence[Assembly], dim: int) -> Assembly:
+    """Join tensors along a dimension that they have."""
     shapes = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in tensors}
     if len(shapes) != 1 or any(dim >= len(tensor.shape) for tensor in tensors):
-        raise UnsupportedModelError(
-            f"{target}: the checkpoint's parts have different shapes, which do not fit together."
-        )
+        raise UnsupportedModelError(f"{target}: its stored parts have different shapes, which do not fit together.")
 
     first = tensors[0].shape
+
+    # Elements are taken from each tensor in turn, so many at a time as lie together below the dimension.
     feeds = [(deque(tensor.runs), math.prod(tensor.shape[dim:])) for tensor in tensors]
     runs = [run for _ in range(math.prod(first[:dim])) for feed, count in feeds for run in _take(feed, count)]
     return Assembly((*first[:dim], sum(tensor.shape[dim] for tensor in tensors), *first[dim + 1 :]), tuple(runs))
 
 
 def _chunk(target: str, tensor: Assembly, num_chunks: int, dim: int) -> list[Assembly]:
+    """Cut a tensor into equal parts along a dimension."""
     shape = tensor.shape
     if dim >= len(shape) or shape[dim] % num_chunks:
         raise UnsupportedModelError(f"{target}: shape {shape} cannot be cut into {num_chunks} equal parts.")
@@ -195,9 +212,12 @@ def _chunk(target: str, tensor: Assembly, num_chunks: int, dim: int) -> list[Ass
 
 
 def _transpose(target: str, tensor: Assembly, dim0: int, dim1: int) -> Assembly:
+    """Swap the last two dimensions of a tensor, by reading each matrix column by column."""
     *stack, rows, columns = tensor.shape
     feed = deque(tensor.runs)
     runs = list[TensorRun]()
+
+    # Only the last two can be swapped so, and only if each matrix is one run that is not transposed yet.
     if {dim0 % len(tensor.shape), dim1 % len(tensor.shape)} == {len(stack), len(stack) + 1}:
         for _ in range(math.prod(stack)):
             runs += [replace(run, num_columns=columns) for run in _take(feed, rows * columns) if not run.num_columns]
@@ -208,7 +228,7 @@ def _transpose(target: str, tensor: Assembly, dim0: int, dim1: int) -> Assembly:
 
 
 def _take(feed: deque[TensorRun], num_elements: int) -> Iterable[TensorRun]:
-    """Remove the next elements from the front of a sequence of runs."""
+    """Remove the next elements from the front of a sequence of runs, and yield them."""
     while num_elements:
         run = feed.popleft()
         taken = min(run.num_elements, num_elements)
@@ -222,7 +242,7 @@ def _take(feed: deque[TensorRun], num_elements: int) -> Iterable[TensorRun]:
 
 
 def _inverted(assemblies: Mapping[str, Assembly], shapes: Mapping[str, Shape]) -> dict[str, Assembly]:
-    """From (own tensor: stored runs) to (stored tensor: own runs)."""
+    """Return (stored tensor: own runs), given (own tensor: stored runs)."""
     pieces: dict[str, list[tuple[int, TensorRun]]] = {name: [] for name in shapes}
     for own_name, assembly in assemblies.items():
         position = 0

@@ -1,7 +1,7 @@
-"""The units of any Hugging Face decoder, with a vision tower or without, and its skeleton: the model without weights.
+"""The units of any Hugging Face decoder, with or without a vision tower, and its skeleton: the model without weights.
 
-A skeleton keeps Hugging Face's own modules and buffers; its parameters stay on the meta device for good. Weights exist
-only inside blocks, and are bound into the modules while a unit runs.
+A skeleton keeps Hugging Face's own modules and buffers, and its parameters stay on the meta device for good. Weights
+exist only inside blocks, and are bound into the modules while a unit runs.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.
 """Parameters that Hugging Face's Trainer leaves out of weight decay, by lower-case name."""
 
 JOINING = ("linear", "compressed", "heavily_compressed")
-"""How kinds of attention begin that join tokens before they are masked."""
+"""Beginnings of the names of kinds of attention that join tokens before they are masked."""
 
 MOST_ROUND = 1 << 22
-"""Elements of a parameter of a module round the layers: 8 MiB in bf16."""
+"""Elements of a parameter of a module around the layers, at most: 8 MiB in bf16."""
 
 MIXES_ROWS = ("DogeCDMoE",)
 """Modules whose output for a row depends on the other rows of its batch: Doge's router cuts its logits across rows."""
@@ -39,23 +39,25 @@ MIXES_ROWS = ("DogeCDMoE",)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """What is bound and run at once."""
+    """A part of a model that is bound and run at once."""
 
     name: str
     """Name of the owning module, such as `model.layers.0`."""
     module_names: tuple[str, ...]
-    """The modules that use the parameters; two when an embedding is tied to the head, embedding first. Where the
-    experts of a layer are units of their own, the other modules of the layer."""
+    """The modules that use the parameters: two if an embedding is tied to the head, the embedding first. If the experts
+    of a layer are units of their own, the other modules of the layer."""
     layout: Layout
     is_layer: bool
     experts: tuple[int, int] | None = None
-    """Of a fused experts module the range [start, stop) that this unit is; None: the unit is whole modules."""
+    """The range [start, stop) of a fused experts module that this unit is; None: the unit is whole modules."""
     is_round: bool = False
-    """It is what a module owns that runs all layers, such as LLaVA-NeXT's `image_newline`, and nothing below it."""
+    """Whether it is what a module around all layers owns itself, such as LLaVA-NeXT's `image_newline`, without anything
+    below it."""
 
 
 Binding = tuple[dict[str, Tensor | None], str, TensorSlice]
-"""Where a tensor must be put: a module's own `_parameters`, the key in it, and the slice of the unit's layout."""
+"""The place where a tensor must be put: a module's own `_parameters`, the key in it, and the slice of the unit's
+layout."""
 
 
 def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
@@ -64,14 +66,15 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     Buffers hold what a normally constructed model holds. The caller's config is not touched.
 
     Args:
-        config: of a decoder-only model; with a vision tower in it, the whole model is built.
-        attention: Hugging Face's name, such as `sdpa`. Where a model has no `sdpa` (GPT-OSS), `eager` takes its place.
+        config: the config of a decoder-only model; if it has a vision tower, the whole model is built.
+        attention: Hugging Face's name, such as `sdpa`. If a model has no `sdpa` (GPT-OSS), `eager` takes its place.
 
     Raises:
-        UnsupportedModelError: not a causal decoder, quantised, larger than any model (`models.limits`), or a buffer
-            that nothing initialises.
+        UnsupportedModelError: the model is no causal decoder, quantised, or larger than any model (`models.limits`), or
+            has a buffer that nothing initialises.
     """
-    warm()  # every way to a streamed model comes by here, before the first buffer is computed
+    # Every way to a streamed model comes by here, before the first buffer is computed.
+    warm()
     config = copy.deepcopy(config)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError(
@@ -91,12 +94,14 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
         assert isinstance(model, PreTrainedModel)
         initialise_buffers(model)
 
+    # A cache of keys and values serves generation alone, and would keep activations alive.
     model.config.use_cache = False
     return model
 
 
 def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
-    """What makes the whole model of a config: for some that have a vision tower, the causal class leaves it out."""
+    """Return the auto class that makes the whole model of a config, with its vision tower if it has one."""
+    # The causal class of some models that see would leave the vision tower out.
     sees = getattr(config, "vision_config", None) is not None
     return (
         AutoModelForImageTextToText
@@ -108,13 +113,14 @@ def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[Au
 def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
     """Cut a model into units, in module order, so that each parameter is in exactly one.
 
-    A decoder layer is one unit; so is any other outermost module that owns parameters (embedding, norm, head). Outside
-    the decoder it is the outermost module without a list in it: a block of a vision tower, its embeddings, a projector.
-    Of a module round the layers what it owns itself is one. What requires no gradient is frozen.
+    A decoder layer is one unit, and so is any other outermost module that owns parameters (embedding, norm, head).
+    Outside the decoder a unit is the outermost module without a list in it: a block of a vision tower, its embeddings,
+    a projector. A module around the layers makes a unit of what it owns itself. Parameters that require no gradient are
+    frozen.
 
     Raises:
-        UnsupportedModelError: no decoder layers, a parameter shared in another way than embedding and head, a
-            parameter that is no floating-point tensor, or a large one that is owned by a module round the layers.
+        UnsupportedModelError: there are no decoder layers; or a parameter is shared in another way than embedding and
+            head, is no floating-point tensor, or is large and owned by a module around the layers.
     """
     names = _first_owners(model)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -130,6 +136,7 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
             _refuse_large(model, shapes)
         shared = sorted({unit_of[name] for name in shapes if name in unit_of})
 
+        # The first module that uses a parameter owns it. Only a head that is tied to the embedding may come second.
         if not shared:
             unit_of.update(dict.fromkeys(shapes, module_name))
             layout = Layout.of(shapes.items(), frozen)
@@ -159,9 +166,9 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
 
 
 def bindings(model: PreTrainedModel, unit: Unit, module_name: str) -> list[Binding]:
-    """The places in one using module where a tensor must be put to bind the unit.
+    """Return the places in one using module where a tensor must be put to bind the unit.
 
-    Call it while the model is unbound, and keep the result: it walks the whole model.
+    Call it while the model is unbound, and keep the result, because it walks the whole model.
 
     Args:
         model: the skeleton.
@@ -182,13 +189,14 @@ def bindings(model: PreTrainedModel, unit: Unit, module_name: str) -> list[Bindi
 
 
 def _modules_of(model: PreTrainedModel, unit: Unit, module_name: str) -> Iterator[nn.Module]:
-    """The modules that own what a unit has below one of its modules."""
+    """Return the modules that own what a unit has below one of its modules."""
     module = model.get_submodule(module_name)
     return iter((module,)) if unit.is_round else module.modules()
 
 
 def decays(model: PreTrainedModel) -> frozenset[str]:
-    """Names of the parameters with weight decay, as Hugging Face's Trainer chooses them: no biases, no norms."""
+    """Return the names of the parameters with weight decay, as Hugging Face's Trainer chooses them."""
+    # No biases and no norms, which it knows by their class or by their names.
     norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm))
     return frozenset(
         name for name, _ in model.named_parameters() if not name.startswith(norms) and not NO_DECAY.search(name.lower())
@@ -196,9 +204,10 @@ def decays(model: PreTrainedModel) -> frozenset[str]:
 
 
 def check_stops_at_borders(model: PreTrainedModel) -> None:
-    """Attention has a mask that keeps the documents of a sequence apart; a recurrent layer carries its state on.
+    """Refuse a model that carries something over from one document of a sequence to the next.
 
-    So does attention over blocks of tokens, which may hold the end of one document and the beginning of the next.
+    Attention has a mask that keeps documents apart. A recurrent layer carries its state on, and attention over blocks
+    of tokens may join the end of one document with the beginning of the next.
 
     Raises:
         UnsupportedModelError: a layer is no attention over single tokens.
@@ -216,10 +225,10 @@ def check_stops_at_borders(model: PreTrainedModel) -> None:
 
 
 def check_rows_are_apart(model: PreTrainedModel, remedy: str) -> None:
-    """Groups and slices are what they are because no row of a batch knows of another.
+    """Refuse a model in which a row of a batch depends on others, so that groups and slices would change the numbers.
 
     Raises:
-        UnsupportedModelError: in this model one does; ends with the remedy.
+        UnsupportedModelError: names the module; the message ends with the remedy.
     """
     for name, module in model.named_modules():
         if type(module).__name__ in MIXES_ROWS:
@@ -230,13 +239,15 @@ def check_rows_are_apart(model: PreTrainedModel, remedy: str) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The longest list of `*Layer` or `*Block` modules below the decoder.
+    """Return the longest list of `*Layer` or `*Block` modules below the decoder.
 
     Raises:
-        UnsupportedModelError: there is no decoder or no such list.
+        UnsupportedModelError: there is no decoder, or no such list.
     """
     if not hasattr(model, "get_decoder"):
         raise UnsupportedModelError(f"{type(model).__name__} has no get_decoder(), so its layers cannot be found.")
+
+    # A decoder may have other lists, such as one of several heads. The layers are the longest.
     lists = [
         module
         for module in model.get_decoder().modules()
@@ -253,6 +264,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def _attention_of(config: PretrainedConfig, attention: str) -> str:
+    """Return the attention implementation that a model has: eager, if it has no sdpa."""
     model_class = _model_class(auto_class(config), config)
     return "eager" if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True) else attention
 
@@ -260,17 +272,22 @@ def _attention_of(config: PretrainedConfig, attention: str) -> str:
 def _model_class(
     auto: type[AutoModelForCausalLM] | type[AutoModelForImageTextToText], config: PretrainedConfig
 ) -> object:
-    """The class that an auto class makes of a config; None where it makes none."""
+    """Return the class that an auto class makes of a config; None if it makes none."""
     return auto._model_mapping.get(type(config), None)
 
 
 def _first_owners(model: PreTrainedModel) -> dict[int, str]:
-    """The id of each parameter to its name; a tied one has the name under which its first owner holds it."""
+    """Return the name of each parameter by its id; a tied one has the name under which its first owner holds it."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def _unit_modules(model: PreTrainedModel, layers: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Layers, and the outermost other modules that own parameters or, outside the decoder, hold no list; in order."""
+    """Yield the modules whose parameters make up units, in order.
+
+    These are layers, the outermost other modules that own parameters and, outside the decoder, the outermost ones that
+    hold no list.
+    """
+    # The outermost module that was yielded last, whose own modules are passed over.
     inside = None
     decoder = {id(module) for module in model.get_decoder().modules()}
 
@@ -280,7 +297,8 @@ def _unit_modules(model: PreTrainedModel, layers: set[int]) -> Iterator[tuple[st
         if (inside is not None and name.startswith(inside)) or not is_whole:
             continue
         if id(module) not in layers and any(id(child) in layers for child in module.modules()):
-            yield name, module  # with what it owns itself; what is below it follows
+            # It runs the layers itself, so it comes with what it owns itself alone. What is below it follows.
+            yield name, module
             continue
 
         inside = f"{name}."
@@ -288,28 +306,36 @@ def _unit_modules(model: PreTrainedModel, layers: set[int]) -> Iterator[tuple[st
 
 
 def _refuse_large(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """What a module round the layers owns is copied for the whole forward, beside the budgets."""
+    """Refuse large parameters of a module around the layers.
+
+    They are copied for the whole forward, outside the budgets.
+
+    Raises:
+        UnsupportedModelError: names the first one.
+    """
     for name, shape in shapes.items():
         if math.prod(shape) > MOST_ROUND:
             raise _unsupported(
                 model,
                 name,
-                f"belongs to a module round the decoder layers and has {math.prod(shape)} elements; there at most "
+                f"belongs to a module around the decoder layers and has {math.prod(shape)} elements; there at most "
                 f"{MOST_ROUND} can be held while all layers run",
             )
 
 
 def _is_one_piece(module: nn.Module) -> bool:
-    """It has parameters, and no list of modules, which somebody else would call one by one."""
+    """Return whether a module has parameters, and no list of modules, which somebody else would call one by one."""
     has_list = any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in module.modules())
     return not has_list and next(module.parameters(), None) is not None
 
 
 def _checked_shape(model: PreTrainedModel, name: str, parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter, which must be one that can be trained."""
     if not parameter.is_floating_point() or parameter.element_size() == 1:
         raise _unsupported(model, name, f"is {parameter.dtype}; only full-precision weights are trained")
     return tuple(parameter.shape)
 
 
 def _unsupported(model: PreTrainedModel, parameter_name: str, reason: str) -> UnsupportedModelError:
+    """Return the error about a parameter."""
     return UnsupportedModelError(f"{type(model).__name__}: parameter {parameter_name} {reason}.")

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 
 def place_buffers(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Move a skeleton's buffers to the device, in the dtype that they compute in beside weights of a dtype."""
+    """Move a skeleton's buffers to the device, in the dtypes that they compute in beside weights of a dtype."""
     dtypes = buffer_dtypes(model, dtype)
     for name, module in model.named_modules():
         for leaf, buffer in module._buffers.items():
@@ -32,6 +32,7 @@ def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
         model: a skeleton; its class makes another one on meta.
         dtype: of the compute copy of weights.
     """
+    # Built once more in the dtype itself, because only the constructor knows which buffers follow it.
     with torch.device("meta"):
         other = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
     stored = model.state_dict(keep_vars=True)
@@ -43,6 +44,6 @@ def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
 
 
 def names_in_fp32(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str]:
-    """Of these names of stored tensors, those that the model's class keeps in fp32 beside weights in bf16."""
+    """Return those of some stored tensors' names that the model's class keeps in fp32 beside weights in bf16."""
     patterns = [pattern.replace("*", ".*") for pattern in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     return frozenset(name for name in names if any(re.search(pattern, name) for pattern in patterns))

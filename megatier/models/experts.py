@@ -20,23 +20,27 @@ from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit, find_units
 
 WHOLE = "Set model.expert_parts to 1: then a layer is one unit."
+"""The remedy that always helps."""
 
 
 def cut_units(model: PreTrainedModel, parts: int) -> tuple[Unit, ...]:
-    """Cut a model into units, the experts of each layer into several.
+    """Cut a model into units, and the experts of each layer into several.
 
     Args:
         model: a skeleton.
-        parts: units that the experts of a layer are, as even as can be; with 1 they are part of their layer's.
+        parts: number of units that the experts of a layer are cut into, as evenly as can be; 1: they are part of their
+            layer's unit.
 
     Raises:
         ConfigError: there are fewer experts.
-        UnsupportedModelError: as in `find_units`; or the model has no fused experts, or some that cannot be cut.
+        UnsupportedModelError: see `find_units`; or the model has no fused experts, or some that cannot be cut.
     """
     units = find_units(model)
     if parts == 1:
         return units
     found = [unit for whole in units for unit in _cut(model, whole, parts)]
+
+    # Nothing was cut, so the setting would be without effect.
     if len(found) == len(units):
         raise UnsupportedModelError(
             f"model.expert_parts is {parts}, but {type(model).__name__} has no fused experts. {WHOLE}"
@@ -46,12 +50,12 @@ def cut_units(model: PreTrainedModel, parts: int) -> tuple[Unit, ...]:
 
 
 def most_parts(model: PreTrainedModel) -> int:
-    """Parts that the experts of every layer can be cut into; 1 where there are none."""
+    """Return the number of parts that the experts of every layer can be cut into; 1 if there are no experts."""
     return min((_count(module) for _, module in _experts_in(model)), default=1)
 
 
 def places_of(units: Sequence[Unit]) -> dict[str, list[tuple[Unit, TensorSlice]]]:
-    """Where each parameter lies, in the order of its elements: in one unit, or in several that hold a part each."""
+    """Return where each parameter lies, in the order of its elements: in one unit, or a part in each of several."""
     found: dict[str, list[tuple[Unit, TensorSlice]]] = {}
     for unit in units:
         for tensor in unit.layout.tensors:
@@ -60,7 +64,7 @@ def places_of(units: Sequence[Unit]) -> dict[str, list[tuple[Unit, TensorSlice]]
 
 
 def _cut(model: PreTrainedModel, unit: Unit, parts: int) -> Iterator[Unit]:
-    """The unit itself, or one of the layer's other modules, then one for each range of experts."""
+    """Yield the unit itself, or a unit of the layer's other modules, then one for each range of experts."""
     if not unit.is_layer:
         yield unit
         return
@@ -73,6 +77,7 @@ def _cut(model: PreTrainedModel, unit: Unit, parts: int) -> Iterator[Unit]:
 
     for name, module in fused.items():
         _check(name, module, parts)
+
     inside = tuple(f"{name}." for name in fused)
     others = [tensor for tensor in unit.layout.tensors if not tensor.name.startswith(inside)]
     modules = tuple(_others(unit.name, layer, inside))
@@ -81,6 +86,8 @@ def _cut(model: PreTrainedModel, unit: Unit, parts: int) -> Iterator[Unit]:
 
     for name, module in fused.items():
         tensors = [tensor for tensor in unit.layout.tensors if tensor.name.startswith(f"{name}.")]
+
+        # Parts differ by one expert at most.
         bounds = [part * _count(module) // parts for part in range(parts + 1)]
         for start, stop in pairwise(bounds):
             layout = _rows(tensors, start, stop, frozen)
@@ -94,7 +101,7 @@ def _cut(model: PreTrainedModel, unit: Unit, parts: int) -> Iterator[Unit]:
 
 
 def _rows(tensors: Sequence[TensorSlice], start: int, stop: int, frozen: Set[str]) -> Layout:
-    """Of the rows [start, stop) of parameters, those that are trained before those that are frozen."""
+    """Return the layout of rows [start, stop) of parameters, the trained ones before the frozen ones."""
     layout = Layout.of([(tensor.name, (stop - start, *tensor.shape[1:])) for tensor in tensors], frozen)
     slices = [
         replace(rows, whole=tensor.shape, offset=start * (tensor.num_elements // tensor.shape[0]))
@@ -104,7 +111,7 @@ def _rows(tensors: Sequence[TensorSlice], start: int, stop: int, frozen: Set[str
 
 
 def _experts_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that hold all experts in parameters of three dimensions, of which the first is the expert."""
+    """Yield modules that hold all experts in parameters of three dimensions, of which the first is the expert."""
     for name, child in module.named_modules():
         owned = [parameter for parameter in child._parameters.values() if parameter is not None]
         if any(parameter.dim() == 3 and parameter.shape[0] == _count(child) for parameter in owned):
@@ -112,13 +119,13 @@ def _experts_in(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _count(module: nn.Module) -> int:
-    """Experts of a module; 0 where it says nothing of any."""
+    """Return the number of experts of a module; 0 if it says nothing of any."""
     count = getattr(module, "num_experts", 0)
     return count if isinstance(count, int) else 0
 
 
 def _others(name: str, layer: nn.Module, inside: tuple[str, ...]) -> Iterator[str]:
-    """The outermost modules of a layer that have parameters and no experts."""
+    """Yield the outermost modules of a layer that have parameters and no experts."""
     for leaf, child in layer.named_children():
         child_name = f"{name}.{leaf}"
         if f"{child_name}.".startswith(inside) or not any(True for _ in child.parameters()):
@@ -132,16 +139,22 @@ def _others(name: str, layer: nn.Module, inside: tuple[str, ...]) -> Iterator[st
     owned = [leaf for leaf, parameter in layer._parameters.items() if parameter is not None]
     if owned:
         raise UnsupportedModelError(
-            f"{name}.{owned[0]} belongs to a module round the experts, so that they cannot be cut. {WHOLE}"
+            f"{name}.{owned[0]} belongs to a module around the experts, so that they cannot be cut. {WHOLE}"
         )
 
 
 def _check(name: str, module: nn.Module, parts: int) -> None:
-    """What transformers does not mark as fused may use its parameters in any way, so it is not cut."""
+    """Refuse experts that cannot be cut.
+
+    Raises:
+        ConfigError, UnsupportedModelError: names the module, and says what to set.
+    """
     kind = type(module).__name__
     count = _count(module)
     if parts > count:
         raise ConfigError(f"model.expert_parts is {parts}, but {name} has {count} experts: set it to at most {count}.")
+
+    # transformers marks modules as fused by this attribute. Others may use their parameters in any way.
     if not hasattr(module, "is_transposed"):
         raise UnsupportedModelError(f"the experts of {name} ({kind}) take no indices, so they cannot be cut. {WHOLE}")
     if any(parameter.shape[0] != count for parameter in module.parameters()):

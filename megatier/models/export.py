@@ -1,4 +1,4 @@
-"""A model out to a folder in Hugging Face's format, in pieces of CHUNK_ELEMENTS: it is never whole in memory.
+"""The export of a model to a folder in Hugging Face's format, in pieces of CHUNK_ELEMENTS: it is never whole in memory.
 
 A matrix that is stored transposed (an expert of Qwen3-VL-MoE) is whole in memory while it is written.
 """
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Read = Callable[[Unit, int, int], Tensor]
+"""Reads elements [start, stop) of a unit's layout as a flat fp32 CPU tensor."""
 
 
 def export(
@@ -43,19 +44,18 @@ def export(
     shard_bytes: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Write a folder that `from_pretrained` loads. It appears whole or not at all, through a loss of power too.
+    """Write a folder that `from_pretrained` loads. It appears whole or not at all, also if power is lost.
 
-    What a killed process left of the same export goes.
+    What a killed process left of the same export is removed.
 
     Args:
-        folder: new or empty.
+        folder: a new or empty folder.
         model: the skeleton; its persistent buffers are written in their own dtype.
-        units: all of the model's.
-        read: gives elements [start, stop) of a unit's layout as a flat fp32 CPU tensor; asked from front to back where
-            the written tensors are in that order.
-        dtype: of the written weights; rounding is torch's, to nearest even.
+        units: all units of the model.
+        read: reads weights; asked from front to back if the written tensors are in that order.
+        dtype: type of the written weights; rounding is torch's, to nearest even.
         shard_bytes: files are cut before they exceed this, between tensors.
-        tokenizer: saved along.
+        tokenizer: a tokenizer to write into the folder too.
 
     Raises:
         ConfigError: the folder is not empty.
@@ -65,6 +65,7 @@ def export(
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty; export writes only to a new or empty folder. Choose another one.")
+
     outgoing = _Outgoing(model, units, dtype)
     shards = _cut(outgoing.num_bytes, shard_bytes)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
@@ -77,6 +78,7 @@ def export(
         if free < total:
             remedy = "Free space on this disk, or export to another one."
             raise CapacityError(f"the export in {folder.parent}", total, free, remedy)
+
         partial.mkdir()
         for file_name, names in shards.items():
             outgoing.write_shard(partial / file_name, names, read)
@@ -86,7 +88,7 @@ def export(
 
 
 def export_bytes(model: PreTrainedModel, units: Sequence[Unit], dtype: torch.dtype) -> int:
-    """Bytes of the weights that `export` writes.
+    """Return the bytes of the weights that `export` writes.
 
     Raises:
         UnsupportedModelError: no layout of the weights is known that loads back.
@@ -95,27 +97,36 @@ def export_bytes(model: PreTrainedModel, units: Sequence[Unit], dtype: torch.dty
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Of exports to this folder whose processes are gone; of this process's number too, which had another life."""
+    """Remove what exports to this folder have left whose processes are gone."""
     ours = re.compile(rf"\.{re.escape(folder.name)}\.(\d+)\.partial")
     for path in folder.parent.iterdir():
         found = ours.fullmatch(path.name)
+
+        # One of this process's own number is of an earlier process that had it.
         if found is not None and (found[1] == str(os.getpid()) or not Path("/proc", found[1]).exists()):
             discard(path)
 
 
 class _Outgoing:
-    """The tensors of a checkpoint that is being written, by the names they have on disk."""
+    """The tensors that are being written, by the names that they have on disk.
+
+    Attributes:
+        num_bytes: bytes of each, in the order in which they are written.
+    """
 
     def __init__(self, model: PreTrainedModel, units: Sequence[Unit], dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._places = places_of(units)
         state = model.state_dict(keep_vars=True)
         self._buffers = {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
-        own = [name for name in state if name in self._places]  # in the order of whole layers, however they are cut
+
+        # In the order of whole layers, however these are cut into units.
+        own = [name for name in state if name in self._places]
         self._ranks = {name: rank for rank, name in enumerate((*self._buffers, *own))}
         layout = hub_layout(model, {name: state[name] for name in (*self._places, *self._buffers)})
-        # Wider dtypes first: then every tensor of a file is aligned to its own element size. Among them units from
-        # front to back, also where the hub splits their tensors: whoever reads in chunks reads each once.
+
+        # Wider dtypes first, so that every tensor of a file is aligned to its own element size. Among these, units come
+        # from front to back, also if the hub's layout splits their tensors, so that a reader of chunks reads each once.
         self._layout = dict(sorted(layout.items(), key=lambda item: self._order(item[1])))
         self.num_bytes = {
             name: math.prod(assembly.shape) * self._dtype_of(assembly).itemsize
@@ -123,7 +134,7 @@ class _Outgoing:
         }
 
     def write_shard(self, path: Path, names: Sequence[str], read: Read) -> None:
-        """Header first, then the tensors in the order of `names`; on disk when it returns."""
+        """Write a file: its header, then the tensors in the order of `names`. It is on disk when this returns."""
         with path.open("wb") as file:
             tensors = {name: self._layout[name] for name in names}
             file.write(write_header((name, self._dtype_of(tensor), tensor.shape) for name, tensor in tensors.items()))
@@ -137,14 +148,17 @@ class _Outgoing:
             os.fsync(file.fileno())
 
     def _order(self, assembly: Assembly) -> tuple[int, int, int]:
+        """Return a key that sorts tensors into the order in which they are written."""
         first = assembly.runs[0]
         return -self._dtype_of(assembly).itemsize, self._ranks[first.name], first.start
 
     def _dtype_of(self, assembly: Assembly) -> torch.dtype:
+        """Return the dtype in which a tensor is written."""
         source = assembly.runs[0].name
         return self._buffers[source].dtype if source in self._buffers else self._dtype
 
     def _pieces(self, run: TensorRun, read: Read) -> Iterator[Tensor]:
+        """Yield the elements of a run, in pieces."""
         first = run.start
         last = run.start + run.num_elements
         if run.num_columns:
@@ -155,7 +169,7 @@ class _Outgoing:
             yield from self._elements(run.name, first + start, first + stop, read)
 
     def _elements(self, name: str, first: int, last: int, read: Read) -> Iterator[Tensor]:
-        """Those of a tensor of the model, flat, from each unit that holds some."""
+        """Yield elements [first, last) of a tensor of the model, flat, from each unit that holds some."""
         if name in self._buffers:
             yield self._buffers[name].flatten()[first:last]
             return
@@ -168,8 +182,10 @@ class _Outgoing:
 
 
 def _cut(num_bytes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
-    """Names by file: consecutive tensors up to `shard_bytes`, which only a tensor larger than that exceeds."""
+    """Return names by file: consecutive tensors up to `shard_bytes`, which only a larger single tensor exceeds."""
     shards: list[list[str]] = []
+
+    # A tensor is never cut. One that is larger than a file has a file of its own.
     room = 0
 
     for name, size in num_bytes.items():
@@ -185,6 +201,7 @@ def _cut(num_bytes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]
 
 
 def _write_index(path: Path, shards: Mapping[str, Sequence[str]], total_bytes: int) -> None:
+    """Write the index, which says in which file each tensor lies."""
     weight_map = {name: file_name for file_name, names in shards.items() for name in names}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -193,12 +210,13 @@ def _write_index(path: Path, shards: Mapping[str, Sequence[str]], total_bytes: i
 def _write_settings(
     folder: Path, model: PreTrainedModel, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """Config, generation settings, tokenizer. The cache that training switched off is on again."""
+    """Write config, generation settings and tokenizer. The cache that training switched off is on again."""
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.architectures = [type(model).__name__]
     config.use_cache = True
-    # Not save_pretrained(), which refuses settings that loading accepts: too late to refuse after a training run.
+
+    # Not by save_pretrained(), which refuses settings that loading accepts. After a training run that is too late.
     config.to_json_file(folder / "config.json", use_diff=True)
     if model.can_generate():
         model.generation_config.to_json_file(folder / "generation_config.json")

@@ -15,22 +15,26 @@ from megatier.models.shards import StoredTensor, read_header
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
+"""File with the settings by which the model's text is generated."""
 
 
 def resolve(path_or_id: str) -> Path:
-    """The folder of a model: a local one, else a snapshot of a hub repository, downloaded where it is not cached.
+    """Return the folder of a model: a local one, or a snapshot of a hub repository, which is downloaded if needed.
 
     Raises:
         ConfigError: there is neither.
     """
     folder = Path(path_or_id).expanduser()
-    with contextlib.suppress(OSError):  # a name that is too long, for one
+
+    # A text that is no path at all, such as a name that is too long, is an error of the system.
+    with contextlib.suppress(OSError):
         if folder.is_dir():
             return folder
 
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id) or path_or_id.startswith("."):
         raise ConfigError(f"no such model folder: {shown(path_or_id)}")
-    # Only here: the client is slow to import, and most runs never need it.
+
+    # Imported only here, because the client is slow to import and most runs never need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -45,7 +49,11 @@ def resolve(path_or_id: str) -> Path:
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a folder by their stored name."""
+    """Return all tensors of a folder by their stored names.
+
+    Raises:
+        UnsupportedModelError: a file is missing or damaged, or files contradict one another.
+    """
     single = folder / SINGLE_FILE
     index = folder / INDEX_FILE
     if single.is_file():
@@ -57,7 +65,6 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
     stored: dict[str, StoredTensor] = {}
     weight_map = _weight_map(index)
-
     for file_name in sorted(set(weight_map.values())):
         # Names only: the hub's cache links files to another folder, so a resolved path says nothing.
         if Path(file_name).name != file_name or not _is_file(folder / file_name):
@@ -67,6 +74,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
                 raise UnsupportedModelError(f"{tensor.path}: tensor {shown(name)} is also in {stored[name].path}.")
             stored[name] = tensor
 
+    # The other direction: whatever the index lists has to be there, in the file that it says.
     for name, file_name in weight_map.items():
         if name not in stored or stored[name].path.name != file_name:
             raise UnsupportedModelError(f"{folder / file_name}: tensor {shown(name)} is missing; the index lists it.")
@@ -75,6 +83,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor, as an index says."""
     weight_map = read_object(index, TABLE_BYTES_MAX, UnsupportedModelError).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UnsupportedModelError(f"{index}: weight_map must give a file name for each tensor.")
@@ -82,6 +91,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _is_file(path: Path) -> bool:
+    """Return whether a file is there."""
     try:
         return path.is_file()
     except OSError:  # a name that is too long
@@ -89,13 +99,22 @@ def _is_file(path: Path) -> bool:
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:
-    """How a model's text is generated, which is exported with it as it came; None where the folder says nothing."""
+    """Return the settings by which a model's text is generated, which are exported with it as they came.
+
+    Returns:
+        The settings; None if the folder has none.
+
+    Raises:
+        UnsupportedModelError: transformers does not take them.
+    """
     path = folder / GENERATION_FILE
     with contextlib.suppress(FileNotFoundError):
         read_object(path, SETTINGS_BYTES_MAX, UnsupportedModelError)
         with reading(f"{path}: transformers does not take these settings", UnsupportedModelError):
             found = GenerationConfig.from_pretrained(folder)
-            found.to_json_string()  # now, not when the trained model is written
+
+            # What cannot be written is refused now, and not when the trained model is to be written.
+            found.to_json_string()
             return found
 
     return None

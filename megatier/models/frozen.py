@@ -1,9 +1,9 @@
-"""Frozen parameters: which of a model's parameters stay as they are, by patterns over their names.
+"""Frozen parameters: patterns over names say which of a model's parameters are not trained.
 
-A pattern is the name of a parameter, or of a module with all that is below it; `*`, `?` and `[...]` are those of
-fnmatch, so that `*` takes dots too. After `!` it says what is trained all the same: of the patterns that name a
-parameter the last one decides. `["model.embed_tokens", "model.layers.[0-7]"]` freezes an embedding and eight layers,
-`["*", "!*.q_proj"]` all but the projections of queries.
+A pattern is the name of a parameter, or of a module with all that is below it. `*`, `?` and `[...]` are those of
+fnmatch, so `*` takes dots too. After `!` it says what is trained all the same. Of the patterns that name a parameter
+the last one decides. `["model.embed_tokens", "model.layers.[0-7]"]` freezes an embedding and eight layers, and `["*",
+"!*.q_proj"]` everything but the projections of queries.
 
 A frozen parameter is one that requires no gradient, in the skeleton as in any model of PyTorch.
 """
@@ -22,18 +22,19 @@ from megatier.errors import ConfigError
 
 
 def freeze(model: nn.Module, patterns: str | Sequence[str], setting: str = "model.frozen") -> None:
-    """Set which parameters of a model require a gradient; what no pattern names stays as it is.
+    """Set which parameters of a model require a gradient; a parameter that no pattern names stays as it is.
 
     A tied parameter has several names and goes by any of them.
 
     Args:
         model: a skeleton.
-        patterns: what is frozen, or trained after all; a list, or comma-separated.
-        setting: what to call them in messages.
+        patterns: names of what is frozen, or trained all the same; a list, or comma-separated.
+        setting: name of the setting, for messages.
 
     Raises:
-        ConfigError: a pattern names no parameter, or all of them are frozen.
+        ConfigError: a pattern names no parameter, or all parameters are frozen.
     """
+    # By the parameter's id, because a tied parameter goes by any of its names.
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -53,11 +54,12 @@ def freeze(model: nn.Module, patterns: str | Sequence[str], setting: str = "mode
 
 
 def _is_named(name: str, pattern: str) -> bool:
+    """Return whether a pattern names a parameter, or a module above it."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
 def _nearest(model: nn.Module, pattern: str) -> str:
-    """Names of parameters, and of the modules that own them, that look like it."""
+    """Return names of parameters, and of the modules that own them, that look like a pattern, in words."""
     parameters = [name for name, _ in model.named_parameters()]
     owners = [name for name, module in model.named_modules() if name and next(module.parameters(), None) is not None]
     near = get_close_matches(pattern, [*owners, *parameters], n=3, cutoff=0.5)

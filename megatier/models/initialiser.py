@@ -23,7 +23,12 @@ class Initialiser:
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
-        """Keep the skeleton, whose parameters are back on meta after each read."""
+        """Keep the skeleton, whose parameters are back on meta after each read.
+
+        Args:
+            model: the skeleton.
+            seed: decides the values.
+        """
         self._model = model
         self._seed = seed
         self._pretrained = {name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)}
@@ -39,7 +44,8 @@ class Initialiser:
             value = values.pop(tensor.name)
             if value.isnan().any():
                 raise UnsupportedModelError(
-                    f"{type(self._model).__name__} has no initial value for {tensor.name}. Start from a checkpoint."
+                    f"{type(self._model).__name__} has no initial value for {tensor.name}. Start from trained weights "
+                    "(model.path)."
                 )
 
             for start, stop in chunks(tensor.num_elements):
@@ -47,8 +53,9 @@ class Initialiser:
 
     @torch.no_grad()
     def _initialised(self, unit: Unit) -> dict[str, Tensor]:
-        """Put real tensors in the unit's places for as long as the initialisation runs."""
-        modules = unit.module_names if unit.is_layer else unit.module_names[:1]  # a tied head has nothing of its own
+        """Put real tensors in the unit's places while the initialisation runs, and return them, flat, by name."""
+        # A head that is tied to the embedding has nothing of its own.
+        modules = unit.module_names if unit.is_layer else unit.module_names[:1]
         places = [place for module in modules for place in bindings(self._model, unit, module)]
         before = [parameters[leaf] for parameters, leaf, _ in places]
         values = {
@@ -71,15 +78,20 @@ class Initialiser:
         return {name: value.detach().flatten() for name, value in values.items()}
 
     def _constructed(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """What the model's constructor gave a parameter, else NaN: a part of one, such as of experts, has nothing."""
+        """Return the value that the model's constructor gave a parameter, else NaN, which shows if nothing sets it."""
+        # A part of a parameter, such as some of its experts, has no value from a constructor.
         value = constructed_value(self._model.get_parameter(name))
         initial = torch.full(shape, math.nan)
         return initial if value is None or value.shape != shape else initial.copy_(value)
 
     def _init_weights(self, name: str, *, alone: bool) -> None:
-        """Children before parents (not if alone), then upwards to the root: parents may set what lies below them.
+        """Initialise a module: children before parents, which may set what lies below, then upwards to the root.
 
         Each module is initialised by the nearest PreTrainedModel at or above it. What is on meta stays as it is.
+
+        Args:
+            name: name of the module.
+            alone: whether only the module itself and what is above it are initialised, and not its children.
         """
         children = [""] if alone else [child for child, _ in self._model.get_submodule(name).named_modules()]
         below = [f"{name}.{child}".rstrip(".") for child in children]
@@ -89,11 +101,12 @@ class Initialiser:
 
 
 def _seed_of(seed: int, name: str) -> int:
+    """Return the seed of a unit, which does not depend on other units or on their order."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
 
 
 def _upwards(name: str) -> Iterator[str]:
-    """A module's name, its parent's, and so on to the root, which is the empty name."""
+    """Yield a module's name, its parent's, and so on to the root, which is the empty name."""
     while name:
         yield name
         name = name.rpartition(".")[0]

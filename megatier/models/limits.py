@@ -1,8 +1,8 @@
-"""What a model's config may ask for: a skeleton has no weights, but a billion modules would fill RAM all the same.
+"""Limits of what a model's config may ask for: a skeleton has no weights, but a billion modules would still fill RAM.
 
 A config that says `num_hidden_layers: 1000000000` keeps its own class busy first, which writes a list of so many kinds
-of layers, and then the model's constructor. The numbers that such loops run to are looked at before; what a constructor
-makes is counted while it does, whatever its config calls it.
+of layers, and then the model's constructor. The numbers of such loops are looked at before. What a constructor makes is
+counted while it makes it, whatever its config calls it.
 """
 
 from __future__ import annotations
@@ -20,28 +20,30 @@ from megatier.errors import UnsupportedModelError, mib
 from megatier.foreign import shown
 
 LAYERS_MAX = 4096
-"""The deepest models that were ever trained have about a thousand."""
+"""Layers. The deepest models that were ever trained have about a thousand."""
 MODULES_MAX = 200_000
-"""Kimi K2 with a module for each expert has half of that."""
+"""Modules. Kimi K2 with a module for each expert has half of that."""
 ELEMENTS_MAX = 1 << 44
-"""Parameters, 17 million million: ten times the largest known."""
+"""Elements of all parameters, 17 million million: ten times the largest known model."""
 BUFFER_BYTES_MAX = 1 << 30
-"""Buffers are real, in RAM: masks and tables of positions, 0.1 GiB in GPT-J."""
+"""Bytes of buffers, which are real, in RAM: masks and tables of positions, 0.1 GiB in GPT-J."""
 
 COUNTS = re.compile(r"(?:^|_)n?(?:layers?|blocks|depths?|stages|dense_replace|attention_types)$")
-"""Keys whose numbers say how often something is repeated. Experts are not among them: Doge has 16,384 in one table."""
+"""Keys whose numbers say how often something is repeated. Experts are not among them, because Doge has 16,384 in one
+table."""
 
 
 def check_counts(settings: Mapping[str, Any], where: str) -> None:
-    """Refuse a config with more layers than any model has, however deep in it they stand.
+    """Refuse a config with more layers than any model has, at whatever depth of the config it says so.
 
     Args:
         settings: plain dicts, lists, numbers and text, of a bounded depth.
-        where: they stand, for messages.
+        where: where the settings stand, for messages.
 
     Raises:
         UnsupportedModelError: names the key and its value.
     """
+    # A list and no recursion, so a deep config cannot exhaust the stack.
     waiting: list[tuple[str, Any]] = list(settings.items())
     while waiting:
         key, value = waiting.pop()
@@ -55,12 +57,14 @@ def check_counts(settings: Mapping[str, Any], where: str) -> None:
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
-    """Count what is constructed on this thread, and stop it where it is more than any model has.
+    """Count what is constructed on this thread, and stop it as soon as it is more than any model has.
 
     Raises:
-        UnsupportedModelError: too many modules or parameters, or buffers too large.
+        UnsupportedModelError: there are too many modules or parameters, or the buffers are too large.
     """
     count = _Count()
+
+    # torch's hooks see the modules of all threads, and other threads may build models of their own.
     thread = threading.get_ident()
 
     def here(add: Any) -> Any:  # noqa: ANN401  torch's hooks have three types
@@ -79,7 +83,7 @@ def counted() -> Iterator[None]:
 
 
 class _Count:
-    """What was registered so far. A tied parameter counts twice, which the limits have room for."""
+    """The number of everything that was registered so far. A tied parameter counts twice, for which there is room."""
 
     def __init__(self) -> None:
         self._modules = self._elements = self._buffer_bytes = 0

@@ -1,4 +1,4 @@
-"""The safetensors format: a little-endian u64 header length, a JSON header, the tensors' bytes.
+"""The safetensors format: a little-endian u64 header length, a JSON header, and the tensors' bytes.
 
 Headers come from strangers. Everything in one is checked against the file before a byte of a tensor is read.
 """
@@ -33,22 +33,23 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+"""Torch's dtypes by their names in the format."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_DIMENSIONS = 64
-"""Torch takes no more; a product of many more large numbers takes hours."""
+"""Dimensions of a tensor. Torch takes no more, and a product of many more large numbers takes hours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies on disk."""
+    """The place of a tensor on disk."""
 
     path: Path
     name: str
     dtype: str
-    """A safetensors name, such as `BF16`; not every one is a key of DTYPES."""
+    """A name of the format, such as `BF16`; not every one is a key of DTYPES."""
     shape: tuple[int, ...]
     offset: int
-    """First byte in the file."""
+    """Number of its first byte in the file."""
     num_bytes: int
 
 
@@ -56,7 +57,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Read and check the header of one shard.
 
     Raises:
-        UnsupportedModelError: the file is not whole and consistent safetensors; names file and tensor.
+        UnsupportedModelError: the file is no whole and consistent safetensors file. The message names file and tensor.
     """
     with opened(path, UnsupportedModelError) as file:
         file_bytes = os.fstat(file.fileno()).st_size
@@ -68,19 +69,19 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     header = parse_json(raw, f"{path}: the safetensors header", UnsupportedModelError)
     if not isinstance(header, dict):
         raise UnsupportedModelError(f"{path}: the safetensors header is no JSON object.")
+
     start = 8 + header_bytes
     tensors = [
         _checked(path, name, entry, start, file_bytes) for name, entry in header.items() if name != "__metadata__"
     ]
     _refuse_overlap(tensors)
-
     return {tensor.name: tensor for tensor in tensors}
 
 
 def write_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """Header of a shard whose tensors (name, dtype, shape) follow one another without gaps.
+    """Return the header of a shard whose tensors (name, dtype, shape) follow one another without gaps.
 
-    Its length is a multiple of 8, so tensors are aligned where wider dtypes come first.
+    Its length is a multiple of 8, so tensors are aligned if wider dtypes come first.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -96,11 +97,13 @@ def write_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) ->
 
 
 def _checked(path: Path, name: str, entry: object, start: int, file_bytes: int) -> StoredTensor:
-    """One header entry; `type(x) is int` because True is an int too."""
+    """Return the tensor of a header's entry; `type(x) is int` because True is an int too."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
             numbers = (*shape, begin, end)
             tensor = f"{path}: tensor {shown(name)}"
+
+            # Bounded before they are multiplied: the product of many large numbers would take hours.
             whole = len(shape) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
             if whole and begin <= end <= file_bytes - start:
                 stored = StoredTensor(
@@ -119,6 +122,8 @@ def _checked(path: Path, name: str, entry: object, start: int, file_bytes: int) 
 
 
 def _refuse_overlap(tensors: list[StoredTensor]) -> None:
+    """Refuse tensors that share bytes."""
+    # Sorted by where they begin, only neighbours can overlap.
     placed = sorted((t for t in tensors if t.num_bytes), key=lambda tensor: tensor.offset)
     for one, other in pairwise(placed):
         if other.offset < one.offset + one.num_bytes:

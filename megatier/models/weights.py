@@ -1,8 +1,8 @@
-"""First weights, drawn or read in pieces of CHUNK_ELEMENTS: the model is never whole in memory.
+"""Weights read from a folder of safetensors, in pieces of CHUNK_ELEMENTS: the model is never whole in memory.
 
 A matrix that is stored transposed (an expert of Qwen3-VL-MoE) is whole in memory while it is read.
 
-`Initialiser` and `SafetensorsFolder` are the two sources of a run's first weights. Both read a unit as a stream of
+`SafetensorsFolder` and `Initialiser` are the two sources of a run's first weights. Both read a unit as a stream of
 (first element in the unit's layout, fp32 values), without the layout's padding. A piece is valid until the next one.
 """
 
@@ -26,10 +26,10 @@ from megatier.models.folder import read_generation_config, read_headers
 from megatier.models.shards import DTYPES, StoredTensor
 
 CHUNK_ELEMENTS = 4 << 20
-"""Elements read, converted or written at once: 16 MiB in fp32."""
+"""Elements that are read, converted or written at once: 16 MiB in fp32."""
 
 FULL_PRECISION = ("F32", "BF16", "F16")
-"""Dtypes of checkpoints that hold weights as they were trained."""
+"""Dtypes of files that hold weights as they were trained."""
 
 
 class SafetensorsFolder:
@@ -39,11 +39,15 @@ class SafetensorsFolder:
     """
 
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
-        """Check every header against the skeleton; read its persistent buffers and generation settings, if any.
+        """Check every header against the skeleton, and read persistent buffers and generation settings into it.
+
+        Args:
+            folder: the model's folder.
+            model: the skeleton.
 
         Raises:
-            UnsupportedModelError: a damaged or hostile file, or a tensor that is missing, superfluous, of another
-                shape, or not in full precision. Names file and tensor.
+            UnsupportedModelError: a file is damaged or hostile, or a tensor is missing, superfluous, of another shape,
+                or not in full precision. The message names file and tensor.
         """
         self._stored = read_headers(folder)
         self._assemblies = assemble(model, {name: stored.shape for name, stored in self._stored.items()})
@@ -57,7 +61,7 @@ class SafetensorsFolder:
         """Yield (first element in the unit's layout, flat fp32 CPU tensor), in order.
 
         Raises:
-            TransferError: the file became shorter or unreadable meanwhile.
+            TransferError: the file has become shorter or unreadable meanwhile.
         """
         for tensor in unit.layout.tensors:
             position = tensor.start
@@ -66,7 +70,12 @@ class SafetensorsFolder:
                 position += piece.numel()
 
     def _read(self, runs: Sequence[TensorRun], wanted: torch.dtype = torch.float32) -> Iterator[Tensor]:
-        """Their elements in the wanted dtype. The two buffers are reused, so a piece is valid until the next."""
+        """Yield the elements of runs in the wanted dtype. Buffers are reused: a piece is valid until the next one.
+
+        Raises:
+            TransferError: see `read`.
+        """
+        # As large as the largest piece, and no larger: a tiny tensor needs no buffer of megabytes.
         most = min(CHUNK_ELEMENTS, max((run.num_elements for run in runs), default=0))
         widest = max((DTYPES[self._stored[run.name].dtype].itemsize for run in runs), default=0)
         raw = torch.empty(most * widest, dtype=torch.uint8)
@@ -79,6 +88,7 @@ class SafetensorsFolder:
             with stored.path.open("rb", buffering=0) as file:
                 file.seek(stored.offset + run.start * dtype.itemsize)
                 if run.num_columns:
+                    # Columns lie across the whole matrix, so it has to be read before its first column is known.
                     matrix = torch.empty(run.num_elements * dtype.itemsize, dtype=torch.uint8)
                     _read_exactly(file, matrix, stored)
                     yield from by_columns(matrix.view(dtype), run.num_columns).to(wanted).split(CHUNK_ELEMENTS)
@@ -90,10 +100,16 @@ class SafetensorsFolder:
                     yield values[: stop - start].copy_(piece.view(dtype))
 
     def _check(self, model: PreTrainedModel) -> None:
-        """Compare names, shapes and dtypes with the skeleton, and resolve names of tied weights."""
+        """Compare names, shapes and dtypes with the skeleton, and find tied weights under all their names.
+
+        Raises:
+            UnsupportedModelError: names file and tensor.
+        """
+        # A tied tensor has one object and several names, any of which may be stored.
         aliases: defaultdict[int, list[str]] = defaultdict(list)
         for name, tensor in model.state_dict(keep_vars=True).items():
             aliases[id(tensor)].append(name)
+
         known = {name for names in aliases.values() for name in names}
         if unknown := sorted(name for name in self._assemblies.keys() - known if not _ignored(model, name)):
             raise UnsupportedModelError(
@@ -108,12 +124,18 @@ class SafetensorsFolder:
                 raise UnsupportedModelError(f"{self._folder}: tensor {names[0]} is missing.")
             for name in found:
                 self._check_tensor(name, state[name])
+
+            # Stored under several names, it has to hold the same values under all of them.
             for name in found[1:]:
                 self._refuse_unequal(found[0], name)
             self._assemblies[names[0]] = self._assemblies[found[0]]
 
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
-        """Compare one with the parameter or buffer that it is for. A buffer of integers takes integers that fit."""
+        """Compare a tensor with the parameter or buffer that it is for. A buffer of integers takes integers that fit.
+
+        Raises:
+            UnsupportedModelError: names file and tensor.
+        """
         assembly = self._assemblies[name]
         if assembly.shape != tensor.shape:
             raise UnsupportedModelError(
@@ -133,7 +155,11 @@ class SafetensorsFolder:
                 )
 
     def _refuse_unequal(self, first: str, second: str) -> None:
-        """A tied weight that is stored twice must be stored with the same values, else one of them would be lost."""
+        """Refuse a tied weight that is stored twice with different values, one of which would be lost.
+
+        Raises:
+            UnsupportedModelError: names file and tensor.
+        """
         one = self._assemblies[first].runs
         other = self._assemblies[second].runs
         pairs = zip(self._read(one), self._read(other), strict=True)
@@ -143,6 +169,7 @@ class SafetensorsFolder:
             )
 
     def _read_buffers(self, model: PreTrainedModel) -> None:
+        """Read the skeleton's persistent buffers, in their own dtypes unless they are floats."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, buffer in model.state_dict().items():
             if name not in parameters:
@@ -154,24 +181,29 @@ class SafetensorsFolder:
                     position += piece.numel()
 
     def _where(self, name: str) -> str:
-        """File and stored name, for messages."""
+        """Return file and stored name of a tensor, for messages."""
         stored = self._stored[self._assemblies[name].runs[0].name]
         return f"{stored.path}: tensor {shown(stored.name)}"
 
 
 def _is_held_by(stored: str, dtype: torch.dtype) -> bool:
-    """Whether every value of a stored dtype is one of another, which is no float."""
+    """Return whether every value of a stored dtype is one of a dtype that is no float."""
     return stored in DTYPES and torch.promote_types(DTYPES[stored], dtype) is dtype
 
 
 def _ignored(model: PreTrainedModel, name: str) -> bool:
-    """Tensors that the model's authors left in old checkpoints, and buffers that are computed from the config."""
+    """Return whether a tensor is one that authors left in old files, or a buffer that is computed from the config."""
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
     return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _read_exactly(file: RawIOBase, piece: Tensor, stored: StoredTensor) -> None:
-    """Fill a uint8 tensor from the file's position; a system call may return less than was asked for."""
+    """Fill a uint8 tensor from the file's position; a system call may return less than was asked for.
+
+    Raises:
+        TransferError: the file is too short, or cannot be read.
+    """
+    # A view of the tensor's own memory, so that the bytes are copied once.
     view = piece.numpy().data
     while view:
         position = file.tell()
@@ -186,12 +218,12 @@ def _read_exactly(file: RawIOBase, piece: Tensor, stored: StoredTensor) -> None:
 
 
 def by_columns(elements: Tensor, num_columns: int) -> Tensor:
-    """The elements of a matrix that lies row by row, flat."""
+    """Return the elements of a matrix that lies row by row in the order of its columns, flat."""
     columns: Tensor = elements.view(-1, num_columns).t()
     return columns.flatten()
 
 
 def chunks(num_elements: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of pieces of at most CHUNK_ELEMENTS."""
+    """Yield (start, stop) of pieces of at most CHUNK_ELEMENTS."""
     for start in range(0, num_elements, CHUNK_ELEMENTS):
         yield start, min(start + CHUNK_ELEMENTS, num_elements)
