@@ -53,7 +53,7 @@ def test_build_holds_out_the_split_that_is_named(tmp_path: Path) -> None:
     write(tmp_path / "set", "validation", ["xyz"] * 3)
     config = DataConfig(dataset=str(tmp_path / "set"), holdout_split="validation", sequence_length=4, tokenizer="bytes")
     text = PackedText.build(config, byte_tokenizer(), tmp_path / "run")
-    assert (text.num_tokens, text.num_holdout_tokens) == (80, 12)
+    assert (text.num_tokens, text.held_out.num_tokens) == (80, 12)
     assert {bytes(row[:3]) for batch in text.holdout(2) for row in batch["input_ids"].tolist()} == {b"xyz"}
 
 

@@ -35,7 +35,7 @@ def rows(data: PackedText, steps: range, batch: int) -> list[tuple[int, ...]]:
 def test_build_documents_are_joined_by_the_end_token(tmp_path: Path) -> None:
     data = pack(tmp_path, ["abc", "de", "f"])
     tokens = [*b"abc", 256, *b"de", 256, *b"f", 256]
-    assert (data.num_tokens, data.num_holdout_tokens, data.num_sequences, data.vocabulary_size) == (9, 0, 2, 257)
+    assert (data.num_tokens, data.held_out.num_tokens, data.num_sequences) == (9, 0, 2)
     assert sorted(rows(data, range(2), 1)) == sorted([tuple(tokens[:4]), tuple(tokens[4:8])])
 
 
@@ -77,7 +77,7 @@ def test_batch_seed_changes_the_order(tmp_path: Path) -> None:
 def test_build_holds_out_its_share_of_documents(tmp_path: Path) -> None:
     texts = [f"<{number:03}>" * 2 for number in range(100)]
     data = pack(tmp_path, texts, holdout_fraction=0.05, sequence_length=11)
-    assert (data.num_holdout_tokens, data.num_tokens) == (5 * 11, 95 * 11)
+    assert (data.held_out.num_tokens, data.num_tokens) == (5 * 11, 95 * 11)
     held = {bytes(row[:-1]).decode() for batch in data.holdout(2) for row in batch["input_ids"].tolist()}
     trained = {bytes(row[:-1]).decode() for row in rows(data, range(95), 1)}
     assert (len(held), len(trained)) == (5, 95)
@@ -91,7 +91,7 @@ def test_holdout_last_batch_is_smaller(tmp_path: Path) -> None:
 
 def test_build_one_document_holds_out_its_end(tmp_path: Path) -> None:
     data = pack(tmp_path, ["a" * 80 + "b" * 19], holdout_fraction=0.2)
-    assert (data.num_tokens, data.num_holdout_tokens) == (80, 20)
+    assert (data.num_tokens, data.held_out.num_tokens) == (80, 20)
     assert set(next(data.holdout(5))["input_ids"].flatten().tolist()) == {ord("b"), 256}
 
 
@@ -213,7 +213,7 @@ def test_build_conversations_that_may_cross_are_laid_end_to_end(tmp_path: Path) 
 
 def test_build_few_conversations_hold_out_whole_sequences(tmp_path: Path) -> None:
     data = pack_chats(tmp_path, ["x" * 20] * 5, holdout_fraction=0.01, sequence_length=64)
-    assert (data.num_tokens, data.num_holdout_tokens) == (4 * 64, 64)
+    assert (data.num_tokens, data.held_out.num_tokens) == (4 * 64, 64)
     [held] = data.holdout(4)
     assert learnt(held) == ["x" * 20 + BREAK]
 

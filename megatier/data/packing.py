@@ -38,7 +38,7 @@ SHUFFLE_ROUNDS = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenSpan:
+class TokenRange:
     """Tokens of a file, in which sequences are counted."""
 
     path: Path
@@ -77,16 +77,14 @@ class TokenSpan:
             yield self.read(range(start, min(start + batch, count)), length)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PackedText:
     """A tokenised dataset: shuffled training sequences and held-out ones."""
 
-    train: TokenSpan
-    held_out: TokenSpan
+    train: TokenRange
+    held_out: TokenRange
     sequence_length: int
     seed: int
-    vocabulary_size: int
-    """Tokens of the tokenizer; every id is below."""
     damaged: str | None = None
     """The file that made it necessary to tokenise again."""
 
@@ -97,19 +95,18 @@ class PackedText:
         Raises:
             DataError: missing path, malformed line, no text, less than one sequence, or no room for the files.
         """
-        train_span, held_out_span, damaged = tokenise(config, tokenizer, directory)
-        train_span, held_out_span = _split_few(train_span, held_out_span, config)
-        if train_span.num_tokens < config.sequence_length:
+        train, held_out, damaged = tokenise(config, tokenizer, directory)
+        train, held_out = _split_few(train, held_out, config)
+        if train.num_tokens < config.sequence_length:
             raise DataError(
-                f"the dataset has {train_span.num_tokens} tokens to train on, less than one sequence of "
+                f"the dataset has {train.num_tokens} tokens to train on, less than one sequence of "
                 f"{config.sequence_length}. Give it more text or lower data.sequence_length."
             )
         return PackedText(
-            train=train_span,
-            held_out=held_out_span,
+            train=train,
+            held_out=held_out,
             sequence_length=config.sequence_length,
             seed=config.seed,
-            vocabulary_size=len(tokenizer),
             damaged=damaged,
         )
 
@@ -125,17 +122,12 @@ class PackedText:
         return self.train.num_tokens
 
     @property
-    def num_holdout_tokens(self) -> int:
-        """Tokens held out."""
-        return self.held_out.num_tokens
-
-    @property
     def num_sequences(self) -> int:
         """Whole sequences to train on: one epoch."""
         return self.train.num_tokens // self.sequence_length
 
     def batch(self, step: int, batch: int) -> dict[str, torch.Tensor]:
-        """Training batch of a step (counted from 0), as `TokenSpan.read` gives it."""
+        """Training batch of a step (counted from 0), as `TokenRange.read` gives it."""
         positions = range(step * batch, (step + 1) * batch)
         count = self.num_sequences
         numbers = [shuffled(position % count, count, (self.seed, position // count)) for position in positions]
@@ -148,7 +140,7 @@ class PackedText:
 
 def tokenise(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, directory: Path
-) -> tuple[TokenSpan, TokenSpan, str | None]:
+) -> tuple[TokenRange, TokenRange, str | None]:
     """The dataset in two files of tokens, to train on and held out; of a stream what is held out alone.
 
     What is there already is taken, where `tokens.json` beside it says that it was made by the same settings, and the
@@ -170,7 +162,7 @@ def tokenise(
         raise DataError(f"cannot write tokens to {directory}: {error.strerror}.") from error
 
     train, held_out = (
-        TokenSpan(
+        TokenRange(
             path=directory / name,
             dtype=dtype,
             start=0,
@@ -290,7 +282,7 @@ def _hash(numbers: tuple[int, ...]) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
-def _split_few(train: TokenSpan, held_out: TokenSpan, config: DataConfig) -> tuple[TokenSpan, TokenSpan]:
+def _split_few(train: TokenRange, held_out: TokenRange, config: DataConfig) -> tuple[TokenRange, TokenRange]:
     """Where documents are too few to hold one out, hold out the last tokens instead."""
     if config.holdout_fraction == 0 or (train.num_tokens and held_out.num_tokens):
         return train, held_out
