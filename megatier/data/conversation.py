@@ -1,7 +1,7 @@
 """Documents out of records: a text under one key, or a conversation in one of the shapes that people use.
 
 messages: [{"role": "user", "content": ...}, ...]; ShareGPT: [{"from": "human", "value": ...}, ...]; Alpaca:
-instruction, input, output. All become messages, which is what chat templates take.
+instruction, input, output. All of them become messages, which chat templates take.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ ASSISTANT = "assistant"
 """The role whose turns are learnt."""
 
 OTHER_ROLES = {"system", "developer", "user", "tool", "function"}
-"""Names that say who else speaks, and so are none of the assistant's."""
+"""Names of those who speak besides the assistant, and so none of the assistant's own."""
 
 SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "observation": "tool"}
+"""The roles of ShareGPT, and what chat templates call them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,11 @@ class Conversation:
     """Messages, of which the assistant's are learnt."""
 
     messages: list[dict[str, Any]]
-    """Each with a role and, but for calls of tools, a content."""
+    """Each has a role and, unless it calls tools, a content."""
     tools: list[Any] | None
-    """What the assistant could call, as the chat template takes it."""
+    """The tools that the assistant could call, as the chat template takes them."""
     place: str
-    """Where it comes from, for errors."""
+    """The place that it comes from, for errors."""
 
     @property
     def num_bytes(self) -> int:
@@ -40,13 +41,13 @@ class Conversation:
 
 
 class Shape(Protocol):
-    """Where a record holds its document."""
+    """The keys under which a record holds its document."""
 
     def read(self, record: dict[str, Any], place: str) -> str | Conversation:
-        """The document of one record.
+        """Return the document of a record.
 
         Raises:
-            DataError: something is missing or of another kind; names the place.
+            DataError: something is missing or of another kind. The message names the place.
         """
 
 
@@ -57,7 +58,7 @@ class Text:
     key: str
 
     def read(self, record: dict[str, Any], place: str) -> str:
-        """See `Shape`."""
+        """Return the text of a record; see `Shape`."""
         text = record.get(self.key)
         if not isinstance(text, str):
             raise DataError(f"{place}: no text under {self.key!r}. Set data.text_field to its key.")
@@ -72,13 +73,13 @@ class Turns:
     role: str = "role"
     content: str = "content"
     roles: tuple[tuple[str, str], ...] = ()
-    """The roles in the record, and what the template calls them; empty: the same, any."""
+    """The roles in the record, and what the template calls them; empty: any role, by its own name."""
     system: str | None = None
-    """Key of a system prompt beside the turns."""
+    """Key of a system prompt that stands beside the turns."""
     tools: str | None = "tools"
 
     def read(self, record: dict[str, Any], place: str) -> Conversation:
-        """See `Shape`."""
+        """Return the conversation of a record; see `Shape`."""
         turns = record.get(self.turns)
         if not isinstance(turns, list):
             raise DataError(f"{place}: no list of turns under {self.turns!r}. Choose another data.chat, or mend it.")
@@ -88,6 +89,7 @@ class Turns:
         return _conversation([*_system(system, place), *messages], tools, place)
 
     def _message(self, turn: object, place: str) -> dict[str, Any]:
+        """Return a turn as a message, with everything else that the record says of it."""
         if not isinstance(turn, dict):
             raise DataError(f"{place}: a turn is {_shown(turn)}, not an object.")
         role = turn.get(self.role)
@@ -99,6 +101,8 @@ class Turns:
             raise DataError(f"{place}: a turn's {self.role} is {_shown(role)}; it must be {names}.")
 
         role = known.get(role, role)
+
+        # A turn that calls tools need not say anything.
         if content is None and "tool_calls" in rest:
             return {"role": role, **rest}
         return {"role": role, "content": _text(content, self.content, place), **rest}
@@ -111,7 +115,7 @@ SHAREGPT = Turns(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alpaca:
-    """An instruction, perhaps with an input, and the answer; perhaps earlier rounds."""
+    """An instruction, perhaps with an input, and the answer; perhaps with earlier rounds."""
 
     prompt: str = "instruction"
     query: str | None = "input"
@@ -120,7 +124,7 @@ class Alpaca:
     history: str | None = "history"
 
     def read(self, record: dict[str, Any], place: str) -> Conversation:
-        """See `Shape`."""
+        """Return the conversation of a record; see `Shape`."""
         prompt = _text(record.get(self.prompt), self.prompt, place)
         query = record.get(self.query) if self.query is not None else None
         if query:
@@ -135,6 +139,7 @@ class Alpaca:
         return _conversation([*_system(system, place), *turns], None, place)
 
     def _rounds(self, record: dict[str, Any], place: str) -> Iterator[tuple[str, str]]:
+        """Yield the earlier rounds, as prompt and answer."""
         rounds = (record.get(self.history) if self.history is not None else None) or []
         for pair in rounds if isinstance(rounds, list) else [rounds]:
             if not (isinstance(pair, list) and len(pair) == 2):
@@ -143,6 +148,11 @@ class Alpaca:
 
 
 def _conversation(messages: list[dict[str, Any]], tools: Any, place: str) -> Conversation:  # noqa: ANN401
+    """Return a conversation in which the assistant speaks.
+
+    Raises:
+        DataError: it does not, or the tools are none.
+    """
     roles = dict.fromkeys(message["role"] for message in messages)
     if ASSISTANT not in roles:
         remedy = "Leave the record out."
@@ -154,6 +164,7 @@ def _conversation(messages: list[dict[str, Any]], tools: Any, place: str) -> Con
         found = f"; its roles are {', '.join(roles)}" if roles else ""
         raise DataError(f"{place}: no turn of the assistant, so nothing to learn{found}. {remedy}")
 
+    # Tables cannot hold tools of any shape, so many datasets hold them as JSON in a text.
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
@@ -166,19 +177,22 @@ def _conversation(messages: list[dict[str, Any]], tools: Any, place: str) -> Con
 
 
 def _system(prompt: object, place: str) -> list[dict[str, Any]]:
+    """Return a system prompt as a message, or nothing if there is none."""
     return [{"role": "system", "content": _text(prompt, "system", place)}] if prompt else []
 
 
 def _text(value: object, key: str, place: str) -> str:
+    """Return a value that must be text."""
     if not isinstance(value, str):
         raise DataError(f"{place}: no text under {key!r}, but {_shown(value)}.")
     return _whole_characters(value)
 
 
 def _whole_characters(text: str) -> str:
-    """JSON can spell half a surrogate pair, which UTF-8 has no bytes for."""
+    """Return a text without half surrogate pairs, which JSON can spell and UTF-8 has no bytes for."""
     return text.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
 
 
 def _shown(value: object) -> str:
+    """Return a value for a message, cut to a bounded length."""
     return repr(value)[:80]

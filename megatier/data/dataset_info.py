@@ -1,7 +1,7 @@
-"""LLaMA-Factory's `dataset_info.json`: which file a dataset lies in, and under which keys.
+"""LLaMA-Factory's `dataset_info.json`: the file that a dataset lies in, and the keys of its records.
 
-What it leaves out has LLaMA-Factory's defaults. As there, `columns` and `tags`, where they are given, name all that the
-records have.
+Whatever it leaves out has LLaMA-Factory's defaults. As there, `columns` and `tags`, if they are given, name everything
+that the records have.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ ROLES = {"user_tag": "user", "assistant_tag": ASSISTANT, "observation_tag": "too
 
 
 def describe(file: Path, name: str) -> tuple[Path, Shape]:
-    """Where a dataset lies, and the shape of its records.
+    """Return the file of a dataset, and the shape of its records.
 
     Raises:
-        DataError: no such file or name, or a dataset that is not local or not for supervised training.
+        DataError: there is no such file or name, or the dataset is not local or not for supervised training.
     """
     place = f"data.files: {file}#{name}"
     try:
@@ -43,6 +43,7 @@ def describe(file: Path, name: str) -> tuple[Path, Shape]:
     if not isinstance(dataset, dict):
         known = ", ".join(sorted(datasets)) if isinstance(datasets, dict) else "none"
         raise DataError(f"{place}: there is no such dataset. Names: {known}.")
+
     columns = dataset.get("columns", DEFAULT_COLUMNS)
     tags = dataset.get("tags", DEFAULT_TAGS)
     _check(place, dataset, columns, tags)
@@ -50,24 +51,28 @@ def describe(file: Path, name: str) -> tuple[Path, Shape]:
 
 
 def _check(place: str, dataset: dict[str, Any], columns: object, tags: object) -> None:
+    """Refuse an entry that asks for something that is not done here."""
     if not isinstance(dataset.get("file_name"), str):
         raise DataError(f"{place} has no file_name. Only local files are read: download the dataset and name its file.")
     if not all(isinstance(x, dict) and all(isinstance(v, str) for v in x.values()) for x in (columns, tags)):
         raise DataError(f"{place}: columns and tags must be objects of text.")
     assert isinstance(columns, dict)
+
+    # Passing over such a key would train on something else than LLaMA-Factory does.
     others = sorted({key for key, value in dataset.items() if value} - KEYS) + sorted(columns.keys() - COLUMNS)
     if others:
         raise DataError(f"{place}: {', '.join(others)} cannot be used here. Remove it, or name another dataset.")
 
 
 def _shape(place: str, formatting: object, columns: dict[str, str], tags: dict[str, str]) -> Shape:
+    """Return the shape of a dataset's records."""
     system = columns.get("system")
     if formatting == "alpaca":
         prompt = columns.get("prompt")
         response = columns.get("response")
         if prompt is None:
             raise DataError(f"{place}: columns has no prompt.")
-        if response is None:  # for pre-training
+        if response is None:  # a dataset for pre-training
             return Text(prompt)
         return Alpaca(
             prompt=prompt, query=columns.get("query"), response=response, system=system, history=columns.get("history")

@@ -1,6 +1,6 @@
-"""What Hugging Face's `datasets` loads: by its name on the hub, or out of a folder; whole, or as a stream.
+"""Datasets that Hugging Face's `datasets` loads, by name on the hub or out of a folder, whole or as a stream.
 
-`datasets` is imported here alone, and only where `data.dataset` asks for it.
+`datasets` is imported here alone, and only if `data.dataset` asks for it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megatier.config.data_section import DataConfig
 from megatier.errors import DataError
 
 BROKEN = (OSError, ValueError, RuntimeError, LookupError, TypeError, ImportError)
-"""What `datasets`, pyarrow and the network raise beside `DatasetsError`."""
+"""The errors that `datasets`, pyarrow and the network raise besides `DatasetsError`."""
 
 
 def load(config: DataConfig, split: str) -> Any:  # noqa: ANN401  datasets has no types
-    """A split of `data.dataset` as a `Dataset`, whose rows lie in the cache of `datasets`.
+    """Return a split of `data.dataset` as a `Dataset`, whose rows lie in the cache of `datasets`.
 
     Raises:
         DataError: there is no such dataset, subset, split or revision, it cannot be reached, or `datasets` is missing.
@@ -30,10 +30,10 @@ def load(config: DataConfig, split: str) -> Any:  # noqa: ANN401  datasets has n
 
 
 def stream(config: DataConfig, split: str) -> tuple[Any, str | None]:
-    """A split of `data.dataset` as an `IterableDataset`, and the commit of the hub that it is of; None of a folder.
+    """Return a split of `data.dataset` as an `IterableDataset`, and its commit on the hub; None for a folder.
 
     Raises:
-        DataError: as of `load`.
+        DataError: see `load`.
     """
     datasets = _library(config)
     with _named(config, "cannot be loaded", datasets.exceptions.DatasetsError):
@@ -42,7 +42,7 @@ def stream(config: DataConfig, split: str) -> tuple[Any, str | None]:
 
 
 def rows(config: DataConfig, split: str, dataset: Any) -> Iterator[tuple[str, dict[str, Any]]]:  # noqa: ANN401
-    """Each row of a dataset, behind its place, such as "org/name (train), row 3".
+    """Yield each row of a dataset with its place, such as "org/name (train), row 3".
 
     Raises:
         DataError: a file is damaged, or the network failed for good.
@@ -53,11 +53,12 @@ def rows(config: DataConfig, split: str, dataset: Any) -> Iterator[tuple[str, di
 
 
 def _name(config: DataConfig) -> str:
-    """A name on the hub, or a folder with its ~ unfolded."""
+    """Return a name on the hub, or a folder with its ~ unfolded."""
     return str(Path(config.dataset or "").expanduser())
 
 
 def _library(config: DataConfig) -> Any:  # noqa: ANN401
+    """Return the module `datasets`, or refuse with the command that installs it."""
     try:
         return importlib.import_module("datasets")
     except ImportError as error:
@@ -68,7 +69,7 @@ def _library(config: DataConfig) -> Any:  # noqa: ANN401
 
 @contextmanager
 def _named(config: DataConfig, what: str, kind: type[Exception]) -> Iterator[None]:
-    """Errors with the dataset's name and a remedy."""
+    """Turn errors into one with the dataset's name and a remedy."""
     try:
         yield
     except (kind, *BROKEN) as error:

@@ -1,11 +1,11 @@
 """Documents as rows of marked tokens: laid end to end, or packed where they fit best.
 
-An integer is a token's id, and below it two bits that say whether the token is learnt and whether a document begins
-there. Texts are closed by the end token and laid end to end; a row is a cut of `sequence_length` tokens.
+An integer is a token's id, with two more bits below it that say whether the token is learnt and whether a document
+begins there. Texts are closed by the end token and laid end to end; a row is a cut of `sequence_length` tokens.
 
-Where documents are apart (`DataConfig.is_apart`), a conversation stays whole in its row if it is not longer. A window
-of them is packed at once, the longest first, each into the fullest row that has room. What is left of a row is filled
-with end tokens, each alone in a document of its own: nothing sees them or learns them.
+If documents are apart (`DataConfig.is_apart`), a conversation stays whole in its row unless it is longer. A window of
+them is packed at once, the longest first, each into the fullest row that has room. The rest of a row is filled with end
+tokens, each alone in a document of its own, so that nothing sees them or learns them.
 """
 
 from __future__ import annotations
@@ -23,28 +23,31 @@ from megatier.data.conversation import Conversation
 from megatier.data.template import tokenise_chats
 
 PIECE_CHARACTERS = 1 << 17
-"""Tokenisers take about 200 bytes a token, so a longer document is tokenised in pieces that end at a line's end."""
+"""Characters that are tokenised at once. Tokenisers take about 200 bytes a token, so a longer document is tokenised in
+pieces that end at a line's end."""
 
 IGNORED = -100
 """Label of a token that is not learnt, as Hugging Face has it."""
 
 MARK_BITS = 2
+"""Number of bits below a token's id."""
 LEARNT = 1
+"""Mark of a token whose label counts."""
 FIRST = 2
-"""Marks below a token's id: its label counts; a document begins with it."""
+"""Mark of the first token of a document."""
 
 WINDOW_ROWS = 32
-"""Rows of tokens that a window of conversations fills at least: what is left of its last row is spread over them."""
+"""Rows of tokens that a window of conversations fills at least, so that little of them is fill."""
 
 BYTES_PER_TOKEN = 4
-"""By which that is guessed, before anything is tokenised."""
+"""Bytes of text a token, by which the tokens of a window are guessed before anything is tokenised."""
 
 
 class Packer:
-    """Documents in, marked tokens out, in pieces that lie end to end."""
+    """Takes documents and gives marked tokens, in pieces that lie end to end."""
 
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """At the beginning of a row."""
+        """Begin at the beginning of a row."""
         self._config = config
         self._tokenizer = tokenizer
         self._row = config.sequence_length
@@ -55,7 +58,7 @@ class Packer:
         self._window_bytes = 0
 
     def lay(self, document: str | Conversation) -> Iterator[NDArray[np.int64]]:
-        """What comes next with this document: nothing, its tokens, or those of a window."""
+        """Yield the tokens that come next with this document: none, its own, or those of a window."""
         if self._config.is_apart and isinstance(document, Conversation):
             self._window.append(document)
             self._window_bytes += document.num_bytes
@@ -63,22 +66,25 @@ class Packer:
                 yield from self._lay_window()
             return
 
+        # A text is not packed, so it comes after the conversations that wait.
         yield from self._lay_window()
         first = FIRST
         for piece in _marked(document, self._config, self._tokenizer):
             if len(piece):
                 piece[0] |= first
                 first = 0
+
+            # A piece may end several rows further on.
             self._left = self._row - (self._row - self._left + len(piece)) % self._row
             yield piece
 
     def end(self) -> Iterator[NDArray[np.int64]]:
-        """What waited, and the fill of a row that was begun, where documents are apart."""
+        """Yield the tokens that still wait, and the fill of a row that was begun, if documents are apart."""
         yield from self._lay_window()
         yield from self._end_row()
 
     def _lay_window(self) -> Iterator[NDArray[np.int64]]:
-        """Whole rows of what waited."""
+        """Yield whole rows of the conversations that wait."""
         if not self._window:
             return
         yield from self._end_row()
@@ -93,40 +99,43 @@ class Packer:
             yield from self._end_row()
 
     def _end_row(self) -> Iterator[NDArray[np.int64]]:
+        """Yield the fill of a row that was begun, if documents are apart."""
         if self._config.is_apart and 0 < self._left < self._row:
             yield np.full(self._left, self._tokenizer.eos_token_id << MARK_BITS | FIRST)
         self._left = self._row
 
 
 def is_window(config: DataConfig, count: int, num_bytes: int | None) -> bool:
-    """Whether so many documents make a window: `data.window_rows`, and enough bytes to pack well where they stay whole.
+    """Return whether so many documents make a window: `data.window_rows`, and enough bytes if they stay whole.
 
     Args:
         config: has the length of a row.
-        count: of documents.
-        num_bytes: of conversations that stay whole; None: they do not.
+        count: number of documents.
+        num_bytes: bytes of conversations that stay whole; None: they do not stay whole.
     """
     least = WINDOW_ROWS * config.sequence_length * BYTES_PER_TOKEN
     return count >= config.window_rows and (num_bytes is None or num_bytes >= least)
 
 
 def best_fit(sizes: Sequence[int], row: int) -> list[list[int]]:
-    """Which pieces share a row: the longest first, each where the least room is left that takes it.
+    """Return which pieces share a row: the longest first, each in the row with the least room that takes it.
 
     Rows come in the order of their first pieces, so that long pieces do not come before short ones.
 
     Args:
-        sizes: of the pieces, none above `row`.
+        sizes: sizes of the pieces, none above `row`.
         row: room of a row.
     """
     rows: list[list[int]] = []
+
+    # Room left and number of each row, the least room first.
     rooms: list[tuple[int, int]] = []
-    """Room left and number of each row, the least first."""
     for piece in sorted(range(len(sizes)), key=lambda piece: -sizes[piece]):
         place = bisect.bisect_left(rooms, (sizes[piece], 0))
         left, number = rooms.pop(place) if place < len(rooms) else (row, len(rows))
         if number == len(rows):
             rows.append([])
+
         rows[number].append(piece)
         bisect.insort(rooms, (left - sizes[piece], number))
 
@@ -136,13 +145,13 @@ def best_fit(sizes: Sequence[int], row: int) -> list[list[int]]:
 def _tokenise_chats(
     conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[NDArray[np.int64]]:
-    """Marked tokens of each."""
+    """Yield the marked tokens of each conversation."""
     for ids, learnt in tokenise_chats(conversations, tokenizer):
         yield ids << MARK_BITS | np.where(learnt, LEARNT, 0)
 
 
 def _cut(tokens: NDArray[np.int64], row: int) -> Iterator[NDArray[np.int64]]:
-    """Pieces of a row at most, each a document of its own."""
+    """Yield pieces of a row at most, each a document of its own."""
     for start in range(0, len(tokens), row):
         piece = tokens[start : start + row]
         piece[0] |= FIRST
@@ -152,7 +161,7 @@ def _cut(tokens: NDArray[np.int64], row: int) -> Iterator[NDArray[np.int64]]:
 def _marked(
     document: str | Conversation, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[NDArray[np.int64]]:
-    """Tokens of a document with their marks, in pieces."""
+    """Yield the tokens of a document with their marks, in pieces."""
     if isinstance(document, Conversation):
         yield from _tokenise_chats([document], tokenizer)
         return
@@ -162,23 +171,25 @@ def _marked(
 
 
 def columns_of(rows: NDArray[np.integer], *, is_apart: bool) -> dict[str, torch.Tensor]:
-    """What the model takes of rows of marked tokens, all int64 [rows, length].
+    """Return what the model takes of rows of marked tokens, all int64 [rows, length].
 
-    `input_ids`; `labels`, equal or -100 where a token is not learnt (the model shifts them); where documents are apart
-    `position_ids`, which count from 0 at each.
+    These are `input_ids`; `labels`, which are equal or -100 for a token that is not learnt (the model shifts them);
+    and, if documents are apart, `position_ids`, which count from 0 in each document.
     """
     ids = (rows >> MARK_BITS).astype(np.int64)
     columns = {"input_ids": ids, "labels": np.where(rows & LEARNT, ids, IGNORED)}
     if is_apart:
         begins = rows & FIRST != 0
-        columns["labels"][begins] = IGNORED  # nothing before it to tell it from
+
+        # A first token has nothing before it from which it could be told.
+        columns["labels"][begins] = IGNORED
         order = np.arange(rows.shape[1])
         columns["position_ids"] = order - np.maximum.accumulate(np.where(begins, order, 0), axis=1)
     return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text in pieces of bounded length, cut at the ends of lines where there are some."""
+    """Yield a text in pieces of bounded length, which end at the ends of lines if there are any."""
     start = 0
     while start < len(text):
         stop = start + PIECE_CHARACTERS
@@ -189,8 +200,8 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _tokenise(text: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int64]:
-    """Token ids of a piece."""
+    """Return the token ids of a piece."""
     if config.tokenizer == BYTE_TOKENIZER:
-        # What the byte tokenizer says, about two hundred times faster.
+        # The same as the byte tokenizer gives, about two hundred times faster.
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64)
     return np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64)

@@ -1,8 +1,8 @@
 """Documents packed into sequences of equal length, in an order that follows from the step alone.
 
 Documents are tokenised once, and laid in two files of plain integers (`packer`), one to train on and one held out. A
-sequence is a cut of `sequence_length` tokens, addressed by its number. The shuffle is a keyed permutation computed per
-number, so any step's batch can be read at once: a resumed run needs no position but its step.
+sequence is a cut of `sequence_length` tokens, addressed by its number. The shuffle is a keyed permutation that is
+computed for each number, so any step's batch can be read at once: a run that is resumed needs no position but its step.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from megatier.errors import DataError
 from megatier.files import create_file, open_regular
 
 FILES = "train.tokens", "holdout.tokens"
+"""Names of the files of tokens: to train on, and held out."""
 
 SHUFFLE_ROUNDS = 6
 """Feistel rounds; four already look random."""
@@ -39,22 +40,22 @@ SHUFFLE_ROUNDS = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenRange:
-    """Tokens of a file, in which sequences are counted."""
+    """Consecutive tokens of a file, in which sequences are counted."""
 
     path: Path
     dtype: np.dtype[np.unsignedinteger]
     start: int
-    """First token."""
+    """Number of its first token in the file."""
     num_tokens: int
     is_apart: bool
-    """Positions start anew at each document, and so attention does."""
+    """Whether documents are apart, so that positions and attention start anew in each of them."""
     crc32: int
-    """Of the whole file."""
+    """CRC32 of the whole file."""
 
     def read(self, numbers: Sequence[int], length: int) -> dict[str, torch.Tensor]:
-        """The sequences of these numbers, as `columns_of` gives them.
+        """Return the sequences of these numbers, as `columns_of` gives them.
 
-        Read, not mapped: mapped pages would count as this process's.
+        The file is read and not mapped, because mapped pages would count as this process's.
 
         Raises:
             DataError: the file was cut short or removed from outside.
@@ -71,7 +72,7 @@ class TokenRange:
         return columns_of(rows, is_apart=self.is_apart)
 
     def batches(self, batch: int, length: int) -> Iterator[dict[str, torch.Tensor]]:
-        """All whole sequences in order, so many at a time."""
+        """Yield all whole sequences in order, so many at a time."""
         count = self.num_tokens // length
         for start in range(0, count, batch):
             yield self.read(range(start, min(start + batch, count)), length)
@@ -93,7 +94,8 @@ class PackedText:
         """Tokenise the dataset into `train.tokens` and `holdout.tokens` in a directory.
 
         Raises:
-            DataError: missing path, malformed line, no text, less than one sequence, or no room for the files.
+            DataError: a path is missing, a line is malformed, there is no text or less than one sequence, or no room
+                for the files.
         """
         train, held_out, damaged = tokenise(config, tokenizer, directory)
         train, held_out = _split_few(train, held_out, config)
@@ -112,13 +114,13 @@ class PackedText:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint notes, which tells this text from another: tokens to train on and held out, their CRC32."""
+        """The note of a checkpoint that tells this text from another: numbers of tokens and their CRC32."""
         held_out = {"num_tokens": self.held_out.num_tokens, "crc32": self.held_out.crc32}
         return {"num_tokens": self.num_tokens, "crc32": self.train.crc32, "held_out": held_out}
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to train on, end tokens and fill included, held-out text not."""
+        """Tokens to train on, with end tokens and fill, without held-out text."""
         return self.train.num_tokens
 
     @property
@@ -127,27 +129,33 @@ class PackedText:
         return self.train.num_tokens // self.sequence_length
 
     def batch(self, step: int, batch: int) -> dict[str, torch.Tensor]:
-        """Training batch of a step (counted from 0), as `TokenRange.read` gives it."""
+        """Return the training batch of a step, counted from 0, as `TokenRange.read` gives it."""
         positions = range(step * batch, (step + 1) * batch)
         count = self.num_sequences
+
+        # Each epoch has a permutation of its own, and a batch may reach into the next one.
         numbers = [shuffled(position % count, count, (self.seed, position // count)) for position in positions]
         return self.train.read(numbers, self.sequence_length)
 
     def holdout(self, batch: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Held-out batches in order, the last one perhaps smaller; none where the dataset is too small."""
+        """Yield held-out batches in order, the last one perhaps smaller; none if the dataset is too small."""
         return self.held_out.batches(batch, self.sequence_length)
 
 
 def tokenise(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, directory: Path
 ) -> tuple[TokenRange, TokenRange, str | None]:
-    """The dataset in two files of tokens, to train on and held out; of a stream what is held out alone.
+    """Tokenise the dataset into two files, to train on and held out; of a stream, what is held out alone.
 
-    What is there already is taken, where `tokens.json` beside it says that it was made by the same settings, and the
-    files are those that were made. Last of all comes the file that was damaged, if that is why they were made again.
+    Files that are there already are taken, if `tokens.json` says that they were made by the same settings and they are
+    as they were made.
+
+    Returns:
+        The tokens to train on, those held out, and the file that was damaged, if that is why they were made again.
 
     Raises:
-        DataError: missing path, malformed line, no text, no room for the files, or something else in their place.
+        DataError: a path is missing, a line is malformed, there is no text or no room for the files, or something else
+            is in their place.
     """
     is_small = len(tokenizer) <= 1 << (16 - MARK_BITS)
     dtype: np.dtype[np.unsignedinteger] = np.dtype(np.uint16 if is_small else np.uint32)
@@ -155,6 +163,7 @@ def tokenise(
     try:
         contents, damaged = read_contents(directory, settings, FILES)
         if contents is None:
+            # While the files are being made no note may say that they are there.
             (directory / NOTE_FILE).unlink(missing_ok=True)
             contents = _write_tokens(config, tokenizer, dtype, directory)
             write_note(directory, settings, FILES, contents)
@@ -176,18 +185,25 @@ def tokenise(
 
 
 def num_real_tokens(batch: Mapping[str, torch.Tensor]) -> int:
-    """Tokens of a batch but for the fill: where documents are apart, a token alone in one teaches nothing."""
+    """Return the number of a batch's tokens without the fill.
+
+    If documents are apart, a token that is alone in one teaches nothing.
+    """
     count = batch["input_ids"].numel()
     if "position_ids" not in batch:
         return count
+
+    # A token is fill if a document begins with it and another one with the next token, or the row ends.
     begins = torch.nn.functional.pad(batch["position_ids"], (0, 1)) == 0
     return count - int((begins[:, :-1] & begins[:, 1:]).sum())
 
 
 def settings_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the tokens follow from, but for the files' contents."""
+    """Return everything that the tokens follow from, but for the contents of files, as JSON."""
     made_by = [type(tokenizer).__name__, tokenizer.name_or_path, len(tokenizer), tokenizer.eos_token_id]
     settings = {**dataclasses.asdict(config), "made_by": made_by, "template": tokenizer.chat_template}
+
+    # Documents that are laid end to end give the same tokens for any length of a row.
     if not config.is_apart:
         settings["sequence_length"] = None
     return json.dumps(settings, sort_keys=True)
@@ -196,7 +212,7 @@ def settings_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
 def _write_tokens(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, dtype: np.dtype[Any], directory: Path
 ) -> list[Content]:
-    """Tokenise into two files, which get their names when both are whole and on the drive; what is in each."""
+    """Tokenise into two files, which get their names when both are whole and on the drive; return what is in each."""
     directory.mkdir(parents=True, exist_ok=True)
     partial = [directory / f"{name}.partial" for name in FILES]
     with create_file(partial[0]) as to_train, create_file(partial[1]) as to_held_out:
@@ -234,7 +250,7 @@ class _TokenWriter:
 
 
 def _sorted_out(config: DataConfig) -> Iterator[tuple[bool, str | Conversation]]:
-    """Each document, behind whether it is held out; of a stream those that are."""
+    """Yield whether a document is held out, and the document; of a stream, those that are held out."""
     split = config.holdout_split
     if config.streaming:
         split = split or config.split
@@ -250,19 +266,19 @@ def _sorted_out(config: DataConfig) -> Iterator[tuple[bool, str | Conversation]]
 
 
 def is_held_out(number: int, fraction: float, seed: int) -> bool:
-    """Whether a document is for evaluation: each 1 / fraction-th one, from a place that the seed chooses.
+    """Return whether a document is for evaluation: each 1 / fraction-th one, beginning at one that the seed chooses.
 
-    Out of n documents n * fraction are chosen, rounded up or down. Needs no count of documents beforehand.
+    Out of n documents n * fraction are chosen, rounded up or down. This needs no count of documents beforehand.
     """
     phase = _hash((seed,)) / 2**64
     return int((number + 1) * fraction + phase) > int(number * fraction + phase)
 
 
 def shuffled(position: int, count: int, key: tuple[int, ...]) -> int:
-    """Where position lands in the key's permutation of range(count).
+    """Return the place of a position in the key's permutation of range(count).
 
-    A Feistel network over the next power of four; numbers past count are walked on. Unlike a library's shuffle it takes
-    no memory and cannot change with the library's version.
+    It is a Feistel network over the next power of four, and numbers past count are walked on. Unlike a library's
+    shuffle it takes no memory and cannot change with the library's version.
     """
     half_bits = max(1, -(-(count - 1).bit_length() // 2))
     mask = (1 << half_bits) - 1
@@ -277,17 +293,18 @@ def shuffled(position: int, count: int, key: tuple[int, ...]) -> int:
 
 
 def _hash(numbers: tuple[int, ...]) -> int:
-    """64 bits that depend on each number."""
+    """Return 64 bits that depend on each number."""
     packed = b"".join(number.to_bytes(8, "little") for number in numbers)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
 def _split_few(train: TokenRange, held_out: TokenRange, config: DataConfig) -> tuple[TokenRange, TokenRange]:
-    """Where documents are too few to hold one out, hold out the last tokens instead."""
+    """If documents are too few to hold one out, hold out the last tokens instead."""
     if config.holdout_fraction == 0 or (train.num_tokens and held_out.num_tokens):
         return train, held_out
     whole = train if train.num_tokens else held_out
     length = config.sequence_length
+
     # Whole sequences, at least one if one is left to train on.
     wanted = int(whole.num_tokens * config.holdout_fraction) // length * length
     wanted = max(wanted, length if whole.num_tokens >= 2 * length else 0)

@@ -1,6 +1,6 @@
-"""Records out of JSONL, JSON, Parquet and Arrow files, one at a time, each with the place it comes from.
+"""Records out of JSONL, JSON, Parquet and Arrow files, one at a time, each with the place that it comes from.
 
-A dataset that Hugging Face's `save_to_disk` wrote is a folder of Arrow files, named by its `state.json`; pyarrow reads
+A dataset that Hugging Face's `save_to_disk` wrote is a folder of Arrow files, named by its `state.json`. pyarrow reads
 them, and nothing else is needed.
 """
 
@@ -18,13 +18,14 @@ RECORD_FORMATS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".a
 """How a file of records is read, by its suffix."""
 
 ROWS_AT_ONCE = 1024
+"""Rows of a table that are in RAM as Python objects at once."""
 
 
 def read_records(path: Path, file_format: str) -> Iterator[tuple[str, Any]]:
-    """Each record of a file, behind its place, such as "a.jsonl, line 3".
+    """Yield each record of a file with its place, such as "a.jsonl, line 3".
 
     Raises:
-        DataError: the file is damaged, names the place; or pyarrow is missing.
+        DataError: the file is damaged, with the place; or pyarrow is missing.
         OSError: it cannot be read.
     """
     if file_format == "jsonl" or (file_format == "json" and not _is_array(path)):
@@ -36,7 +37,7 @@ def read_records(path: Path, file_format: str) -> Iterator[tuple[str, Any]]:
 
 
 def saved_files(folder: Path) -> list[Path] | None:
-    """The Arrow files of a dataset that `save_to_disk` wrote, in order; None where the folder is none.
+    """Return the Arrow files of a dataset that `save_to_disk` wrote, in order; None if the folder is none.
 
     Raises:
         DataError: its list of files is damaged, or it holds several splits.
@@ -55,7 +56,7 @@ def saved_files(folder: Path) -> list[Path] | None:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """JSON by lines; blank lines are skipped."""
+    """Yield the JSON of each line; blank lines are skipped."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -69,13 +70,13 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _is_array(path: Path) -> bool:
-    """Whether a .json file holds an array; many hold an object a line."""
+    """Return whether a .json file holds an array; many hold an object a line."""
     with path.open("rb") as file:
         return file.read(ROWS_AT_ONCE).lstrip()[:1] == b"["
 
 
 def _read_json(path: Path) -> list[Any]:
-    """A JSON array; the whole file is in RAM."""
+    """Return a JSON array; the whole file is in RAM."""
     try:
         records: list[Any] = json.loads(path.read_bytes().decode("utf-8", errors="replace"))
     except json.JSONDecodeError as error:
@@ -86,7 +87,7 @@ def _read_json(path: Path) -> list[Any]:
 
 
 def _read_table(path: Path, file_format: str) -> Iterator[Any]:
-    """Rows of a Parquet file, or of an Arrow stream or file."""
+    """Yield the rows of a Parquet file, or of an Arrow stream or file."""
     try:
         arrow = importlib.import_module("pyarrow")
         parquet = importlib.import_module("pyarrow.parquet")
@@ -110,7 +111,7 @@ def _read_table(path: Path, file_format: str) -> Iterator[Any]:
 
 
 def _open_arrow(arrow: Any, source: Any) -> Any:  # noqa: ANN401  pyarrow has no types
-    """`datasets` writes streams; other tools write files, which begin with a magic word."""
+    """Open a stream, as `datasets` writes it, or a file of other tools, which begins with a magic word."""
     magic = source.read(6)
     source.seek(0)
     if magic != b"ARROW1":

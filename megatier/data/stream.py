@@ -1,12 +1,12 @@
 """Sequences out of a stream: rows of a dataset that are tokenised and packed while the run goes on.
 
 Rows are read in windows of `data.window_rows`, and those of a window are shuffled by a keyed permutation, as sequences
-of files are. A window's tokens follow from its rows alone. So a position in the stream is small: the dataset's own
-state before the window, and how many of the window's tokens are used up. A run that goes on reads that window again and
-leaves those out; their checksum tells whether they are what they were. (The library's own shuffle buffer loses its rows
-when a stream goes on, so it is not used.)
+of files are. A window's tokens follow from its rows alone, so a position in the stream is small: the dataset's own
+state before the window, and how many of the window's tokens are used up. A run that is resumed reads that window again
+and leaves those tokens out; their checksum tells whether they are what they were. (The library's own shuffle buffer
+loses its rows when a stream goes on, so it is not used.)
 
-One thread makes the sequences of the steps ahead. At the end of the stream it begins again: the next epoch.
+One thread makes the sequences of the steps ahead. At the end of the stream it begins again with the next epoch.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ STEPS_AHEAD = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """Where in a stream a sequence ends."""
+    """The place in a stream where a sequence ends."""
 
     epoch: int = 0
     window: int = 0
-    """Of the epoch."""
+    """Number of the window in the epoch."""
     dataset: dict[str, Any] | None = None
     """`IterableDataset.state_dict` before the window; None: the beginning."""
     used: int = 0
     """Tokens of the window that belong to this sequence and those before."""
     crc32: int = 0
-    """Of these tokens."""
+    """CRC32 of these tokens."""
 
     @classmethod
     def read(cls, stored: object) -> Self:
-        """From what a checkpoint holds.
+        """Return the position that a checkpoint holds.
 
         Raises:
-            CheckpointError: it is no position.
+            CheckpointError: it is none.
         """
         counts = ("epoch", "window", "used", "crc32")
         if not isinstance(stored, Mapping) or stored.keys() != {*counts, "dataset"}:
@@ -70,10 +70,10 @@ class Position:
 
 
 class TextStream:
-    """Training sequences of a stream, in order, and held-out ones. Use as a context: its thread ends with it.
+    """Training sequences of a stream, in order, and held-out ones. Use it as a context: its thread ends with it.
 
     Attributes:
-        damaged: the file that made it necessary to tokenise again what is held out, if one did.
+        damaged: the file that made it necessary to tokenise the held-out text again, if one did.
     """
 
     def __init__(
@@ -88,11 +88,12 @@ class TextStream:
         """Tokenise what is held out, and open the stream.
 
         Args:
-            config: with `streaming`.
-            tokenizer: of the run.
-            directory: for the held-out tokens.
-            state: `state` of the run that goes on; None: begin.
-            accepts_changes: where that was of other settings or another dataset, begin; never mind other tokens.
+            config: the data, with `streaming`.
+            tokenizer: the run's tokenizer.
+            directory: where the held-out tokens are written.
+            state: `state` of the run that is resumed; None: the stream begins.
+            accepts_changes: begin if the state is of other settings or another dataset, and take other tokens than it
+                notes.
 
         Raises:
             DataError: the dataset cannot be read, or is not that of the state.
@@ -103,11 +104,15 @@ class TextStream:
         self._settings = hashlib.blake2b(settings_of(config, tokenizer).encode(), digest_size=16).hexdigest()
         self._position, commit = self._start(state, accepts_changes=accepts_changes)
         self._checks = not accepts_changes
+
+        # The commit of the beginning, so that rows do not change when somebody pushes to the dataset.
         pinned = replace(config, revision=commit or config.revision)
         self._dataset, self._commit = hub.stream(pinned, config.split)
         _, self._held_out, self.damaged = tokenise(replace(pinned, revision=self._commit), tokenizer, directory)
         self._check_held_out(state)
-        if config.holdout_split is None and config.holdout_rows:  # with none, skip would still keep the shards' order
+
+        # Not called for 0 rows: even then `skip` would keep the dataset from reordering its shards.
+        if config.holdout_split is None and config.holdout_rows:
             self._dataset = self._dataset.skip(config.holdout_rows)
 
         self._sequences = self._read_sequences(self._position)
@@ -125,29 +130,35 @@ class TextStream:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint notes: where the last batch ended, and of which stream."""
+        """The note of a checkpoint: where the last batch ended, and in which stream."""
         found = {"settings": self._settings, "commit": self._commit, "position": asdict(self._position)}
         return {**found, "held_out": self._held_out.crc32}
 
     def batch(self, step: int, batch: int) -> dict[str, torch.Tensor]:
-        """The next sequences, as `columns_of` gives them.
+        """Return the next sequences, as `columns_of` gives them.
+
+        Args:
+            step: not used, because a stream has one order; files take it.
+            batch: number of sequences.
 
         Raises:
             DataError: the stream is malformed, broke off, or has no text.
         """
         while len(self._ahead) <= STEPS_AHEAD:
             self._ahead.append(self._thread.submit(self._take, batch))
-        taken = self._ahead[0].result()  # an interrupt in here loses no sequence
+
+        # Taken out of the queue only after the wait, so that an interrupt in the wait loses no sequence.
+        taken = self._ahead[0].result()
         self._ahead.popleft()
         self._position = taken[-1][1]
         return columns_of(np.stack([row for row, _ in taken]), is_apart=self._config.is_apart)
 
     def holdout(self, batch: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Held-out batches in order, the last one perhaps smaller."""
+        """Yield held-out batches in order, the last one perhaps smaller."""
         return self._held_out.batches(batch, self._config.sequence_length)
 
     def _start(self, state: Mapping[str, Any] | None, *, accepts_changes: bool) -> tuple[Position, str | None]:
-        """Position and commit to go on from."""
+        """Return the position and the commit to go on from."""
         if state is None:
             return Position(), None
         if state.get("settings") == self._settings:
@@ -164,6 +175,7 @@ class TextStream:
         )
 
     def _check_held_out(self, state: Mapping[str, Any] | None) -> None:
+        """Refuse held-out text that is not that of the state."""
         if state is not None and self._checks and state.get("held_out", self._held_out.crc32) != self._held_out.crc32:
             raise DataError(
                 f"the rows of {self._config.dataset} that are held out are not those of the checkpoint. Bring the old "
@@ -171,10 +183,11 @@ class TextStream:
             )
 
     def _take(self, batch: int) -> list[tuple[NDArray[np.int64], Position]]:
+        """Return the next sequences; this runs in the stream's thread."""
         return list(itertools.islice(self._sequences, batch))
 
     def _read_sequences(self, start: Position) -> Generator[tuple[NDArray[np.int64], Position]]:
-        """Sequences behind a position, each with the position where it ends; without end."""
+        """Yield the sequences after a position, each with the position where it ends, for ever."""
         length = self._config.sequence_length
         sequence = list[NDArray[np.int64]]()
         for end, part in self._parts(start):
@@ -184,13 +197,18 @@ class TextStream:
                 sequence = []
 
     def _parts(self, start: Position) -> Iterator[tuple[Position, NDArray[np.int64]]]:
-        """Tokens behind a position in parts that end where a sequence does, or before; each behind where it ends."""
+        """Yield the tokens after a position in parts, each with the position where it ends.
+
+        A part ends where a sequence does, or where a piece of the packer does. Those that are used up already are read
+        again, for their checksum alone.
+        """
         length = self._config.sequence_length
         left = self._config.sequence_length
         left_out = start.used
         for position, documents in self._windows(start):
             for tokens in self._pack(position, documents):
                 while len(tokens):
+                    # Cut where the tokens end that are used up already, and from there on where a sequence ends.
                     is_new = position.used >= left_out
                     part, tokens = np.split(tokens, [left if is_new else left_out - position.used])
                     crc32 = zlib.crc32(part.tobytes(), position.crc32)
@@ -201,11 +219,15 @@ class TextStream:
                     elif position.used == left_out:
                         self._check(position, start)
 
+            # The window is shorter than it was, so its rows are others.
             if position.used < left_out:
                 self._check(position, start)
+
+            # Only the first window was begun before.
             left_out = 0
 
     def _check(self, found: Position, start: Position) -> None:
+        """Refuse a window that is not the one that was read before, by the checksum of the tokens used up."""
         if found != start and self._checks:
             raise DataError(
                 f"the stream of {self._config.dataset} is not what it was before the checkpoint: its rows are others. "
@@ -213,7 +235,7 @@ class TextStream:
             )
 
     def _windows(self, start: Position) -> Iterator[tuple[Position, list[str | Conversation]]]:
-        """Each window's documents, behind the position before it; epoch by epoch."""
+        """Yield the documents of each window with the position before it, epoch by epoch."""
         config = self._config
         position = start
         while True:
@@ -228,14 +250,16 @@ class TextStream:
                 yield replace(position, used=0, crc32=0), documents
                 position = replace(position, window=position.window + 1, dataset=self._dataset.state_dict())
 
+            # Without this a dataset without text would be read again and again for ever.
             if not found:
                 raise DataError(
-                    f"no text in {config.dataset} ({config.split}) behind the rows held out. Check data.dataset, "
+                    f"no text in {config.dataset} ({config.split}) after the rows held out. Check data.dataset, "
                     "data.split and data.text_field, or lower data.holdout_rows."
                 )
             position = Position(epoch=position.epoch + 1)
 
     def _read_window(self, rows: Iterator[str | Conversation]) -> list[str | Conversation]:
+        """Return the documents of the next window; empty at the end of the epoch."""
         window = list[str | Conversation]()
         num_bytes = 0
         for document in rows:
@@ -248,12 +272,14 @@ class TextStream:
         return window
 
     def _pack(self, position: Position, documents: list[str | Conversation]) -> Iterator[NDArray[np.int64]]:
-        """Tokens of a window, its documents shuffled; whole sequences, where documents stay whole."""
+        """Yield the tokens of a window, its documents shuffled; whole sequences if documents stay whole."""
         config = self._config
         count = len(documents)
         packer = Packer(config, self._tokenizer)
         key = (config.seed, position.epoch, position.window)
         for number in range(count):
             yield from packer.lay(documents[shuffled(number, count, key)])
+
+        # Texts go on in the next window. Conversations may wait to be packed, and belong to this one.
         if config.chat is not None:
             yield from packer.end()

@@ -1,8 +1,8 @@
-"""A conversation as tokens, by the tokenizer's chat template, and which of them the assistant wrote.
+"""A conversation as tokens by the tokenizer's chat template, and which of the tokens the assistant wrote.
 
-The text is rendered once and tokenised once. The assistant's turns are spans of its characters: those that the template
-marks with {% generation %}, else what a turn adds behind the prompt that asks for it. A token is learnt if it lies in
-such a span whole.
+The text is rendered once and tokenised once. The assistant's turns are ranges of its characters: those that the
+template marks with {% generation %}, else what a turn adds after the prompt that asks for it. A token is learnt if all
+of it lies in such a range.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from megatier.errors import DataError
 from megatier.foreign import reading
 
 CharacterRange = tuple[int, int]
-"""First character, and the one behind the last."""
+"""The number of the first character, and that of the one after the last."""
 
 BATCH_CHARACTERS = 1 << 17
-"""Tokenised at once, or a little more: 200 bytes a token lie in RAM meanwhile."""
+"""Characters that are tokenised at once, or a few more: 200 bytes a token lie in RAM meanwhile."""
 
 REMEDY = "Set data.chat_template to a Jinja file in which {% generation %} and {% endgeneration %} enclose these turns."
+"""What to do if the assistant's turns cannot be told."""
 
 
 def tokenise_chats(
     conversations: Iterable[Conversation], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
-    """Token ids of each conversation, and whether each is learnt. No end token is added: the template has its own.
+    """Yield the token ids of each conversation, and whether each token is learnt.
 
-    Several are tokenised at once, for which fast tokenizers take all cores.
+    No end token is added, because the template has its own. Several conversations are tokenised at once, for which fast
+    tokenizers take all cores.
 
     Raises:
         DataError: there is no template, it refuses these messages, or the assistant's turns cannot be told for sure.
@@ -42,6 +44,7 @@ def tokenise_chats(
     if not tokenizer.is_fast:
         name = tokenizer.name_or_path
         raise DataError(f"the tokenizer {name} does not say which characters a token has. Use a fast one for chat.")
+
     batch = list[_Rendered]()
     num_characters = 0
     for conversation in conversations:
@@ -62,19 +65,25 @@ class _Rendered:
 
     place: str
     text: str
-    spans: list[CharacterRange]
-    """The assistant's."""
+    ranges: list[CharacterRange]
+    """The assistant's turns."""
 
 
 def _tokenised(
     batch: Sequence[_Rendered], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+    """Tokenise several conversations at once.
+
+    Raises:
+        DataError: a conversation has no token of the assistant.
+    """
     texts = [rendered.text for rendered in batch]
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     for rendered, ids, characters in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
         offsets = np.asarray(characters, np.int64).reshape(-1, 2)
         learnt = np.zeros(len(offsets), np.bool_)
-        for start, stop in rendered.spans:
+        for start, stop in rendered.ranges:
+            # A token that reaches over the border of a turn has characters that the assistant did not write.
             learnt |= (offsets[:, 0] >= start) & (offsets[:, 1] <= stop)
         if not learnt.any():
             raise DataError(
@@ -85,7 +94,7 @@ def _tokenised(
 
 
 class _Template:
-    """The template, for one conversation."""
+    """A tokenizer's chat template, for one conversation."""
 
     def __init__(self, conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> None:
         self._conversation = conversation
@@ -98,14 +107,18 @@ class _Template:
             ) from error
 
     def rendered(self) -> tuple[str, list[CharacterRange]]:
-        """The text, and the assistant's spans."""
+        """Return the conversation as text, and the ranges of the assistant's turns."""
         messages = self._conversation.messages
         is_marked = "endgeneration" in self._source
-        text, spans = self._render(messages, return_assistant_tokens_mask=is_marked)
-        return text, spans if is_marked else list(self._turns(text))
+        text, ranges = self._render(messages, return_assistant_tokens_mask=is_marked)
+        return text, ranges if is_marked else list(self._turns(text))
 
     def _turns(self, text: str) -> Iterator[CharacterRange]:
-        """Where each turn of the assistant begins and ends."""
+        """Yield the range of each turn of the assistant.
+
+        Raises:
+            DataError: the template does not let one tell.
+        """
         for index, message in enumerate(self._conversation.messages):
             if message["role"] == ASSISTANT:
                 start = self._start(index)
@@ -118,14 +131,15 @@ class _Template:
                 yield len(start), stop
 
     def _start(self, index: int) -> str:
-        """The prompt that asks for a turn."""
+        """Return the text up to a turn, with the prompt that asks for it."""
         return self._render(self._conversation.messages[:index], add_generation_prompt=True)[0]
 
     def _stop(self, index: int, text: str) -> int | None:
-        """Where a turn ends: where the text up to it does, else where the next turn begins; None if that differs.
+        """Return the place where a turn ends; None if the template does not let one tell.
 
-        Some templates write the last turn in another way (Qwen3 gives it an empty thought). Then the next turn tells:
-        what it adds where the turn in question is left out is what it must add behind it.
+        It is where the text up to this turn ends, if the whole text begins with that. Some templates write the last
+        turn in another way (Qwen3 gives it an empty thought). Then the next turn tells: the text that it adds if this
+        turn is left out is the text that it must add after this turn.
         """
         messages = self._conversation.messages
         through, _ = self._render(messages[: index + 1])
@@ -135,7 +149,7 @@ class _Template:
             before, _ = self._render(messages[:index])
             without, _ = self._render(messages[:index] + messages[index + 1 : index + 2])
             through, _ = self._render(messages[: index + 2])
-        except DataError:  # turns that must alternate, for one
+        except DataError:  # for example a template whose turns must alternate
             return None
 
         added = without.removeprefix(before)
@@ -143,9 +157,11 @@ class _Template:
         return len(through) - len(added) if is_sure else None
 
     def _render(self, messages: Sequence[dict[str, Any]], **options: Any) -> tuple[str, list[CharacterRange]]:  # noqa: ANN401
+        """Return some messages as text, with the ranges that the template marks."""
         conversation = self._conversation
         with reading(f"{conversation.place}: the chat template refuses the conversation", DataError):
-            made: Any = render_jinja_template(  # annotated as text
+            # transformers annotates the result as text, which it is not.
+            made: Any = render_jinja_template(
                 conversations=[list(messages)],
                 tools=conversation.tools,
                 chat_template=self._source,
@@ -153,5 +169,5 @@ class _Template:
                 **options,
             )
 
-        texts, spans = made
-        return texts[0], spans[0] if spans else []
+        texts, ranges = made
+        return texts[0], ranges[0] if ranges else []

@@ -1,6 +1,6 @@
 """Documents out of files, folders, globs and datasets, one at a time, in an order that does not depend on the machine.
 
-A text file is one document; files of records hold one a record. Bytes that are no UTF-8 become U+FFFD.
+A text file is one document; files of records hold one in each record. Bytes that are no UTF-8 become U+FFFD.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One file, and what its records look like."""
+    """A file, and the shape of its records."""
 
     path: Path
     file_format: str
-    """text, or one of `RECORD_FORMATS`."""
+    """`text`, or one of `RECORD_FORMATS`."""
     shape: Shape
 
     def read(self) -> Iterator[str | Conversation]:
-        """Its documents.
+        """Yield its documents.
 
         Raises:
-            DataError: it cannot be read, or is damaged; names the place.
+            DataError: it cannot be read, or is damaged. The message names the place.
         """
         try:
             if self.file_format == "text":
@@ -51,13 +51,13 @@ class Source:
 
 
 def documents(config: DataConfig, split: str | None = None) -> Iterator[str | Conversation]:
-    """The documents in order, up to `data.max_bytes` of UTF-8. Empty documents are left out.
+    """Yield the documents in order, up to `data.max_bytes` of UTF-8. Empty documents are left out.
 
     The last text is cut off there; a conversation that does not fit whole is left out.
 
     Args:
         config: files, or a dataset.
-        split: of the dataset, if it is not `data.split`.
+        split: the split of the dataset, if it is not `data.split`.
 
     Raises:
         DataError: a path is missing or unreadable, a record is malformed, or there is no document at all.
@@ -83,6 +83,7 @@ def documents(config: DataConfig, split: str | None = None) -> Iterator[str | Co
 
 
 def _read(config: DataConfig, split: str) -> Iterator[str | Conversation]:
+    """Yield all documents, empty ones too."""
     if config.dataset is not None:
         yield from read_rows(config, split, hub.load(config, split))
         return
@@ -91,7 +92,7 @@ def _read(config: DataConfig, split: str) -> Iterator[str | Conversation]:
 
 
 def read_rows(config: DataConfig, split: str, dataset: Any) -> Iterator[str | Conversation]:  # noqa: ANN401
-    """A document for each row of a dataset of `hub`, empty ones too.
+    """Yield a document for each row of a dataset of `hub`, empty ones too.
 
     Raises:
         DataError: a row is malformed, or the dataset cannot be read any further.
@@ -102,20 +103,22 @@ def read_rows(config: DataConfig, split: str, dataset: Any) -> Iterator[str | Co
 
 
 def _shape(config: DataConfig) -> Shape:
+    """Return the shape of records, as the config says."""
     return CHAT_SHAPES[config.chat] if config.chat is not None else Text(config.text_field)
 
 
 def _cut(document: str | Conversation, left: int) -> tuple[str | Conversation, int]:
-    """What fits of a document, and the bytes left behind it."""
+    """Return as much of a document as fits, and the bytes that are left after it."""
     if isinstance(document, Conversation):
         return (document, left - document.num_bytes) if document.num_bytes <= left else ("", 0)
+
     # A character that does not fit whole is dropped.
     encoded = document.encode("utf-8")
     return encoded[:left].decode("utf-8", errors="ignore"), left - min(len(encoded), left)
 
 
 def find_sources(config: DataConfig) -> list[Source]:
-    """Files of the dataset: entries in the order given, the files of each sorted by path, none twice.
+    """Return the files of the dataset: entries in the order given, the files of each sorted by path, none twice.
 
     Raises:
         DataError: an entry matches nothing.
@@ -124,7 +127,7 @@ def find_sources(config: DataConfig) -> list[Source]:
 
 
 def _sources(entry: str, config: DataConfig) -> Iterator[Source]:
-    """Files that one entry of `data.files` stands for; a dataset of a `dataset_info.json` brings its own shape."""
+    """Yield the files that an entry of `data.files` stands for. One of a `dataset_info.json` has its own shape."""
     shape = _shape(config)
     file, mark, name = entry.rpartition("#")
     if is_described := bool(mark) and Path(file).name == DATASET_INFO:
@@ -138,13 +141,14 @@ def _sources(entry: str, config: DataConfig) -> Iterator[Source]:
         if file_format == "auto":
             found = RECORD_FORMATS.get(path.suffix.lower(), "text")
             file_format = found if holds_records or found != "json" else "text"
+
         if file_format == "text" and not isinstance(shape, Text):
             raise DataError(f"{path} holds no conversations: give {' '.join(RECORD_FORMATS)}, or set data.format.")
         yield Source(path, file_format, shape)
 
 
 def _expand(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Files that a path, folder or glob stands for."""
+    """Return the files that a path, folder or glob stands for."""
     path = Path(entry).expanduser()
     try:
         if entry == PYTHON_STDLIB:
@@ -163,11 +167,13 @@ def _expand(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
     if not found:
         what = f"holds no file in {' '.join(suffixes)}" if path.is_dir() else "matches no file or folder"
         raise DataError(f"data.files: {entry} {what}.")
+
+    # By path, because the order of a directory depends on the file system.
     return sorted(found, key=lambda file: file.as_posix())
 
 
 def _stdlib_files() -> Iterator[Path]:
-    """The standard library's own source files; folders that are skipped, some of them huge, are not walked."""
+    """Yield the standard library's own source files; skipped folders, some of them huge, are not walked."""
     for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
         subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED]
         yield from (Path(folder, name) for name in names if name.endswith(".py"))

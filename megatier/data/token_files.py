@@ -1,6 +1,7 @@
-"""`tokens.json`: what the token files beside it were made from, and their checksums, compared whenever a run begins.
+"""The note `tokens.json`: what the token files in its folder were made from, and their checksums.
 
-A flipped bit of a token is another token, and nobody would notice. What is damaged is tokenised again.
+They are compared whenever a run begins. A flipped bit of a token is another token, and nobody would notice. A damaged
+file is tokenised again.
 """
 
 from __future__ import annotations
@@ -19,20 +20,27 @@ from megatier.files import open_regular, read_regular, replace_file
 
 NOTE_FILE = "tokens.json"
 NOTE_BYTES_MAX = 64 << 20
-"""More is no note of ours: the longest thing in it is a list of files."""
+"""A larger file is no note of ours: the longest thing in it is a list of files."""
 PIECE_BYTES = 16 << 20
+"""Bytes of a file that are read at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Of a token file."""
+    """What a token file holds."""
 
     num_bytes: int
     crc32: int
 
 
 def write_note(directory: Path, settings: str, names: Sequence[str], contents: Sequence[Content]) -> None:
-    """Note what files of these names hold, and the settings that they were made by (`packing.settings_of`).
+    """Note what files hold, and the settings that they were made by.
+
+    Args:
+        directory: where files and note lie.
+        settings: `packing.settings_of`.
+        names: names of the files.
+        contents: what each holds.
 
     Raises:
         OSError: it cannot be written.
@@ -43,10 +51,10 @@ def write_note(directory: Path, settings: str, names: Sequence[str], contents: S
 
 
 def read_contents(directory: Path, settings: str, names: Sequence[str]) -> tuple[list[Content] | None, str | None]:
-    """What files of these names hold, if they are as noted and of these settings; None: they have to be made.
+    """Return what files hold, if they are as noted and were made by these settings.
 
     Returns:
-        Their contents, and what is damaged, if that is why they have to be made.
+        Their contents, or None if they have to be made; and the file that is damaged, if that is why.
 
     Raises:
         DataError: one is no regular file, or cannot be read.
@@ -55,8 +63,11 @@ def read_contents(directory: Path, settings: str, names: Sequence[str]) -> tuple
     paths = [directory / name for name in names]
     if not all(path.exists() for path in (directory / NOTE_FILE, *paths)):
         return None, None
+
+    # A version without checksums noted the settings alone. Nothing more is known of its files, so they are taken as
+    # they are, and noted from now on.
     text = _read(directory / NOTE_FILE)
-    if text == settings.encode():  # a version without checksums wrote it, and nothing is known of the files
+    if text == settings.encode():
         found = [content_of(path) for path in paths]
         write_note(directory, settings, names, found)
         return found, None
@@ -75,12 +86,13 @@ def read_contents(directory: Path, settings: str, names: Sequence[str]) -> tuple
 
 
 def content_of(path: Path) -> Content:
-    """Of the file as it is.
+    """Return what a file holds.
 
     Raises:
         DataError: it is no regular file, or cannot be read.
     """
-    size = crc32 = 0
+    size = 0
+    crc32 = 0
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             while piece := file.read(PIECE_BYTES):
@@ -93,6 +105,7 @@ def content_of(path: Path) -> Content:
 
 
 def _read(path: Path) -> bytes:
+    """Return the bytes of the note."""
     try:
         return read_regular(path, NOTE_BYTES_MAX)
     except OSError as error:
@@ -100,7 +113,7 @@ def _read(path: Path) -> bytes:
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
-    """The note; None where it is damaged."""
+    """Return the note; None if it is damaged."""
     try:
         note = json.loads(text)
         digest = note.pop("digest")
@@ -111,8 +124,10 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def _digest(note: dict[str, Any]) -> str:
+    """Return a digest of the note, which tells whether it is whole."""
     return hashlib.blake2b(json.dumps(note, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
+    """Return the error about a file."""
     return DataError(f"cannot read {path}: {error.strerror}. Move it away, and the text is tokenised again.")

@@ -1,6 +1,6 @@
 """Tokenizers: the model's own, or one of bytes that is built on the spot.
 
-The byte tokenizer needs no download and has no unknown text: token k is byte k, token 256 ends a document. It saves as
+The byte tokenizer needs no download and knows every text: token k is byte k, and token 256 ends a document. It saves as
 any Hugging Face tokenizer does, and `AutoTokenizer` loads it again.
 """
 
@@ -30,11 +30,13 @@ OBJECTS = (
     "processor_config.json",
     "config.json",
 )
-"""Files in JSON that a tokenizer is made of."""
+"""Files in JSON that a tokenizer may be made of."""
 TABLES = ("merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json")
+"""Other files with tables of tokens."""
 TEXTS = ("chat_template.jinja",)
+"""Files of text."""
 SMALL = ("special_tokens_map.json", "chat_template.json", "processor_config.json", "config.json", *TEXTS)
-"""Settings, not tables of tokens."""
+"""Files with settings, not with tables of tokens, which are small."""
 REMEDY = "Give data.tokenizer a folder, a hub id or bytes."
 
 BYTE_CHAT_TEMPLATE = """\
@@ -50,11 +52,11 @@ BYTE_CHAT_TEMPLATE = """\
 assistant:
 {% endif %}
 """
-"""Each turn under its role, with an empty line behind it."""
+"""Writes each turn under its role, and an empty line after it."""
 
 
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The run's tokenizer: `data.tokenizer`, else the model's own; with `data.chat_template`, if that is given.
+    """Return the run's tokenizer: `data.tokenizer`, else the model's own; with `data.chat_template` if it is given.
 
     Raises:
         DataError: there is none at this path, it has no end-of-text token to put between documents, or the template
@@ -71,7 +73,7 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_files(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[Path]:
-    """The files that the run's tokenizer may be made of, by the names that Hugging Face gives them.
+    """Return the files that the run's tokenizer may be made of, by the names that Hugging Face gives them.
 
     Args:
         config: the run.
@@ -81,6 +83,7 @@ def tokenizer_files(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> li
     folder = None if name is None or name == BYTE_TOKENIZER else _folder_of(name)
     if folder is None:
         return []
+
     versions = (path.name for path in folder.glob("tokenizer*.json"))
     return [
         folder / name for name in sorted({*OBJECTS, *TABLES, *TEXTS, *tokenizer.vocab_files_names.values(), *versions})
@@ -88,11 +91,13 @@ def tokenizer_files(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def _load(name: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a folder or of the hub, after a look at its files."""
     names = ", ".join(_check_files(_folder_of(name)))
     what = f"no tokenizer at {shown(name)}{f', made of {names}' if names else ''}"
     with reading(what, DataError, remedy=REMEDY):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        # What no constructor looked at shows here, not in the middle of the text.
+
+        # Damage that no constructor looks at shows here, and not in the middle of the text.
         tokenizer(["a b"], add_special_tokens=False)
         end = tokenizer.eos_token_id
         template = tokenizer.chat_template
@@ -105,12 +110,15 @@ def _load(name: str) -> PreTrainedTokenizerBase:
 
 
 def _folder_of(name: str) -> Path | None:
-    """Where a tokenizer's files lie: a folder, or the hub's cache; None where transformers is to say what is wrong."""
+    """Return the folder of a tokenizer, or the hub's cache of it; None: transformers is to say what is wrong."""
     folder = Path(name).expanduser()
-    with contextlib.suppress(OSError):  # a name that is too long, for one
+
+    # A text that is no path at all, such as a name that is too long, is an error of the system.
+    with contextlib.suppress(OSError):
         if folder.is_dir():
             return folder
-    # Only here: the client is slow to import, and most runs never need it.
+
+    # Imported only here, because the client is slow to import and most runs never need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -120,7 +128,7 @@ def _folder_of(name: str) -> Path | None:
 
 
 def _check_files(folder: Path | None) -> list[str]:
-    """Look at whatever a tokenizer is made of before its library does; returns the names.
+    """Look at every file that a tokenizer is made of before its library does, and return the names.
 
     Raises:
         DataError: one is no plain file, too large or too deep, or its JSON is damaged.
@@ -139,12 +147,13 @@ def _check_files(folder: Path | None) -> list[str]:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of 257 tokens; decoding gives back any text, byte for byte."""
+    """Return a tokenizer of 257 tokens; decoding gives back any text, byte for byte."""
     alphabet = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    # split_special_tokens: a text that spells the end token stays text.
+
+    # With split_special_tokens a text that spells the end token stays text.
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
@@ -156,7 +165,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that byte-level tokenizers write for each byte, as GPT-2 chose them."""
+    """Return the printable character that byte-level tokenizers write for each byte, as GPT-2 chose them."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     written = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
