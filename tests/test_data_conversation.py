@@ -117,7 +117,9 @@ def test_conversation_that_does_not_fit_whole_is_left_out(tmp_path: Path) -> Non
 
 def test_conversations_of_a_text_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Why?")
-    with pytest.raises(DataError, match=r"a\.txt holds no conversations: give \.jsonl"):
+    with pytest.raises(
+        DataError, match=r"a\.txt holds no conversations, but data\.chat is set\. Give files of \.jsonl"
+    ):
         list(documents(DataConfig(files=(f"{tmp_path}/a.txt",), chat="messages")))
     with pytest.raises(DataError, match=r"holds no file in \.json \.jsonl"):
         list(documents(DataConfig(files=(str(tmp_path),), chat="messages")))

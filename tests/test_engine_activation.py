@@ -55,7 +55,7 @@ def test_rebinding_backward_past_the_node_is_refused_by_name() -> None:
     rebinding = Rebinding("probe", weights)
     with rebinding.hooks():
         output = x @ weights.view(torch.float32).view(4, 4)
-    with pytest.raises(UnsupportedModelError, match="that probe made in its forward was used past what it returns"):
+    with pytest.raises(UnsupportedModelError, match="that probe made in its forward, but did not return, was used"):
         output.sum().backward()
 
 
@@ -64,7 +64,7 @@ def test_dropping_graph_holds_nothing_and_cannot_run_backward() -> None:
     with dropping("probe"):
         output = x.exp().sin()
     assert output.requires_grad
-    with pytest.raises(UnsupportedModelError, match="that probe made in its forward was used past what it returns"):
+    with pytest.raises(UnsupportedModelError, match="that probe made in its forward, but did not return, was used"):
         output.sum().backward()
 
 

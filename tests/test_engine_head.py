@@ -97,7 +97,7 @@ MORE = "does more to the logits than to scale or cap them once"
         ("recurrent_gemma", MORE),
         ("mistral_large4", MORE),
         ("xlstm", MORE),
-        ("inkling2_text", "hands the loss function 150 numbers a token where the head gave 160"),
+        ("inkling2_text", "hands the loss function 150 numbers for a token, but the head gave 160"),
         ("rembert", "the output embedding of RemBertForCausalLM is not a unit of its own"),
         ("bert", "the output embedding of BertLMHeadModel is not a unit of its own"),
     ],
@@ -154,8 +154,8 @@ OTHERS: list[tuple[Callable[[Tensor], Tensor], str]] = [
     (lambda x: x - x.mean(-1, keepdim=True), MORE),
     (lambda x: x * torch.tensor([[[1.0], [1.0], [2.0]]]), MORE),
     (mask, MORE),
-    (lambda x: x[..., :150], "hands the loss function 150 numbers a token where the head gave 160"),
-    (lambda x: x[:, :-1], "hands the logits of some tokens only"),
+    (lambda x: x[..., :150], "hands the loss function 150 numbers for a token, but the head gave 160"),
+    (lambda x: x[:, :-1], "hands only the logits of some tokens"),
     (lambda x: x.view(-1, 160), "cannot be asked without its decoder: shape '[-1, 160]' is invalid"),
 ]
 

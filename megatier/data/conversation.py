@@ -82,7 +82,9 @@ class Turns:
         """Return the conversation of a record; see `Shape`."""
         turns = record.get(self.turns)
         if not isinstance(turns, list):
-            raise DataError(f"{place}: no list of turns under {self.turns!r}. Choose another data.chat, or mend it.")
+            raise DataError(
+                f"{place}: no list of turns under {self.turns!r}. Choose another data.chat, or correct the record."
+            )
         messages = [self._message(turn, place) for turn in turns]
         system = record.get(self.system) if self.system is not None else None
         tools = record.get(self.tools) if self.tools is not None else None

@@ -67,7 +67,10 @@ class TokenRange:
                     file.seek((self.start + number * length) * self.dtype.itemsize)
                     row[:] = np.frombuffer(file.read(length * self.dtype.itemsize), self.dtype)
         except (OSError, ValueError) as error:
-            raise DataError(f"cannot read tokens from {self.path}: {error}. Something outside changed it.") from error
+            raise DataError(
+                f"cannot read tokens from {self.path}: {error}. Something outside the run changed the file; `megatier "
+                "resume` makes it again."
+            ) from error
 
         return columns_of(rows, is_apart=self.is_apart)
 
@@ -168,7 +171,9 @@ def tokenise(
             contents = _write_tokens(config, tokenizer, dtype, directory)
             write_note(directory, settings, FILES, contents)
     except OSError as error:
-        raise DataError(f"cannot write tokens to {directory}: {error.strerror}.") from error
+        raise DataError(
+            f"cannot write tokens to {directory}: {error.strerror}. Check the drive, or name another output.directory."
+        ) from error
 
     train, held_out = (
         TokenRange(

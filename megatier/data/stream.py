@@ -253,8 +253,8 @@ class TextStream:
             # Without this a dataset without text would be read again and again for ever.
             if not found:
                 raise DataError(
-                    f"no text in {config.dataset} ({config.split}) after the rows held out. Check data.dataset, "
-                    "data.split and data.text_field, or lower data.holdout_rows."
+                    f"no text in {config.dataset} ({config.split}) after the rows that are held out. Check "
+                    "data.dataset, data.split and data.text_field, or lower data.holdout_rows."
                 )
             position = Position(epoch=position.epoch + 1)
 

@@ -43,7 +43,10 @@ def tokenise_chats(
     """
     if not tokenizer.is_fast:
         name = tokenizer.name_or_path
-        raise DataError(f"the tokenizer {name} does not say which characters a token has. Use a fast one for chat.")
+        raise DataError(
+            f"the tokenizer {name} does not say which characters a token has, as data.chat needs. Use a fast "
+            "tokenizer, which has a tokenizer.json."
+        )
 
     batch = list[_Rendered]()
     num_characters = 0
@@ -126,7 +129,7 @@ class _Template:
                 if stop is None or stop < len(start) or not text.startswith(start):
                     raise DataError(
                         f"{self._conversation.place}: the chat template writes turn {index + 1} in another way when "
-                        f"more follows, so where it begins or ends is not sure. {REMEDY}"
+                        f"more turns follow, so it is not sure where the turn begins or ends. {REMEDY}"
                     )
                 yield len(start), stop
 

@@ -143,7 +143,10 @@ def _sources(entry: str, config: DataConfig) -> Iterator[Source]:
             file_format = found if holds_records or found != "json" else "text"
 
         if file_format == "text" and not isinstance(shape, Text):
-            raise DataError(f"{path} holds no conversations: give {' '.join(RECORD_FORMATS)}, or set data.format.")
+            raise DataError(
+                f"{path} holds no conversations, but data.chat is set. Give files of {' '.join(RECORD_FORMATS)}, or "
+                "set data.format."
+            )
         yield Source(path, file_format, shape)
 
 

@@ -150,8 +150,8 @@ class Call:
         written, tensors = copy.written(self.node.module_name)
         if self.written is not None and not written.is_like(self.written):
             raise UnsupportedModelError(
-                f"{self.node.module_name} writes other things into its arguments for other rows of a batch; set "
-                "train.slices to 1."
+                f"{self.node.module_name} writes different things into its arguments for different rows of a batch. "
+                "Set train.slices to 1."
             )
 
         self.written = written

@@ -64,7 +64,7 @@ def check_fusable(model: PreTrainedModel, units: Sequence[Unit]) -> None:
     name = type(model).__name__
     head = model.get_output_embeddings()
     if not _calls_loss_function(model):
-        raise UnsupportedModelError(f"{name} of transformers {transformers.__version__} takes its loss by itself.")
+        raise UnsupportedModelError(f"{name} of transformers {transformers.__version__} computes its loss by itself.")
     if not any(model.get_submodule(module) is head for unit in units for module in unit.module_names):
         raise UnsupportedModelError(f"the output embedding of {name} is not a unit of its own.")
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
@@ -90,7 +90,7 @@ def check_calls_loss_function(model: PreTrainedModel, remedy: str) -> None:
     """
     if not _calls_loss_function(model):
         raise UnsupportedModelError(
-            f"{type(model).__name__} of transformers {transformers.__version__} takes its loss by itself, where it "
+            f"{type(model).__name__} of transformers {transformers.__version__} computes its loss by itself, where it "
             f"cannot be replaced; {remedy}, or take another version of transformers."
         )
 
@@ -171,7 +171,7 @@ class _Passage:
         """
         if (len(self.given), len(self.arrived)) != (1, 1):
             counts = f"{len(self.given)} times, and the loss function {len(self.arrived)} times"
-            raise UnsupportedModelError(f"the forward of {name} calls the head {counts}, rather than each once.")
+            raise UnsupportedModelError(f"the forward of {name} calls the head {counts}; each must be called once.")
 
         if self.ignored != {IGNORED}:
             raise UnsupportedModelError(f"{name} leaves labels other than {IGNORED} out of its loss.")
@@ -179,11 +179,11 @@ class _Passage:
         given = self.given[0]
         arrived = self.arrived[0]
         if arrived.shape[-1] != given.shape[-1]:
-            widths = f"the loss function {arrived.shape[-1]} numbers a token where the head gave {given.shape[-1]}"
+            widths = f"the loss function {arrived.shape[-1]} numbers for a token, but the head gave {given.shape[-1]}"
             raise UnsupportedModelError(f"{name} hands {widths}.")
 
         if arrived.numel() != given.numel():
-            raise UnsupportedModelError(f"{name} hands the logits of some tokens only to the loss.")
+            raise UnsupportedModelError(f"{name} hands only the logits of some tokens to the loss.")
 
         if torch.is_tensor(loss) and loss.requires_grad:
             found = torch.autograd.grad(loss, self.sources, allow_unused=True)

@@ -92,8 +92,9 @@ class OutputCheck:
 def refused(module_name: str) -> UnsupportedModelError:
     """Make the error of a backward that comes into the graph of a forward by another way than the node's."""
     return UnsupportedModelError(
-        f"a tensor that {module_name} made in its forward was used past what it returns, where its gradient is lost. "
-        "This model cannot be streamed as it is: return the tensor, or leave it in a container that is an argument."
+        f"a tensor that {module_name} made in its forward, but did not return, was used elsewhere, so its gradient is "
+        "lost. This model cannot be streamed as it is: return the tensor, or leave it in a container that is an "
+        "argument."
     )
 
 

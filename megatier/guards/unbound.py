@@ -54,8 +54,8 @@ class Unbound(nn.Parameter):
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise StreamedModelError(
-            f"a weight of shape {tuple(self.shape)} lies on megatier's tiers, not in the model, which moves nowhere. "
-            "Streamed.read(name) gives its fp32 master, Streamed.export(folder) writes all."
+            f"a weight of shape {tuple(self.shape)} lies on megatier's tiers, not in the model, so the model cannot "
+            "give or move it. Streamed.read(name) gives its fp32 master, Streamed.export(folder) writes all."
         )
 
     cpu = cuda = numpy = tolist = item = _refuse

@@ -50,7 +50,7 @@ def check_parameters(parameters: Collection[Tensor]) -> None:
     if len(devices) > 1 or devices - taken:
         names = ", ".join(sorted(map(str, devices)))
         raise OptimizerError(
-            f"parameters lie on {names}. Use one TieredAdamW a device, and torch.cuda.set_device before a GPU's."
+            f"parameters lie on {names}. Make one TieredAdamW for each device, after torch.cuda.set_device for a GPU."
         )
 
 

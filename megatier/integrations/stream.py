@@ -97,8 +97,8 @@ def _open(
     """
     if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
-            f"{type(model).__name__} is no model of transformers. Give the model itself, with what is not trained in "
-            "frozen; of one with adapters, what merging them gives."
+            f"{type(model).__name__} is no model of transformers. Give the model itself, and name what is not trained "
+            "in frozen. If it has adapters, merge them first."
         )
 
     # The reader comes before `freeze`: a model in RAM says which of its parameters are frozen, and the patterns that

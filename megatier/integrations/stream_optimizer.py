@@ -98,7 +98,7 @@ class StreamedAdamW(Optimizer):
         decayed, others = self.param_groups
         if different := [name for name in SHARED if decayed[name] != others[name]]:
             raise StreamedModelError(
-                f"all groups of a streamed model share {different[0]}; set it alike in param_groups."
+                f"all groups of a streamed model share {different[0]}; set the same value in all param_groups."
             )
         if others["weight_decay"]:
             raise StreamedModelError("biases and norms of a streamed model do not decay: set weight_decay in group 0.")

@@ -239,8 +239,8 @@ class Streamed:
         # A unit is updated by its gradient of the last group, so the engine has to know which one that is.
         if self._groups == self.accumulation_steps:
             raise StreamedModelError(
-                f"accumulation_steps is {self.accumulation_steps}, and so many backwards were made: call "
-                "optimizer.step(), or name the right number in megatier.stream."
+                f"accumulation_steps is {self.accumulation_steps}, and that many backwards were made. Call "
+                "optimizer.step(), or give megatier.stream the right number."
             )
 
         # The settings that stand now count for speculative updates; `finish_step` voids those if they have changed.
@@ -263,9 +263,9 @@ class Streamed:
         made = self._groups - (1 if self._groups and self._engine.awaits_backward else 0)
         if made < self.accumulation_steps:
             raise StreamedModelError(
-                f"optimizer.step() after {made} of {self.accumulation_steps} backwards. Units are updated by their "
-                "gradient of the last one, so each step needs as many as megatier.stream was told by "
-                "accumulation_steps; drop those of an incomplete step with optimizer.zero_grad()."
+                f"optimizer.step() after {made} of {self.accumulation_steps} backwards: each step needs as many as "
+                "accumulation_steps of megatier.stream says. Make the missing ones, or drop the step with "
+                "optimizer.zero_grad()."
             )
 
     def _check_open(self) -> None:

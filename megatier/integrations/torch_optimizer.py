@@ -249,7 +249,7 @@ class TieredAdamW(Optimizer):
         """Refuse a state that is of another variant of AdamW or of other parameters, before anything is changed."""
         for group in state_dict["param_groups"]:
             if variant := next((name for name in ("amsgrad", "maximize") if group.get(name)), None):
-                raise OptimizerError(f"this state belongs to AdamW with {variant}, which TieredAdamW has not.")
+                raise OptimizerError(f"this state belongs to AdamW with {variant}, which TieredAdamW does not have.")
 
         if self._placed is not None:
             self._placed.check(state_dict["state"])

@@ -32,7 +32,7 @@ def resolve(path_or_id: str) -> Path:
             return folder
 
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id) or path_or_id.startswith("."):
-        raise ConfigError(f"no such model folder: {shown(path_or_id)}")
+        raise ConfigError(f"no such model folder: {shown(path_or_id)}. Give a folder that exists, or a hub id.")
 
     # Imported only here, because the client is slow to import and most runs never need it.
     from huggingface_hub import snapshot_download
@@ -77,7 +77,9 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     # The other direction: whatever the index lists has to be there, in the file that it says.
     for name, file_name in weight_map.items():
         if name not in stored or stored[name].path.name != file_name:
-            raise UnsupportedModelError(f"{folder / file_name}: tensor {shown(name)} is missing; the index lists it.")
+            raise UnsupportedModelError(
+                f"{folder / file_name}: tensor {shown(name)} is missing; the index lists it. Download the file again."
+            )
 
     return stored
 

@@ -63,7 +63,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         file_bytes = os.fstat(file.fileno()).st_size
         header_bytes = int.from_bytes(file.read(8), "little")
         if file_bytes < 8 or header_bytes > min(file_bytes - 8, TABLE_BYTES_MAX):
-            raise UnsupportedModelError(f"{path} is no safetensors file, or is cut off: its header does not fit.")
+            raise UnsupportedModelError(
+                f"{path} is no safetensors file, or is cut off: its header does not fit. Download it again."
+            )
         raw = file.read(header_bytes)
 
     header = parse_json(raw, f"{path}: the safetensors header", UnsupportedModelError)

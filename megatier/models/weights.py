@@ -121,7 +121,9 @@ class SafetensorsFolder:
         for names in aliases.values():
             found = [name for name in names if name in self._assemblies]
             if not found:
-                raise UnsupportedModelError(f"{self._folder}: tensor {names[0]} is missing.")
+                raise UnsupportedModelError(
+                    f"{self._folder}: tensor {names[0]} is missing. Does config.json belong to these files?"
+                )
             for name in found:
                 self._check_tensor(name, state[name])
 

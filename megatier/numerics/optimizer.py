@@ -221,8 +221,8 @@ class AdamW:
         self._refused = self._refused or self._non_finite_in(unit)
         if self._refused is not None:
             raise NonFiniteError(
-                f"the gradient of {self._refused} is not finite; its unit and those before it keep their weights, "
-                "those behind it were updated already, because train.clip and numerics.guard are off"
+                f"the gradient of {self._refused} is not finite. Its unit and the units before it keep their weights; "
+                "the units after it were updated already, because train.clip and numerics.guard are off"
             )
 
     # ------------------------------------------------------------------ update
