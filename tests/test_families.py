@@ -169,7 +169,7 @@ def test_argument_that_a_module_does_not_use_is_not_cut(tmp_path: Path) -> None:
 def test_layers_that_take_more_than_was_planned_are_told_what_helps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatier.session.workload.STREAMS", ())
+    monkeypatch.setattr("megatier.session.workload.HIDDEN_STATE_COUNTS", ())
     config = tiny_config("gemma3n_text")
     source = plain_gradients(config, attention_of(config))[2]
     with pytest.raises(ConfigError, match=r"more than a hidden state a token: set train\.activations to recompute"):

@@ -1,4 +1,4 @@
-"""A run's process: its random numbers, repeatable operations, how threads share the interpreter, and its memory."""
+"""Process: the random numbers of a run, repeatable operations, how threads share the interpreter, and its memory."""
 
 from __future__ import annotations
 
@@ -14,33 +14,37 @@ from megatier.config.schema import RunConfig
 from megatier.numerics.vector_math import warm
 
 SWITCH_SECONDS = 0.0005
-"""Of the interpreter; Python's own 5 ms are longer than a piece of state takes to copy."""
+"""Seconds after which the interpreter lets another thread run. Python's own 5 ms are longer than a piece of state takes
+to copy."""
 
 
 def seed(number: int) -> None:
-    """Start every source of random numbers."""
+    """Seed every source of random numbers."""
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number % (1 << 32))
 
 
 def share_interpreter() -> None:
-    """Let threads that wait for the interpreter have it soon: lanes and compute hand over thousands of times a step."""
+    """Let threads that wait for the interpreter get it soon: lanes and compute take turns thousands of times a step."""
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def make_repeatable(config: RunConfig) -> None:
-    """Choose only operations whose result repeats bit by bit in a fresh process, where the config asks for it."""
+    """Choose only operations whose result repeats bit by bit in a fresh process, if the config asks for it."""
     warm()
     if not config.numerics.deterministic:
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
+
+    # cuBLAS reads this when it starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # A debugging aid that costs a pass over memory; torch sets it through a module's class, which mypy cannot see.
+    # Filling memory is a debugging aid that costs a pass over it. torch sets this through a module's class, which mypy
+    # cannot see.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def memory_bytes(device: torch.device) -> dict[str, int]:
-    """What the process holds now: resident in RAM, and of the GPU what torch has reserved (libraries' own aside)."""
+    """Bytes that the process holds now in RAM, and that torch has reserved on the GPU (without libraries' own)."""
     gpu_bytes = {"gpu_bytes": torch.cuda.memory_reserved(device)} if device.type == "cuda" else {}
     return {"resident_bytes": psutil.Process().memory_info().rss, **gpu_bytes}

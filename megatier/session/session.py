@@ -1,4 +1,4 @@
-"""A model, its store, its player, its optimizer and its engine: opened together, filled, closed together."""
+"""Session: a model with its store, player, optimizer and engine, which are opened, filled and closed together."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ from megatier.tier import Kind, Tier
 
 
 class Session:
-    """A streamed model in training. Use as a context: its memory, threads and files end with it.
+    """A streamed model in training. Use it as a context: its memory, threads and files end with it.
 
     Attributes:
-        model: the skeleton; `model(**batch)` streams inside a pass.
-        units: in module order.
-        engine: steps and evaluation.
+        model: the skeleton. `model(**batch)` streams inside a pass.
+        units: the units, in module order.
+        engine: runs steps and evaluations.
         store: holds all blocks of the run.
         placement: their homes, and the slots.
         optimizer: does the arithmetic of updates, and measures gradients.
         player: begins and ends passes.
         blocks: names and leases of the units' blocks.
-        reader: reads state for checkpoints, while passes go on.
-        speculation: updates before the norm is known.
-        io_threads: native threads that read and write NVMe, each way, and why so many.
-        rates: of the mounts, where they were measured on this machine.
+        reader: reads state for checkpoints while passes go on.
+        speculation: runs updates before the norm is known.
+        io_threads: the number of native threads each way that read and write NVMe, and why so many.
+        rates: the rates of the mounts, if they were measured on this machine.
     """
 
     def __init__(
@@ -73,7 +73,9 @@ class Session:
         savepoints: bool = False,
         reuses: bool = False,
     ) -> None:
-        """Plan. Memory and files are reserved by `store.seal`, or by the first use of a block.
+        """Choose homes and slots, and open all parts.
+
+        Memory and files are reserved by `store.seal`, or by the first use of a block.
 
         Args:
             model: a skeleton (`models.decoder.build_skeleton`).
@@ -82,12 +84,12 @@ class Session:
             train: optimizer, groups, slices, activations.
             numerics: the guard.
             tokens: tokens per sequence.
-            run_id: names the block files; random where not given.
-            savepoints: one generation of what spills may be kept (`checkpoint.savepoint`).
-            reuses: take the block files that a savepoint kept, with the bytes in them.
+            run_id: names the block files; None: random.
+            savepoints: whether one generation of what spills may be kept (`checkpoint.savepoint`).
+            reuses: whether to take the block files that a savepoint kept, with the bytes in them.
 
         Raises:
-            PlanError, CapacityError, ConfigError, RunLockedError, UnsupportedModelError: before training starts.
+            PlanError, CapacityError, ConfigError, RunLockedError, UnsupportedModelError: the run cannot start.
         """
 
         def work_in(parts: int) -> Workload:
@@ -132,9 +134,13 @@ class Session:
         self._opened.close()
 
     def load(self, source: WeightReader, progress: Callable[[Unit], None] = lambda _: None) -> None:
-        """Fill every unit's master weights, piece by piece; moments are zero already.
+        """Fill the master weights of all units, piece by piece. Moments are zero already.
 
         Frozen weights are rounded to the compute dtype as torch does, to nearest even.
+
+        Args:
+            source: gives the weights.
+            progress: is called after each unit.
         """
         for unit in self.units:
             self.fill(unit, self.master_kinds, source.read(unit))
@@ -152,23 +158,26 @@ class Session:
         Args:
             unit: one of `units`.
             kinds: `master_kinds`, or one kind that is fp32.
-            pieces: (first element, flat fp32) of the unit's layout, in increasing order; what they leave out is 0.
-                Frozen elements belong to the master alone.
-
-        What fails in here leaves the state torn.
+            pieces: (first element, flat fp32) of the unit's layout, in increasing order. Elements that they leave out
+                become 0. Only those of the master have frozen elements.
         """
+        # If this fails midway, planes of the unit may be of different origins, so the state is torn then.
         with self.store.tear.change:
             self._fill(unit, kinds, pieces)
 
     def _fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]]) -> None:
         ahead: tuple[int, Tensor] | None = None
+        """The piece that reaches beyond the runs that are done."""
         runs = list(self._runs(unit))
         is_master = Kind.WEIGHT in kinds
         buffer = torch.empty(max(stop - start for start, stop in runs))
+
         for elements in runs:
             is_frozen = elements[0] >= unit.layout.num_trained
             if is_frozen and not is_master:
                 continue
+
+            # All planes of a run are overwritten, so nothing is read before.
             values = buffer[: elements[1] - elements[0]]
             ahead = _assemble(values, elements, pieces, ahead)
             planes = (Kind.WEIGHT,) if is_frozen else kinds
@@ -182,11 +191,12 @@ class Session:
                     state.planes[planes[0]].view(self._dtype if is_master else torch.float32).copy_(values)
                 state.write_back()
 
+        # Updates write no frozen weights, so every generation needs them from here.
         if is_master:
             self.blocks.share_frozen(unit.name)
 
     def _runs(self, unit: Unit) -> Iterator[tuple[int, int]]:
-        """A unit's elements in runs of bounded size; one at home on the GPU, which is updated whole, is cut as well."""
+        """A unit's elements in runs of bounded size. A unit at home on the GPU, which is updated whole, is cut too."""
         for (start, stop), _ in self.blocks.runs(unit.name):
             for first in range(start, stop, CHUNK_ELEMENTS_MAX):
                 yield first, min(first + CHUNK_ELEMENTS_MAX, stop)
@@ -194,13 +204,14 @@ class Session:
     def read_master(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a unit's fp32 master weights, flat, on the CPU. Call `player.drain` first.
 
-        Frozen weights have no master: theirs is what the compute dtype holds.
+        Frozen weights have no remainder, so their master is the weight in the compute dtype.
         """
         weight = self.read_plane(unit, Kind.WEIGHT, start, stop)
         master = weight.float()
         if self._dtype is torch.bfloat16 and (trained := min(stop, unit.layout.num_trained) - start) > 0:
             remainder = self.read_plane(unit, Kind.REMAINDER, start, start + trained)
             join_master(weight[:trained], remainder, master[:trained])
+
         return master
 
     def read_plane(self, unit: Unit, kind: Kind, start: int, stop: int) -> Tensor:
@@ -210,11 +221,13 @@ class Session:
         """
         dtype = plane_dtype(self.schema, kind)
         result = torch.empty(stop - start, dtype=dtype)
+
         for (first, last), _ in self.blocks.runs(unit.name):
             lower = max(first, start)
             upper = min(last, stop)
             if lower >= upper:
                 continue
+
             with self.blocks.open_state(unit.name, (first, last), [kind]) as state:
                 plane = state.planes[kind].view(dtype)
                 result[lower - start : upper - start].copy_(plane[lower - first : upper - first])
@@ -330,7 +343,17 @@ def _engine_options(
 def _assemble(
     master: Tensor, elements: tuple[int, int], pieces: Iterator[tuple[int, Tensor]], ahead: tuple[int, Tensor] | None
 ) -> tuple[int, Tensor] | None:
-    """Copy what belongs to a run of elements, zeros between; returns the piece that reaches beyond it."""
+    """Put the elements of a run together from pieces, with zeros where no piece has any.
+
+    Args:
+        master: the elements of the run, which are overwritten.
+        elements: the run [start, stop).
+        pieces: (first element, flat values) in increasing order.
+        ahead: the piece that reached beyond the run before.
+
+    Returns:
+        The piece that reaches beyond this run.
+    """
     start, stop = elements
     done = start
     while (piece := ahead or next(pieces, None)) is not None:
@@ -342,6 +365,7 @@ def _assemble(
             master[lower - start : upper - start] = values[lower - first : upper - first]
             done = upper
 
+        # The rest of this piece, or all of it, belongs to the next run.
         if first + values.numel() > stop or first >= stop:
             break
         ahead = None

@@ -23,7 +23,7 @@ from megatier.models.weights import SafetensorsFolder
 
 CONFIG_FILE = "config.json"
 NAME_CHARACTERS_MAX = 100
-"""What is longer resembles nothing, and comparing takes its time."""
+"""Characters of a name that are compared. A longer name resembles none, and comparing it would take long."""
 
 
 class WeightReader(Protocol):
@@ -77,6 +77,7 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
         where = str(folder / CONFIG_FILE)
         settings = _settings_of(folder)
 
+    # transformers would try to build whatever the counts say, so they are checked first.
     check_counts(settings, where)
     what = f"{where}: transformers does not take this model config"
     with reading(what, UnsupportedModelError, _complaint, _hint(settings)):
@@ -92,14 +93,15 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
 
 
 def _settings_of(folder: Path) -> dict[str, Any]:
+    """The config of a model folder, as it is written there."""
     try:
         return read_object(folder / CONFIG_FILE, SETTINGS_BYTES_MAX, UnsupportedModelError)
     except FileNotFoundError as error:
-        raise UnsupportedModelError(f"{folder} has no {CONFIG_FILE}, so it is no model of Hugging Face's.") from error
+        raise UnsupportedModelError(f"{folder} has no {CONFIG_FILE}, so it holds no Hugging Face model.") from error
 
 
 def _complaint(error: BaseException) -> str:
-    """What transformers says about one field, which stands below its headline; of anything else the first sentence."""
+    """What transformers says about a wrong config: about a field the last line, otherwise the first sentence."""
     lines = str(error).strip().splitlines()
     if isinstance(error, StrictDataclassError) and lines:
         return shown(lines[-1].strip()).rstrip(".")
@@ -107,14 +109,17 @@ def _complaint(error: BaseException) -> str:
 
 
 def _hint(settings: Mapping[str, Any]) -> str:
-    """The nearest model type, where there is none of this name."""
+    """A question that names the nearest model type, if there is none of the name given."""
     given = settings.get("model_type")
     near = get_close_matches(str(given)[:NAME_CHARACTERS_MAX], CONFIG_MAPPING, n=1)
     return f"Did you mean {near[0]}?" if near and near[0] != given else ""
 
 
 def _check_keys(settings: Mapping[str, Any]) -> None:
-    """Refuse what looks like a misspelt key: transformers keeps any, and takes its own default instead."""
+    """Refuse what looks like a misspelt key.
+
+    transformers would keep it as an unknown key, and use its own default for the one that was meant.
+    """
     known = AutoConfig.for_model(settings["model_type"])
     for key in settings:
         near = get_close_matches(key[:NAME_CHARACTERS_MAX], known.to_dict(), n=1, cutoff=0.85)

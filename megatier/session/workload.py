@@ -1,4 +1,4 @@
-"""What a run has to carry: its units, their activations, and the policy that sizes everything. Nothing is reserved."""
+"""Workload: the units of a run, their activations, and the policy that sizes everything. Nothing is reserved."""
 
 from __future__ import annotations
 
@@ -20,29 +20,26 @@ from megatier.state import ADAMW, StateSchema
 from megatier.tier import Activations, Tier
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-STREAMS = ("altup_num_inputs", "hc_mult", "hc_count")
-"""Settings that say how many hidden states a token has: Gemma 3n (AltUp); DeepSeek-V4, Hy-V4; Qwen4-Exp."""
+HIDDEN_STATE_COUNTS = ("altup_num_inputs", "hc_mult", "hc_count")
+"""Settings that say how many hidden states a token has: of Gemma 3n (AltUp), of DeepSeek-V4 and Hy-V4, of Qwen4-Exp."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """A model and how it is to be trained.
-
-    Attributes:
-        units: in module order.
-        specs: what placement needs to know of them, in the same order.
-        activations: policy per unit.
-        policy: what decides how many bytes there are.
-        options: of the reads and writes of NVMe.
-        rows: sequences of one group.
-    """
+    """A model, and how it is to be trained."""
 
     units: tuple[Unit, ...]
+    """The units, in module order."""
     specs: tuple[UnitSpec, ...]
+    """Their sizes, in the same order."""
     activations: Mapping[str, Activations]
+    """The activation policy of each unit."""
     policy: Policy
+    """The choices that decide how many bytes there are."""
     options: IoOptions
+    """How NVMe is read and written."""
     rows: int
+    """Sequences of one group."""
 
     @classmethod
     def of(
@@ -57,17 +54,17 @@ class Workload:
         *,
         savepoints: bool = False,
     ) -> Self:
-        """Read it off a skeleton.
+        """Make the workload of a skeleton.
 
         Args:
             model: a skeleton (`models.decoder.build_skeleton`).
-            units: all of the model's (`models.experts.cut_units`).
+            units: all units of the model (`models.experts.cut_units`).
             model_config: compute dtype.
             tiers: chunk, streaming, I/O.
             train: groups, slices, activations, clipping.
-            numerics: the guard, for which updates wait as for clipping.
+            numerics: the guard, for which updates wait as they do for clipping.
             tokens: tokens per sequence.
-            savepoints: one generation of what spills may be kept.
+            savepoints: whether one generation of what spills may be kept.
         """
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         options = IoOptions(
@@ -76,6 +73,7 @@ class Workload:
             checksums=tiers.checksums,
             gpu_direct=tiers.gpu_direct,
         )
+
         activations = _activations(units, train)
         rows = train.batch // train.groups
         hidden_bytes = rows * tokens * boundary_width(model) * dtype.itemsize
@@ -89,6 +87,7 @@ class Workload:
             )
             for u in units
         )
+
         policy = _policy(
             ADAMW[model_config.compute_dtype], tiers, train, options, guard=numerics.guard, savepoints=savepoints
         )
@@ -96,45 +95,52 @@ class Workload:
 
 
 def hidden_width(model: PreTrainedModel) -> int:
-    """Numbers in a hidden state of the decoder layers.
+    """The number of elements in a hidden state of the decoder layers.
 
     Raises:
-        UnsupportedModelError: no config says so.
+        UnsupportedModelError: no config says it.
     """
+    # The text config may leave it to the config of the part that has the layers.
     layers = decoder_layers(model)
     owners = [part for part in model.modules() if isinstance(part, PreTrainedModel) and layers in part.modules()]
     for config in (model.config.get_text_config(), *(owner.config for owner in reversed(owners))):
         if width := getattr(config, "hidden_size", None):
             return int(width)
+
     raise UnsupportedModelError(
-        f"{type(model).__name__}: its config has no hidden_size, so what its layers take cannot be planned."
+        f"{type(model).__name__}: its config has no hidden_size, so the memory of its layers cannot be planned."
     )
 
 
 def boundary_width(model: PreTrainedModel) -> int:
-    """Numbers a token between two layers: its hidden state; some models have several (STREAMS)."""
+    """The number of elements between two layers for each token: its hidden state, or all of them if it has several."""
     text = model.config.get_text_config()
-    return hidden_width(model) * next((count for name in STREAMS if (count := getattr(text, name, None))), 1)
+    return hidden_width(model) * next(
+        (count for name in HIDDEN_STATE_COUNTS if (count := getattr(text, name, None))), 1
+    )
 
 
 def advised(short: PlanError, model: PreTrainedModel, parts: int, place_with: Callable[[int], object]) -> PlanError:
-    """A refusal; where a unit is too large for its slots, with the `model.expert_parts` that would do.
+    """A refusal that also says which `model.expert_parts` would do, if a unit is too large for its slots.
 
     Args:
-        short: what was refused.
-        model: its skeleton.
-        parts: that were refused.
-        place_with: tries another number of parts; raises PlanError if something is short.
+        short: the refusal.
+        model: the skeleton.
+        parts: the number of parts that was refused.
+        place_with: tries another number of parts, and raises PlanError if something is short.
     """
+    # Powers of two are few, and one of them is at most twice the fewest parts that would do.
     most = most_parts(model) if short.what.startswith(GPU_SLOTS) else 1
     for tried in sorted({most, *(2**power for power in range(most.bit_length()))}):
         if tried > parts and _fits_slots(tried, place_with):
             remedy = f"{short.remedy} Or set model.expert_parts to {tried}: then slots take part of a layer's experts."
             return PlanError(short.what, short.needed_bytes, short.had_bytes, remedy)
+
     return short
 
 
 def _fits_slots(parts: int, place_with: Callable[[int], object]) -> bool:
+    """Whether every unit fits into its slots with so many parts. Something else may still be short."""
     try:
         place_with(parts)
     except UnsupportedModelError:
@@ -163,10 +169,11 @@ def _policy(
 
 
 def _activations(units: Sequence[Unit], train: TrainConfig) -> dict[str, Activations]:
-    """Policy per unit: the setting, but for the last layers that keep; only layers have something worth offloading.
+    """The activation policy of each unit.
 
-    Experts that are units follow their layer. One input of a unit is offloaded, and such layers have several: they
-    recompute instead.
+    It is the setting, except for the last layers, which may keep theirs. Only layers have an input that is worth
+    offloading, so other units recompute. So do layers whose experts are units of their own, because they have several
+    inputs and only one can be offloaded. Such experts have the policy of their layer.
     """
     layers = [unit.name for unit in units if unit.is_layer]
     keeping = set(layers[max(0, len(layers) - train.kept_layers) :])
@@ -181,4 +188,5 @@ def _activations(units: Sequence[Unit], train: TrainConfig) -> dict[str, Activat
             of_layer = policies[unit.name] = Activations.KEEP if unit.name in keeping else policy
         else:
             policies[unit.name] = others if unit.experts is None else of_layer
+
     return policies
