@@ -47,7 +47,7 @@ class Use:
         """When compute asked for them."""
         self.cause = cause
         """The lane that compute waited for longest."""
-        self.entered = weights.now()
+        self.entered = Instant(weights.clock)
         """When compute got them."""
         self.bytes = lease.bytes
         """The weights: uint8 [weight block] on the GPU."""
@@ -81,6 +81,8 @@ class UnitWeights:
         """
         self._blocks = blocks
         self._store = blocks.store
+        self.clock = blocks.store.clock
+        """The clock on which uses are timed; None without a CUDA device."""
         self._updates = updates
         self._gradients = gradients
         self._gate = gate
@@ -115,7 +117,7 @@ class UnitWeights:
 
     def leave(self, use: Use) -> None:
         """See `Use.leave`."""
-        left = self.now()
+        left = Instant(self.clock)
 
         # An interrupt between the two would leave a lease that is given back twice.
         with self._store.tear.change:
@@ -140,7 +142,7 @@ class UnitWeights:
 
     def _use(self, access: Access) -> Use:
         """Wait for the unit's update and the access's load, then lease the weights."""
-        asked = self.now()
+        asked = Instant(self.clock)
         unit = access.unit
         index = len(self._pass.accesses)
         self._pass.accesses.append(access)
@@ -178,10 +180,6 @@ class UnitWeights:
         if not transfer.done():
             causes[transfer.queue] += 1
         transfer.order()
-
-    def now(self) -> Instant:
-        """This moment, on the device's clock if there is one."""
-        return Instant(self._store.clock)
 
     # ------------------------------------------------------------------ the player's side
 
