@@ -24,7 +24,7 @@ from megatier.tier import Activations
 
 
 class ExpertsNode(Node):
-    """A range of the experts of a fused module, streamed. `join` makes one forward of all ranges."""
+    """A node for a range of the experts of a fused module. `join` makes one forward of all ranges."""
 
     def __init__(
         self,

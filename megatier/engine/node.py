@@ -102,7 +102,7 @@ class Node:
         module.forward = self.__call__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
-        """The module's forward, with streamed weights."""
+        """Run the module's forward, with weights that come for it."""
         stage = self.stage
         training = torch.is_grad_enabled()
 

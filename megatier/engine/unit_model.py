@@ -201,7 +201,7 @@ class UnitModel:
         activations = self._options.activations[unit.name]
         if unit.experts is not None:
             return ExpertsNode(self.stage, unit.name, module, places, unit.experts, activations=activations)
-        if unit.is_round:
+        if unit.holds_layers:
             return Lender(self.stage, unit.name, name, module, places, activations=activations)
         node = Node(self.stage, unit.name, name, module, places, activations=activations)
 

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from megatier.errors import UnsupportedModelError
 
 CHECKED = 2
-"""The number of forwards of each module, and of losses, that are looked at. The second one sees what the first one left
-behind."""
+"""The number of forwards of each module, and of losses, that are looked at. The second one sees what the first one
+left."""
 OWNER = "_megatier_module"
 """The attribute of a leaf that names the module for which it was made."""
 

@@ -50,7 +50,7 @@ class Unit:
     is_layer: bool
     experts: tuple[int, int] | None = None
     """The range [start, stop) of a fused experts module that this unit is; None: the unit is whole modules."""
-    is_round: bool = False
+    holds_layers: bool = False
     """Whether it is what a module around all layers owns itself, such as LLaVA-NeXT's `image_newline`, without anything
     below it."""
 
@@ -129,10 +129,10 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
     unit_of: dict[str, str] = {}
 
     for module_name, module in _unit_modules(model, layers):
-        is_round = id(module) not in layers and any(id(child) in layers for child in module.modules())
-        owned = module.parameters(recurse=not is_round)
+        holds_layers = id(module) not in layers and any(id(child) in layers for child in module.modules())
+        owned = module.parameters(recurse=not holds_layers)
         shapes = {names[id(p)]: _checked_shape(model, names[id(p)], p) for p in owned}
-        if is_round:
+        if holds_layers:
             _refuse_large(model, shapes)
         shared = sorted({unit_of[name] for name in shapes if name in unit_of})
 
@@ -145,7 +145,7 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
                 module_names=(module_name,),
                 layout=layout,
                 is_layer=id(module) in layers,
-                is_round=is_round,
+                holds_layers=holds_layers,
             )
             units[module_name] = unit if module_name else replace(unit, name=type(model).__name__)
             continue
@@ -191,7 +191,7 @@ def bindings(model: PreTrainedModel, unit: Unit, module_name: str) -> list[Bindi
 def _modules_of(model: PreTrainedModel, unit: Unit, module_name: str) -> Iterator[nn.Module]:
     """Return the modules that own what a unit has below one of its modules."""
     module = model.get_submodule(module_name)
-    return iter((module,)) if unit.is_round else module.modules()
+    return iter((module,)) if unit.holds_layers else module.modules()
 
 
 def decays(model: PreTrainedModel) -> frozenset[str]:

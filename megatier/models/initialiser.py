@@ -70,7 +70,7 @@ class Initialiser:
             with torch.random.fork_rng(devices=[]), torch._C.DisableTorchFunctionSubclass():
                 torch.manual_seed(_seed_of(self._seed, unit.name))
                 for module in modules:
-                    self._init_weights(module, alone=unit.is_round)
+                    self._init_weights(module, alone=unit.holds_layers)
         finally:
             for (parameters, leaf, _), parameter in zip(places, before, strict=True):
                 parameters[leaf] = parameter
