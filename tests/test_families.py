@@ -246,17 +246,14 @@ FLEX_WARNS = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 """Of PyTorch's own code, which flex attention compiles."""
 
 
-@FLEX_WARNS
-def test_documents_apart_have_the_same_loss_by_flex_attention(tmp_path: Path) -> None:
-    """Its backward needs a GPU."""
-    config, losses = tiny_config("llama"), []
-    source, train = ModelWeights(plain_model(config)), TrainConfig(steps=1, batch=BATCH)
-    for attention in ("sdpa", "flex_attention"):
-        options: dict[str, Any] = {"attention": attention, "source": source, "tokens": TOKENS, "compute_dtype": "fp32"}
-        with opened(config, tmp_path, PLACES["gpu"], train, **options) as session:
-            losses += [session.engine.evaluate([two_documents(seed)]) for seed in (1, 2)]
-    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
-    assert losses[0] == losses[1]
+def test_flex_attention_on_a_cpu_is_refused(tmp_path: Path) -> None:
+    """In plain transformers, too, half of its losses are NaN on a CPU without AVX-512."""
+    train = TrainConfig(steps=1, batch=BATCH)
+    with (
+        pytest.raises(ConfigError, match=r"flex_attention, which needs a GPU: .* Set model\.attention to sdpa"),
+        opened(tiny_config("llama"), tmp_path, PLACES["gpu"], train, attention="flex_attention"),
+    ):
+        pass
 
 
 @pytest.mark.gpu

@@ -27,6 +27,20 @@ def choose_device(tiers: TiersConfig) -> torch.device:
     return torch.device("cuda" if available and tiers.device != "cpu" else "cpu")
 
 
+def check_attention(attention: str, device: torch.device) -> None:
+    """Refuse an attention that gives wrong numbers on the device.
+
+    Raises:
+        ConfigError: flex attention on a CPU. It has no backward there. Its forward gives NaN in about half of the calls
+            on CPUs without AVX-512 (torch 2.13 with rows of 16 tokens, also in plain transformers).
+    """
+    if attention == "flex_attention" and device.type == "cpu":
+        raise ConfigError(
+            "model.attention is flex_attention, which needs a GPU: on a CPU it has no backward and can give NaN. Set "
+            "model.attention to sdpa."
+        )
+
+
 def compiles(model: ModelConfig, device: torch.device) -> bool:
     """Whether layers and loss are compiled: by default on a GPU; never where bf16 products are taken in fp32."""
     wanted = device.type == "cuda" if model.compile is None else model.compile

@@ -30,6 +30,7 @@ from megatier.schedule.sizes import Budgets
 from megatier.schedule.slots import CHUNK_ELEMENTS_MAX
 from megatier.session.machine import (
     budgets_of,
+    check_attention,
     choose_device,
     compiles,
     limit_gpu,
@@ -102,6 +103,7 @@ class Session:
         self.schema = work.policy.schema
         self._dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         device = choose_device(tiers)
+        check_attention(model_config.attention, device)
         self.rates = measured_rates(tiers, device)
         self.io_threads = io_threads(tiers.io_threads, self.rates)
 
