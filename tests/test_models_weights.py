@@ -313,7 +313,7 @@ NORM = "model.norm.weight"
         ({NORM: torch.ones(65)}, rf"tensor {NORM} has shape \(65,\).*\(64,\)"),
         ({NORM: torch.ones(64, dtype=torch.int8)}, rf"tensor {NORM} is I8"),
         ({NORM: torch.ones(64, dtype=torch.float8_e4m3fn)}, rf"tensor {NORM} is F8_E4M3"),
-        ({"norm.weight": torch.ones(64)}, rf"{NORM}: two tensors"),
+        ({"norm.weight": torch.ones(64)}, rf"{NORM}: two stored tensors claim to be it"),
     ],
     ids=["missing", "extra", "shape", "integer", "fp8", "twice"],
 )
