@@ -78,8 +78,8 @@ def test_simulate_no_jobs_takes_no_time() -> None:
     assert simulate([], ALONE) == []
 
 
-def test_simulate_job_that_waits_for_one_behind_it_is_refused() -> None:
-    with pytest.raises(AssertionError, match="behind it"):
+def test_simulate_job_that_waits_for_a_later_one_of_its_lane_is_refused() -> None:
+    with pytest.raises(AssertionError, match="waits for a later one of its lane"):
         simulate([Job(lane="copy", name="a", amount=1, after=(1,)), Job(lane="copy", name="b", amount=1)], ALONE)
 
 
