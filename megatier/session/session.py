@@ -103,7 +103,6 @@ class Session:
         self.schema = work.policy.schema
         self._dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         device = choose_device(tiers)
-        check_attention(model_config.attention, device)
         self.rates = measured_rates(tiers, device)
         self.io_threads = io_threads(tiers.io_threads, self.rates)
 
@@ -327,7 +326,8 @@ def _open_engine(
 def _engine_options(
     work: Workload, model: ModelConfig, train: TrainConfig, numerics: NumericsConfig, device: torch.device
 ) -> EngineOptions:
-    """What the settings mean for the engine on this device."""
+    """Turn the settings into options of the engine, and refuse those that the device cannot compute."""
+    check_attention(model.attention, device)
     return EngineOptions(
         dtype=COMPUTE_DTYPES[model.compute_dtype],
         device=device,
