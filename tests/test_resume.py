@@ -111,7 +111,7 @@ def test_resume_after_changes_that_were_accepted_asks_for_them_no_second_time(
     words = ["resume", str(stopped), "--train.steps=4", "--accept-changes", "--output.checkpoint_every=0"]
     assert main(words) == 0
     assert main(["resume", str(stopped)]) == 2
-    assert "holds a whole run" in capsys.readouterr().err
+    assert "holds a finished run" in capsys.readouterr().err
     assert main(["export", str(stopped), str(tmp_path / "older")]) == 0
     assert "the run went on to step 4, its last checkpoint is of step 2; " in capsys.readouterr().out
     log = stopped / "metrics.jsonl"
