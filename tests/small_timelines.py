@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from megatier.schedule.placement import Placement
+from megatier.schedule.rates import DriveRates, Rates
 from megatier.schedule.slots import SlotPlan
 from megatier.schedule.timeline import Access
 from megatier.tier import STATE_KINDS, Kind, Phase, Tier
+
+RATES = Rates(
+    drives=(DriveRates(directory="a", read_bytes_per_s=3e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2.5e9),),
+    to_gpu_bytes_per_s=50e9,
+    to_ram_bytes_per_s=50e9,
+    update_parameters_per_s=5e9,
+    memory_bytes_per_s=150e9,
+    gpu_update_parameters_per_s=150e9,
+    flops_per_s=1e12,
+)
+"""A machine with one GPU and one drive, for plans."""
 
 SIZE = 2048
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from small_commands import after_step, command
 from small_commands import outcome as outcome_of
+from small_timelines import RATES
 from tiny_gradients import attention_of, plain_gradients, streamed_gradients
 from tiny_models import tiny_config
 from tiny_runs import (
@@ -43,20 +44,10 @@ from megatier.layout import CHECKED_ELEMENTS, Layout
 from megatier.models.decoder import find_units
 from megatier.models.frozen import freeze
 from megatier.planner.plan import make_plan
-from megatier.schedule.rates import DriveRates, Rates
 from megatier.schedule.sizes import Budgets
 from megatier.session.skeleton import skeleton_of
 from megatier.tier import Kind, Tier
 
-RATES = Rates(
-    drives=(DriveRates(directory="a", read_bytes_per_s=3e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2.5e9),),
-    to_gpu_bytes_per_s=50e9,
-    to_ram_bytes_per_s=50e9,
-    update_parameters_per_s=5e9,
-    memory_bytes_per_s=150e9,
-    gpu_update_parameters_per_s=150e9,
-    flops_per_s=1e12,
-)
 FROZEN = {
     "below": ("model.embed_tokens", "model.layers.0"),  # the backward ends above them
     "above": ("lm_head", "model.norm", "model.layers.1"),  # gradients pass through

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_timelines import RATES
 from tiny_runs import BATCH, PLACES, TOKENS, exactness_config, one_thread, opened, random_groups
 
 from megatier.config.data_section import DataConfig
@@ -23,15 +24,6 @@ from megatier.schedule.sizes import Budgets
 from megatier.session.skeleton import skeleton_of
 from megatier.tier import Kind, Tier
 
-RATES = Rates(
-    drives=(DriveRates(directory="a", read_bytes_per_s=3e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2.5e9),),
-    to_gpu_bytes_per_s=50e9,
-    to_ram_bytes_per_s=50e9,
-    update_parameters_per_s=5e9,
-    memory_bytes_per_s=150e9,
-    gpu_update_parameters_per_s=150e9,
-    flops_per_s=1e12,
-)
 SLOW = replace(
     RATES,
     drives=(DriveRates(directory="a", read_bytes_per_s=3e6, write_bytes_per_s=2e6, mixed_bytes_per_s=2.5e6),),

@@ -150,7 +150,7 @@ def test_run_on_a_drive_without_room_for_checkpoints_says_so_and_writes_none(
     free_bytes(monkeypatch, tmp_path, 1 << 20)  # of a checkpoint, 567 KiB, it takes one
     assert main(command(tmp_path, SIX)) == 0
     found = capsys.readouterr().out
-    words = r"No checkpoint is written: \S+ has 1\.0 MiB free, and two of them beside the export take 1\.1 MiB\. A"
+    words = r"No checkpoint is written: \S+ has 1\.0 MiB free, and two of them and the export take 1\.1 MiB\. A"
     assert re.search(words, found)
     assert saved_steps(tmp_path) == []
     assert outcome(tmp_path / "run") == whole

@@ -240,7 +240,7 @@ def test_train_run_with_two_generations_says_what_became_of_its_guesses(
         ),
         (
             {"output.savepoint_every": 2, "tiers.generations": 2},
-            "updated when the norm is known, beside the savepoint. If the run is killed it goes on from its last save",
+            "updated when the norm is known, apart from the savepoint. If the run is killed it goes on from its last",
         ),
         (
             {"output.savepoint_every": 2, "tiers.generations": 3},

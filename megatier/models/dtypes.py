@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 
 def place_buffers(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Move a skeleton's buffers to the device, in the dtypes that they compute in beside weights of a dtype."""
+    """Move a skeleton's buffers to the device, in the dtypes that they compute in if the weights have this dtype."""
     dtypes = buffer_dtypes(model, dtype)
     for name, module in model.named_modules():
         for leaf, buffer in module._buffers.items():

@@ -49,6 +49,7 @@ class Session:
     Attributes:
         model: the skeleton. `model(**batch)` streams inside a pass.
         units: the units, in module order.
+        schema: the planes of state that the optimizer keeps.
         engine: runs steps and evaluations.
         store: holds all blocks of the run.
         placement: their homes, and the slots.
@@ -103,6 +104,7 @@ class Session:
         self.schema = work.policy.schema
         self._dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         device = choose_device(tiers)
+        options = _engine_options(work, model_config, train, numerics, device)
         self.rates = measured_rates(tiers, device)
         self.io_threads = io_threads(tiers.io_threads, self.rates)
 
@@ -114,7 +116,6 @@ class Session:
             self.placement = _place(model, work, budgets, model_config.expert_parts, work_in)
             self.optimizer = _open_optimizer(opened, model, work, tiers, train, self._dtype)
             self.player = _open_player(opened, self.store, work, self.placement, self.optimizer)
-            options = _engine_options(work, model_config, train, numerics, device)
             self.engine = _open_engine(opened, model, work, self.player, self.optimizer, options)
             self._opened = opened.pop_all()
 
@@ -144,21 +145,16 @@ class Session:
             progress: is called after each unit.
         """
         for unit in self.units:
-            self.fill(unit, self.master_kinds, source.read(unit))
+            self.fill(unit, self.schema.master_kinds, source.read(unit))
             progress(unit)
         self.player.drain()
-
-    @property
-    def master_kinds(self) -> tuple[Kind, ...]:
-        """The planes of the fp32 master."""
-        return self.schema.master_kinds
 
     def fill(self, unit: Unit, kinds: Sequence[Kind], pieces: Iterator[tuple[int, Tensor]]) -> None:
         """Overwrite planes of a unit's state: those of its master, or one moment.
 
         Args:
             unit: one of `units`.
-            kinds: `master_kinds`, or one kind that is fp32.
+            kinds: those of the master (`schema.master_kinds`), or one kind that is fp32.
             pieces: (first element, flat fp32) of the unit's layout, in increasing order. Elements that they leave out
                 become 0. Only those of the master have frozen elements.
         """

@@ -109,7 +109,7 @@ def _safety(config: RunConfig, placement: Placement, num_kept: int) -> str:
     if placement.speculative:
         how = "in the backward, before the norm is known"
     elif output.savepoint_every:
-        how = "when the norm is known, beside the savepoint"
+        how = "when the norm is known, apart from the savepoint"
 
     then = "restarts from step 1; set output.checkpoint_every to keep progress"
     if output.savepoint_every:

@@ -56,11 +56,11 @@ class SavePlan:
         if not self.output.saves_by_time or self.is_done:
             return None
         if not self.num_kept:
-            beside = " beside the export" if self.output.export else ""
+            export = " and the export" if self.output.export else ""
             needed = mib(self.room.needed_bytes(1))
             free = mib(self.room.free_bytes)
             return (
-                f"No checkpoint is written: {self.room.directory} has {free} free, and two of them{beside} take "
+                f"No checkpoint is written: {self.room.directory} has {free} free, and two of them{export} take "
                 f"{needed}. A kill loses everything that is trained from here on. Name an output.directory with more "
                 "room."
             )
