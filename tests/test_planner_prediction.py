@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from small_commands import all_records, command, metrics, outcome
-from test_planner_plan import MIB, RATES, SLOW, budgets, run_config
+from small_timelines import RATES
+from test_planner_plan import MIB, SLOW, budgets, run_config
 
 from megatier.cli import main
 from megatier.measure.probe import cache_rates
