@@ -1,4 +1,4 @@
-"""A run config made from another trainer's, with a finding for every key that was there."""
+"""A run config that is made from the config of another trainer, with a finding for each key of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from megatier.config.schema import SECTIONS
 from megatier.errors import ConfigError
 
 AUTO = "auto"
-"""What Hugging Face fills in from its own arguments, which such a file does not hold."""
+"""Stands for a value that Hugging Face fills in from its own arguments, which such a file does not hold."""
 FIGURE_MAX = 1e18
+"""Larger numbers are refused, since nobody means them."""
 DEPTH_MAX = 20
+"""Levels of sections within sections."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,13 +25,13 @@ class Finding:
 
     key: str
     value: str
-    """As the file has it."""
+    """The value as the file has it."""
     outcome: Literal["carried", "default", "left"]
     words: str
-    """The settings it went to; the default that stands; or why it was left."""
+    """The settings to which it was carried, the default that stands, or the reason why it was left."""
 
     def __str__(self) -> str:
-        """One line."""
+        """The finding as one line."""
         return f"{_written(self.key)}: {self.value} {'->' if self.outcome == 'carried' else '-'} {self.words}"
 
 
@@ -44,7 +46,8 @@ class Conversion:
             source: its name, for messages.
             tree: what it holds.
         """
-        self.trainer, self.source = trainer, source
+        self.trainer = trainer
+        self.source = source
         self.settings: dict[str, object] = {}
         self.findings: list[Finding] = []
         self._waiting = dict(_leaves(tree))
@@ -61,10 +64,10 @@ class Conversion:
     # ------------------------------------------------------------------ values, checked
 
     def number(self, key: str) -> float | None:
-        """A finite number; None as with `raw`.
+        """The key's value as a finite number; None as with `raw`.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: the value is no finite number.
         """
         value = self.raw(key)
         if isinstance(value, str):  # YAML reads 1e-5 as text
@@ -75,10 +78,10 @@ class Conversion:
         return value  # type: ignore[no-any-return]
 
     def count(self, key: str, least: int = 1) -> int | None:
-        """A whole number of at least `least`; None as with `raw`.
+        """The key's value as a whole number of at least `least`; None as with `raw`.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: the value is no such number.
         """
         value = self.number(key)
         if value is not None and (value != int(value) or value < least):
@@ -86,10 +89,10 @@ class Conversion:
         return None if value is None else int(value)
 
     def flag(self, key: str) -> bool | None:
-        """True or false; None as with `raw`.
+        """The key's value, true or false; None as with `raw`.
 
         Raises:
-            ConfigError: it is neither.
+            ConfigError: the value is neither.
         """
         value = self.raw(key)
         if value is not None and not isinstance(value, bool):
@@ -97,10 +100,10 @@ class Conversion:
         return value
 
     def text(self, key: str, *among: str) -> str | None:
-        """Text, one of `among` if there are any; None as with `raw`.
+        """The key's value as text, which must be one of `among` if any are given; None as with `raw`.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: the value is no such text.
         """
         value = self.raw(key)
         if value is not None and not (isinstance(value, str) and (value in among if among else _is_plain(value))):
@@ -108,10 +111,10 @@ class Conversion:
         return value
 
     def numbers(self, key: str, length: int) -> Sequence[float] | None:
-        """A list of finite numbers; None as with `raw`.
+        """The key's value as a list of finite numbers; None as with `raw`.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: the value is no list of so many numbers.
         """
         value = self.raw(key)
         if value is None:
@@ -121,23 +124,23 @@ class Conversion:
         return value
 
     def refused(self, key: str, bound: str) -> ConfigError:
-        """The error of a value that makes no sense."""
+        """The error that says of a key's value that it makes no sense."""
         found = _written(self._waiting.get(key))
         return ConfigError(f"{self.source}: {key} is {found}; it must be {bound}. Change it there, or remove it.")
 
     # ------------------------------------------------------------------ findings
 
     def carry(self, key: str, settings: Mapping[str, object], remark: str = "") -> None:
-        """The key's value went to these settings; with none of them, it is as it always is here.
+        """Carry the key's value to these settings. Without any, the value is what megatier always does.
 
-        Also of a key that the file does not give, and whose default there is carried over.
+        The file need not give the key: then the default of the other trainer is carried.
         """
         self.settings |= settings
         where = ", ".join(f"{name}: {_written(value)}" for name, value in settings.items())
         self._found(key, "carried", "; ".join(filter(None, (where, remark))))
 
     def default(self, key: str, *settings: str) -> None:
-        """The settings stay at their defaults, because the key says `auto`, or null."""
+        """Leave the settings at their defaults, because the key says `auto` or null."""
         words = []
         for setting in settings:
             section, _, name = setting.partition(".")
@@ -146,11 +149,11 @@ class Conversion:
         self._found(key, "default", "; ".join(words))
 
     def leave(self, key: str, why: str) -> None:
-        """The key has no counterpart."""
+        """Note that the key has no counterpart."""
         self._found(key, "left", why)
 
     def send(self, key: str, setting: str, value: object, remark: str = "") -> None:
-        """Carry a value that was read, or say that its default stands; nothing where the file does not give the key."""
+        """Carry a value that was read, or note that the default stands. Does nothing if the file has no such key."""
         if not self.has(key):
             return
         if self.raw(key) is None:
@@ -167,6 +170,7 @@ class Conversion:
         """Give a reason for all keys still waiting, by the key or what it lies in."""
         for key in list(self._waiting):
             parts = key.split(".")
+            # The longest name comes first, so that the reason of a key goes before the reason of its section.
             names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
             known = [reasons[name] for name in names if name in reasons]
             self.leave(key, known[0] if known else f"no key of {self.trainer} that is known here")
@@ -177,6 +181,7 @@ class Conversion:
 
 
 def _leaves(tree: Mapping[str, Any], before: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of all settings. An empty section counts as a value, so that it gets a finding too."""
     if depth > DEPTH_MAX:
         raise RecursionError
     for name, value in tree.items():
@@ -188,15 +193,15 @@ def _leaves(tree: Mapping[str, Any], before: str = "", depth: int = 1) -> Iterat
 
 
 def _is_number(value: object) -> bool:
-    """Finite, and of a size that somebody may mean."""
+    """Whether a value is a finite number, of a size that somebody may mean. True and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -FIGURE_MAX < value < FIGURE_MAX
 
 
 def _written(value: object) -> str:
-    """As a file has it, on one line."""
+    """A value on one line, as a file has it."""
     return str(value) if _is_plain(value) else json.dumps(value, default=str, skipkeys=True)
 
 
 def _is_plain(value: object) -> bool:
-    """Text that a terminal and YAML show as it is."""
+    """Whether a value is text that a terminal and YAML show as it is."""
     return isinstance(value, str) and value != "" and value.isprintable()

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON, `auto` values of Hugging Face included. Keys that it does not give stay at our defaults."""
+"""Converts DeepSpeed's JSON, with the `auto` values of Hugging Face. Keys that it does not give keep our defaults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYS = {
     "zero_allow_untested_optimizer",
     "activation_checkpointing",
 }
-"""Of the first level, that no other format has."""
+"""Keys of the first level that no other format has."""
 
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 ZERO = "zero_optimization"
@@ -131,7 +131,12 @@ def convert(made: Conversion) -> None:
 
 
 def _batch(made: Conversion) -> None:
-    """A group is what one pass takes: as many sequences as one GPU took at once."""
+    """Convert the three counts of the batch.
+
+    A group is as many sequences as one GPU took at once. DeepSpeed's rule is
+    train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * GPUs, and two of the three are
+    enough. Any of them may be `auto`.
+    """
     names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
     whole, micro, passes = (made.count(name) for name in names)
     if whole and whole % ((micro or 1) * (passes or 1)):
@@ -139,6 +144,8 @@ def _batch(made: Conversion) -> None:
             f"{made.source}: train_batch_size is {whole}, no multiple of train_micro_batch_size_per_gpu ({micro or 1}) "
             f"times gradient_accumulation_steps ({passes or 1}). Change one of them."
         )
+
+    # Without the whole batch one GPU is assumed.
     batch = whole or (micro * (passes or 1) if micro else None)
     if made.has(names[0]) and batch is not None:
         made.carry(names[0], {"train.batch": batch}, "" if whole else "from the other two")
@@ -152,23 +159,30 @@ def _batch(made: Conversion) -> None:
             made.carry(names[2], {"train.groups": batch // micro}, "" if batch == micro * passes else "for all GPUs")
     elif passes:
         made.carry(names[2], {"train.groups": passes})
+
+    # What is still waiting says `auto`: nothing above took it.
     made.send(names[0], "train.batch", None)
     made.send(names[1], "train.batch" if batch is None else "train.groups", None)
     made.send(names[2], "train.groups", None)
 
 
 def _precision(made: Conversion) -> None:
+    """Convert bf16 and fp16. A key that says `auto` leaves open which of them is on, so nothing follows from it."""
     name = "bfloat16.enabled" if made.has("bfloat16.enabled") else "bf16.enabled"
-    bf16, fp16 = made.flag(name), made.flag("fp16.enabled")
+    bf16 = made.flag(name)
+    fp16 = made.flag("fp16.enabled")
     is_open = made.has(name) and bf16 is None, made.has("fp16.enabled") and fp16 is None
     if bf16 and fp16:
         raise ConfigError(f"{made.source}: bf16 and fp16 are both enabled. Disable one of them.")
+
     if bf16:
         made.carry(name, {"model.compute_dtype": "bf16"})
     elif fp16:
         made.leave("fp16.enabled", "model.compute_dtype stays bf16, which has the range of fp32: no loss scaling")
     elif not any(is_open) and (bf16, fp16) != (None, None):
+        # Neither is on, and neither is left open: DeepSpeed computes in fp32 then.
         made.carry("fp16.enabled" if bf16 is None else name, {"model.compute_dtype": "fp32"}, "neither is on")
+
     for key, words in ((name, "model.compute_dtype stays bf16"), ("fp16.enabled", "there is no fp16 here")):
         if made.has(key) and made.raw(key) is None:
             made.default(key, "model.compute_dtype")
@@ -177,23 +191,27 @@ def _precision(made: Conversion) -> None:
 
 
 def _optimizer(made: Conversion) -> None:
+    """Convert the optimizer if it is an Adam whose decay is apart from the gradient, which is AdamW."""
     kind = made.text("optimizer.type")
     decays_apart = made.raw("optimizer.params.adam_w_mode") is not False
     if kind is not None and (kind.lower() not in ("adam", "adamw") or not decays_apart):
         made.leave("optimizer.type", "AdamW trains instead: set train.learning_rate")
         made.leave_below("optimizer", "a setting of another optimizer than AdamW")
         return
+
     if kind is not None:
         made.carry("optimizer.type", {}, "AdamW, the one optimizer here")
     for name in ("adam_w_mode", "torch_adam"):
         if made.has(f"optimizer.params.{name}"):
             made.carry(f"optimizer.params.{name}", {}, "AdamW as torch has it")
+
     key = "optimizer.params.betas"
     betas = made.numbers(key, 2)
     if betas is not None:
         made.carry(key, {"train.beta1": betas[0], "train.beta2": betas[1]})
     elif made.has(key):
         made.default(key, "train.beta1", "train.beta2")
+
     for name, setting in (("lr", "learning_rate"), ("eps", "eps"), ("weight_decay", "weight_decay")):
         key = f"optimizer.params.{name}"
         remark = "not of biases and norms, as Hugging Face does it" if name == "weight_decay" else ""
@@ -201,6 +219,7 @@ def _optimizer(made: Conversion) -> None:
 
 
 def _schedule(made: Conversion) -> None:
+    """Convert the learning rate's schedule. It comes after the optimizer, since its peak overrides the rate there."""
     kind = made.text("scheduler.type")
     if kind is None:
         return
@@ -208,31 +227,37 @@ def _schedule(made: Conversion) -> None:
         made.leave("scheduler.type", f"only {', '.join(SCHEDULES)} have a counterpart: set train.schedule")
         made.leave_below("scheduler", "a setting of that schedule")
         return
+
     made.carry("scheduler.type", {"train.schedule": SCHEDULES[kind]})
     params = "scheduler.params"
     made.send(f"{params}.total_num_steps", "train.steps", made.count(f"{params}.total_num_steps"))
+    # DeepSpeed's own default is a logarithmic warm-up, so a file that does not name one has that.
     is_linear = made.text(f"{params}.warmup_type", "linear", "log", AUTO) == "linear"
     words = "" if is_linear else "rising in a straight line, not logarithmically"
     made.send(f"{params}.warmup_num_steps", "train.warmup_steps", made.count(f"{params}.warmup_num_steps", 0), words)
+
     if is_linear:
         made.carry(f"{params}.warmup_type", {}, "as here")
     elif made.has(f"{params}.warmup_type"):
         made.leave(f"{params}.warmup_type", "the learning rate rises in a straight line")
+
     peak = made.number(f"{params}.warmup_max_lr")
     words = "goes before optimizer.params.lr, as in DeepSpeed" if "train.learning_rate" in made.settings else ""
     made.send(f"{params}.warmup_max_lr", "train.learning_rate", peak, words)
+
     for key in (f"{params}.warmup_min_lr", f"{params}.warmup_min_ratio"):
         if made.number(key) == 0:
             made.carry(key, {}, "as here")
         elif made.has(key):
             made.leave(key, "the learning rate rises from 0")
+
     if kind == "WarmupCosineLR":
         key = f"{params}.cos_min_ratio"
         made.send(key, "train.min_learning_rate_ratio", made.number(key))
 
 
 def _tiers(made: Conversion) -> None:
-    """Mounts, from what is said to lie on NVMe."""
+    """Convert what says where state lies: the mounts, `cpu` and activations. Budgets decide the rest here."""
     mounts: list[str] = []
     for offload in OFFLOADS:
         device = made.text(f"{offload}.device", "none", "cpu", "nvme", AUTO)
@@ -243,14 +268,18 @@ def _tiers(made: Conversion) -> None:
             if device == "cpu":
                 made.carry(f"{offload}.device", {}, f"RAM, as here unless tiers.nvme is set; {BUDGETS}")
             continue
+
         if path is None:
             raise ConfigError(f"{made.source}: {offload}.device is nvme; give {offload}.nvme_path, a directory, too.")
+        # Both kinds of state may name one directory, which is one mount.
         mounts = list(dict.fromkeys([*mounts, path]))
         made.carry(f"{offload}.nvme_path", {"tiers.nvme": mounts}, "what is free there; DIR:SIZE takes less")
         made.carry(f"{offload}.device", {"tiers.nvme": mounts}, "for what GPU and RAM do not hold")
+
     for name in ("cpu_offload", "cpu_offload_param"):
         if made.flag(f"{ZERO}.{name}"):
             made.carry(f"{ZERO}.{name}", {}, f"RAM, as here unless tiers.nvme is set; {BUDGETS}")
+
     if made.flag("aio.use_gds"):
         made.carry("aio.use_gds", {"tiers.gpu_direct": True}, "needs a GPU and the extra megatier[gds]")
     if made.flag("activation_checkpointing.cpu_checkpointing"):
@@ -258,10 +287,12 @@ def _tiers(made: Conversion) -> None:
 
 
 def _output(made: Conversion) -> None:
+    """Convert clipping, TensorBoard and the export. DeepSpeed clips by 0 if it does not clip at all."""
     clip = made.number("gradient_clipping")
     made.send("gradient_clipping", "train.clip", clip or None, "" if clip else "off")
     if made.flag("tensorboard.enabled"):
         made.carry("tensorboard.enabled", {"output.tensorboard": True}, "needs the extra megatier[tensorboard]")
+
     for name in ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"):
         if made.flag(f"{ZERO}.{name}"):
             made.carry(f"{ZERO}.{name}", {"output.export": True, "output.export_dtype": "bf16"})

@@ -1,4 +1,4 @@
-"""MegaTrain's YAML. Keys that it does not give have MegaTrain's defaults where those change numbers."""
+"""Converts MegaTrain's YAML. Keys that it does not give take MegaTrain's defaults if those change numbers."""
 
 from __future__ import annotations
 
@@ -40,11 +40,14 @@ def _model(made: Conversion) -> None:
         made.send(
             "model.dtype", "model.compute_dtype", compute, "masters and moments are fp32, which MegaTrain's are not"
         )
+
     devices = made.raw("model.devices")
+    # A list of several means that each takes its part of the batch.
     if isinstance(devices, list) and len(devices) > 1:
         made.leave("model.devices", "one GPU trains; the batch is that of all of theirs together")
     elif devices is not None:
         made.leave("model.devices", REASONS["model.device"])
+
     attention = made.text("model.attn_implementation", *ATTENTION)
     if attention == "flash_attention_2":
         why = "it does not stop at the borders of documents; model.attention stays sdpa (docs/data.md)"
@@ -54,17 +57,20 @@ def _model(made: Conversion) -> None:
 
 
 def _data(made: Conversion) -> None:
-    path, name = made.text("dataset.path"), made.text("dataset.name")
+    path = made.text("dataset.path")
+    name = made.text("dataset.name")
     if name is not None:
         _registered(made, name)
     elif path is not None:
         _conversations(made, path)
+
     length = made.count("dataset.max_seq_len", 2)
     made.send("dataset.max_seq_len", "data.sequence_length", length, "sequences are packed, not filled up")
     if made.raw("dataset.system_prompt"):
         made.leave("dataset.system_prompt", "write it into the records (their system key), or into data.chat_template")
     elif made.has("dataset.system_prompt"):
         made.carry("dataset.system_prompt", {}, "none, as here")
+
     if made.flag("dataset.train_on_prompt"):
         made.leave("dataset.train_on_prompt", "of conversations only the assistant's turns are learnt")
     elif made.has("dataset.train_on_prompt"):
@@ -72,26 +78,29 @@ def _data(made: Conversion) -> None:
 
 
 def _registered(made: Conversion, name: str) -> None:
-    """A dataset of a dataset_info.json, which goes before one by path."""
+    """Convert a dataset of a dataset_info.json. MegaTrain prefers it to one that is given by its path."""
     directory = made.text("dataset.dataset_dir") or "data"
     files = [f"{directory}/dataset_info.json#{name}"]
     made.carry("dataset.name", {"data.files": files})
     if made.has("dataset.dataset_dir"):
         made.carry("dataset.dataset_dir", {"data.files": files})
+
     for key in ("dataset.path", "dataset.query_field", "dataset.response_field"):
         if made.has(key):
             made.leave(key, "dataset.name goes before it, as in MegaTrain")
 
 
 def _conversations(made: Conversion, path: str) -> None:
-    """A folder of Arrow files whose columns are named in the config, or are `query` and `response`."""
+    """Convert a folder of Arrow files, whose columns are named in the config or are `query` and `response`."""
     query = made.text("dataset.query_field") or "query"
     response = made.text("dataset.response_field") or "response"
     made.carry("dataset.path", {"data.files": [path], "data.chat": "alpaca"})
+
     if (query, response) == ("instruction", "output"):
         made.carry("dataset.query_field", {"data.chat": "alpaca"})
         made.carry("dataset.response_field", {"data.chat": "alpaca"})
         return
+
     columns = f'{{"prompt": "{query}", "response": "{response}"}}'
     why = f"data.chat: alpaca reads instruction and output; a dataset_info.json with columns {columns} names others"
     made.leave("dataset.query_field", why)
@@ -99,8 +108,10 @@ def _conversations(made: Conversion, path: str) -> None:
 
 
 def _steps(made: Conversion) -> None:
-    """MegaTrain counts micro-batches as steps, and adds up their mean losses."""
-    batch, steps = made.count("training.batch_size") or 96, made.count("training.num_steps") or 100
+    """Convert batch, steps and seed. MegaTrain counts micro-batches as steps, and adds up their mean losses."""
+    # The numbers in these functions are MegaTrain's defaults: a run there had them even if its file does not say so.
+    batch = made.count("training.batch_size") or 96
+    steps = made.count("training.num_steps") or 100
     groups = made.count("training.gradient_accumulation_steps") or 1
     words = "" if groups == 1 else f"{groups} micro-batches of {batch}"
     made.carry("training.batch_size", {"train.batch": batch * groups}, words)
@@ -108,6 +119,7 @@ def _steps(made: Conversion) -> None:
         words = "" if groups == 1 else "their gradients are averaged; MegaTrain's are added up, so its norms are larger"
         made.carry("training.gradient_accumulation_steps", {"train.groups": groups}, words)
     words = "" if groups == 1 else f"MegaTrain counts micro-batches, {groups} a step"
+    # A run shorter than one step of ours still makes one.
     made.carry("training.num_steps", {"train.steps": max(1, steps // groups)}, words)
     seed = made.count("training.seed", 0)
     made.carry("training.seed", {"train.seed": 42 if seed is None else seed})
@@ -119,6 +131,7 @@ def _optimizer(made: Conversion) -> None:
     rate = made.number("training.learning_rate")
     settings = {"train.learning_rate": 1e-5 if rate is None else rate, "train.schedule": "constant"}
     made.carry("training.learning_rate", settings)
+
     for key, setting, default in (
         ("training.weight_decay", "train.weight_decay", 0.01),
         ("training.max_grad_norm", "train.clip", 1.0),
@@ -129,6 +142,7 @@ def _optimizer(made: Conversion) -> None:
         value = made.number(key)
         remark = "not of biases and norms, which MegaTrain decays too" if key == "training.weight_decay" else ""
         made.carry(key, {setting: default if value is None else value}, remark)
+
     kind = made.text("optimizer.type")
     if kind in ("deepspeed_adam", "adamw"):
         made.carry("optimizer.type", {}, "AdamW, the one optimizer here")

@@ -1,4 +1,4 @@
-"""A file of another trainer: read, recognised by what it holds, converted."""
+"""Reads the config file of another trainer, recognises it by its keys, and converts it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ KINDS = "MegaTrain's YAML (model.name, dataset, training) or DeepSpeed's JSON (z
 
 
 def convert(path: Path) -> Conversion:
-    """What a config of MegaTrain or DeepSpeed is here.
+    """Convert a config of MegaTrain or DeepSpeed into settings of megatier, with a finding for each of its keys.
 
     Raises:
-        ConfigError: it cannot be read, is of neither, or a value makes no sense.
+        ConfigError: the file cannot be read, belongs to neither trainer, or has a value that makes no sense.
     """
     tree = _read(path)
     trainer, translate = _recognised(path, tree)
     try:
         made = Conversion(trainer, str(path), tree)
+        # Sections lie in each other deeper than `DEPTH_MAX`, or lists deeper than Python can follow.
         translate(made)
     except RecursionError:
         raise ConfigError(f"{path} has settings in settings too deep to be a config.") from None
+
     return made
 
 
@@ -40,6 +42,7 @@ def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Callable[[Con
     is_megatrain = bool(tree.keys() & {"dataset", "training"}) or (isinstance(model, dict) and "name" in model)
     is_deepspeed = bool(tree.keys() & deepspeed.KEYS)
     if is_megatrain and not is_deepspeed:
+        # Only known sections are checked: other keys get a finding that says that they are unknown.
         check_sections({name: tree[name] for name in tree.keys() & megatrain.SECTIONS}, str(path))
         return "MegaTrain", megatrain.convert
     if is_deepspeed and not is_megatrain:
@@ -50,24 +53,31 @@ def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Callable[[Con
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """JSON, or YAML, which takes 2e8 for text."""
+    """The settings of a file.
+
+    JSON is tried first, since YAML would read most of JSON too, but takes 2e8 for text.
+    """
     text = read_text_of(path)
     try:
         tree = json.loads(text, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
+        # A key that is given twice is an error of ours, and a ValueError too: it says nothing against JSON.
         if isinstance(error, ConfigError):
             raise ConfigError(f"{path}: {error}") from error
         try:
             tree = parse_yaml(text, get_loader("yaml"))
         except ConfigError as refusal:
+            # What begins like JSON was meant as JSON, so its parser's reason helps more than that of YAML's.
             said = f"no valid JSON: {error}" if text.lstrip().startswith("{") else refusal
             raise ConfigError(f"{path} is {said}. Give a YAML or JSON file.") from refusal
+
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no settings by name, but {str(tree)[:80]!r}. It must be {KINDS}.")
     return {str(name): value for name, value in tree.items()}
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs. Python's parser would keep the last value of a repeated key and say nothing."""
     tree: dict[str, Any] = {}
     for name, value in pairs:
         if name in tree:
