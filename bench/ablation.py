@@ -1,4 +1,4 @@
-"""What each lever is worth: rows of bench_step.py with one thing changed, beside what was expected of it.
+"""Measures what each lever is worth: rows of bench_step.py with one setting changed, and what was expected of each.
 
 python bench/ablation.py [NAME ...]        writes bench/results/<machine>/ablation.json
 """
@@ -24,11 +24,15 @@ class Change:
     """A row with settings changed."""
 
     what: str
+    """The change in words."""
     predicted_s: float
-    """Seconds a step, written down before it was measured."""
+    """Seconds a step, written down before they were measured."""
     row: int
+    """A row of bench_step.py."""
     settings: tuple[str, ...] = ()
+    """Settings for its option --set."""
     words: tuple[str, ...] = ()
+    """Further options of it."""
 
 
 CHANGES = {
@@ -78,8 +82,10 @@ def main() -> None:
         parser.error(f"no such change: {', '.join(sorted(unknown))}")
     known = facts()
     results = {}
+
     for name in options.names or CHANGES:
         change = CHANGES[name]
+        # Each in a process of its own: compilation, arenas and peaks of memory of one would reach into the next.
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "row.json"
             words = ["--row", str(change.row), "--steps", str(options.steps), "--no-bound", *change.words]
@@ -87,6 +93,7 @@ def main() -> None:
             command = [sys.executable, str(SCRIPT), *words, *settings, "--output", str(output)]
             run = subprocess.run(command, capture_output=True, text=True, check=False)
             measured = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
+
         keys = ("median_seconds", "seconds", "tokens_per_s", "peak_gpu_bytes", "peak_ram_bytes", "stall_seconds")
         results[name] = {"what": change.what, "row": change.row, "predicted_seconds": change.predicted_s}
         results[name] |= {key: measured[key] for key in keys if key in measured}
@@ -94,6 +101,8 @@ def main() -> None:
             results[name]["error"] = run.stderr.strip().splitlines()[-1:]
         found = measured.get("median_seconds", float("nan"))
         print(f"{name:18} predicted {change.predicted_s:.2f} s, measured {found:.3f} s", flush=True)
+
+        # Written after each change, so that a run that is stopped loses nothing.
         path = options.output or folder_of(known["machine"]) / "ablation.json"
         write_row(known | {"changes": results}, path)
 

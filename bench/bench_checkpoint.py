@@ -1,9 +1,10 @@
-"""How fast a checkpoint is written and read back, against what the drive does, and what training loses to one.
+"""Measures how fast a checkpoint is written and read back, against what the drive does, and what training loses by it.
 
-Per home of the state, in alternated rounds: the drive's own rates through the store's files (write, and mixed at 12 in
-to 12 out, as a spilled checkpoint moves) and through new files of a checkpoint's size; then a checkpoint written,
-restored, and written beside training steps, which are compared with as many without one. The target is 0.8 of the rate
-of new files where the state lies in RAM; of the mixed rate where it is spilled; there each byte is read and written.
+Each round of each home of the state has three parts. The first measures the drive's own rates: through the store's
+files (written, and mixed with as many bytes read as written), and through new files of a checkpoint's size. The second
+writes a checkpoint and restores it. The third writes one while steps are trained, which are compared with as many steps
+without one. The target for state in RAM is 0.8 of the rate of new files. For state that spilled it is 0.8 of the mixed
+rate, since each byte is read and written.
 
 python bench/bench_checkpoint.py --directory DIR [--layers 4] [--rounds 3] [--tokens 256] [--output FILE.json]
 """
@@ -36,7 +37,8 @@ from megatier.measure.drive_probe import probe_drive
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.session.session import Session
 
-GIB, PIECE_ELEMENTS = 1 << 30, 4 << 20
+GIB = 1 << 30
+PIECE_ELEMENTS = 4 << 20
 STEPS = 4
 PREDICTION = (
     "RAM: three threads fill buffers (about 2.7 ns a parameter of one core), so the drive's rate of new files is the "
@@ -46,28 +48,30 @@ PREDICTION = (
 
 
 class RandomWeights:
-    """One random piece, again and again."""
+    """A source of weights that repeats one random piece."""
 
     def __init__(self) -> None:
-        """Drawn once."""
+        """Draw the piece."""
         self._piece = torch.randn(PIECE_ELEMENTS)
 
     def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
-        """All of a unit."""
+        """Yield all weights of a unit, each piece with the element at which it begins."""
         for start in range(0, unit.layout.num_elements, PIECE_ELEMENTS):
             yield start, self._piece[: unit.layout.num_elements - start]
 
 
 def open_session(options: argparse.Namespace, home: str) -> Session:
-    """A model in part of the 3B shape, with all state in one place."""
+    """Open a model with a part of the 3B shape's layers, and with all state in one place."""
     config = llama_config(SHAPES["3b"], 1024)
-    config.num_hidden_layers, config.vocab_size = options.layers, 32000
+    config.num_hidden_layers = options.layers
+    config.vocab_size = 32000
     skeleton = build_skeleton(config, "sdpa")
     size = sum(parameter.numel() for parameter in skeleton.parameters())
     tiers = TiersConfig(
         device=options.device,
         state=(home,),
         gpu=6 * GIB,
+        # In RAM each parameter has 12 bytes of state and a gradient in bf16. On NVMe RAM has gradients and slots alone.
         ram=14 * size + 2 * GIB if home == "ram" else 4 * size + 2 * GIB,
         nvme=(f"{options.directory}:{12 * size + GIB}",) if home == "nvme" else (),
     )
@@ -78,13 +82,14 @@ def open_session(options: argparse.Namespace, home: str) -> Session:
 
 
 def new_files_rate(folder: Path, num_bytes: int) -> float:
-    """Bytes a second of as many new files as a checkpoint has, several at once, synchronised."""
+    """Bytes a second at which as many new files as a checkpoint has are written, several at once, and synchronised."""
     folder.mkdir()
     began = time.perf_counter()
     with ChunkFiles(CHUNK_ELEMENTS, 6) as files:
         for number in range(num_bytes // (4 * CHUNK_ELEMENTS)):
             files.write(files.stage(), folder / str(number), CHUNK_ELEMENTS, CHUNK_ELEMENTS)
         files.flush()
+
     sync_tree(folder)
     seconds = time.perf_counter() - began
     shutil.rmtree(folder)
@@ -92,7 +97,7 @@ def new_files_rate(folder: Path, num_bytes: int) -> float:
 
 
 def steps_seconds(session: Session, first: int, tokens: int, writer: CheckpointWriter | None = None) -> float:
-    """Of STEPS training steps, their updates, and the rest of a checkpoint that is written beside them."""
+    """Seconds of STEPS training steps with their updates, and of what is left then of a checkpoint under way."""
     ids = torch.arange(tokens).remainder(32000).unsqueeze(0)
     began = time.perf_counter()
     for number in range(first, first + STEPS):
@@ -104,8 +109,9 @@ def steps_seconds(session: Session, first: int, tokens: int, writer: CheckpointW
 
 
 def timed_round(session: Session, folder: Path, home: str, number: int, tokens: int) -> dict[str, float]:
-    """Seconds and rates of one checkpoint, beside the drive's own."""
-    checkpoints, size = folder / "checkpoints", checkpoint_bytes(session.units)
+    """Seconds and rates of one checkpoint, and the drive's own rates at the same time."""
+    checkpoints = folder / "checkpoints"
+    size = checkpoint_bytes(session.units)
     figures = probe_drive(MountBudget(folder, 2 * GIB), seconds=2)
     new_files = new_files_rate(folder / "files", size)
     began = time.perf_counter()
@@ -114,10 +120,12 @@ def timed_round(session: Session, folder: Path, home: str, number: int, tokens: 
     restore(session, path)
     restored = time.perf_counter()
     shutil.rmtree(checkpoints)
+    # Steps of all rounds are numbered on. The first ones, before the rounds, recorded the order of units.
     first = 1 + 2 * STEPS * number
     alone = steps_seconds(session, first, tokens)
     beside = steps_seconds(session, first + STEPS, tokens, CheckpointWriter(session, checkpoints, 1, {}))
     shutil.rmtree(checkpoints)
+    # From RAM each byte is written once; spilled state is read from the same drive as well.
     drive = new_files if home == "ram" else figures.mixed.bytes_per_s
     moved = size if home == "ram" else 2 * size
     found = {
@@ -148,6 +156,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     results: dict[str, Any] = {"prediction": PREDICTION, **facts()}
+
     for home in ("ram", "nvme"):
         with open_session(options, home) as session:
             steps_seconds(session, 1, options.tokens)  # learns the order of units
@@ -157,7 +166,9 @@ def main() -> None:
             results[home] = {"checkpoint_bytes": checkpoint_bytes(session.units), "rounds": rounds} | {
                 key: median(each[key] for each in rounds) for key in rounds[0]
             }
+
         sys.stdout.write(f"{home}: {json.dumps(results[home])}\n")
+
     if options.output is not None:
         options.output.write_text(json.dumps(results, indent=2) + "\n")
 

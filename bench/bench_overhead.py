@@ -1,11 +1,11 @@
-"""What streaming costs: a plain torch step against megatier with all state in RAM, side by side on the CPU.
+"""Measures what streaming costs: a plain torch step and a step of megatier with all state in RAM, both on the CPU.
 
 Both train the same Llama from the same weights on the same tokens in one process, in alternated rounds:
 
   plain     model in memory, kept activations, clip_grad_norm_, torch.optim.AdamW(fused=True)
   megatier  state in RAM, slots for all weights in the arena that stands for the GPU, kept activations, exact clipping
 
-A megatier step carries the update of the step before it, so in a row of steps each has exactly one.
+A megatier step carries the update of the step before it, so each of several steps in sequence has exactly one.
 
 python bench/bench_overhead.py                 the comparison; writes bench/results/<machine>/step_overhead.json
 python bench/bench_overhead.py --profile       cost of streaming per use of a unit, on tiny tensors
@@ -39,7 +39,8 @@ from megatier.play.trace import stall_seconds
 from megatier.play.weights import UnitWeights, Use
 from megatier.session.session import Session
 
-RATE, CLIP = 1e-4, 1.0
+RATE = 1e-4
+CLIP = 1.0
 PREDICTION = (
     "Ratio 1.05 to 1.10. Of 97.6M parameters (390 MB in fp32) megatier moves, beyond what plain torch moves: weights "
     "into slots (390 MB read, 390 MB written), gradients from autograd into a slot, from there to RAM (780 + 780 MB), "
@@ -48,23 +49,24 @@ PREDICTION = (
 )
 PROFILE_PREDICTION = "Under 100 microseconds per use of a unit, where a million turns of an empty loop take 50 ms."
 Step = Callable[[], float]
+"""Runs one step and returns its loss."""
 
 
 class PlainWeights:
-    """A model's parameters, as the source of a session's."""
+    """A source of weights that reads those of a model in memory."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Keep the model."""
+        """Note the parameters by their names."""
         self._parameters = dict(model.named_parameters())
 
     def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
-        """Every tensor whole."""
+        """Yield every tensor of a unit whole, with the element at which it begins."""
         for tensor in unit.layout.tensors:
             yield tensor.start, self._parameters[tensor.name].detach().flatten()
 
 
 def llama(options: argparse.Namespace) -> PretrainedConfig:
-    """Config of the model."""
+    """The config of the model."""
     return AutoConfig.for_model(
         "llama",
         vocab_size=options.vocab,
@@ -80,14 +82,14 @@ def llama(options: argparse.Namespace) -> PretrainedConfig:
 
 
 def batch_of(options: argparse.Namespace) -> dict[str, Tensor]:
-    """Tokens by a fixed seed."""
+    """A batch of random tokens, the same in each call."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, options.vocab, (options.sequences, options.tokens), generator=generator)
     return {"input_ids": tokens, "labels": tokens}
 
 
 def plain_step(model: PreTrainedModel, batch: dict[str, Tensor]) -> Step:
-    """A step of the plain model; gives its loss."""
+    """Make a step of the plain model."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, fused=True)
 
     def step() -> float:
@@ -102,7 +104,7 @@ def plain_step(model: PreTrainedModel, batch: dict[str, Tensor]) -> Step:
 
 
 def open_session(model: PreTrainedModel, options: argparse.Namespace) -> Session:
-    """The same model with all state in RAM, and a weight slot for each unit."""
+    """Open the same model with all state in RAM, and a weight slot for each unit."""
     num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
     skeleton = build_skeleton(model.config, "sdpa")
     tiers = TiersConfig(device="cpu", state=("ram",), gpu=4 * num_bytes + (64 << 20), ram=6 * num_bytes + (64 << 20))
@@ -116,7 +118,7 @@ def open_session(model: PreTrainedModel, options: argparse.Namespace) -> Session
 
 
 def streamed_step(session: Session, batch: dict[str, Tensor]) -> Step:
-    """A step of the session, with the update of the one before."""
+    """Make a step of the session, with the update of the step before it."""
     done = 0
 
     def step() -> float:
@@ -128,20 +130,23 @@ def streamed_step(session: Session, batch: dict[str, Tensor]) -> Step:
 
 
 def timed(step: Step, count: int) -> tuple[list[float], float]:
-    """Seconds of each of some steps, and the last loss."""
-    seconds, loss = [], 0.0
+    """The seconds of each of `count` steps, and the last loss."""
+    seconds = []
+    loss = 0.0
     for _ in range(count):
         began = time.perf_counter()
         loss = step()
         seconds.append(time.perf_counter() - began)
+
     return seconds, loss
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Alternate the two in rounds."""
+    """Run both in turns. Who begins changes from round to round."""
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(llama(options), dtype=torch.float32, attn_implementation="sdpa").train()
     batch = batch_of(options)
+
     with open_session(plain, options) as session:
         steps = {"plain": plain_step(plain, batch), "megatier": streamed_step(session, batch)}
         for step in steps.values():
@@ -153,10 +158,13 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
                 seconds, losses[name] = timed(steps[name], options.steps)
                 samples[name].append(seconds)
                 print(f"round {index + 1}  {name:8}  {'  '.join(f'{value:.3f}' for value in seconds)} s", flush=True)
+
         session.player.drain()
         stalls = stall_seconds(session.player.take_events())
+
     medians = {name: median(value for seconds in rounds for value in seconds) for name, rounds in samples.items()}
     count = options.rounds * options.steps + 2
+
     return {
         "num_parameters": sum(parameter.numel() for parameter in plain.parameters()),
         "seconds": samples,
@@ -184,16 +192,21 @@ TIMED: tuple[tuple[type[Any], str], ...] = (
     (Gradients, "close"),
     (AdamW, "measure"),
 )
-"""What the computing thread calls for each use of a unit. Times are inclusive."""
+"""The calls of the computing thread for each use of a unit. The time of each includes the calls that it makes."""
 
 
 def profile(options: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds per use of a unit, forward or backward, with tiny tensors."""
-    options.hidden, options.heads, options.vocab = 16, 2, 64
-    options.sequences, options.tokens = 1, 4
+    """Measure the microseconds of a use of a unit, forward or backward, with tiny tensors."""
+    options.hidden = 16
+    options.heads = 2
+    options.vocab = 64
+    options.sequences = 1
+    options.tokens = 4
+    # Tensors so small take torch no time to speak of, so the difference of the two steps is what streaming adds.
     torch.set_num_threads(1)
     plain = AutoModelForCausalLM.from_config(llama(options), dtype=torch.float32, attn_implementation="sdpa").train()
     batch = batch_of(options)
+
     with open_session(plain, options) as session:
         steps = {"plain": plain_step(plain, batch), "megatier": streamed_step(session, batch)}
         for step in steps.values():
@@ -203,10 +216,14 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
         session.player.take_events()
         timed(steps["megatier"], options.steps * 20)
         stalled = sum(stall_seconds(session.player.take_events()).values()) / (options.steps * 20)
+
+        # Timed last, since noting the time of every call slows the calls down.
         with ExitStack() as stack:
             spent = {f"{kind.__name__}.{name}": _watch(stack, kind, name) for kind, name in TIMED}
             timed(steps["megatier"], options.steps * 20)
+
     whole = (medians["megatier"] - medians["plain"]) / uses * 1e6
+
     return {
         "uses_per_step": uses,
         "microseconds_of_a_million_turns": loop_seconds() * 1e6,
@@ -222,8 +239,9 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def loop_seconds() -> float:
-    """How fast Python is here and now: a million turns of a loop that adds."""
-    began, total = time.perf_counter(), 0
+    """Seconds of a million turns of a loop that adds: how fast Python is here and now."""
+    began = time.perf_counter()
+    total = 0
     for number in range(1_000_000):
         total += number
     return time.perf_counter() - began
@@ -264,6 +282,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ("threads", cores_usable(), "threads of torch; AdamW of megatier takes the cores this process may use"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
+
     parser.add_argument(
         "--fused-loss", action=argparse.BooleanOptionalAction, default=True, help="megatier's loss node"
     )
@@ -277,6 +296,7 @@ def main() -> None:
     options = parse(sys.argv[1:])
     torch.set_num_threads(options.threads)
     result: dict[str, Any] = facts() | {"options": {k: v for k, v in vars(options).items() if k != "output"}}
+
     if options.profile:
         result |= {"prediction": PROFILE_PREDICTION} | profile(options)
         print(json.dumps({name: result[name] for name in result if "microseconds" in name}, indent=2))
@@ -284,6 +304,7 @@ def main() -> None:
         result |= {"prediction": PREDICTION} | compare(options)
         medians = result["median_seconds"]
         print(f"plain {medians['plain']:.3f} s, megatier {medians['megatier']:.3f} s, ratio {result['ratio']:.3f}")
+
     kind = "step_profile" if options.profile else "step_overhead"
     path = options.output or folder_of(result["machine"]) / f"{kind}.json"
     write_row(result, path)

@@ -1,9 +1,9 @@
-"""Passes over memory around an update: AdamW in place and into another generation, and the sum of a gradient's slices.
+"""Measures passes over memory: AdamW in place and into another generation, and the sum of a gradient's slices.
 
-AdamW on a chunk with split masters, on the CPU: in place; copied to the other generation and updated there; read from
-one generation and written to the other; in place while whole units are updated, of which much or little waits for the
-threads. Gradients of a layer of 8B shape in bf16, on the GPU where there is one: in two slices, in eight, and in four
-groups of one. By turns, medians.
+AdamW runs on a chunk with split masters, on the CPU, in four ways: in place; copied to the other generation and updated
+there; read from one generation and written to the other; and in place while whole units are updated, of which many or
+few requests wait for the threads. Gradients of a layer of 8B shape, in bf16, are added up on the GPU if there is one:
+in two slices, in eight, and in four groups of one slice. The ways take turns, and medians count.
 
 python bench/bench_passes.py [--elements 8388608] [--rounds 40] [--output FILE.json]
 """
@@ -39,47 +39,48 @@ LAYER = Layout.of(
 )
 SCALARS = (*step_scalars(1, 1e-3, (0.9, 0.999), 1e-8), 1.0)
 SLICES = {"two slices": (1, 2), "eight slices": (1, 8), "four groups of one": (4, 1)}
-"""Groups and slices."""
+"""The numbers of groups and of slices, by name."""
 
 
 class Buffer:
-    """Takes gradients and does nothing with them."""
+    """A sink that takes gradients and does nothing with them."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """One buffer for all."""
+        """Allocate one buffer for all units."""
         self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def take_grad(self, unit: str) -> torch.Tensor:
-        """It."""
+        """Give the buffer."""
         return self._bytes
 
     def ship_grad(self, unit: str, *, group: int) -> None:
-        """Nothing."""
+        """Ship nothing."""
 
     def sums_here(self, unit: str) -> bool:
-        """As of a unit at home on the GPU."""
+        """Answer as for a unit at home on the GPU, whose groups are added up in this buffer."""
         return True
 
     def measure(self, unit: str, grad: torch.Tensor) -> None:
-        """Nothing."""
+        """Measure nothing."""
 
 
 def by_turns(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Median milliseconds of each, after one that is not counted."""
+    """The median milliseconds of each way. The first turn of each is not counted."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, way in ways.items():
             began = time.perf_counter()
             way()
             found[name].append((time.perf_counter() - began) * 1e3)
+
     return {name: median(times[1:]) for name, times in found.items()}
 
 
 class Run:
-    """Elements with split masters and their gradient, twice."""
+    """Two generations of elements with split masters, and their gradient."""
 
     def __init__(self, elements: int) -> None:
-        """Two generations of state."""
+        """Allocate both generations and draw the weights."""
         self._elements = elements
         self._grad = torch.randn(elements).bfloat16()
         self.old, self.new = (
@@ -93,15 +94,16 @@ class Run:
         )
 
     def begin(self, pool: _native.ThreadPool, before: dict[Kind, torch.Tensor]) -> _native.Batch:
-        """AdamW on the newer generation, in place unless another is read."""
+        """Begin AdamW on the newer generation, in place unless planes of another are to be read."""
         work = begin_adamw(pool, self.new, self._grad, [(0, self._elements, 1.0)], SCALARS, before)
         assert work is not None
         return work
 
 
 def updates(elements: int, rounds: int) -> dict[str, float]:
-    """AdamW on the CPU, three ways."""
-    pool, chunk = adamw_threads(cores_usable()), Run(elements)
+    """Measure AdamW on the CPU in three ways."""
+    pool = adamw_threads(cores_usable())
+    chunk = Run(elements)
 
     def update(before: dict[Kind, torch.Tensor]) -> None:
         chunk.begin(pool, before).wait()
@@ -122,36 +124,43 @@ def updates(elements: int, rounds: int) -> dict[str, float]:
 
 
 def behind_units(elements: int, rounds: int) -> dict[str, float]:
-    """A chunk's AdamW in place, while another thread has units updated, one after the other."""
-    chunk, unit = Run(elements), Run(8 * elements)
+    """Measure a chunk's AdamW in place, while another thread has units updated, one after the other."""
+    chunk = Run(elements)
+    unit = Run(8 * elements)
     pools = {
         "4,096 requests wait": _native.ThreadPool(cores_usable(), 4096),
         "16 a thread wait": adamw_threads(cores_usable()),
     }
     found = {}
-    for name, pool in pools.items():
-        is_over, waits = threading.Event(), list[float]()
 
+    for name, pool in pools.items():
+        is_over = threading.Event()
+        waits = list[float]()
+
+        # Defaults bind the loop's values now. `begin` blocks while enough requests wait, so nothing runs ahead.
         def submit(pool: _native.ThreadPool = pool, is_over: threading.Event = is_over) -> None:
             while not is_over.is_set():
                 unit.begin(pool, {})
 
         feeder = threading.Thread(target=submit)
         feeder.start()
+
         for _ in range(rounds):
             time.sleep(0.05)
             began = time.perf_counter()
             chunk.begin(pool, {}).wait()
             waits.append((time.perf_counter() - began) * 1e3)
+
         is_over.set()
         feeder.join()
         pool.close()
         found[name] = median(waits)
+
     return found
 
 
 def sums(device: torch.device, rounds: int) -> dict[str, float]:
-    """A layer's gradients."""
+    """Measure the sums of a layer's gradients."""
     grads = [(tensor.name, torch.randn(tensor.shape, device=device).bfloat16()) for tensor in LAYER.tensors]
 
     def way(groups: int, slices: int) -> Callable[[], None]:
@@ -165,6 +174,7 @@ def sums(device: torch.device, rounds: int) -> dict[str, float]:
                 for _ in range(slices):
                     gradients.add("layer", grads)
                 gradients.close("layer")
+
             if device.type == "cuda":
                 torch.cuda.synchronize()
 

@@ -1,8 +1,9 @@
-"""How long a savepoint pauses a run, against the writing of a checkpoint, and how long going on from each takes.
+"""Measures how long a savepoint pauses a run, how long a checkpoint is written, and how long resuming from each takes.
 
-Per home of the state, in alternated rounds: a checkpoint, a savepoint, and both read back. The checkpoint moves 12
-bytes a parameter to the drive, and from it what spilled; the savepoint what does not lie on NVMe, with checksums of the
-rest. Removing the one before is counted in. Training goes on beside a checkpoint; here it is waited for.
+For each home of the state, the rounds write a checkpoint and a savepoint in turns, and read both back. A checkpoint
+writes 12 bytes a parameter to the drive, and first reads from it the state that spilled. A savepoint writes the state
+that does not lie on NVMe, and the checksums of the rest. The time includes removing the one before. A run trains on
+while a checkpoint is written; this benchmark waits for it.
 
 python bench/bench_savepoint.py --directory DIR [--layers 1] [--rounds 5] [--output FILE.json]
 """
@@ -42,11 +43,13 @@ PREDICTION = (
 
 
 def open_session(options: argparse.Namespace, homes: str) -> Session:
-    """A model in part of the 3B shape; with two homes the weights lie in RAM."""
+    """Open a model with a part of the 3B shape's layers. With two homes the weights lie in RAM."""
     config = llama_config(SHAPES["3b"], 1024)
-    config.num_hidden_layers, config.vocab_size = options.layers, 32000
+    config.num_hidden_layers = options.layers
+    config.vocab_size = 32000
     skeleton = build_skeleton(config, "sdpa")
     size = sum(parameter.numel() for parameter in skeleton.parameters())
+    # For each parameter: state at home in RAM (0, 2 or 12 bytes), and room for gradients and slots.
     bytes_in_ram = {"nvme": 4, "ram,nvme": 6, "ram": 14}[homes]
     tiers = TiersConfig(
         device=options.device,
@@ -63,14 +66,14 @@ def open_session(options: argparse.Namespace, homes: str) -> Session:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Of one call."""
+    """Seconds that one call takes."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def timed_round(session: Session, run: Path, step: int) -> dict[str, float]:
-    """Seconds of each, in an order that turns."""
+    """Seconds of saving and restoring in both ways. Which of them comes first changes from round to round."""
     found: dict[str, float] = {}
 
     def checkpoint() -> None:
@@ -100,6 +103,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     results: dict[str, Any] = {"prediction": PREDICTION, **facts()}
+
     for homes in HOMES:
         run = options.directory / "run"
         for name in ("a", "b"):  # a run would have the newer one alone
@@ -109,9 +113,11 @@ def main() -> None:
             state = {str(tier): size for tier, size in session.placement.state_bytes.items() if tier is not Tier.GPU}
             results[homes] = {"state_bytes": state, "checkpoint_bytes": checkpoint_bytes(session.units)}
             drop_savepoint(session, run / "b" / SAVEPOINT_FOLDER)
+
         shutil.rmtree(run)
         results[homes] |= {"rounds": rounds, **{key: median(each[key] for each in rounds) for key in rounds[0]}}
         sys.stdout.write(f"{homes}: {json.dumps(results[homes])}\n")
+
     if options.output is not None:
         options.output.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -1,9 +1,9 @@
-"""Speed of a whole step: forward, backward, exact clipping at 1.0, AdamW with fp32 masters, on random tokens.
+"""Measures a whole step: forward, backward, exact clipping at 1.0, and AdamW with fp32 masters, on random tokens.
 
 Each row of the table in docs/benchmarks.md is one of `rows.ROWS`. A step carries the update of the step before it, so
-in a row of steps each has exactly one. Weights are one random block repeated, laid straight into the store: speed does
-not depend on their values, and a real initialisation takes longer than the steps. The compute-only bound of the same
-shape is measured in the same run, before the model is built.
+each of several steps in sequence has exactly one. The weights are one random piece repeated, laid straight into the
+store: speed does not depend on their values, and a real initialisation takes longer than the steps. The compute-only
+bound of the same shape is measured in the same run, before the model is built.
 
 python bench/bench_step.py --row 1 [--steps 6]          writes bench/results/<machine>/row1.json
 python bench/bench_step.py --row 11 --nvme DIR          rows 11 to 16 need a directory on the drive
@@ -42,29 +42,36 @@ from megatier.tier import Kind, Tier
 
 @torch.no_grad()
 def fill(session: Session) -> None:
-    """Lay one random block into every weight plane again and again, and ones into the norms."""
-    block = (torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
-    blocks = {"cpu": block, str(session.engine.options.device.type): block.to(session.engine.options.device)}
+    """Lay one random piece into every weight plane again and again, and ones into the norms."""
+    drawn = (torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
+
+    # Planes lie on the GPU or in RAM, so the piece does so too.
+    sources = {"cpu": drawn, str(session.engine.options.device.type): drawn.to(session.engine.options.device)}
     for unit in session.units:
         for elements in session.blocks.chunks(unit.name):
             with session.blocks.open_state(unit.name, elements, [Kind.WEIGHT], fresh=[Kind.WEIGHT]) as state:
                 plane = state.planes[Kind.WEIGHT].view(torch.bfloat16)
                 for tensor in unit.layout.tensors:
-                    start, stop = max(tensor.start, elements[0]), min(tensor.stop, elements[1])
+                    # These elements hold a part of the tensor, all of it, or nothing: then the piece is empty.
+                    start = max(tensor.start, elements[0])
+                    stop = min(tensor.stop, elements[1])
                     piece = plane[max(0, start - elements[0]) : max(0, stop - elements[0])]
                     if len(tensor.shape) == 1:
                         piece.fill_(1)
                         continue
-                    for part in piece.split(block.numel()):
-                        part.copy_(blocks[plane.device.type][: part.numel()])
+                    for part in piece.split(drawn.numel()):
+                        part.copy_(sources[plane.device.type][: part.numel()])
+
                 state.write_back()
+
     session.player.drain()
 
 
 def forecast(run: Run, machine: Path) -> dict[str, Any]:
-    """What `megatier plan` says of the row."""
+    """Forecast the row as `megatier plan` does."""
     config = config_of(run, True, Path())
-    shape, tiers = SHAPES[run.shape], config.tiers
+    shape = SHAPES[run.shape]
+    tiers = config.tiers
     model = build_skeleton(llama_config(shape, run.sequence), "sdpa")
     made = make_plan(
         model, config, read_rates(machine), Budgets(tiers.gpu or 0, tiers.ram or 0, run.nvme), compiles=True
@@ -74,7 +81,7 @@ def forecast(run: Run, machine: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """What was measured of a run, step by step."""
+    """The measurements of a run, step by step."""
 
     reserve_seconds: float
     """Seconds until all memory and files were reserved."""
@@ -93,7 +100,7 @@ class Steps:
 def measure(
     run: Run, warmup: int, steps: int, *, deterministic: bool, bound: Mapping[str, Any] | None, directory: Path | None
 ) -> tuple[Row, list[TraceEvent]]:
-    """The row of a run, and what happened in its last step.
+    """Measure the row of a run, and note what happened in its last step.
 
     Args:
         run: the row.
@@ -108,6 +115,7 @@ def measure(
     share_interpreter()
     began = time.perf_counter()
     model = build_skeleton(llama_config(SHAPES[run.shape], run.sequence), "sdpa")
+
     with Session(model, config.model, config.tiers, config.train, config.numerics, run.sequence) as session:
         timed = _run_steps(session, run, config.train.groups, warmup + steps, began)
         measured = _row_of(session, run, timed, warmup) | {"deterministic": deterministic, "bound": bound}
@@ -117,18 +125,19 @@ def measure(
         groups = config.train.groups
         bound_s = groups * bound["median_s"] * (run.batch // groups) / bound["batch"]
         measured |= {"bound_seconds": bound_s, "attainment": bound_s / measured["median_seconds"]}
+
     return measured, timed.events
 
 
 def _run_steps(session: Session, run: Run, groups: int, count: int, began: float) -> Steps:
-    """Fill the weights and run so many steps, the last of which is traced.
+    """Fill the weights and run steps, the last of which is traced.
 
     Args:
         session: the opened session.
         run: the row.
         groups: groups of a step.
-        count: steps in all.
-        began: when the skeleton began to be built.
+        count: the number of steps, warm-up included.
+        began: the time at which building the skeleton began.
     """
     session.store.seal()
     reserved = time.perf_counter() - began
@@ -141,6 +150,7 @@ def _run_steps(session: Session, run: Run, groups: int, count: int, began: float
     norms: list[float] = []
     moved: Counter[str] = Counter()
     generator = torch.Generator().manual_seed(1)
+
     for step in range(1, count + 1):
         ids = torch.randint(0, SHAPES[run.shape].vocab, (run.batch, run.sequence), generator=generator)
         batch = [{"input_ids": part, "labels": part} for part in ids.chunk(groups)]
@@ -169,7 +179,7 @@ def _run_steps(session: Session, run: Run, groups: int, count: int, began: float
 
 
 def _row_of(session: Session, run: Run, timed: Steps, warmup: int) -> Row:
-    """The row of what was measured, while the session is open."""
+    """Make the row of the measurements. The session must still be open."""
     shape = SHAPES[run.shape]
     on_gpu = torch.cuda.is_available()
     return row(
@@ -202,7 +212,7 @@ def _row_of(session: Session, run: Run, timed: Steps, warmup: int) -> Row:
 
 
 def _placement(session: Session) -> dict[str, Any]:
-    """Bytes per tier, and what is page-locked."""
+    """Bytes in each tier, and those that are page-locked."""
     placement = session.placement
     return {
         "state_bytes": {str(tier): placement.state_bytes.get(tier, 0) for tier in Tier},
@@ -214,7 +224,7 @@ def _placement(session: Session) -> dict[str, Any]:
 
 
 def _movement(events: list[TraceEvent], moved: Counter[str]) -> dict[str, Any]:
-    """Busy seconds per lane and stalls by cause of the last step."""
+    """The busy seconds of each lane and the stalls by cause in the last step."""
     return {
         "busy_seconds": {use.lane: use.busy_seconds for use in lane_uses(events)},
         "stall_seconds": stall_seconds(events),
@@ -223,11 +233,13 @@ def _movement(events: list[TraceEvent], moved: Counter[str]) -> dict[str, Any]:
 
 
 def _bound(run: Run, deterministic: bool) -> dict[str, Any] | None:
-    """The compute-only bound, in a process of its own, so that its memory is gone."""
+    """Measure the compute-only bound in a process of its own, so that its memory is free again."""
     groups = run.train.get("groups", 1)
+    # Weights, activations and gradients lie on the GPU at once there: more than 16 sequences of 8B have no room.
     batch = min(16, run.batch // groups)
     words = ["--shape", run.shape, "--batch", str(batch), "--sequence", str(run.sequence)]
     flag = "--deterministic" if deterministic else "--no-deterministic"
+
     return bound_of(
         subprocess.run(
             [sys.executable, str(Path(__file__).parent / "bound.py"), *words, flag],
@@ -253,12 +265,14 @@ def main() -> None:
     parser.add_argument("--plan", type=Path, metavar="MACHINE", help="do not run: forecast the row on this machine")
     options = parser.parse_args()
     run = changed(ROWS[options.row], options.set)
+
     if options.plan is not None:
         made = forecast(run, options.plan)
         path = options.output or RESULTS / options.plan.stem / "plans" / f"row{options.row}.json"
         write_row(made, path)
         print({key: made[key] for key in ("seconds", "tokens_per_s", "attainment", "bound_by", "hidden_at_tokens")})
         return
+
     if run.nvme and options.nvme is None:
         parser.error(f"row {options.row} needs --nvme DIRECTORY")
     set_cuda_defaults()

@@ -1,7 +1,7 @@
-"""The compute-only bound of a shape: weights resident, no optimizer, no gradients out, best kernels.
+"""Measures the compute-only bound of a shape: weights resident, no optimizer, no gradients out, best kernels.
 
-Forward and backward of Hugging Face's own model with compiled layers, kept activations and megatier's loss kernel,
-groups of tokens one after the other. What a step of megatier can reach at best; attainment is the ratio.
+It runs forward and backward of Hugging Face's own model with compiled layers, kept activations and megatier's loss
+kernel. No step of megatier can be faster; attainment is the ratio of the two.
 
 python bench/bound.py --shape 8b --batch 16 [--sequence 1024] [--no-deterministic]
 """
@@ -26,7 +26,7 @@ from megatier.numerics.compilation import Compilation
 
 
 class _Loss(torch.autograd.Function):
-    """Mean cross-entropy of a head, chunk by chunk, gradients made in the forward."""
+    """Mean cross-entropy of a head, chunk by chunk. The gradients are made in the forward, while logits are there."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, kernel: Any) -> Tensor:  # noqa: ANN401
@@ -34,12 +34,14 @@ class _Loss(torch.autograd.Function):
         head_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         loss = torch.zeros((), device=hidden.device)
         scale = loss.new_full((), 1 / hidden.shape[0])
+
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             part, slope = kernel(hidden[rows] @ weight.t(), targets[rows], None, scale)
             loss += part
             torch.mm(slope, weight, out=hidden_grad[rows])
             add_product(head_grad, slope.t(), hidden[rows])
+
         ctx.grads = hidden_grad, head_grad.to(weight.dtype)
         return loss * scale
 
@@ -51,15 +53,18 @@ class _Loss(torch.autograd.Function):
 def measure(
     shape: str, batch: int, tokens: int, *, chunk: int, steps: int, compiles: bool = True, saved_share: float = 1.0
 ) -> dict[str, Any]:
-    """Seconds of forward and backward on one group of batch x tokens random tokens."""
-    config, compilation = llama_config(SHAPES[shape], tokens), Compilation(saved_share)
+    """Measure the seconds of forward and backward on one group of batch x tokens random tokens."""
+    config = llama_config(SHAPES[shape], tokens)
+    compilation = Compilation(saved_share)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
         ids = torch.randint(0, config.vocab_size, (batch, tokens))
+
     for layer in model.model.layers if compiles else ():
         layer.forward = compilation(layer.forward, "a layer")
     kernel = compilation(slopes, "the loss") if compiles else slopes
     seconds = []
+    # The first two are not counted: they compile and choose kernels.
     for _ in range(steps + 2):
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -73,7 +78,9 @@ def measure(
         model.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         seconds.append((time.perf_counter() - began, forward))
+
     whole = median(s for s, _ in seconds[2:])
+
     return {
         "shape": shape,
         "batch": batch,
@@ -92,7 +99,7 @@ def measure(
 
 
 def bound_of(finished: subprocess.CompletedProcess[str]) -> dict[str, Any] | None:
-    """What a run of this script printed; None where the shape does not fit."""
+    """Read what a run of this script printed; None if the shape does not fit."""
     lines = finished.stdout.strip().splitlines()
     if finished.returncode or not lines:
         print(finished.stderr[-2000:], flush=True)
@@ -113,10 +120,13 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
+
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # Filling fresh memory with NaN would take time that no run spends: `make_repeatable` turns it off as well.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
     result = measure(
         options.shape,
         options.batch,

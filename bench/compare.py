@@ -1,12 +1,12 @@
-"""Systems side by side: one table of measured rows, each against a baseline at the same shape and tokens a step.
+"""Compares systems in one table of measured rows, each with a baseline of the same shape and tokens a step.
 
 python bench/compare.py                                     the newest rows of every machine in bench/results/
 python bench/compare.py A.json B.json --baseline fsdp2_offload
 python bench/compare.py --run fsdp2_offload,deepspeed_zero3,megatier --shape 3b --batch 16 --seq 1024 --rounds 3
 
-With --run each system runs in a process of its own, one after the other, round by round in turned order; the rounds of
-a system make one row in bench/results/<machine>/. A system that fails gets a row that says so. Rows with a `source` are
-quoted, not run: the table marks them as stored. The baseline, unless named, is the fastest peer.
+With --run each system runs in a process of its own, one after the other, and each round reverses their order. The
+rounds of a system make one row in bench/results/<machine>/. A system that fails gets a row that says so. Rows with a
+`source` are quoted, not run: the table marks them as stored. If no baseline is named, it is the fastest peer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from statistics import median
 from record import RESULTS, Row, RowError, default_output, failed_row, has_rows, read_rows, write_row
 
 OURS = ("megatier", "bound")
-"""Systems that are no peers: ourselves, and what no system can pass."""
+"""Systems that are no peers: megatier, and the bound that no system can pass."""
 
 BENCH = Path(__file__).parent
 SCRIPTS = {
@@ -43,14 +43,14 @@ NOTE_CHARACTERS = 100
 
 
 def table(rows: Sequence[Row], baseline: str | None = None) -> str:
-    """A Markdown table, by shape, tokens a step and speed.
+    """Make a Markdown table, ordered by shape, tokens a step and speed.
 
     Args:
-        rows: as `read_rows` gives them.
-        baseline: a system; None: the fastest peer at each shape and tokens a step.
+        rows: rows as `read_rows` gives them.
+        baseline: the name of a system; None means the fastest peer at each shape and tokens a step.
 
     Raises:
-        RowError: no row, or none of that system.
+        RowError: there is no row, or none of that system.
     """
     if not rows:
         raise RowError("no rows to compare; measure some with --run, or name their JSON files")
@@ -76,19 +76,19 @@ def baseline_of(row: Row, rows: Sequence[Row], name: str | None) -> Row | None:
 
 
 def _order(row: Row) -> tuple[str, int, int, float]:
-    """Like beside like, the fastest first."""
+    """The key of sorting: rows that can be compared come together, the fastest first."""
     return row["shape"], row["tokens_per_step"], row["sequence_length"], -row.get("tokens_per_s", 0.0)
 
 
 def ratio(row: Row, baseline: Row | None, key: str) -> float | None:
-    """A row's figure over the baseline's; None where one of them has none."""
+    """A row's figure divided by the baseline's; None if one of them has none."""
     if baseline is None or not row.get(key) or not baseline.get(key):
         return None
     return float(row[key] / baseline[key])
 
 
 def _cells(row: Row, baseline: Row | None) -> list[str]:
-    """A row of the table."""
+    """The cells of a row of the table."""
     tokens_per_s = row.get("tokens_per_s")
     cells = [
         row["shape"],
@@ -111,7 +111,7 @@ def _times(value: float | None) -> str:
 
 
 def _note(row: Row, baseline: Row | None) -> str:
-    """What a reader must know beside the figures."""
+    """The note on a row: what a reader must know to understand its figures."""
     notes = ["baseline"] if row is baseline else []
     notes += ["stored, not rerun"] if "source" in row else []
     notes += [str(row["note"])] if "note" in row else []
@@ -138,15 +138,18 @@ def run_all(options: argparse.Namespace) -> list[Row]:
     names = [name for name in options.run.split(",") if name]
     commands = {name: command_of(name, options) for name in names}
     rounds: dict[str, list[Row]] = {name: [] for name in names}
+
     for index in range(options.rounds):
         for name in names if index % 2 == 0 else reversed(names):
             print(f"round {index + 1} of {options.rounds}: {name}", flush=True)
             rounds[name].append(run_one(name, commands[name], options))
+
     rows = [merged(parts) for parts in rounds.values()]
     for row in rows:
         path = output_of(row, options.directory)
         write_row(row, path)
         print(f"written to {path}")
+
     return rows
 
 
@@ -162,31 +165,34 @@ def output_of(row: Row, directory: Path | None) -> Path:
 
 
 def command_of(name: str, options: argparse.Namespace) -> list[str]:
-    """Command line that measures a system.
+    """The command line that measures a system.
 
     Raises:
-        RowError: unknown system, a shape that its script does not measure, or an option missing.
+        RowError: the system is unknown, its script does not measure the shape, or an option is missing.
     """
     if name not in SCRIPTS:
         raise RowError(f"no script measures {name!r}; known: {', '.join(SCRIPTS)}")
     script, *fixed = SCRIPTS[name]
     command = [sys.executable, str(BENCH / script), *fixed]
+
     if name == "megatier":
         number = options.row or MEGATIER_ROWS.get((options.shape, options.batch, options.seq))
         if number is None:
             raise RowError("bench_step.py has no row of this shape and batch; name one of its rows with --row")
         return [*command, "--row", str(number)]
+
     if name.endswith("_nvme"):
         if options.path is None:
             raise RowError(f"{name} needs --path, a directory on a real drive")
         command += ["--path", str(options.path)]
+
     for option in ("shape", "batch", "seq", "steps", "device"):
         command += [f"--{option}", str(getattr(options, option))]
     return command
 
 
 def run_one(name: str, command: Sequence[str], options: argparse.Namespace) -> Row:
-    """Run a system once; without a row from it, a row that says how it ended."""
+    """Run a system once. If it leaves no row, make one that says how it ended."""
     with tempfile.TemporaryDirectory(prefix="compare_") as directory:
         output = Path(directory, "row.json")
         try:
@@ -194,23 +200,28 @@ def run_one(name: str, command: Sequence[str], options: argparse.Namespace) -> R
             ending = f"killed by signal {-code} (9: mostly out of RAM)" if code < 0 else f"ended with status {code}"
         except subprocess.TimeoutExpired:
             ending = f"not done after {options.timeout} s"
+
+        # A peer that finds no memory writes a row with its error before it ends, which says more than the exit status.
         if output.exists():
             return read_rows(output)[0]
+
     return failed_row(name, options.shape, batch=options.batch, sequence_length=options.seq, error=ending)
 
 
 def merged(parts: Sequence[Row]) -> Row:
-    """One row of a system's rounds: all seconds, the highest peaks; of those that ran, if any did."""
+    """Merge a system's rounds into one row with all seconds and the highest peaks. Rounds that failed are left out."""
     good = [part for part in parts if "error" not in part]
     if not good:
         return parts[0]
     seconds = [value for part in good for value in part["seconds"]]
-    middle, first = median(seconds), good[0]
+    middle = median(seconds)
+    first = good[0]
     peaks = {
         key: max((part[key] for part in good if part[key] is not None), default=None)
         for key in ("peak_ram_bytes", "peak_gpu_bytes")
     }
     lost = {"note": f"{len(parts) - len(good)} of {len(parts)} rounds failed"} if len(good) < len(parts) else {}
+
     return {
         **first,
         **peaks,
@@ -218,6 +229,7 @@ def merged(parts: Sequence[Row]) -> Row:
         "seconds": seconds,
         "median_seconds": middle,
         "tokens_per_s": first["tokens_per_step"] / middle,
+        # FLOPs of a step are the same in each round, so only the seconds change.
         "model_tflops": first["model_tflops"] * first["median_seconds"] / middle,
         "round_medians": [part["median_seconds"] for part in good],
         "command": " ".join(["python", *sys.argv]),
@@ -228,12 +240,12 @@ def merged(parts: Sequence[Row]) -> Row:
 
 
 def load(files: Sequence[Path]) -> list[Row]:
-    """Rows of the files, or of the newest results that have some: those of all machines, and the quoted ones.
+    """Read the rows of the files; without any, the newest results of all machines, and the quoted ones.
 
-    What lies deeper in `bench/results/` is not read: plans, and the experiments of the log.
+    Files deeper in `bench/results/` are not read: they are plans, and the experiments of the log.
 
     Raises:
-        RowError: a file that cannot be read, or with rows that lack something.
+        RowError: a file cannot be read, or a row of it lacks something.
     """
     newest = sorted([*RESULTS.glob("*.json"), *RESULTS.glob("*/*.json")])
     chosen = files or [path for path in newest if has_rows(path)]
@@ -263,10 +275,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure if asked, then print the table.
+    """Measure if asked to, then print the table.
 
     Raises:
-        SystemExit: rows that are none; the text says which.
+        SystemExit: there is nothing to compare, or a row is none; the text says which.
     """
     options = parse(argv)
     try:

@@ -1,7 +1,7 @@
-"""What every measurement leaves: where, when and with what it was taken, and one flat JSON row per system and shape.
+"""Writes and reads the results of measurements: one flat JSON row for each system and shape, with its circumstances.
 
-A row has `COMMON_KEYS`, and `MEASURED_KEYS` too unless it says why not: `error` (the system could not run) or `source`
-(a figure quoted from elsewhere). Bytes and seconds throughout.
+A row has `COMMON_KEYS`. It has `MEASURED_KEYS` too, unless it says why not: `error` (the system could not run) or
+`source` (a figure quoted from elsewhere). All sizes are bytes and all times are seconds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MEASURED_KEYS: dict[str, type | tuple[type, ...]] = {
     "machine": dict,
     "versions": dict,
 }
-"""`seconds` are those of the steps after the first; `batch` counts sequences; `clip`: by the exact global norm."""
+"""`seconds` are those of the steps after the first. `batch` counts sequences. `clip` means by the exact global norm."""
 
 VERSIONS_OF = ("torch", "transformers", "numpy", "triton", "deepspeed", "liger-kernel")
 
@@ -61,7 +61,7 @@ class RowError(ValueError):
 
 
 def facts() -> dict[str, Any]:
-    """Where and with what this is measured.
+    """When, where and with what this is measured.
 
     BENCH_COMMIT in the environment names the commit of a tree that was copied without its history.
     """
@@ -76,7 +76,7 @@ def facts() -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores this process may use, RAM and its load, GPU and driver (None without)."""
+    """CPU, the cores that this process may use, RAM, load, and the GPU with its driver (None without a GPU)."""
     cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = Counter(line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
     return {
@@ -105,25 +105,26 @@ def row(
     master_dtype: str,
     **more: object,
 ) -> Row:
-    """A row whose rates follow from its seconds.
+    """Make a row. Its rates follow from its seconds.
 
     Args:
-        system: who was measured.
+        system: the system that was measured.
         shape: a name in `peers.shapes.SHAPES`.
         batch: sequences a step.
         sequence_length: tokens a sequence.
-        num_parameters: all of them, embedding included.
-        seconds: of each step but the first.
-        first_step_seconds: of the first, which compiles, records or allocates.
-        model_flops: a step's, recompute not counted.
-        tflops_formula: how those are counted.
-        peak_ram_bytes: read from the operating system.
-        peak_gpu_bytes: read from the driver, context included; None without a GPU.
+        num_parameters: the number of all parameters, the embedding's included.
+        seconds: the seconds of each step but the first.
+        first_step_seconds: the seconds of the first step, which compiles, records or allocates.
+        model_flops: the FLOPs of a step, without those of a recompute.
+        tflops_formula: how FLOPs are counted.
+        peak_ram_bytes: as the operating system counts it.
+        peak_gpu_bytes: as the driver counts it, context included; None without a GPU.
         clip: whether gradients are clipped by their exact global norm.
         master_dtype: type of the weights that AdamW updates.
         more: further keys.
     """
-    tokens, middle = batch * sequence_length, median(seconds)
+    tokens = batch * sequence_length
+    middle = median(seconds)
     return {
         "system": system,
         "shape": shape,
@@ -147,7 +148,7 @@ def row(
 
 
 def failed_row(system: str, shape: str, *, batch: int, sequence_length: int, error: str) -> Row:
-    """A row of a system that could not run."""
+    """Make the row of a system that could not run."""
     known = {"system": system, "shape": shape, "batch": batch, "sequence_length": sequence_length}
     return known | {"tokens_per_step": batch * sequence_length, "error": error} | facts()
 
@@ -174,16 +175,16 @@ def default_output(result: Row) -> Path:
 
 
 def write_row(result: Row, path: Path) -> None:
-    """Write a row, with its directory if missing."""
+    """Write a row, and make its directory if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows of a file that holds one, or a list of them.
+    """Read the rows of a file that holds one, or a list of them.
 
     Raises:
-        RowError: unreadable, no JSON, or a key missing or of another type.
+        RowError: the file cannot be read, is no JSON, or a row lacks a key or has one of another type.
     """
     rows = _parsed(path)
     for index, entry in enumerate(rows):
@@ -192,56 +193,61 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def has_rows(path: Path) -> bool:
-    """Whether a file's JSON names systems; other measurements lie in the same directory.
+    """Whether a file's JSON names systems. Other measurements lie in the same directory.
 
     Raises:
-        RowError: unreadable, or no JSON.
+        RowError: the file cannot be read, or is no JSON.
     """
     return any(isinstance(entry, dict) and "system" in entry for entry in _parsed(path))
 
 
 def _parsed(path: Path) -> list[Any]:
-    """Entries of a JSON file."""
+    """The entries of a JSON file."""
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RowError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise RowError(f"{path}: not JSON: {error}") from error
+
     return parsed if isinstance(parsed, list) else [parsed]
 
 
 def _check(entry: object, where: str) -> None:
-    """Refuse what is no row."""
+    """Refuse an entry that is no row."""
     if not isinstance(entry, dict):
         raise RowError(f"{where}: a row is an object, not {type(entry).__name__}")
-    is_quoted, is_failed = "source" in entry, "error" in entry
+    is_quoted = "source" in entry
+    is_failed = "error" in entry
+    # A quoted row, or one of a system that could not run, was not measured here.
     keys = COMMON_KEYS | ({} if is_quoted or is_failed else MEASURED_KEYS)
     if is_quoted and not is_failed:
         keys = keys | {"tokens_per_s": (int, float)}
     if missing := sorted(keys.keys() - entry.keys()):
         raise RowError(f"{where}: no {', '.join(missing)}; bench/record.py lists the keys of a row")
+
     for key, kinds in (COMMON_KEYS | MEASURED_KEYS).items():
         if key in entry and not _is(entry[key], kinds):
             raise RowError(f"{where}: {key} is {entry[key]!r}, which is {type(entry[key]).__name__}")
+
     if not entry.get("tokens_per_s", 1) > 0:
         raise RowError(f"{where}: tokens_per_s is {entry['tokens_per_s']}, which cannot be")
 
 
 def _is(value: object, kinds: type | tuple[type, ...]) -> bool:
-    """Whether a value is of a kind; true and false are no numbers."""
+    """Whether a value is of one of these types. True and false are no numbers, although Python takes them for some."""
     return isinstance(value, kinds) and (kinds is bool or not isinstance(value, bool))
 
 
 def _command(words: list[str]) -> str:
-    """What was typed, without paths: those of one machine say nothing on another."""
+    """The command that was typed, without paths: those of one machine say nothing on another."""
     text = " ".join(["python", *words])
     text = re.sub(r" --(output|trace)[= ]\S+", "", text)
     return re.sub(r"( --nvme[= ])\S+", r"\1DIR", text)
 
 
 def _git(*arguments: str) -> str:
-    """What git says of this checkout; nothing where there is none."""
+    """The answer of git for this checkout. It is empty if there is no git or no checkout."""
     command = ["git", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
@@ -251,7 +257,7 @@ def _git(*arguments: str) -> str:
 
 
 def _gpu() -> str | None:
-    """Name and driver of the first GPU."""
+    """The name and the driver of the first GPU."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -261,11 +267,12 @@ def _gpu() -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of the packages that are installed."""
+    """The versions of those packages that are installed."""
     found = {}
     for name in VERSIONS_OF:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+
     return found

@@ -1,4 +1,4 @@
-"""The rows of the table in docs/benchmarks.md: a shape, its tokens, and where its state may lie."""
+"""The rows of the table in docs/benchmarks.md: each has a shape, its tokens, and the tiers where its state may lie."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RATE = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One row."""
+    """A row of the table."""
 
     shape: str
     """A name in `peers.shapes.SHAPES`."""
@@ -39,8 +39,11 @@ class Run:
     """Settings of the section `train`."""
 
 
+# The machine has 128 GiB. The system, Python and what the budgets do not count take the rest.
 FREE: dict[str, Any] = {"state": ("gpu", "ram"), "ram": 116 * GIB}
 RAM_ONLY: dict[str, Any] = {"state": ("ram",), "ram": 116 * GIB}
+
+# These budgets are so small that 1G parameters of the 8B model spill.
 SPILLED: dict[str, Any] = {
     "tiers": {"state": ("gpu", "ram", "nvme"), "gpu": 31 * GIB // 2, "ram": 163 * GIB // 2},
     "nvme": 32 * GIB,
@@ -125,7 +128,7 @@ ROWS = {
 
 
 def config_of(run: Run, deterministic: bool, directory: Path | None) -> RunConfig:
-    """The run's settings, as `megatier train` would take them.
+    """Make the run's settings, as `megatier train` would take them.
 
     Args:
         run: the row.
@@ -143,7 +146,7 @@ def config_of(run: Run, deterministic: bool, directory: Path | None) -> RunConfi
 
 
 def changed(run: Run, words: list[str]) -> Run:
-    """The run with settings such as tiers.gpu=80530636800 or model.saved_share=0.5."""
+    """Change the run by settings such as tiers.gpu=80530636800 or model.saved_share=0.5."""
     for word in words:
         name, _, value = word.partition("=")
         section, _, key = name.partition(".")
@@ -155,4 +158,5 @@ def changed(run: Run, words: list[str]) -> Run:
         else:
             changed_section: Any = {section: {**getattr(run, section), key: number}}
             run = replace(run, **changed_section)
+
     return run

@@ -1,4 +1,4 @@
-"""Turn a run's metrics.jsonl into one result file: medians over the steady steps, with commit, machine and command.
+"""Turns a run's metrics.jsonl into one result file: medians over the steady steps, with commit, machine and command.
 
 python bench/summarise_run.py METRICS.jsonl OUTPUT.json --commit HASH --machine TEXT --command TEXT
 """
@@ -16,10 +16,11 @@ LEARNING_STEPS = 1
 
 
 def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians and totals of a run's records."""
+    """Take medians and totals of a run's records."""
     steps = [record for record in records if "loss" in record]
     steady = steps[LEARNING_STEPS:]
     causes = sorted({cause for step in steady for cause in step["stall_seconds"]})
+    # Counters of bytes grow over the run, so a step's own bytes are the difference of two records.
     moved = [
         {
             queue: after["moved_bytes"].get(queue, 0) - before["moved_bytes"].get(queue, 0)
@@ -27,6 +28,7 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
         }
         for before, after in zip(steps, steady, strict=False)
     ]
+
     return {
         "losses": [step["loss"] for step in steps],
         "grad_norms": [step["grad_norm"] for step in steps],

@@ -1,4 +1,4 @@
-"""What cannot be run here: 70B and 405B on machines with more RAM and faster drives, by the planner's simulation.
+"""Simulates, with the planner, models of 70B and 405B on machines that have more RAM and faster drives than ours.
 
 python bench/what_if.py [--machine examples/machines/h200.yaml]        prints a Markdown table
 python bench/what_if.py --search        the settings that the search chooses for 405B, and how long search and plan take
@@ -21,11 +21,13 @@ from megatier.schedule.rates import DriveRates, Rates, read_rates
 from megatier.schedule.sizes import Budgets
 from megatier.session.skeleton import skeleton_of
 
-GIB, TIB = 1 << 30, 1 << 40
+GIB = 1 << 30
+TIB = 1 << 40
 DRIVE = DriveRates(directory="drive", read_bytes_per_s=14e9, write_bytes_per_s=12e9, mixed_bytes_per_s=20e9)
-"""A PCIe 5 drive: 14 GB/s read, 12 written; both at once somewhat less than the sum."""
+"""A PCIe 5 drive: it reads 14 GB/s and writes 12. When it does both, the sum is a little less."""
 SEQUENCE = 4096
 GPU = 60 * GIB
+"""The budget for blocks on the GPU. The rest of its memory is left to activations."""
 MODELS = {
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
     "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
@@ -33,10 +35,11 @@ MODELS = {
 RAM = (256 * GIB, 512 * GIB, 1 * TIB, 2 * TIB)
 DRIVES = (1, 2, 4, 8)
 TOKENS = 131_072
+"""Tokens of a step."""
 
 
 def config_of(model: str) -> RunConfig:
-    """Settings of a run: recompute, boundaries offloaded, one group in two slices, so that 405B fits the GPU."""
+    """Settings of a run. Boundary activations are offloaded, and its one group has two slices, so that 405B fits."""
     settings = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False}
     return RunConfig(
         model=ModelConfig(config=settings | MODELS[model]),
@@ -47,7 +50,7 @@ def config_of(model: str) -> RunConfig:
 
 
 def rows(rates: Rates) -> Iterator[str]:
-    """Lines of the table."""
+    """Yield the lines of the table."""
     yield "| model | tokens/step | RAM | drives | s/step | tokens/s | compute alone | bound by | written/step |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for model in MODELS:
@@ -58,36 +61,44 @@ def rows(rates: Rates) -> Iterator[str]:
                 machine = replace(rates, drives=(DRIVE,) * count)
                 start = f"| {model} | {TOKENS:,} | {ram // GIB:,} GiB | {count} |"
                 try:
+                    # A tenth of RAM is left to the system and to what no budget counts.
                     plan = make_plan(skeleton, config, machine, Budgets(GPU, ram * 9 // 10, 16 * TIB), compiles=True)
                 except PlanError as error:
+                    # RAM is too small for what must lie there, so more drives change nothing.
                     yield f"{start} does not fit: {error} | | | | |"
                     break
+
                 made = plan.forecast
                 yield (
                     f"{start} {made.seconds:.1f} | {plan.tokens_per_s:,.0f} | {plan.attainment:.2f} | {made.bound_by} "
                     f"| {plan.written_bytes_per_step / 1e9:,.0f} GB |"
                 )
+
+                # Nothing spills, so more drives change nothing.
                 if not plan.written_bytes_per_step:
                     break
 
 
 def search_rows(rates: Rates) -> Iterator[str]:
-    """Lines of the search's table. Its seconds are the processor's, without those that build the skeleton."""
+    """Yield the lines of the search's table. Its seconds are processor time, without that of building the skeleton."""
     yield "| RAM | drives | chosen | s/step | search took | plan took |"
     yield "|---|---|---|---|---|---|"
     config = config_of("405B")
     skeleton = skeleton_of(config.model)
+
     for ram in (1 * TIB, 2 * TIB):
         for count in DRIVES:
             machine = replace(rates, drives=(DRIVE,) * count)
             budgets = Budgets(GPU, ram * 9 // 10, 16 * TIB)
             start = f"| {ram // GIB:,} GiB | {count} |"
             begun = time.process_time()
+
             try:
                 choice = search(skeleton, config, machine, budgets, compiles=True)
             except PlanError as error:
                 yield f"{start} does not fit: {error} | | {time.process_time() - begun:.1f} s | |"
                 continue
+
             found = time.process_time()
             budgets = replace(budgets, gpu=choice.settings["tiers.gpu"])
             make_plan(skeleton, changed(config, choice.settings), machine, budgets, compiles=True)
@@ -97,7 +108,7 @@ def search_rows(rates: Rates) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print a table."""
+    """Print the table that was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", type=Path, default=Path("examples/machines/h200.yaml"))
     parser.add_argument("--search", action="store_true", help="what the search chooses, and how long it takes")

@@ -1,1 +1,1 @@
-"""Other systems on megatier's shapes: one script each, one JSON row each, as `record` describes it."""
+"""Measures other systems on megatier's shapes. Each has a script, which writes a JSON row as `record` describes it."""

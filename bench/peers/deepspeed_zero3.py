@@ -1,8 +1,8 @@
-"""DeepSpeed ZeRO-3 with offload on megatier's shapes: one process, one GPU, no launcher.
+"""Measures DeepSpeed ZeRO-3 with offload on megatier's shapes, in one process with one GPU and without a launcher.
 
-bf16 compute with fp32 masters, recompute by gradient checkpointing, exact clipping at 1.0, DeepSpeed's CPU AdamW.
-Parameters and optimizer lie in pinned RAM, or on NVMe below --path. The settings are DeepSpeed's recommended ones where
-those live, see `zero_config`. Figures are printed and written as one JSON row.
+It computes in bf16 with fp32 masters, recomputes by gradient checkpointing, clips exactly at 1.0, and updates with
+DeepSpeed's CPU AdamW. Parameters and optimizer lie in pinned RAM, or on NVMe below --path. The settings are those that
+DeepSpeed recommends, as far as they run: see `zero_config`. Figures are printed and written as one JSON row.
 
 python bench/peers/deepspeed_zero3.py --shape 3b --batch 16 --seq 1024
 python bench/peers/deepspeed_zero3.py --shape 3b24 --optimizer nvme --path DIR            optimizer on NVMe
@@ -38,20 +38,25 @@ SUB_GROUP = 100_000_000
 
 
 def zero_config(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """DeepSpeed's config.
+    """Make DeepSpeed's config.
 
-    On NVMe its pipelining needs 12 optimizer buffers (with 4, the default, and with 8 it dies), and parameters can only
-    be read without prefetch and without keeping any (DeepSpeed issue 3062).
+    On NVMe its pipelining needs 12 optimizer buffers: it dies with 4, the default, and with 8. Parameters can be read
+    from NVMe only if none is prefetched and none is kept (DeepSpeed issue 3062).
     """
-    shape, is_streamed = SHAPES[options.shape], options.parameters == "nvme"
+    shape = SHAPES[options.shape]
+    is_streamed = options.parameters == "nvme"
     parameters = {"device": options.parameters, "pin_memory": True}
     optimizer = {"device": options.optimizer, "pin_memory": True}
+
     if is_streamed:
         largest = shape.hidden * max(shape.vocab, shape.ffn)
+        # A buffer takes the largest parameter, in whole 512s of elements.
         buffers = {"buffer_count": 16, "buffer_size": -(-largest // 512) * 512, "max_in_cpu": SUB_GROUP}
         parameters |= {"nvme_path": str(directory)} | buffers
+
     if options.optimizer == "nvme":
         optimizer |= {"nvme_path": str(directory), "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+
     return {
         "train_micro_batch_size_per_gpu": options.batch // options.groups,
         "gradient_accumulation_steps": options.groups,
@@ -86,7 +91,7 @@ def zero_config(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def build(options: argparse.Namespace, config: dict[str, Any], deepspeed: ModuleType) -> Step:
-    """The engine and what a step does with it."""
+    """Build the engine, and a step that runs it."""
     torch.manual_seed(0)
     with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
         model = LanguageModel(SHAPES[options.shape], options.seq).train()
@@ -105,10 +110,10 @@ def build(options: argparse.Namespace, config: dict[str, Any], deepspeed: Module
 
 
 def load_deepspeed(device: str) -> ModuleType:
-    """DeepSpeed, on the device that we want.
+    """Import DeepSpeed for a device, which it reads from the environment when it is imported.
 
     Raises:
-        SystemExit: not installed.
+        SystemExit: DeepSpeed is not installed.
     """
     os.environ["DS_ACCELERATOR"] = device
     try:
@@ -121,10 +126,10 @@ def load_deepspeed(device: str) -> ModuleType:
 
 
 def parse() -> argparse.Namespace:
-    """The options.
+    """Read the options.
 
     Raises:
-        SystemExit: NVMe without a path.
+        SystemExit: NVMe is asked for without a path.
     """
     parser = parser_of(__doc__ or "")
     parser.add_argument("--optimizer", choices=("cpu", "nvme"), default="cpu", help="home of masters and moments")
@@ -145,9 +150,11 @@ def main() -> None:
     os.environ.setdefault("MASTER_PORT", "29517")
     deepspeed.init_distributed(dist_backend="nccl" if options.device == "cuda" else "gloo", verbose=False)
     on_nvme = "nvme" in (options.optimizer, options.parameters)
-    # a directory of its own: DeepSpeed leaves its swap files behind
+
+    # DeepSpeed leaves its swap files behind, so it gets a directory of its own, which is removed.
     directory = Path(tempfile.mkdtemp(prefix="zero3_", dir=options.path if on_nvme else None))
     config = zero_config(options, directory)
+
     try:
         measure(
             "deepspeed_zero3_nvme" if on_nvme else "deepspeed_zero3",
@@ -157,6 +164,7 @@ def main() -> None:
         )
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
     sys.stdout.flush()
     os._exit(0)  # its I/O threads and pinned pools take minutes to end by themselves
 

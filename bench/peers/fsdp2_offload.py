@@ -1,8 +1,8 @@
-"""PyTorch's own FSDP2 with CPU offload on megatier's shapes: one process, one GPU.
+"""Measures PyTorch's own FSDP2 with CPU offload on megatier's shapes, in one process with one GPU.
 
-fp32 masters, gradients and AdamW's moments in pinned RAM (16 bytes a parameter), bf16 compute, recompute by gradient
-checkpointing, exact clipping at 1.0, torch's fused AdamW on the CPU; the next layer is fetched ahead. Figures are
-printed and written as one JSON row.
+fp32 masters, gradients and AdamW's moments lie in pinned RAM (16 bytes a parameter). It computes in bf16, recomputes by
+gradient checkpointing, clips exactly at 1.0, updates with torch's fused AdamW on the CPU, and fetches the next layer
+ahead. Figures are printed and written as one JSON row.
 
 python bench/peers/fsdp2_offload.py --shape 3b --batch 16 --seq 1024
 python bench/peers/fsdp2_offload.py --shape tiny --batch 2 --seq 64 --device cpu     a smoke run without a GPU
@@ -28,8 +28,9 @@ from peers.shapes import SHAPES, LanguageModel, materialize
 
 
 def sharded(options: argparse.Namespace) -> LanguageModel:
-    """The model with fp32 shards in RAM, each layer, the head and the embedding on its own."""
-    shape, on_gpu = SHAPES[options.shape], options.device == "cuda"
+    """Build the model with fp32 shards in RAM: one each for every layer, the head and the embedding."""
+    shape = SHAPES[options.shape]
+    on_gpu = options.device == "cuda"
     with torch.device("meta"):
         model = LanguageModel(shape, options.seq).to(torch.float32)
     shard = partial(
@@ -41,14 +42,16 @@ def sharded(options: argparse.Namespace) -> LanguageModel:
     layers = [shard(layer) for layer in model.core.layers]
     for module in (model.head, model.core.embed_tokens, model):
         shard(module)
-    for index, layer in enumerate(layers):  # by itself it fetches ahead only as far as Python runs ahead
+    # By itself FSDP2 fetches ahead only as far as Python runs ahead of the GPU.
+    for index, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 2])
         layer.set_modules_to_backward_prefetch(layers[max(0, index - 1) : index])
+
     return materialize(model, shape, options.seq, "cpu", options.device)
 
 
 def build(options: argparse.Namespace) -> Step:
-    """The model and what a step does with it."""
+    """Build the model, and a step that trains it."""
     model = sharded(options)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY, fused=True
@@ -61,6 +64,7 @@ def build(options: argparse.Namespace) -> Step:
             loss = model(ids.to(options.device)) / len(groups)
             loss.backward()
             total += loss.detach()
+
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
@@ -75,10 +79,11 @@ def main() -> None:
     prepare(options)
     if options.device == "cuda":
         torch.cuda.set_device(0)
-    # the norm of gradients in RAM needs gloo, whatever the weights need
+    # Gradients lie in RAM, so their norm needs gloo, whatever the weights need.
     backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # type: ignore[attr-defined]  # any free port
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
     try:
         measure("fsdp2_offload", options, partial(build, options))
     finally:

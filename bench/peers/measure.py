@@ -1,4 +1,4 @@
-"""What the scripts of all peers share: options, random tokens, the clock, and the row they leave."""
+"""The parts that the scripts of all peers share: options, random tokens, the clock, and the row that they write."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from record import Row, default_output, failed_row, row, write_row
 
 from peers.shapes import SHAPES, TFLOPS_FORMULA, peak_gpu_bytes, peak_ram_bytes
 
-CLIP, RATE, BETAS, EPSILON, WEIGHT_DECAY = 1.0, 1e-5, (0.9, 0.999), 1e-8, 0.01
+CLIP = 1.0
+RATE = 1e-5
+BETAS = (0.9, 0.999)
+EPSILON = 1e-8
+WEIGHT_DECAY = 0.01
 
 Step = Callable[[Sequence[Tensor]], Tensor]
-"""Forward, backward and update over a step's groups of ids [batch / groups, tokens]; gives a loss."""
+"""Runs forward, backward and update over a step's groups of ids [batch / groups, tokens], and returns a loss."""
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:
-    """The options that every peer takes."""
+    """Make a parser of the options that every peer takes."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="3b", help="model (default 3b)")
     parser.add_argument("--batch", type=int, default=16, help="sequences a step (default 16)")
@@ -38,10 +42,10 @@ def parser_of(description: str) -> argparse.ArgumentParser:
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """One process that stands for a whole group, and an allocator that does not fragment.
+    """Make this process stand for a whole group of them, and torch's allocator one that does not fragment.
 
     Raises:
-        SystemExit: options that do not go together, or no GPU.
+        SystemExit: the options do not go together, or there is no GPU.
     """
     if options.batch % options.groups or min(options.batch, options.groups, options.steps, options.seq) < 1:
         raise SystemExit("--batch must be a multiple of --groups, and all counts at least 1")
@@ -54,7 +58,7 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def measure(system: str, options: argparse.Namespace, build: Callable[[], Step], **more: object) -> Row:
-    """Build a peer, time it, print, and write its row; a peer that finds no memory leaves a row with the error."""
+    """Build a peer, time it, print, and write its row. If it finds no memory, the row has the error."""
     try:
         result = _timed(system, options, build, more)
     except (MemoryError, RuntimeError) as error:
@@ -62,19 +66,25 @@ def measure(system: str, options: argparse.Namespace, build: Callable[[], Step],
         result = failed_row(system, options.shape, batch=options.batch, sequence_length=options.seq, error=text)
         _report(result, options.output)
         raise
+
     _report(result, options.output)
     return result
 
 
 def _timed(system: str, options: argparse.Namespace, build: Callable[[], Step], more: dict[str, object]) -> Row:
-    """Seconds of each step, and the row they make."""
-    free_before, began = psutil.virtual_memory().available, time.perf_counter()
-    shape, step = SHAPES[options.shape], build()
+    """Time each step, and make the row of them."""
+    free_before = psutil.virtual_memory().available
+    began = time.perf_counter()
+    shape = SHAPES[options.shape]
+    step = build()
     setup = time.perf_counter() - began
     print(f"{system}: {shape.num_parameters / 1e9:.3f}B parameters, ready after {setup:.1f} s", flush=True)
     generator = torch.Generator().manual_seed(1)
-    seconds, losses = [], []
+    seconds = []
+    losses = []
+
     for index in range(options.steps + 1):
+        # Every peer sees the same tokens, drawn outside the timed part.
         ids = torch.randint(0, shape.vocab, (options.batch, options.seq), generator=generator)
         groups = ids.chunk(options.groups)
         _wait(options.device)
@@ -84,6 +94,7 @@ def _timed(system: str, options: argparse.Namespace, build: Callable[[], Step], 
         seconds.append(time.perf_counter() - began)
         losses.append(float(loss.detach()))
         print(f"{system}: step {index + 1}  {seconds[-1]:.3f} s  loss {losses[-1]:.4f}", flush=True)
+
     return row(
         system,
         options.shape,
@@ -107,7 +118,7 @@ def _timed(system: str, options: argparse.Namespace, build: Callable[[], Step], 
 
 
 def _wait(device: str) -> None:
-    """Until the GPU is done."""
+    """Wait until the GPU is done."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -123,6 +134,7 @@ def _report(result: Row, output: Path | None) -> None:
             f"{result['model_tflops']:.1f} model TFLOP/s, RAM {result['peak_ram_bytes'] / 1e9:.1f} GB, "
             f"GPU {'-' if gpu is None else f'{gpu / 1e9:.1f} GB'}"
         )
+
     path = output or default_output(result)
     write_row(result, path)
     print(f"written to {path}", flush=True)

@@ -1,4 +1,4 @@
-"""The shapes that every system is measured on: models, FLOPs, and how memory is read."""
+"""The shapes on which every system is measured: their models, their FLOPs, and how memory is read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOSS_CHUNK = 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """A Llama's sizes; head and embedding are not tied."""
+    """The sizes of a Llama whose head and embedding are not tied."""
 
     hidden: int
     ffn: int
@@ -76,20 +76,20 @@ class Head(nn.Module):
     """Head and cross-entropy as one module, so that a sharding peer gathers the weight once a pass."""
 
     def __init__(self, shape: Shape) -> None:
-        """Weight [vocab, hidden]."""
+        """Draw the weight [vocab, hidden]."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape.vocab, shape.hidden))
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss of hidden states [batch, tokens, hidden] on targets [batch, tokens], -100 not counted."""
+        """The mean loss of hidden states [batch, tokens, hidden] on targets [batch, tokens]. -100 does not count."""
         rows = hidden.flatten(0, 1).split(LOSS_CHUNK)
         wanted = targets.flatten().split(LOSS_CHUNK)
         sums = [checkpoint(self._chunk, *pair, use_reentrant=False) for pair in zip(rows, wanted, strict=True)]
         return torch.stack(sums).sum() / (targets != -100).sum()
 
     def _chunk(self, rows: Tensor, targets: Tensor) -> Tensor:
-        """Summed loss; its logits are computed again in the backward."""
+        """The summed loss of some rows. Their logits are computed again in the backward."""
         return F.cross_entropy((rows @ self.weight.t()).float(), targets, ignore_index=-100, reduction="sum")
 
 
@@ -97,23 +97,24 @@ class LanguageModel(nn.Module):
     """Hugging Face's decoder with gradient checkpointing, and a head that never holds all logits."""
 
     def __init__(self, shape: Shape, sequence_length: int) -> None:
-        """Random weights, made wherever the caller's context says."""
+        """Make random weights on the device that the caller's context names."""
         super().__init__()
         whole = AutoModelForCausalLM.from_config(llama_config(shape, sequence_length), attn_implementation="sdpa")
         newer = hasattr(whole, "activation_checkpointing_enable")  # the same under another name; the older one warns
         enable = whole.activation_checkpointing_enable if newer else whole.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-        self.core, self.head = whole.model, Head(shape)
+        self.core = whole.model
+        self.head = Head(shape)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Mean loss of the next token over ids [batch, tokens]."""
+        """The mean loss of the next token over ids [batch, tokens]."""
         hidden = self.core(input_ids=ids, use_cache=False).last_hidden_state
         loss: Tensor = self.head(hidden, F.pad(ids[:, 1:], (0, 1), value=-100))
         return loss
 
 
 def build(shape: Shape, sequence_length: int, dtype: torch.dtype, device: str = "cpu") -> LanguageModel:
-    """A random model, far faster than its own initialization."""
+    """Build a random model, far faster than by its own initialisation."""
     with torch.device("meta"):
         model = LanguageModel(shape, sequence_length)
     model.to(dtype)
@@ -133,7 +134,7 @@ def materialize(
 
 @torch.no_grad()
 def fill(parameters: Iterable[Tensor]) -> None:
-    """Vectors to one, matrices by one random block again and again, by a fixed seed."""
+    """Set vectors to one, and fill matrices with one random piece again and again, drawn by a fixed seed."""
     block = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)) * 0.02
     for parameter in parameters:
         if parameter.dim() == 1:
@@ -144,12 +145,12 @@ def fill(parameters: Iterable[Tensor]) -> None:
 
 
 def peak_ram_bytes() -> int:
-    """Highest resident set of this process so far, as the operating system counted it."""
+    """The highest resident set of this process so far, as the operating system counted it."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_gpu_bytes() -> int | None:
-    """Highest use of the GPU so far, context and libraries included; None without a GPU.
+    """The highest use of the GPU so far, context and libraries included; None without a GPU.
 
     The driver tells what is used now. What torch reserved above that at its peak comes on top. Others on the same GPU
     would be counted too.
