@@ -28,26 +28,32 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 RECOMPILES_MAX = 64
-"""Variants of one forward: kinds of layers, batch shapes."""
+"""The most variants of one forward that are compiled: for kinds of layers and batch shapes. torch's default is 8."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """How to compile. One setting at a time holds in a process."""
+    """The way to compile. One setting at a time holds in a process."""
 
     saved_share: float = 1.0
-    """Share of a layer's activations that its forward saves, 0 to 1."""
+    """The share of a layer's activations that its forward saves, 0 to 1."""
 
     def __call__(self, function: Callable[P, R], name: str) -> Compiled[P, R]:
-        """The function, compiled at its first call for fixed shapes; as it is, with a warning, where that fails."""
+        """Return the function, to be compiled at its first call for fixed shapes.
+
+        If the compiler refuses, the function runs as it is from then on, and a warning says so.
+        """
         self._adopt()
         return Compiled(function, name, saves_inputs_alone=self.saved_share == 0)
 
     def _adopt(self) -> None:
+        """Set torch's compiler, whose settings are those of the process."""
         deterministic = torch.are_deterministic_algorithms_enabled()
         wanted = (self.saved_share, deterministic)
         if (torch._functorch.config.activation_memory_budget, _inductor_is_deterministic()) != wanted:
-            torch.compiler.reset()  # what is compiled already was compiled under other settings
+            # Code that was compiled under other settings would be used again.
+            torch.compiler.reset()
+
         torch._functorch.config.activation_memory_budget = self.saved_share
         torch._inductor.config.deterministic = deterministic
         torch.compiler.config.recompile_limit = RECOMPILES_MAX
@@ -55,26 +61,28 @@ class Compilation:
 
 
 class Compiled(Generic[P, R]):
-    """A compiled function and, where the compiler refuses, the function itself.
+    """A compiled function or, if the compiler refuses it, the function itself.
 
     Attributes:
-        saves_inputs_alone: its backward computes everything again.
+        saves_inputs_alone: whether its backward computes everything again.
     """
 
     def __init__(self, function: Callable[P, R], name: str, *, saves_inputs_alone: bool) -> None:
-        """Compiles at the first call. The name is for the warning."""
+        """Note the function, which is compiled at the first call. The name is for the warning."""
         self._name = name
         self._function = function
         self.saves_inputs_alone = saves_inputs_alone
         self._run: Callable[P, R] = torch.compile(function, dynamic=False, fullgraph=True)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run it."""
+        """Run the function, and fall back to the uncompiled one if it cannot be compiled."""
         try:
             return self._run(*args, **kwargs)
         except TorchDynamoException as error:
+            # It runs uncompiled already, so nothing is left to fall back to.
             if self._run is self._function:
                 raise
+
             reason = _cause(str(error))
             warnings.warn(f"{self._name} runs uncompiled, because torch.compile refuses it: {reason}", stacklevel=2)
             self._run = self._function
@@ -82,13 +90,14 @@ class Compiled(Generic[P, R]):
             return self._function(*args, **kwargs)
 
 
+# Kept, since `Compilation` puts `_attention_flops` in its place.
 _counted_flops = flop_counter.sdpa_flop_count
 
 
 def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
-    """FLOPs of attention, for the choice of what to save; shapes [B, heads, T, D].
+    """Count the FLOPs of attention, for the choice of what to save. Shapes are [B, heads, T, D].
 
-    torch 2.11 refuses to count where fewer key and value heads serve several query heads, and so to compile at all.
+    If a key and value head serves several query heads, torch 2.11 refuses to count, and so to compile at all.
     """
     batch, heads, *_ = query
     return int(_counted_flops(query, (batch, heads, *key[2:]), (batch, heads, *value[2:])))  # type: ignore[no-untyped-call]
@@ -99,6 +108,6 @@ def _inductor_is_deterministic() -> bool:
 
 
 def _cause(message: str) -> str:
-    """One line that says why. What a backend raised begins on the second line, after "backend=... raised:"."""
+    """The reason in one line. A backend's own error begins on the second line, after "backend=... raised:"."""
     first, *rest = (line.strip() for line in message.splitlines() if line.strip())
     return f"{first} {rest[0]}" if first.endswith("raised:") and rest else first

@@ -1,8 +1,9 @@
-"""AdamW and sums of squares on the GPU, in Triton: the bits of native/adamw.c and native/reduce.c.
+"""AdamW and sums of squares on the GPU, in Triton, with the bits of native/adamw.c and native/reduce.c.
 
-What keeps the bits of AdamW equal: no operation is fused (`enable_fp_fusion=False`), square root and division round to
-nearest (plain `/` and `tl.sqrt` are approximate), subnormals are kept (Triton from 3.6 on; 3.5 flushes those of roots
-and quotients), and master, weight and remainder are joined and split as integers. Sums follow the C tree, lane by lane.
+Four things keep the bits of AdamW equal. No operation is fused (`enable_fp_fusion=False`). Square root and division
+round to nearest (plain `/` and `tl.sqrt` are approximate). Subnormals are kept (by Triton from 3.6 on; 3.5 flushes
+those of roots and quotients). Master, weight and remainder are joined and split as integers. Sums of squares follow the
+tree of the C code, lane by lane.
 
 Import it only where CUDA is available: Triton comes with torch's CUDA builds alone. Launches go to the current stream.
 """
@@ -21,14 +22,17 @@ _jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["count
 """Lengths are not compiled in: one kernel for all, since only the last block of elements needs the length."""
 
 BLOCK_ELEMENTS = 1024
+"""Elements of one program of the AdamW kernel."""
 BLOCK_WARPS = 8
 """4 elements a thread: 16 bytes of an fp32 plane and 8 of a 16-bit one, so that no data move between threads."""
 
 SPAN_ELEMENTS = tl.constexpr(65_536)
+"""Elements under one partial sum of squares, as in native/reduce.h."""
 LANES = tl.constexpr(256)
+"""Sums that each span takes side by side, as in native/reduce.h."""
 LANE_WARPS = 4
 ROWS_AHEAD = tl.constexpr(16)
-"""Rows of lanes loaded before the first is added."""
+"""Rows of lanes that are loaded before the first is added."""
 
 Planes = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
 Scalars = tuple[float, float, float, float, float, float, float, float]
@@ -36,11 +40,11 @@ Scalars = tuple[float, float, float, float, float, float, float, float]
 
 # Hop 5 of a byte's journey where the state is at home on the GPU; optimizer.py carries the mark.
 def adamw(planes: Planes, segments: Sequence[tuple[int, int, float]], scalars: Scalars) -> None:
-    """AdamW in place; native/adamw.h holds the definition. One launch a segment.
+    """Run AdamW in place, with one launch for each segment; native/adamw.h holds the definition.
 
     Args:
-        planes: weight, remainder, exp_avg, exp_avg_sq, grad: flat uint8 on the GPU. Remainder given: weight and grad
-            are bf16; None: weight is the fp32 master and grad fp32.
+        planes: weight, remainder, exp_avg, exp_avg_sq and grad, flat uint8 on the GPU. With a remainder, weight and
+            grad are bf16. Without one, weight is the fp32 master and grad is fp32.
         segments: (start, stop, decay) in elements, not overlapping. Starts at multiples of 128 elements are fast.
         scalars: see `_native.ThreadPool.submit_adamw`; these and decay are rounded to fp32.
     """
@@ -61,13 +65,13 @@ def adamw(planes: Planes, segments: Sequence[tuple[int, int, float]], scalars: S
 
 
 def sum_squares(piece: Tensor) -> Tensor:
-    """Partial sums of squares, one per span of 65,536 elements, in the order of `_native.sum_squares`.
+    """Take partial sums of squares, one for each 65,536 elements, in the order of `_native.sum_squares`.
 
     Args:
         piece: flat bf16 or fp32 on the GPU.
 
     Returns:
-        fp64 [ceil(numel / 65,536)] on the same device. Equal to the CPU's bit for bit, but for the payload of a NaN.
+        fp64 [ceil(numel / 65,536)] on the same device. They equal the CPU's bit for bit, but for the payload of a NaN.
     """
     partials = torch.empty(triton.cdiv(piece.numel(), SPAN_ELEMENTS.value), dtype=torch.float64, device=piece.device)
     values = piece.view(torch.uint16) if piece.dtype is torch.bfloat16 else piece
@@ -80,7 +84,8 @@ def sum_squares(piece: Tensor) -> Tensor:
 
 @_jit
 def _update(planes: tl.tuple, count: tl.int64, decay: tl.float32, scalars: tl.tuple, block: tl.constexpr) -> None:
-    """One block of a segment. A whole one has no mask: with it loads and stores would be element by element."""
+    """Update one block of a segment. A whole block has no mask, which would make Triton access element by element."""
+    # 64 bits, since a unit may have more than 2^31 elements.
     start = tl.program_id(0).to(tl.int64) * block
     elements = start + tl.arange(0, block)
     if start + block <= count:
@@ -93,6 +98,7 @@ def _update(planes: tl.tuple, count: tl.int64, decay: tl.float32, scalars: tl.tu
 def _update_elements(
     planes: tl.tuple, elements: tl.tensor, inside: tl.tensor | None, decay: tl.tensor, scalars: tl.tuple
 ) -> None:
+    """AdamW on some elements, in exactly the order of operations of native/adamw.h."""
     weight, remainder, exp_avg, exp_avg_sq, grad = planes
     beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, sqrt_bias2, grad_scale = scalars
     x = tl.load(weight + elements, inside)
@@ -100,6 +106,7 @@ def _update_elements(
     v = tl.load(exp_avg_sq + elements, inside)
     g = tl.load(grad + elements, inside)
     if remainder is not None:
+        # The master's bits are (weight << 16) + remainder. Unsigned, so that the sum wraps around as in C.
         rest = tl.load(remainder + elements, inside)
         x = ((x.to(tl.uint32) << 16) + rest.to(tl.int32).to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
 
@@ -113,13 +120,15 @@ def _update_elements(
     bits = _one_nan(x.to(tl.uint32, bitcast=True))
     if remainder is None:
         tl.store(weight + elements, bits.to(tl.float32, bitcast=True), inside)
-    else:  # the remainder, bits - (weight << 16), is the low half of the bits as it stands
+    else:
+        # Rounded half away from zero. The remainder, bits - (weight << 16), is the low half of the bits as it stands.
         tl.store(weight + elements, ((bits + 0x8000) >> 16).to(tl.uint16), inside)
         tl.store(remainder + elements, bits.to(tl.uint16).to(tl.int16, bitcast=True), inside)
 
 
 @_jit
 def _settle(moment: tl.tensor) -> tl.tensor:
+    """Make a subnormal moment +0, and every NaN the same one. This works on the bits, as in native/adamw.c."""
     bits = moment.to(tl.uint32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) < 0x00800000, 0, bits)
     return _one_nan(bits).to(tl.float32, bitcast=True)
@@ -127,12 +136,13 @@ def _settle(moment: tl.tensor) -> tl.tensor:
 
 @_jit
 def _one_nan(bits: tl.tensor) -> tl.tensor:
+    """Make every NaN the quiet one: payloads differ between processors, and stored bits must not."""
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
 
 
 @_jit
 def _float_of(values: tl.tensor) -> tl.tensor:
-    """Fp32 of loaded numbers: bf16 ones arrive as uint16."""
+    """The fp32 values of loaded numbers. Those of bf16 arrive as uint16, and are the high halves of fp32."""
     if values.dtype == tl.uint16:
         return (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:  # noqa: RET505  Triton decides at compile time, so it needs both branches
@@ -144,7 +154,7 @@ def _float_of(values: tl.tensor) -> tl.tensor:
 
 @_jit
 def _sum_spans(values: tl.tensor, count: tl.int64, partials: tl.tensor) -> None:
-    """One span. What is missing of the last one counts as +0, which changes no sum: none is below +0."""
+    """Sum the squares of one span. Elements that the last one lacks count as +0, which changes no sum of squares."""
     span = tl.program_id(0).to(tl.int64)
     start = span * SPAN_ELEMENTS
     left = tl.minimum(count - start, SPAN_ELEMENTS).to(tl.int32)
@@ -161,7 +171,10 @@ def _sum_spans(values: tl.tensor, count: tl.int64, partials: tl.tensor) -> None:
 
 @_jit
 def _add_rows(lanes: tl.tensor, values: tl.tensor, left: tl.tensor | None) -> tl.tensor:
-    """Lane l adds elements l, l + 256, ... of the next rows in turn. A square is exact, so fusion changes no bit."""
+    """Let lane l add the squares of elements l, l + 256, ... of the next rows in turn.
+
+    The square of an fp32 number is exact in fp64, so it does not matter whether product and sum are fused.
+    """
     for row in tl.static_range(ROWS_AHEAD):
         elements = row * LANES + tl.arange(0, LANES)
         loaded = tl.load(values + elements) if left is None else tl.load(values + elements, elements < left, 0)
@@ -172,7 +185,10 @@ def _add_rows(lanes: tl.tensor, values: tl.tensor, left: tl.tensor | None) -> tl
 
 @_jit
 def _fold(lanes: tl.tensor) -> tl.tensor:
-    """Lane l += lane l + 128, then + 64, ... + 1: sums of two each, since Triton pairs more as it likes."""
+    """Add lane l + 128 to lane l, then lane l + 64, ... l + 1, as the C code does.
+
+    Each sum is of two numbers, since the order in which Triton adds more than two is not fixed.
+    """
     for half in tl.static_range(8):
         lanes = tl.sum(tl.reshape(lanes, [2, LANES >> (half + 1)]), 0)
     return lanes

@@ -21,14 +21,15 @@ PRODUCTS: dict[Callable[..., Any], tuple[int, ...]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (0,),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (0, 1, 2),
 }
-"""Operators, and which of their results are rounded (attention's second is the fp32 log-sum-exp)."""
+"""The operators, and the places of those results that are rounded. Attention's second result is the log-sum-exp, which
+is fp32 anyhow."""
 
 
 class Fp32Products(TorchDispatchMode):
-    """While active, bf16 matrix products and attention on the CPU are taken in fp32 and rounded once."""
+    """A mode in which bf16 matrix products and attention on the CPU are taken in fp32 and rounded once."""
 
     def __init__(self) -> None:
-        """Enter it as a context."""
+        """Make the mode. It is active while it is entered as a context."""
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
@@ -38,14 +39,14 @@ class Fp32Products(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the operator takes and gives
-        """Intercept products; let everything else through."""
+        """Run products in fp32, and everything else as it is."""
         kwargs = kwargs or {}
         if func not in PRODUCTS or args[0].dtype is not torch.bfloat16:
             return func(*args, **kwargs)
+
         results = func(*map(_widen, args), **{name: _widen(value) for name, value in kwargs.items()})
         if torch.is_tensor(results):
             return results.to(torch.bfloat16)
-
         return tuple(x.to(torch.bfloat16) if i in PRODUCTS[func] else x for i, x in enumerate(results))
 
 

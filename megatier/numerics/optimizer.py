@@ -1,15 +1,15 @@
 """AdamW on split masters, and the exact global norm.
 
-One definition, the same bits from the C kernel and the Triton kernel, without fused multiply-add:
+AdamW has one definition. The C kernel and the Triton kernel give the same bits, without fused multiply-add:
 
     g = grad * scale                              m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) (g g)
     x = x (1 - lr wd) - lr / (1 - beta1^t) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
 
-with x the fp32 master (split: weight plane and remainder), m and v below 2^-126 set to 0. `scale` is the clip
-coefficient, min(1, clip / (norm + 1e-6)).
+x is the fp32 master, which may be split into weight plane and remainder. m and v below 2^-126 are set to 0. `scale` is
+the clip coefficient, min(1, clip / (norm + 1e-6)).
 
-The norm is that of the rounded gradients. Sums of squares are taken per parameter tensor and span of 65,536 elements in
-fp64, in a fixed order, and added exactly, rounded once: independent of units, slots, slices and device.
+The norm is that of the rounded gradients. Sums of squares are taken in fp64, in a fixed order, over 65,536 elements of
+one tensor at a time. They are added exactly and rounded once, so units, slots, slices and devices do not matter.
 
 Source: Loshchilov and Hutter, arXiv 1711.05101. The split is megatier's: 12 bytes of state a parameter.
 """
@@ -35,44 +35,45 @@ from megatier.tier import Kind
 SPAN_ELEMENTS = 65_536
 """Elements under one partial sum of squares."""
 PIECE_ELEMENTS = 64 * SPAN_ELEMENTS
-"""Elements of one call where several threads share a gradient in RAM."""
+"""Elements of one call if several threads share a gradient in RAM: whole spans, so that no partial sum is cut."""
 QUEUED_A_THREAD = 16
-"""Requests that wait for each thread of AdamW: none runs dry, and a chunk from NVMe waits for no whole unit."""
+"""The most requests that wait for each thread of AdamW. With so many no thread runs dry, and a chunk from NVMe does not
+wait for a whole unit."""
 
 Planes = Mapping[Kind, Tensor]
 Apply = Callable[[str, tuple[int, int], Planes, Tensor, Planes], _native.Batch | None]
-"""AdamW on a run of a unit's elements: see `AdamW.apply`."""
+"""Runs AdamW on some elements of a unit: see `AdamW.apply`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """What AdamW takes beside the planes."""
+    """The numbers of one step that AdamW takes in addition to the planes."""
 
     decay: float
-    """Factor on the weights of parameters that decay: 1 - learning rate * weight decay."""
+    """The factor on the weights of parameters that decay: 1 - learning rate * weight decay."""
     of_kernels: tuple[float, float, float, float, float, float, float, float]
     """beta1, 1 - beta1, beta2, 1 - beta2, eps, step size, root of the bias correction, clip coefficient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hyperparameters:
-    """What a step's learning rate and number leave open."""
+    """The settings of AdamW that do not change from step to step, unlike the learning rate."""
 
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip: float | None = 1.0
-    """Global norm to clip to; None: off."""
+    """The global norm to which gradients are clipped; None: not at all."""
     deferred: bool = True
-    """Updates wait until the norm is known; False: they run inside the backward, and nothing is clipped."""
+    """Whether updates wait until the norm is known. Otherwise they run inside the backward, and nothing is clipped."""
 
 
 class AdamW:
     """The optimizer of one run.
 
-    Threads: `begin_step`, `norm` from the training loop; `apply`, `accumulate` and `check` from the lanes that update;
-    `measure` from either.
+    Threads: the training loop calls `begin_step` and `norm`. The lanes that update call `apply`, `accumulate` and
+    `check`. Both call `measure`.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class AdamW:
         groups: int,
         num_threads: int,
     ) -> None:
-        """Dtype is the compute dtype: bf16 has split masters, fp32 whole ones."""
+        """Start the threads. `dtype` is the compute dtype: bf16 has split masters, fp32 whole ones."""
         self.hyper = hyper
         """Read by `begin_step`, `revise` and `clip`; all but `deferred` may be others in the next step."""
         self.layouts = dict(layouts)
@@ -99,15 +100,17 @@ class AdamW:
         self._begun = self._scalars = Scalars(1.0, (0.0,) * 8)
         self._sums: dict[str, list[Tensor]] = {}
         self._refused: str | None = None
-        if torch.cuda.is_available():  # Triton comes with torch's CUDA builds alone
+
+        # Triton comes with torch's CUDA builds alone.
+        if torch.cuda.is_available():
             from megatier.numerics import kernels
 
             self._kernels = kernels
 
     def begin_step(self, step: int, learning_rate: float) -> None:
-        """Forget the last step's gradients; note the scalars of step 1, 2, ...
+        """Forget the last step's gradients, and note the scalars of step 1, 2, ...
 
-        Deferred updates still read those of the last step until `clip`: they run in this one.
+        Deferred updates of the last step run during this one, so they read its scalars until `clip` is called.
         """
         self._begun = self._scalars_of(step, learning_rate)
         self._sums.clear()
@@ -116,35 +119,38 @@ class AdamW:
             self._scalars = self._begun
 
     def revise(self, step: int, learning_rate: float) -> bool:
-        """Note the scalars of the step begun anew; True where they are others, so that `unclipped` was wrong."""
+        """Note the scalars of the step again. Returns whether they changed, so that `unclipped` used wrong ones."""
         before = self._begun
         self._begun = self._scalars_of(step, learning_rate)
         return self._begun != before
 
     def clip(self, norm: float) -> float:
-        """Return the coefficient for this norm; updates read it, and the scalars of the step begun, from now on."""
+        """Return the coefficient for this norm. From now on updates read it, and the scalars of the step begun."""
         limit = self.hyper.clip
         coefficient = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         self._scalars = Scalars(self._begun.decay, (*self._begun.of_kernels[:-1], coefficient))
         return coefficient
 
     def _scalars_of(self, step: int, learning_rate: float) -> Scalars:
-        """Of a step in which nothing is clipped."""
+        """The scalars of a step in which nothing is clipped."""
         hyper = self.hyper
         scalars = step_scalars(step, learning_rate, (hyper.beta1, hyper.beta2), hyper.eps)
         return Scalars(1 - learning_rate * hyper.weight_decay, (*scalars, 1.0))
 
     def norm(self) -> float:
-        """Global norm of the measured gradients, sqrt of the exact sum of the partial sums."""
+        """The global norm of the measured gradients: the root of the exact sum of the partial sums."""
         parts = [part for sums in self._sums.values() for part in sums]
         if not parts:
             return 0.0
         by_device = [[part for part in parts if part.is_cuda is on_gpu] for on_gpu in (False, True)]
-        sums = torch.cat([torch.cat(found).cpu() for found in by_device if found])  # one read of the GPU
+
+        # Put together on the GPU first, since each read of it makes the host wait.
+        sums = torch.cat([torch.cat(found).cpu() for found in by_device if found])
         return math.sqrt(_native.sum_exactly(sums.data_ptr(), sums.numel()))
 
     def first_non_finite(self) -> str | None:
         """A parameter whose measured gradient is not finite, of the first such unit that the backward came to."""
+        # Layouts are in the order of the forward.
         found = (self._non_finite_in(unit) for unit in reversed(self.layouts) if unit in self._sums)
         return next(filter(None, found), None)
 
@@ -164,6 +170,7 @@ class AdamW:
             unit: its unit.
             grad: flat [num_elements] in the compute dtype, on any device.
         """
+        # Each tensor from its own first element, so that the sums do not depend on what else lies in the unit.
         tensors = self.layouts[unit].tensors
         if grad.is_cuda:
             self._sums[unit] = [self._kernels.sum_squares(grad[tensor.start : tensor.stop]) for tensor in tensors]
@@ -185,12 +192,12 @@ class AdamW:
         self._sums[unit] = [sums]
 
     def accumulate(self, unit: str, total: Tensor, part: Tensor, *, group: int) -> None:
-        """Add a group's gradient in RAM; see schedule.updates.Optimizer.
+        """Add a group's gradient to the sum in RAM; after the last group, round the sum once and measure it.
 
         Args:
             unit: its unit.
-            total: uint8, fp32 sum; after the last group its front holds the gradient in the compute dtype.
-            part: uint8, fp32 gradient of this group; overwritten.
+            total: uint8, the fp32 sum. After the last group its front holds the gradient in the compute dtype.
+            part: uint8, the fp32 gradient of this group. It may be overwritten.
             group: 0, 1, ...
         """
         count = self.layouts[unit].num_elements
@@ -202,18 +209,21 @@ class AdamW:
         )
         if group < self._groups - 1:
             return
-        if self._split:  # by way of the part, because its pieces do not overlap where they are read and written
+
+        # Rounded numbers are half as long, so a piece of them lies where another thread still reads its sums. They go
+        # to the part first, and are copied when all of them are rounded.
+        if self._split:
             self._at_once(_native.round_bf16, [(target + 4 * start, source + 2 * start, size) for start, size in runs])
             self._at_once(_native.copy, [(target + 2 * start, source + 2 * start, 2 * size) for start, size in runs])
 
         self.measure(unit, total.view(self._dtype)[:count])
 
     def _at_once(self, work: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
-        """Native calls, which drop the GIL, on several threads."""
+        """Make native calls, which drop the GIL, on several threads, and wait for them."""
         list(self._workers.map(lambda arguments: work(*arguments), calls))
 
     def check(self, unit: str) -> None:
-        """Refuse a gradient that is not finite, before the immediate mode applies it, and all that come after it.
+        """Refuse a gradient that is not finite, before the immediate mode applies it, and every gradient after it.
 
         Raises:
             NonFiniteError: names the parameter.
@@ -245,7 +255,7 @@ class AdamW:
         return self._apply(self._scalars, unit, elements, planes, grad, before)
 
     def unclipped(self) -> Apply:
-        """`apply` for the step begun, as it is if nothing is clipped: for use before the norm is known."""
+        """Return `apply` for the step begun as if nothing were clipped, for use before the norm is known."""
         return partial(self._apply, self._begun)
 
     # HOP 5/6: gradient and state -> new state
@@ -268,7 +278,10 @@ class AdamW:
         self._workers.shutdown()
 
     def _segments(self, layout: Layout, start: int, stop: int, factor: float) -> list[tuple[int, int, float]]:
-        """Runs of equal decay, relative to `start`, end to end. Padding goes along: zeros stay zeros."""
+        """Cut elements [start, stop) into runs of equal decay, relative to `start`, without gaps.
+
+        Padding belongs to the run before it, or to the first one. Its gradient and state are 0 and stay 0.
+        """
         starts: list[tuple[int, float]] = []
         for tensor in layout.tensors:
             if tensor.start >= stop or tensor.stop <= start:
@@ -277,6 +290,7 @@ class AdamW:
             if not starts or starts[-1][1] != decay:
                 starts.append((tensor.start - start if starts else 0, decay))
 
+        # Nothing but padding.
         starts = starts or [(0, 1.0)]
         stops = [*(first for first, _ in starts[1:]), stop - start]
         return [(first, last, decay) for (first, decay), last in zip(starts, stops, strict=True)]
@@ -285,7 +299,7 @@ class AdamW:
 def step_scalars(
     step: int, learning_rate: float, betas: tuple[float, float], eps: float
 ) -> tuple[float, float, float, float, float, float, float]:
-    """What the kernels take of step 1, 2, ...: all of `Scalars.of_kernels` but the clip coefficient."""
+    """The numbers that the kernels take of step 1, 2, ...: all of `Scalars.of_kernels` but the clip coefficient."""
     beta1, beta2 = betas
     step_size = learning_rate / (1 - beta1**step)
     bias2_root = math.sqrt(1 - beta2**step)
@@ -293,7 +307,7 @@ def step_scalars(
 
 
 def adamw_threads(num_threads: int) -> _native.ThreadPool:
-    """Threads for `begin_adamw`, which blocks while they have enough to do."""
+    """Start threads for `begin_adamw`, which blocks while they have enough to do."""
     return _native.ThreadPool(num_threads, QUEUED_A_THREAD * num_threads)
 
 
@@ -309,7 +323,7 @@ def begin_adamw(
 
     Args:
         pool: does it on the CPU.
-        planes: of each kind of state; with a remainder, weight and gradient are bf16, else fp32.
+        planes: the planes of each kind of state. With a remainder, weight and gradient are bf16, else fp32.
         grad: the gradient of the same elements.
         segments: (start, stop, decay) in elements.
         scalars: `Scalars.of_kernels`.
@@ -358,6 +372,7 @@ def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """Write fp32 [n] on the CPU as weight bf16 [n] and remainder int16 [n], on one device; see `join_master`."""
     if weight.is_cuda:
         planes = torch.empty_like(weight, device="cpu"), torch.empty_like(remainder, device="cpu")
+        # Split by the C code on the CPU, so that there is one definition of the rounding.
         split_master(master, *planes)
         weight.copy_(planes[0])
         remainder.copy_(planes[1])
@@ -369,21 +384,10 @@ def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
 def join_master(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
     """Write the fp32 master of two planes, all flat [n], exactly; the master lies on the CPU."""
     if weight.is_cuda:
+        # The weight is the high half of the master's bits. The sum wraps around in int32 as it does in C.
         master.copy_(((weight.view(torch.int16).int() << 16) + remainder).view(torch.float32))
         return
     _native.join(weight.data_ptr(), remainder.data_ptr(), master.data_ptr(), weight.numel())
 
 
-def learning_rate(step: int, *, peak: float, schedule: str, warmup: int, steps: int, minimum_ratio: float) -> float:
-    """Learning rate of step 1 to steps: linear warm-up, then constant, linear or cosine to minimum_ratio * peak."""
-    if step <= warmup:
-        return peak * step / warmup
-    share = (step - warmup - 1) / max(1, steps - warmup)
-    if schedule == "constant":
-        return peak
-    fall = share if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * share))
-
-    return peak * (1 - (1 - minimum_ratio) * fall)
-
-
-__all__ = ["AdamW", "Hyperparameters", "join_master", "learning_rate", "plane_dtype", "split_master"]
+__all__ = ["AdamW", "Hyperparameters", "join_master", "plane_dtype", "split_master"]

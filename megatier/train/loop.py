@@ -13,7 +13,7 @@ from megatier.data.packing import PackedText, num_real_tokens
 from megatier.data.stream import TextStream
 from megatier.engine.step import StepResult
 from megatier.errors import NonFiniteError, mib
-from megatier.numerics.optimizer import learning_rate
+from megatier.numerics.learning_rate import learning_rate
 from megatier.planner.prediction import Prediction
 from megatier.play.speculation import Speculation
 from megatier.play.trace import TraceEvent, busy_seconds, stall_seconds
