@@ -110,6 +110,7 @@ class StepJobs:
         for index, access in enumerate(timeline.accesses):
             unit = self._units[access.unit]
             load = loads.get(index)
+            # In the immediate mode the timeline has no updates: they follow the gradients, in `_ship`.
             is_due = bool(timeline.updates) and self._begun is not None and unit.name not in self._updates
             is_due = is_due and unit.num_trained > 0
 
@@ -146,6 +147,7 @@ class StepJobs:
     def _compute(self, access: Access, arrival: int | None, activation: int | None, *, makes_grad: bool) -> int:
         """One use of a unit, when its weights and its activation are there and its update is over."""
         seconds = self._compute_seconds.get((access.unit, access.phase), 0.0)
+        # In the immediate mode the update of this step comes after the use, and that of the last step is over.
         needs = [self._begun, arrival, activation, self._updates.get(access.unit) if self._policy.deferred else None]
 
         # A use that makes a gradient which leaves the GPU needs a slot for it.
@@ -183,6 +185,7 @@ class StepJobs:
             self._stashed[access.unit] = self._chain([out], access.unit, before)
             return None
 
+        # Nobody has asked for the input of the first unit of a backward yet.
         if access.unit not in self._fetched:
             self._fetch(access.unit, before)
         if self._stashed:
@@ -267,6 +270,7 @@ class StepJobs:
             home = None
             if unit in self._updates:
                 home = self._chain(self._moves.return_state(unit), unit, *on_cpu, self._updates[unit])
+            # The new bytes fill the slot that the old ones leave.
             self._states[unit] = self._chain(self._moves.fetch_state(unit), unit, home, self._begun)
 
     # ------------------------------------------------------------------ gradients
@@ -283,6 +287,7 @@ class StepJobs:
         is_last = group == self._policy.groups - 1
         if group and (fetched := self._moves.fetch_sum(unit.name)):
             arrived = self._chain(fetched, unit.name, self._grads[unit.name], before)
+            # The addition takes next to no time, but the gradient is final only when the sum of the others has arrived.
             made = self._add("compute", f"{unit.name} sum", 0.0, made, arrived)
 
         self._grads[unit.name] = made

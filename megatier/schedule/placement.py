@@ -132,6 +132,7 @@ def _grad_homes(
         policy: groups, and whether updates wait.
     """
     held = policy.deferred or policy.groups > 1
+    # With one group in the immediate mode, the update takes the gradient from its slot at once.
     in_ram = Tier.RAM if held else None
     homes: dict[str, Tier | None] = {unit.name: Tier.GPU for unit in units}
     return homes | {unit.name: in_ram if unit.name in waiting else Tier.NVME for unit in shipped}
@@ -172,6 +173,7 @@ def _check_nvme(needed: int, generations: int, budgets: Budgets, policy: Policy)
     """Refuse state, generations and gradients that NVMe has no room for."""
     if needed > budgets.nvme:
         remedy = "Give tiers.nvme more space, raise tiers.ram, or train a smaller model."
+        # A generation for speculation only saves time, so it is the first to go.
         if generations > 1 + policy.savepoints:
             remedy = f"Set tiers.generations to {generations - 1}. {remedy}"
         raise PlanError("state on NVMe", needed, budgets.nvme, remedy)

@@ -218,6 +218,7 @@ def _fill_room(
     """
     choose = _homes_by_unit if policy.speculates else _homes_by_kind
     others = [plan for plan in slots if plan.kind is not Kind.WEIGHT]
+    # The room is 0 if RAM may not hold state.
     in_ram = Tier.RAM in policy.state
     homes = choose(rest, (room - total_bytes(others)) * in_ram, policy)
     if all(homes[unit.name, Kind.WEIGHT] is Tier.RAM for unit in rest):

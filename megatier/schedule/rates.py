@@ -41,6 +41,7 @@ class DriveRates:
 
     def times(self, factor: float) -> DriveRates:
         """A drive that does so many times as much a second."""
+        # Slow, usual and fast seconds waver together, so all rates change by the same factor.
         figures = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         rates = {name: rate * factor for name, rate in figures.items() if name.endswith("_per_s") and rate is not None}
         return dataclasses.replace(self, **rates)

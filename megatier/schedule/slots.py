@@ -92,6 +92,7 @@ def gpu_slots(
 
     weight = block_bytes(largest, Kind.WEIGHT, policy)
     grad, num_grads = _gpu_grads(rest, policy)
+    # `least` has the fewest slots in it, so there are at least as many. More than one for each unit would stay empty.
     num_weights = min(len(rest), (budget - used - num_grads * grad) // weight)
     return (
         SlotPlan(tier=Tier.GPU, kind=Kind.WEIGHT, slot_bytes=weight, num_slots=num_weights),
@@ -134,6 +135,7 @@ def chunk_slots(
     smallest = update_slots(align, align, align if updated else 0, policy, spills_grads=spills_grads)
     fits = max(0, room) // (total_bytes(smallest) // align)
     most = min(CHUNK_ELEMENTS_FAST, fits) if spills_grads else min(CHUNK_ELEMENTS_MAX, fits // 4)
+    # A chunk begins and ends where checksums do, so that drives can move and verify it by itself.
     wanted = policy.chunk_elements or min(longest, most)
     chunk = min(max(align, wanted // align * align), round_up(longest, align))
 
@@ -152,6 +154,7 @@ def update_slots(chunk: int, longest: int, updated: int, policy: Policy, *, spil
     """
     depth = UPDATE_DEPTH + (SLOTS_MIN if policy.speculates else 0)
     widths = {kind: policy.schema.width(kind) for kind in policy.schema.kinds}
+    # Frozen elements have weights alone, so slots of the other planes need not take more than the trained ones.
     sizes = {kind: min(chunk, updated) * widths[kind] for kind in policy.schema.passing_kinds}
     if spills_grads:
         sizes[Kind.GRAD] = min(

@@ -142,4 +142,5 @@ def _next_use(uses: Mapping[str, list[int]], unit: str | None, now: int) -> floa
 
     # If several units are not used again, the slot of the one whose last use is oldest lets its load start earliest.
     later = bisect_right(uses[unit], now)
+    # 1e9 is larger than any index.
     return uses[unit][later] if later < len(uses[unit]) else 1e9 - uses[unit][-1]
