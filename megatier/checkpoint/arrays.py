@@ -59,6 +59,7 @@ class ArrayWriter:
 
             # A chunk may be filled by several calls, and a call may fill several chunks.
             count = min(num_elements - done, self._chunk.num_elements - self._filled)
+            # Only when the caller comes back is the buffer filled, so it is counted after the yield.
             yield done, self._staged.values(self._filled + count)[self._filled :]
             self._filled += count
             done += count

@@ -135,6 +135,7 @@ def find_checkpoint(path: Path) -> Path:
 
 def prune(folder: Path, num_kept: int) -> None:
     """Remove all whole checkpoints but the last num_kept, at least 1; see `remove`."""
+    # The oldest goes first, so that whatever is left after a kill are the newest.
     for path in checkpoints(folder)[:-num_kept]:
         remove(path)
 

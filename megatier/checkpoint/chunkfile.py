@@ -126,6 +126,7 @@ class ChunkFiles:
         Raises:
             TransferError: the file cannot be created.
         """
+        # Zarr's chunks are all equally long. The buffer may hold the rest of another chunk.
         staged.values(chunk_elements)[num_elements:] = 0
         staged.path = path
         staged.num_bytes = 4 * chunk_elements + CRC_BYTES
@@ -281,6 +282,7 @@ class ChunkFiles:
         Raises:
             TransferError: it failed.
         """
+        # Files are finished in the order in which they were begun, so buffers come free in that order too.
         staged = self._flying[0]
         assert staged.batch is not None
         assert staged.path is not None

@@ -56,6 +56,7 @@ class Manifest:
             DamagedCheckpointError: it is none.
         """
         try:
+            # Whatever a damaged file holds fails in here, and as nothing but these errors.
             step = int(stored["step"])
             digits = dict(stored["checksums"])
             found = {str(node): np.frombuffer(bytes.fromhex(text), CHECKSUM).tolist() for node, text in digits.items()}

@@ -174,6 +174,7 @@ class RunDirectory:
     def _unlock(self) -> None:
         """Remove the lock's file and give the lock back, and remove the directory if it is new and empty."""
         with contextlib.suppress(OSError):
+            # Removed while this process holds it. Later it might be the lock of the next run.
             (self.path / "lock").unlink(missing_ok=True)
             if self._is_new:
                 self.path.rmdir()  # refused if it holds anything

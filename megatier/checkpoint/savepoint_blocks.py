@@ -148,6 +148,7 @@ def verify_spilled(session: Session) -> None:
             if on_nvme := [kind for kind in kinds if kind in spilled]:
                 chunks.append((unit, elements, on_nvme))
 
+    # The store verifies whatever it reads, so it is enough to lease every chunk.
     for index, (unit, elements, on_nvme) in enumerate(chunks):
         for name, ahead, ahead_kinds in chunks[index + 1 : index + 2]:
             for kind in ahead_kinds:

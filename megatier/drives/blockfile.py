@@ -77,6 +77,7 @@ class FileBatch:
         path = str(self._paths[segment])
         if kind == "checksum":
             raise IntegrityError(self._key, path, offset, expected, found)
+        # A file that ends too early is no error of the system, so there is no errno.
         raise TransferError(f"{self._what} of block {self._key}", "nvme", path, offset, code if kind == "io" else 0)
 
     def done(self) -> bool:
@@ -171,6 +172,7 @@ class BlockFiles:
 
             self._files.append(self._open(index))
             try:
+                # Allocated and not only given a length, so that the drive cannot be full when training writes here.
                 if size:
                     os.posix_fallocate(self._files[index], 0, size)
             except OSError as error:
@@ -189,6 +191,7 @@ class BlockFiles:
         if self.options.reuses:
             return
         zeros = np.zeros(REQUEST_BYTES + PAGE_BYTES, dtype=np.uint8)
+        # O_DIRECT takes page-aligned memory alone, which numpy does not promise: hence one page more than is written.
         address = zeros.ctypes.data + -zeros.ctypes.data % PAGE_BYTES
         batches = []
 
@@ -196,6 +199,7 @@ class BlockFiles:
         for index, path in enumerate(self.paths):
             for offset in range(0, self._striping.used[index], REQUEST_BYTES):
                 segment = (self._files[index], offset, address, min(REQUEST_BYTES, self._striping.used[index] - offset))
+                # Without checksums: every extent begins with those of zeros.
                 batch = self._engine.submit([segment], 0, self.options.chunk_bytes, writes=True)
                 batches.append(FileBatch(batch, "write", "(zeros)", [path]))
 

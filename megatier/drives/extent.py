@@ -116,6 +116,7 @@ class Striping:
 
         # Only the last stripe of a block may end inside a chunk, since every other chunk lies on one mount.
         sizes = [min(missing, STRIPE_BYTES, room if room >= missing else room // chunk * chunk) for room in free]
+        # Equals go by index: a run that resumes from a savepoint must deal the same stripes as before.
         best = min(range(len(free)), key=lambda i: (sizes[i] <= 0, self.used[i] / max(1, self._shares[i]), i))
         return best, max(0, sizes[best])
 

@@ -86,6 +86,7 @@ def _distances(device: torch.device) -> torch.Tensor:
 @_jit
 def _check(words: tl.tensor, distances: tl.tensor, found: tl.tensor, count: tl.int64, chunk_words: tl.int32) -> None:
     """Store the checksum of one chunk, without the checksum of as many zeros."""
+    # 64 bits, since words of a large unit may be more than an int32 counts.
     chunk = tl.program_id(0).to(tl.int64)
     start = chunk * chunk_words
     columns = tl.arange(0, ROW_WORDS)

@@ -67,6 +67,7 @@ class NativeEngine:
 
     def __init__(self, num_threads: int) -> None:
         """Start the threads, which sleep until something is submitted."""
+        # Threads take requests in order, so a read that compute waits for would come after all writes asked for before.
         self._readers = _native.ThreadPool(num_threads, QUEUE_DEPTH_MAX)
         self._writers = _native.ThreadPool(num_threads, QUEUE_DEPTH_MAX)
 

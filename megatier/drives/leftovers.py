@@ -109,6 +109,7 @@ def _examined_under_lock(path: Path, folder: int, remove: bool) -> Leftover:
     if remove:
         _remove(path, folder)
     age = time.time() - max(status.st_mtime for status in files.values())
+    # `st_blocks` counts units of 512 bytes on every file system.
     num_bytes = sum(status.st_blocks for status in files.values()) * 512
     return Leftover(path=path, num_bytes=num_bytes, age_s=max(0.0, age), has_savepoint=KEPT_FILE in files)
 
