@@ -238,6 +238,7 @@ def drive_flags(figures: DriveFigures) -> tuple[str, ...]:
     flags = []
     limit = DRIVE_LIMIT_BYTES_PER_S * figures.num_drives
     for name, flow in (("read", figures.read), ("write", figures.write), ("mixed", figures.mixed)):
+        # PCIe carries as much again in the other direction.
         if flow.bytes_per_s > limit * (1 if name != "mixed" else 2):
             flags.append(f"{name}: more than {limit / 1e9:.0f} GB/s, which PCIe does not carry: a cache answered")
         elif flow.device_bytes is not None and flow.num_bytes > UNCOUNTED_SHARE_MAX * flow.device_bytes:

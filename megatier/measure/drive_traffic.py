@@ -201,6 +201,7 @@ class BlockTraffic:
 
     def _turns(self) -> Iterator[Operation]:
         """Yield mixed turns: reads of the first half of the blocks among writes to the second half."""
+        # Two halves, so that no block is read and written at once.
         half = len(self._extents) // 2
         reads = self._reads(half)
         writes = itertools.cycle(range(half, len(self._extents)))

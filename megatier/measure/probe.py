@@ -172,7 +172,9 @@ def _shared(drives: Sequence[DriveRates], facts: Sequence[dict[str, Any]]) -> tu
     parts = [facts.count(here) for here in facts]
     return tuple(
         dataclasses.replace(
-            drive.times(1 / n), io_threads=None if drive.io_threads is None else -(-drive.io_threads // n)
+            # Threads are rounded up, so that every directory has at least one.
+            drive.times(1 / n),
+            io_threads=None if drive.io_threads is None else -(-drive.io_threads // n),
         )
         for drive, n in zip(drives, parts, strict=True)
     )

@@ -301,6 +301,7 @@ def hidden_at(trial: Trial, placement: Placement, tokens: int) -> int | None:
         if times > TIMES_MAX:
             return None
 
+    # Half as many did not hide all, so N* lies between the two.
     low = times / 2
     high = times
     for _ in range(HALVINGS if times > 1 else 0):
@@ -328,6 +329,7 @@ def _changes(trial: Trial, tokens: int, tokens_per_s: float, *, spills: bool) ->
     policy = trial.work.policy
 
     if spills and policy.deferred and not policy.speculates:
+        # One that holds, one to write into, and one that a savepoint may keep.
         count = 2 + policy.savepoints
         more = replace(trial.work, policy=replace(policy, generations=count))
         tried.append((f"updates in the backward (tiers.generations {count})", replace(trial, work=more), 1))

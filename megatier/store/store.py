@@ -199,6 +199,7 @@ class TieredStore:
         with self._lock, self.tear.call:
             block, span = self._blocks.span(key, span)
             copy = self._copies.copy_for(block, tier, span, wait=wait)
+            # Nobody has a right to these bytes yet, so they give way if others need the slot.
             copy.is_ahead = not copy.num_leases
             self._fills.bring(copy, span, wait=wait)
             return [transfer for transfer in copy.arriving(span) if not transfer.done()]

@@ -93,6 +93,7 @@ class Loop:
         """
         train = self._config.train
         if state is None:
+            # Only now, so that nothing that drew random numbers while the run was opened decides any of its own.
             seed(train.seed)
         else:
             state.set_random(self._device)

@@ -167,6 +167,7 @@ class Watchdog:
     def _stop(self, player: Player) -> None:
         """Write the report, and raise the error in the training thread if that can be reached."""
         self._error = StallError(self._patience.quiet_s, str(self._path))
+        # Neither the terminal nor the drive can be relied on now, so each is written to on a thread of its own.
         text = report(player, self._patience.quiet_s)
         attempt(partial(sys.stderr.write, text))
         attempt(partial(self._path.write_text, text, encoding="utf-8"))
@@ -174,8 +175,8 @@ class Watchdog:
             signal.pthread_kill(self._trainer, SIGNAL)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        # The signal may be somebody else's.
         """Raise the error; Python calls this in the main thread, which trains."""
+        # The signal may be somebody else's.
         if self._error is not None:
             raise self._error
 
@@ -188,6 +189,7 @@ class Watchdog:
         )
         attempt(sys.stdout.flush)
         attempt(partial(sys.stderr.write, words))
+        # Not `sys.exit`, which would wait for the threads that hang.
         os._exit(EXIT_ERROR)
 
 
