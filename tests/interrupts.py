@@ -16,6 +16,15 @@ import megatier
 PACKAGE = Path(megatier.__file__).parent
 
 
+def files_of(place: str) -> list[Path]:
+    """The files of a room, or the one file that a place names; both from the package on."""
+    room = PACKAGE / place
+    files = sorted(room.rglob("*.py")) if room.is_dir() else [room.with_suffix(".py")]
+    assert files
+    assert all(file.is_file() for file in files), f"{place} is no room and no file of the package"
+    return files
+
+
 @functools.cache
 def headers(path: Path) -> set[int]:
     """Lines of the heads of with and try statements: their ends count as such lines, where no signal is handled."""
@@ -24,15 +33,15 @@ def headers(path: Path) -> set[int]:
 
 
 class Interrupts:
-    """Counts the lines that this thread runs in some files, and raises KeyboardInterrupt before one of them.
+    """Counts the lines that this thread runs in some places, and raises KeyboardInterrupt before one of them.
 
     Attributes:
         count: of the lines so far.
     """
 
-    def __init__(self, files: tuple[str, ...], at: int | None) -> None:
-        """Modules are named from the package on; `at` counts from 0, None: nowhere."""
-        self._headers = {str(path): headers(path) for path in (PACKAGE / f"{file}.py" for file in files)}
+    def __init__(self, places: tuple[str, ...], at: int | None) -> None:
+        """Places are those of `files_of`; `at` counts from 0, None: nowhere."""
+        self._headers = {str(path): headers(path) for place in places for path in files_of(place)}
         self._at, self.count = at, 0
 
     def trace(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
@@ -64,9 +73,9 @@ def python_locks() -> Iterator[list[str]]:
 
 
 @contextmanager
-def interrupted(files: tuple[str, ...], at: int | None = None) -> Iterator[Interrupts]:
+def interrupted(places: tuple[str, ...], at: int | None = None) -> Iterator[Interrupts]:
     """Raise before line `at` of those that run inside."""
-    interrupts = Interrupts(files, at)
+    interrupts = Interrupts(places, at)
     sys.settrace(interrupts.trace)
     try:
         yield interrupts

@@ -19,27 +19,7 @@ from megatier.errors import StreamedModelError, TornStateError
 from megatier.integrations.streamed import Streamed
 from megatier.store.queue import Queue
 
-MODULES = (
-    "play/player",
-    "play/updates",
-    "play/speculation",
-    "play/blocks",
-    "store/store",
-    "store/copies",
-    "store/fills",
-    "store/write_backs",
-    "store/outside",
-    "store/lease",
-    "store/blocks",
-    "store/residency",
-    "store/transfer",
-    "store/queue",
-    "store/lanes",
-    "store/stream_clock",
-    "store/arena",
-    "engine/gradient",
-    "integrations/streamed",
-)
+PLACES_INTERRUPTED = ("play", "store", "drives", "engine/gradient", "integrations/streamed")
 TRAIN = TrainConfig(steps=6, batch=6, groups=1, clip=0.5, weight_decay=0.1, learning_rate=1e-2)
 LAST = 4
 
@@ -154,11 +134,11 @@ def test_interrupt_at_any_line_leaves_a_step_or_is_said_until_state_is_loaded(pl
     with streamed_on(place, tmp_path) as streamed:
         histories = Histories(streamed, tmp_path / "saved")
         streamed.restore(tmp_path / "saved")
-        with interrupted(MODULES) as lines:
+        with interrupted(PLACES_INTERRUPTED) as lines:
             work(streamed)
         for at in range(0, lines.count, max(1, lines.count // 7)):
             streamed.restore(tmp_path / "saved")
-            with contextlib.suppress(KeyboardInterrupt), interrupted(MODULES, at):
+            with contextlib.suppress(KeyboardInterrupt), interrupted(PLACES_INTERRUPTED, at):
                 work(streamed)
             histories.check(streamed)
 

@@ -290,7 +290,7 @@ def test_saved_state_goes_on_bit_by_bit_on_other_tiers(
     assert same(second.state_dict(), whole.state_dict())
 
 
-INTERRUPTED = ("integrations/torch_optimizer", "integrations/chunk_store", "store/store", "store/copies", "store/arena")
+INTERRUPTED = ("integrations/torch_optimizer", "integrations/placed_state", "integrations/chunk_store", "store")
 
 
 @pytest.mark.usefixtures("tier")
