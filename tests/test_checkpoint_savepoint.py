@@ -1,54 +1,48 @@
-"""Savepoints: the bits of a run without them, gone on from after any end; whole or not there; refused where harmed."""
+"""Savepoints: gone on from after any end, whole or not there, and refused where their manifest was harmed."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import json
 import os
 import random
 import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from savepoint_runs import (
+    NVME,
+    SPREAD,
+    SPREAD_THRICE,
+    check_refused,
+    ended,
+    ended_after,
+    ended_beside_a_checkpoint,
+    last,
+    on_drive,
+    put_back,
+    settings_of,
+)
 from small_commands import after_step, command, metrics
 from small_commands import outcome as outcome_of
 from test_durable import watched
-from tiny_runs import KIB, Outcome, Place, Run, exactness_config, one_thread, opened, outcome, random_groups
+from tiny_runs import one_thread
 
 from megatier import durable
 from megatier.checkpoint import chunkfile, savepoint
 from megatier.checkpoint.manifest import digest_of
-from megatier.checkpoint.savepoint import Savepoint, drop_savepoint, save_savepoint
-from megatier.checkpoint.savepoint_blocks import resident_bytes
+from megatier.checkpoint.savepoint import Savepoint, save_savepoint
 from megatier.cli import main
-from megatier.errors import ConfigError, SavepointError
+from megatier.errors import SavepointError
 from megatier.private import PrivateDirectory
 from megatier.session.session import Session
-from megatier.tier import Tier
 from megatier.train import saves
-
-TWO: dict[str, Any] = {"generations": 2, "savepoints": True}
-THREE: dict[str, Any] = {"generations": 3, "savepoints": True}
-PLACES = {
-    "nvme, two": Place(tiers=("nvme",), **TWO),
-    "nvme, three": Place(tiers=("nvme",), **THREE),
-    "nvme, three, gradients too": Place(tiers=("nvme",), spills_grads=True, **THREE),
-    "ram and nvme, two": Place(tiers=("ram", "nvme"), ram=64 * KIB, **TWO),
-    "all, two": Place(tiers=("gpu", "ram", "nvme"), gpu=100 * KIB, **TWO),
-    "gpu and nvme, three": Place(tiers=("gpu", "nvme"), gpu=100 * KIB, **THREE),
-}
-NVME: dict[str, Any] = {"tiers.state": "nvme", "tiers.gpu": "512KiB"}
-SPREAD: dict[str, Any] = {"tiers.state": "gpu,ram,nvme", "tiers.gpu": "360KiB", "tiers.ram": "800KiB"}
-SPREAD_THRICE: dict[str, Any] = {**SPREAD, "tiers.ram": "1040KiB", "tiers.generations": 3}
-STEPS = 7
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -57,109 +51,6 @@ def _one_thread() -> Iterator[None]:
     with one_thread():
         yield
     torch.use_deterministic_algorithms(before)
-
-
-# ---------------------------------------------------------------------- bits
-
-
-@pytest.fixture(scope="module")
-def without(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], Outcome]:
-    """What runs come to that make no savepoint."""
-    return functools.cache(lambda run: run(tmp_path_factory.mktemp("without")))
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(
-    "run",
-    [
-        Run(model="untied", clip=1e9),
-        Run(model="untied", dtype="fp32", clip=0.5, slices=2),
-        Run(model="tied", clip=None, guard=True),
-    ],
-    ids=str,
-)
-def test_savepoints_change_no_bit(run: Run, place: str, tmp_path: Path, without: Callable[[Run], Outcome]) -> None:
-    assert with_savepoints(run, PLACES[place], tmp_path) == without(run)
-
-
-@pytest.mark.parametrize("place", ["nvme, two", "all, two", "nvme, three"])
-def test_savepoints_beside_several_groups_and_a_clipped_step_change_no_bit(
-    place: str, tmp_path: Path, without: Callable[[Run], Outcome]
-) -> None:
-    run = Run(model="untied", groups=3, clip=1e9)
-    run = replace(run, clip=0.999 * max(without(run).norms))
-    assert with_savepoints(run, PLACES[place], tmp_path) == without(run)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("place", PLACES)
-def test_savepoints_on_a_gpu_change_no_bit(place: str, tmp_path: Path) -> None:
-    run = Run(model="untied", device="cuda", compile=False)
-    assert with_savepoints(run, PLACES[place], tmp_path) == run(tmp_path)
-
-
-def with_savepoints(run: Run, place: Place, folder: Path) -> Any:
-    """The outcome of a run with a savepoint after steps 1, 3 and 4."""
-    config, results = exactness_config(run.model), []
-    options: dict[str, Any] = {"compute_dtype": run.dtype, "compile": run.compile, "numerics": run.numerics}
-    with opened(config, folder, place, run.train, device=run.device, **options) as session:
-        held = {tier for tier, size in session.placement.state_bytes.items() if size}
-        assert held == {Tier(name) for name in place.tiers}
-        torch.manual_seed(run.seed)
-        vocab = session.model.config.get_text_config().vocab_size
-        for step in range(1, 6):
-            results.append(session.engine.train_step(step, 1e-2, random_groups(run.train, vocab, step)))
-            if step in (1, 3, 4):
-                session.player.drain()
-                size = save_savepoint(session, folder / "savepoints", step, {})
-                assert size > resident_bytes(session) or not session.placement.spilled
-        found = outcome(session, results)
-        drop_savepoint(session, folder / "savepoints")
-    assert not list(folder.iterdir())
-    return found
-
-
-# ---------------------------------------------------------------------- going on
-
-
-def settings_of(folder: Path, tiers: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    (folder / "drive").mkdir(parents=True, exist_ok=True)
-    return {
-        "model.config.attention_dropout": 0.1,
-        "model.config.num_hidden_layers": 6,
-        "output.export_dtype": "fp32",
-        "output.savepoint_every": 2,
-        "tiers.generations": 2,
-        "tiers.nvme": f"{folder / 'drive'}:64MiB",
-        "train.clip": 1.65,  # some steps clip, most do not
-        "train.learning_rate": 1e-3,
-        "train.steps": STEPS,
-        **tiers,
-        **more,
-    }
-
-
-@contextlib.contextmanager
-def ended_after(step: int) -> Iterator[None]:
-    """An error ends the run."""
-
-    def end() -> None:
-        raise ConfigError("ended by the test")
-
-    with after_step(step, end):
-        yield
-
-
-def ended(folder: Path, settings: Mapping[str, Any], step: int = 5) -> Path:
-    """The directory of a run that an error ended after a step."""
-    folder.mkdir(exist_ok=True)
-    with ended_after(step):
-        assert main(command(folder, settings)) == 2
-    return folder / "run"
-
-
-def on_drive(folder: Path) -> list[str]:
-    return sorted(path.name for directory in (folder / "drive").iterdir() for path in directory.iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -278,9 +169,6 @@ class Budget:
         self.gpu_bytes, self.ram_bytes = gpu_bytes, ram_bytes
 
 
-# ---------------------------------------------------------------------- faults while one is written
-
-
 def refuse(*_: object, **__: object) -> None:
     raise OSError(errno.EIO, "Input/output error", "/some/path")
 
@@ -356,109 +244,12 @@ def test_room_that_is_short_is_refused_with_figures(
     assert re.search(r"there is no room for 2 savepoints in \S+: needs .* KiB, 1000 B free", capsys.readouterr().err)
 
 
-# ---------------------------------------------------------------------- what is refused
-
-
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with a checkpoint of step 3 and a savepoint of step 5."""
     folder = tmp_path_factory.mktemp("kept")
-    every = {"output.checkpoint_every": 3, "output.savepoint_every": 5}
-    ended(folder, settings_of(folder, SPREAD, **every), step=6)
+    ended_beside_a_checkpoint(folder)
     return folder
-
-
-def last(folder: Path) -> Path:
-    return folder / "run" / "savepoints" / "step-00000005"
-
-
-@contextlib.contextmanager
-def put_back(path: Path) -> Iterator[None]:
-    """A file may be harmed meanwhile."""
-    raw = path.read_bytes()
-    yield
-    if path.is_symlink() or path.exists():
-        path.unlink()
-    path.write_bytes(raw)
-    path.chmod(0o600)
-
-
-def check_refused(folder: Path, words: str, capsys: pytest.CaptureFixture[str], *more: str) -> None:
-    """Nothing is changed, and what is to be done instead is said."""
-    before = (folder / "run" / "config.yaml").read_bytes()
-    assert main(["resume", str(folder / "run"), *more]) == 2
-    found = capsys.readouterr().err
-    assert re.search(rf"cannot go on from its savepoint {last(folder)}: .*{words}", found), found
-    assert f"(move that folder away) the run goes on from {folder / 'run' / 'checkpoints' / 'step-00000003'}." in found
-    assert on_drive(folder)[-2:] == ["lock", "savepoint"]
-    assert (folder / "run" / "config.yaml").read_bytes() == before
-
-
-def flip(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw)
-
-
-def flip_each_chunk(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    for start in range(100, len(raw), 64 << 10):
-        raw[start] ^= 1
-    path.write_bytes(raw)
-
-
-def link(path: Path) -> None:
-    path.rename(path.with_name(".elsewhere"))
-    path.symlink_to(path.with_name(".elsewhere"))
-
-
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-WEIGHT = "state/model.layers.0/weight/c/0"
-
-
-@pytest.mark.parametrize(
-    ("name", "harm", "words"),
-    [
-        ("manifest.json", flip, r"manifest\.json is damaged"),
-        ("manifest.json", cut, r"manifest\.json is damaged: it is no JSON"),
-        ("manifest.json", Path.unlink, r"manifest\.json cannot be read: No such file"),
-        ("manifest.json", link, r"manifest\.json cannot be read"),
-        ("manifest.json", lambda path: path.write_text("[" * 100_000), r"manifest\.json is damaged: it is no JSON"),
-        ("manifest.json", lambda path: path.write_text("{}"), "no savepoint that this version of megatier reads"),
-        ("checksums/c/0", flip, "checksums/c/0 is damaged: its checksum"),
-        ("checksums/c/0", cut, "checksums/c/0 has .* bytes instead of"),
-        (WEIGHT, flip, f"{WEIGHT} is damaged: its checksum"),
-        (WEIGHT, Path.unlink, f"{WEIGHT} cannot be read: No such file"),
-        (WEIGHT, link, f"{WEIGHT} leads out of its checkpoint by a link"),
-        ("blocks", flip_each_chunk, "block .* is damaged in .*/blocks at byte"),
-        ("blocks", cut, "blocks at byte .*: the device ended early"),
-    ],
-)
-def test_savepoint_that_is_damaged_is_refused_by_name(
-    name: str, harm: Callable[[Path], Any], words: str, kept: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    [blocks] = (kept / "drive").glob("*/blocks")
-    path = blocks if name == "blocks" else last(kept) / name
-    with put_back(path):
-        harm(path)
-        check_refused(kept, words, capsys)
-
-
-def test_savepoint_with_two_blocks_exchanged_is_refused_by_name(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each file has its own checksum, which does not say where it belongs."""
-    files: dict[int, list[Path]] = {}
-    for path in sorted(last(kept).glob("state/**/c/0")):
-        files.setdefault(path.stat().st_size, []).append(path)
-    one, other = next(paths[:2] for paths in files.values() if len(paths) > 1)
-    with put_back(one), put_back(other):
-        raw = one.read_bytes(), other.read_bytes()
-        assert raw[0] != raw[1]
-        one.write_bytes(raw[1])
-        other.write_bytes(raw[0])
-        check_refused(kept, "state/.*/c/0 holds other bytes than were written there", capsys)
 
 
 def test_savepoint_with_the_manifest_of_another_is_refused(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -520,30 +311,10 @@ def test_manifest_with_a_bit_flipped_is_refused_or_the_same(kept: Path) -> None:
                 assert Savepoint.last(kept / "run") == found, f"bit {bit % 8} of byte {bit // 8}"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--tiers.ram=900KiB"], r"lay elsewhere \(tiers\.ram was 819200 and is 921600\)"),
-        (["--tiers.state=ram", "--tiers.ram=8MiB"], r"tiers\.state was .* and is \['ram'\]\)"),
-        (["--tiers.generations=3", "--tiers.ram=1MiB"], r"tiers\.generations was 2 and is 3; tiers\.ram was"),
-    ],
-)
-def test_savepoint_is_refused_on_other_tiers(
-    words: list[str], said: str, kept: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    check_refused(kept, said, capsys, *words)
-
-
-def test_savepoint_on_another_drive_is_refused(kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check_refused(kept, "opening failed on tier nvme", capsys, f"--tiers.nvme={tmp_path}:64MiB")
-    assert not list(tmp_path.iterdir())
-
-
 def test_run_whose_block_file_is_gone_goes_on_from_its_checkpoint_when_the_savepoint_is_moved_away(
     tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    every = {"output.checkpoint_every": 3, "output.savepoint_every": 5}
-    run = ended(tmp_path, settings_of(tmp_path, SPREAD, **every), step=6)
+    run = ended_beside_a_checkpoint(tmp_path)
     next((tmp_path / "drive").glob("*/blocks")).unlink()
     assert main(["resume", str(run)]) == 2
     assert "opening failed on tier nvme" in capsys.readouterr().err

@@ -1,0 +1,107 @@
+"""megatier.stream of a folder or a model in RAM: plain training's numbers, and what it leaves as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from streamed_loops import TIERS, loop, same, train_config
+from tiny_runs import exactness_config, one_thread, plain_model, random_groups
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import megatier
+from megatier.config.schema import TrainConfig
+from megatier.errors import ConfigError, StreamedModelError
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def test_loop_agrees_with_plain_training_in_fp32() -> None:
+    """torch's AdamW has another order of operations; the first step's losses are equal to the last bit."""
+    plain = plain_model(exactness_config("plain"))
+    decayed = [p for p in plain.parameters() if p.dim() > 1]
+    others = [p for p in plain.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    train = TrainConfig(batch=4, groups=2)
+    options: dict[str, Any] = {"weight_decay": 0.1, "clip": 0.5, "compute_dtype": "fp32", "fused_loss": False}
+    with megatier.stream(plain, tiers=TIERS, accumulation_steps=2, **options) as streamed:
+        for step in range(1, 11):
+            pairs = []
+            for batch in random_groups(train, 160, step):
+                losses = [model(**batch).loss / 2 for model in (plain, streamed.model)]
+                for loss in losses:
+                    loss.backward()
+                pairs.append(tuple(loss.item() for loss in losses))
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5).item()
+            assert streamed.grad_norm() == pytest.approx(norm, rel=1e-6)
+            assert all(a == pytest.approx(b, rel=1e-6) for a, b in pairs)
+            assert step > 1 or all(a == b for a, b in pairs)
+            optimizer.step()
+            optimizer.zero_grad()
+            streamed.optimizer.step()
+        found = streamed.state_dict()
+    assert all(torch.allclose(found[name], p, rtol=0, atol=1e-6) for name, p in plain.named_parameters())
+
+
+def test_export_and_stream_of_the_folder_give_the_same_weights(tmp_path: Path) -> None:
+    plain = plain_model(exactness_config("untied"))
+    with megatier.stream(plain, tiers=TIERS, compute_dtype="fp32") as streamed:
+        loop(streamed, train_config("untied", groups=1), 2112, last=1)
+        streamed.export(tmp_path / "model")
+        expected = streamed.state_dict()
+    with megatier.stream(tmp_path / "model", tiers=TIERS) as streamed:
+        assert same(streamed.state_dict(), expected)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert same(dict(loaded.named_parameters()), expected)
+
+
+def test_stream_of_experts_in_parts_reads_and_writes_whole_parameters(tmp_path: Path) -> None:
+    plain = plain_model(exactness_config("moe"))
+    with megatier.stream(plain, tiers=TIERS, compute_dtype="fp32", expert_parts=3) as streamed:
+        assert same(streamed.state_dict(), dict(plain.named_parameters()))
+        loop(streamed, train_config("moe", groups=1), 160, last=1)
+        expected = streamed.state_dict()
+        assert not same(expected, dict(plain.named_parameters()))
+        assert all(torch.equal(streamed.read(name), value) for name, value in expected.items())
+        streamed.export(tmp_path / "model", dtype="fp32")
+        streamed.save(tmp_path / "saved")
+    with megatier.stream(tmp_path / "model", tiers=TIERS, compute_dtype="fp32", expert_parts=2) as streamed:
+        assert same(streamed.state_dict(), expected)
+    with megatier.stream(plain, tiers=TIERS, compute_dtype="fp32") as streamed:
+        streamed.restore(tmp_path / "saved")
+        assert same(streamed.state_dict(), expected)
+
+
+def test_closed_model_is_refused(tmp_path: Path) -> None:
+    plain = plain_model(exactness_config("tied"))
+    with megatier.stream(plain, tiers=TIERS) as streamed:
+        pass
+    streamed.close()
+    with pytest.raises(StreamedModelError, match="closed"):
+        streamed.read("model.norm.weight")
+
+
+def test_stream_of_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such model folder"):
+        megatier.stream(str(tmp_path / "nothing"), tiers=TIERS)
+
+
+def test_stream_leaves_the_model_it_was_given_as_it_was() -> None:
+    plain: PreTrainedModel = plain_model(exactness_config("tied"))
+    before = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    with megatier.stream(plain, tiers=TIERS, lr=1.0) as streamed:
+        loop(streamed, train_config("tied", groups=1), 160, last=1)
+    assert same(dict(plain.named_parameters()), before)
+
+
+def test_stream_without_a_backward_per_step_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="accumulation_steps is 0; it must be at least 1"):
+        megatier.stream("nowhere", accumulation_steps=0)

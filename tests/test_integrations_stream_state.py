@@ -1,0 +1,134 @@
+"""The state of a streamed model: read between steps, saved whole or not at all, restored on other tiers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from streamed_loops import loop, rate_of, streamed_on, train_config
+from test_durable import watched
+from tiny_runs import one_thread, outcome
+
+from megatier import durable
+from megatier.checkpoint import chunkfile
+from megatier.errors import BlockNotFoundError, CheckpointError, StreamedModelError, TransferError
+from megatier.integrations.streamed import Streamed
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def test_read_and_state_dict_wait_for_the_updates_that_are_due(tmp_path: Path) -> None:
+    train = train_config("tied", groups=1)
+    with streamed_on("ram_nvme", tmp_path, train) as (_, streamed):
+        before = streamed.state_dict()
+        loop(streamed, train, 160, last=1)
+        after = streamed.state_dict()
+        assert all(torch.equal(streamed.read(name), value) for name, value in after.items())
+        assert not torch.equal(before["model.layers.0.mlp.up_proj.weight"], after["model.layers.0.mlp.up_proj.weight"])
+        with pytest.raises(BlockNotFoundError, match="lm_head"):
+            streamed.read("lm_head.weight")
+
+
+def test_weights_in_the_model_are_refused_and_the_error_says_where_they_are(tmp_path: Path) -> None:
+    with streamed_on("ram", tmp_path, train_config("tied")) as (_, streamed):
+        with pytest.raises(StreamedModelError, match=r"Streamed\.state_dict\(\)"):
+            streamed.model.state_dict()
+        with pytest.raises(StreamedModelError, match=r"Streamed\.state_dict\(\)"):
+            streamed.model.save_pretrained(tmp_path / "saved")
+        parameter = next(streamed.model.parameters())
+        for read in (parameter.cpu, parameter.tolist, parameter.numpy, streamed.model.cpu):
+            with pytest.raises(StreamedModelError, match=r"Streamed\.read"):
+                read()
+
+
+@pytest.mark.parametrize("target", ["ram", "nvme"])
+def test_save_and_restore_on_other_tiers_goes_on_bit_by_bit(target: str, tmp_path: Path) -> None:
+    train = train_config("untied")
+    with streamed_on("gpu_ram", tmp_path, train, model="untied") as (session, streamed):
+        torch.manual_seed(5)
+        loop(streamed, train, 2112, last=3)
+        streamed.save(tmp_path / "saved")
+        torch.manual_seed(6)
+        expected = outcome(session, loop(streamed, train, 2112, first=4))
+    with streamed_on(target, tmp_path, train, model="untied") as (session, streamed):
+        streamed.restore(tmp_path / "saved")
+        assert streamed.steps == 3
+        assert streamed.optimizer.param_groups[0]["lr"] == rate_of(4)
+        torch.manual_seed(6)
+        assert outcome(session, loop(streamed, train, 2112, first=4)) == expected
+
+
+@pytest.mark.parametrize("switches", [True, False])
+def test_save_in_the_place_of_one_of_its_step_leaves_one_that_restores_wherever_it_is_killed(
+    switches: bool, tmp_path: Path
+) -> None:
+    train, folder, seen = train_config("tied"), tmp_path / "saved", list[Path]()
+
+    def see(name: str, args: tuple[Any, ...]) -> None:
+        """What a kill before this call would leave."""
+        seen.append(shutil.copytree(folder, tmp_path / f"{len(seen)} {name}"))
+
+    with streamed_on("ram", tmp_path, train) as (_, streamed):
+        loop(streamed, train, 160, last=1)
+        streamed.save(folder)
+        old = weights_of(streamed)
+        loop(streamed, train, 160, first=2, last=2)
+        new, streamed.steps = weights_of(streamed), 1
+        with pytest.MonkeyPatch.context() as patch:
+            if not switches:
+                patch.setattr(durable, "switch", lambda first, second: False)
+            watched(patch, see)
+            streamed.save(folder)
+        assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+        found = []
+        for snapshot in seen:
+            streamed.restore(snapshot)
+            assert weights_of(streamed) in (old, new)
+            found.append(weights_of(streamed) == new)
+    assert found == sorted(found)
+    assert {False, True} == set(found)
+
+
+def weights_of(streamed: Streamed) -> dict[str, list[float]]:
+    return {name: value.flatten().tolist() for name, value in streamed.state_dict().items()}
+
+
+@pytest.mark.parametrize("what", ["bytes", "sync_tree", "switch"])
+def test_save_that_a_full_drive_refuses_leaves_the_one_of_its_step(what: str, tmp_path: Path) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
+
+    train = train_config("tied")
+    with streamed_on("ram", tmp_path, train) as (_, streamed):
+        loop(streamed, train, 160, last=1)
+        streamed.save(tmp_path / "saved")
+        old = weights_of(streamed)
+        loop(streamed, train, 160, first=2, last=2)
+        streamed.steps = 1
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(TransferError, match="Free space"):
+            if what == "bytes":
+                patch.setattr(chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY))
+            else:
+                patch.setattr(durable, what, refuse)
+            streamed.save(tmp_path / "saved")
+        assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-00000001"]
+        streamed.restore(tmp_path / "saved")
+        assert weights_of(streamed) == old
+
+
+def test_restore_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with (
+        streamed_on("ram", tmp_path, train_config("tied")) as (_, streamed),
+        pytest.raises(CheckpointError, match="holds no checkpoint"),
+    ):
+        streamed.restore(tmp_path)
