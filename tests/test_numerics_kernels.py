@@ -216,11 +216,13 @@ def test_update_beyond_2_to_the_31_elements_reaches_the_end(kernels: ModuleType,
         assert not got[: -want.numel()].any()
 
 
-def sum_on_cpu(values: Tensor) -> Tensor:
-    partials = torch.empty(-(-values.numel() // 65_536), dtype=torch.float64)
-    is_bf16 = values.dtype is torch.bfloat16
-    _native.sum_squares(values.data_ptr(), values.numel(), is_bf16, partials.data_ptr())
-    return partials
+def sum_on_cpu(values: Tensor, first: int = 0) -> Tensor:
+    """Of a piece whose first element has this number: up to the next span, then span by span."""
+    parts = []
+    for piece in (values[: -first % 65_536], values[-first % 65_536 :]):
+        parts.append(torch.empty(-(-piece.numel() // 65_536), dtype=torch.float64))
+        _native.sum_squares(piece.data_ptr(), piece.numel(), piece.dtype is torch.bfloat16, parts[-1].data_ptr())
+    return torch.cat(parts)
 
 
 def assert_same_sums(found: Tensor, expected: Tensor) -> None:
@@ -239,6 +241,16 @@ def test_sum_squares_equals_the_c_sum(kernels: ModuleType, dtype: torch.dtype, n
     values *= 10.0 ** -torch.randint(0, 8, (num_elements,), generator=random)  # so that the order shows
     values = values.to(dtype)
     assert_same_sums(kernels.sum_squares(values.to(DEVICE)), sum_on_cpu(values))
+
+
+@bf16_or_fp32
+@pytest.mark.parametrize("first", [1, 128, 65_408, 65_535, 131_072, (1 << 31) + 200_000])
+@pytest.mark.parametrize("num_elements", [0, 1, 128, 65_537, 200_003])
+def test_sum_squares_of_a_piece_counts_spans_from_where_it_lies(
+    kernels: ModuleType, dtype: torch.dtype, first: int, num_elements: int
+) -> None:
+    values = torch.randn(num_elements, generator=torch.Generator().manual_seed(5)).to(dtype)
+    assert_same_sums(kernels.sum_squares(values.to(DEVICE), first), sum_on_cpu(values, first))
 
 
 @bf16_or_fp32

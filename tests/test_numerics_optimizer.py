@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Mapping
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
 
-from megatier.layout import Layout
-from megatier.numerics.optimizer import AdamW, Hyperparameters
+from megatier import _native
+from megatier.layout import Layout, TensorSlice
+from megatier.numerics.optimizer import SPAN_ELEMENTS, AdamW, Hyperparameters
 from megatier.tier import Kind
 
 LAYOUT = Layout.of([("norm", (70,)), ("weight", (5, 13)), ("bias", (3,)), ("other", (200,))])
@@ -50,3 +56,84 @@ def test_update_into_other_planes_leaves_no_byte_of_them_as_it_was(elements: tup
         assert work.wait()
     optimizer.close()
     assert all(torch.equal(found[kind], expected[kind]) for kind in found)
+
+
+def measuring(layouts: Mapping[str, Layout], dtype: torch.dtype) -> AdamW:
+    return AdamW(layouts, frozenset(), Hyperparameters(), dtype=dtype, groups=1, num_threads=2)
+
+
+def random_layout(draw: random.Random) -> Layout:
+    """Tensors within a span, over several spans, and of more than one native call; some that are whole spans."""
+    sizes = [draw.choice([draw.randint(1, 3_000), draw.randint(1, 300_000), 65_536, 131_072]) for _ in range(9)]
+    return Layout.of([(f"weight{number}", (size,)) for number, size in enumerate([*sizes, 65 * SPAN_ELEMENTS + 77])])
+
+
+def clipped(layout: Layout, first: int, last: int) -> Layout:
+    """What a rank that owns elements [first, last) has of each tensor, counted from the first."""
+    tensors = []
+    for tensor in layout.tensors:
+        start = max(tensor.start, first)
+        stop = min(tensor.stop, last)
+        if start < stop:
+            place = TensorSlice(tensor.name, (stop - start,), start - first, tensor.shape, start - tensor.start)
+            tensors.append(place)
+    return Layout(tuple(tensors), last - first, last - first)
+
+
+def sums_of(optimizer: AdamW, unit: str) -> Tensor:
+    """The partial sums that were noted of a unit."""
+    return torch.cat(optimizer._sums[unit])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_measure_of_the_parts_of_a_unit_gives_the_sums_of_the_whole(seed: int) -> None:
+    draw = random.Random(seed)
+    dtype = draw.choice([torch.bfloat16, torch.float32])
+    layout = random_layout(draw)
+    size = draw.randint(1, 20) * SPAN_ELEMENTS
+    borders = [*range(0, layout.num_elements, size), layout.num_elements]
+    parts = {f"part{first}": clipped(layout, first, last) for first, last in pairwise(borders)}
+    optimizer = measuring({"whole": layout, **parts}, dtype)
+
+    grad = torch.randn(layout.num_elements, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    optimizer.measure("whole", grad)
+    for first, (name, part) in zip(borders, parts.items(), strict=False):
+        optimizer.measure(name, grad[first : first + part.num_elements].clone())
+
+    found = torch.cat([sums_of(optimizer, name) for name in parts])
+    optimizer.close()
+    assert torch.equal(found.sort().values, sums_of(optimizer, "whole").sort().values)
+
+
+def test_measure_sums_what_a_tensor_has_of_each_span_of_its_unit() -> None:
+    layout = Layout.of([("short", (100,)), ("long", (2, SPAN_ELEMENTS)), ("last", (5,))])
+    optimizer = measuring({"unit": layout}, torch.float32)
+    optimizer.begin_step(1, 1e-3)
+    grad = torch.randn(layout.num_elements, generator=torch.Generator().manual_seed(1))
+    optimizer.measure("unit", grad)
+
+    start = layout.tensors[1].start
+    runs = [(0, 100), (start, 65_536), (65_536, 131_072), (131_072, start + 131_072)]
+    expected = torch.empty(5, dtype=torch.float64)
+    for number, (first, last) in enumerate([*runs, (layout.tensors[2].start, layout.tensors[2].stop)]):
+        _native.sum_squares(grad[first:last].data_ptr(), last - first, False, expected[number:].data_ptr())
+    optimizer.close()
+    assert torch.equal(sums_of(optimizer, "unit"), expected)
+    assert optimizer.norm() == math.sqrt(math.fsum(expected.tolist()))
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_first_non_finite_of_tensors_that_share_spans_is_the_right_one(number: int) -> None:
+    layout = random_layout(random.Random(number))
+    optimizer = measuring({"unit": layout}, torch.float32)
+    grad = torch.ones(layout.num_elements)
+    optimizer.measure("unit", grad)
+    assert optimizer.first_non_finite() is None
+
+    tensor = layout.tensors[number]
+    for place in (tensor.start, tensor.stop - 1):
+        grad[place] = math.inf
+        optimizer.measure("unit", grad)
+        assert optimizer.first_non_finite() == tensor.name
+        grad[place] = 1
+    optimizer.close()

@@ -64,18 +64,22 @@ def adamw(planes: Planes, segments: Sequence[tuple[int, int, float]], scalars: S
         launch(pieces, stop - start, decay, scalars, BLOCK_ELEMENTS, num_warps=BLOCK_WARPS, enable_fp_fusion=False)
 
 
-def sum_squares(piece: Tensor) -> Tensor:
-    """Take partial sums of squares, one for each 65,536 elements, in the order of `_native.sum_squares`.
+def sum_squares(piece: Tensor, first: int = 0) -> Tensor:
+    """Take partial sums of squares, one of what a piece has of each span, in the order of `_native.sum_squares`.
 
     Args:
         piece: flat bf16 or fp32 on the GPU.
+        first: the number of its first element, counted from where spans begin. Multiples of 16 are fast.
 
     Returns:
-        fp64 [ceil(numel / 65,536)] on the same device. They equal the CPU's bit for bit, but for the payload of a NaN.
+        fp64 [spans that it has elements in] on the same device. They equal the CPU's bit for bit, but for the payload
+        of a NaN.
     """
-    partials = torch.empty(triton.cdiv(piece.numel(), SPAN_ELEMENTS.value), dtype=torch.float64, device=piece.device)
+    skipped = first % SPAN_ELEMENTS.value
+    num_spans = triton.cdiv(skipped + piece.numel(), SPAN_ELEMENTS.value) if piece.numel() else 0
+    partials = torch.empty(num_spans, dtype=torch.float64, device=piece.device)
     values = piece.view(torch.uint16) if piece.dtype is torch.bfloat16 else piece
-    _sum_spans[(partials.numel(),)](values, piece.numel(), partials, num_warps=LANE_WARPS)
+    _sum_spans[(num_spans,)](values, skipped, piece.numel(), partials, num_warps=LANE_WARPS)
     return partials
 
 
@@ -153,11 +157,14 @@ def _float_of(values: tl.tensor) -> tl.tensor:
 
 
 @_jit
-def _sum_spans(values: tl.tensor, count: tl.int64, partials: tl.tensor) -> None:
-    """Sum the squares of one span. Elements that the last one lacks count as +0, which changes no sum of squares."""
+def _sum_spans(values: tl.tensor, skipped: tl.int32, count: tl.int64, partials: tl.tensor) -> None:
+    """Sum the squares of what a piece has of one span. The first span lacks the elements that are skipped.
+
+    Elements that the last row lacks count as +0, which changes no sum of squares.
+    """
     span = tl.program_id(0).to(tl.int64)
-    start = span * SPAN_ELEMENTS
-    left = tl.minimum(count - start, SPAN_ELEMENTS).to(tl.int32)
+    start = tl.maximum(span * SPAN_ELEMENTS - skipped, 0)
+    left = (tl.minimum((span + 1) * SPAN_ELEMENTS - skipped, count) - start).to(tl.int32)
     lanes = tl.zeros([LANES], tl.float64)
 
     for row in range(0, left, LANES * ROWS_AHEAD):

@@ -8,8 +8,9 @@ AdamW has one definition. The C kernel and the Triton kernel give the same bits,
 x is the fp32 master, which may be split into weight plane and remainder. m and v below 2^-126 are set to 0. `scale` is
 the clip coefficient, min(1, clip / (norm + 1e-6)).
 
-The norm is that of the rounded gradients. Sums of squares are taken in fp64, in a fixed order, over 65,536 elements of
-one tensor at a time. They are added exactly and rounded once, so units, slots, slices and devices do not matter.
+The norm is that of the rounded gradients. Sums of squares are taken in fp64, in a fixed order, of what each tensor has
+of each span of its unit, 65,536 elements. They are added exactly and rounded once, so slots, slices and devices do not
+matter, nor does it if a unit is cut between spans.
 
 Source: Loshchilov and Hutter, arXiv 1711.05101. The split is megatier's: 12 bytes of state a parameter.
 """
@@ -17,10 +18,11 @@ Source: Loshchilov and Hutter, arXiv 1711.05101. The split is megatier's: 12 byt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ from megatier.state import StateSchema
 from megatier.tier import Kind
 
 SPAN_ELEMENTS = 65_536
-"""Elements under one partial sum of squares."""
+"""Elements of a span of a unit. Each tensor has one partial sum of squares for what it has of a span."""
 PIECE_ELEMENTS = 64 * SPAN_ELEMENTS
 """Elements of one call if several threads share a gradient in RAM: whole spans, so that no partial sum is cut."""
 QUEUED_A_THREAD = 16
@@ -170,23 +172,20 @@ class AdamW:
             unit: its unit.
             grad: flat [num_elements] in the compute dtype, on any device.
         """
-        # Each tensor from its own first element, so that the sums do not depend on what else lies in the unit.
+        # Spans are counted from the unit's start, so that runs of whole spans have exactly their own of all these sums.
         tensors = self.layouts[unit].tensors
         if grad.is_cuda:
-            self._sums[unit] = [self._kernels.sum_squares(grad[tensor.start : tensor.stop]) for tensor in tensors]
+            self._sums[unit] = [self._kernels.sum_squares(grad[t.start : t.stop], t.start) for t in tensors]
             return
 
         sums = torch.empty(sum(_num_spans(tensor) for tensor in tensors), dtype=torch.float64)
-        source = grad.data_ptr()
-        target = sums.data_ptr()
         pieces: list[tuple[int, int, bool, int]] = []
+        done = 0
 
-        for tensor in tensors:
-            for start in range(0, tensor.num_elements, PIECE_ELEMENTS):
-                size = min(PIECE_ELEMENTS, tensor.num_elements - start)
-                first = source + (tensor.start + start) * grad.element_size()
-                pieces.append((first, size, self._split, target + start // SPAN_ELEMENTS * sums.element_size()))
-            target += _num_spans(tensor) * sums.element_size()
+        for start, stop in (piece for tensor in tensors for piece in _pieces(tensor)):
+            source = grad.data_ptr() + start * grad.element_size()
+            pieces.append((source, stop - start, self._split, sums.data_ptr() + done * sums.element_size()))
+            done += -(-(stop - start) // SPAN_ELEMENTS)
 
         self._at_once(_native.sum_squares, pieces)
         self._sums[unit] = [sums]
@@ -358,7 +357,14 @@ def _addresses(planes: Planes) -> tuple[int, int, int, int]:
 
 
 def _num_spans(tensor: TensorSlice) -> int:
-    return -(-tensor.num_elements // SPAN_ELEMENTS)
+    """Return the number of its unit's spans that a tensor has elements in."""
+    return -(-tensor.stop // SPAN_ELEMENTS) - tensor.start // SPAN_ELEMENTS if tensor.num_elements else 0
+
+
+def _pieces(tensor: TensorSlice) -> Iterator[tuple[int, int]]:
+    """Cut a tensor into a head and runs of whole spans. A native call takes one, and counts spans from its start."""
+    border = -(-tensor.start // SPAN_ELEMENTS) * SPAN_ELEMENTS
+    return pairwise([tensor.start, *range(border, tensor.stop, PIECE_ELEMENTS), tensor.stop])
 
 
 def plane_dtype(schema: StateSchema, kind: Kind) -> torch.dtype:
