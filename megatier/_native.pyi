@@ -19,7 +19,7 @@ class Batch:
         """None, or the first failure as (what, errno, segment, file_offset, expected, found).
 
         what: "io" (errno set; expected and found are byte counts), "short" (the device ended early; byte counts),
-        "checksum" (file_offset is the chunk's; expected and found are CRCs).
+        "checksum" (file_offset is the granule's; expected and found are CRCs).
         """
 
 @final
@@ -51,15 +51,15 @@ class ThreadPool:
         write: bool,
         segments: Sequence[tuple[int, int, int, int]],
         checksums: int,
-        chunk_bytes: int,
+        granule_bytes: int,
         request_bytes: int,
     ) -> Batch:
         """Read or write segments of (fd, file_offset, address, num_bytes), cut into requests of at most request_bytes.
 
-        checksums: address of one uint32 per chunk_bytes of the segments laid end to end, or 0 for none. A read verifies
-        each chunk, a write stores each chunk's checksum once its bytes are written. Segment lengths are multiples of
-        chunk_bytes except the last's. Requests hold whole chunks, at least one, where checksums are used. Retries EINTR
-        and continues after a short transfer; a transfer that gets no further is "short".
+        checksums: address of one uint32 per granule_bytes of the segments laid end to end, or 0 for none. A read
+        verifies each granule, a write stores each granule's checksum once its bytes are written. Segment lengths are
+        multiples of granule_bytes except the last's. Requests hold whole granules, at least one, where checksums are
+        used. Retries EINTR and continues after a short transfer; a transfer that gets no further is "short".
         """
     def submit_adamw(
         self,
@@ -84,7 +84,7 @@ class ThreadPool:
 def copy(target: int, source: int, num_bytes: int) -> None: ...
 def fill(target: int, byte: int, num_bytes: int) -> None: ...
 def checksum(address: int, num_bytes: int) -> int:
-    """Of a chunk of a block file; native/checksum.h holds the definition."""
+    """Of a granule of a block file; native/checksum.h holds the definition."""
 
 def crc32c(address: int, num_bytes: int) -> int:
     """Plain CRC32C, as other formats store it."""

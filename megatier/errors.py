@@ -100,7 +100,7 @@ class IntegrityError(MegatierError):
     """Bytes that were read from NVMe are not those that were written."""
 
     def __init__(self, key: str, path: str, offset: int, expected: int, found: int) -> None:
-        """Name block, file, byte offset of the chunk, and both checksums."""
+        """Name block, file, byte offset of the granule, and both checksums."""
         self.key = key
         self.path = path
         self.offset = offset

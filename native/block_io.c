@@ -14,8 +14,8 @@
 struct io_request {
     struct io_segment extent; /* this request's part of the segment */
     size_t segment;
-    uint32_t *checksums; /* of this request's first chunk, or NULL */
-    size_t chunk_bytes;
+    uint32_t *checksums; /* of this request's first granule, or NULL */
+    size_t granule_bytes;
     bool write;
 };
 
@@ -59,18 +59,19 @@ static bool transfer(const struct io_request *request, struct failure *failure)
     return true;
 }
 
-/* A write stores the checksum of each chunk, a read compares. */
-static bool check_chunks(const struct io_request *request, struct failure *failure)
+/* A write stores the checksum of each granule, a read compares. */
+static bool check_granules(const struct io_request *request, struct failure *failure)
 {
     const struct io_segment *extent = &request->extent;
-    for (size_t start = 0, chunk = 0; start < extent->num_bytes; start += request->chunk_bytes, chunk++) {
+    for (size_t start = 0, granule = 0; start < extent->num_bytes; start += request->granule_bytes, granule++) {
         size_t left = extent->num_bytes - start;
-        uint32_t found = checksum(extent->address + start, left < request->chunk_bytes ? left : request->chunk_bytes);
+        size_t size = left < request->granule_bytes ? left : request->granule_bytes;
+        uint32_t found = checksum(extent->address + start, size);
         if (request->write)
-            request->checksums[chunk] = found;
-        else if (request->checksums[chunk] != found) {
+            request->checksums[granule] = found;
+        else if (request->checksums[granule] != found) {
             *failure = (struct failure){"checksum", 0, request->segment, extent->file_offset + (int64_t)start,
-                                        request->checksums[chunk], found};
+                                        request->checksums[granule], found};
             return false;
         }
     }
@@ -80,15 +81,15 @@ static bool check_chunks(const struct io_request *request, struct failure *failu
 static bool io_run(const void *record, struct failure *failure)
 {
     const struct io_request *request = record;
-    return transfer(request, failure) && (!request->checksums || check_chunks(request, failure));
+    return transfer(request, failure) && (!request->checksums || check_granules(request, failure));
 }
 
 struct batch *io_batch(bool write, const struct io_segment *segments, size_t num_segments, uint32_t *checksums,
-                       size_t chunk_bytes, size_t request_bytes)
+                       size_t granule_bytes, size_t request_bytes)
 {
     size_t most = request_bytes, num_requests = 0, index = 0;
     if (checksums)
-        most = request_bytes > chunk_bytes ? request_bytes / chunk_bytes * chunk_bytes : chunk_bytes;
+        most = request_bytes > granule_bytes ? request_bytes / granule_bytes * granule_bytes : granule_bytes;
     for (size_t i = 0; i < num_segments; i++)
         num_requests += segments[i].num_bytes / most + (segments[i].num_bytes % most != 0);
     struct batch *batch = batch_new(num_requests, sizeof(struct io_request), io_run);
@@ -100,13 +101,13 @@ struct batch *io_batch(bool write, const struct io_segment *segments, size_t num
                 .extent = {segment->fd, segment->file_offset + (int64_t)start, segment->address + start,
                            left < most ? left : most},
                 .segment = i,
-                .checksums = checksums ? checksums + start / chunk_bytes : NULL,
-                .chunk_bytes = chunk_bytes,
+                .checksums = checksums ? checksums + start / granule_bytes : NULL,
+                .granule_bytes = granule_bytes,
                 .write = write,
             };
         }
         if (checksums)
-            checksums += segment->num_bytes / chunk_bytes;
+            checksums += segment->num_bytes / granule_bytes;
     }
     return batch;
 }

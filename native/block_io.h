@@ -1,4 +1,4 @@
-/* Reads and writes of extents: pread and pwrite loops that take nothing for granted, with a checksum per chunk. */
+/* Reads and writes of extents: pread and pwrite loops that take nothing for granted, with a checksum per granule. */
 #ifndef MEGATIER_BLOCK_IO_H
 #define MEGATIER_BLOCK_IO_H
 
@@ -11,9 +11,9 @@ struct io_segment {
     size_t num_bytes;
 };
 
-/* One batch, cut into requests of at most request_bytes (whole chunks where checksums are used, at least one).
- * checksums NULL: none. Segment lengths are multiples of chunk_bytes except the last's. NULL: no memory. */
+/* One batch, cut into requests of at most request_bytes (whole granules where checksums are used, at least one).
+ * checksums NULL: none. Segment lengths are multiples of granule_bytes except the last's. NULL: no memory. */
 struct batch *io_batch(bool write, const struct io_segment *segments, size_t num_segments, uint32_t *checksums,
-                       size_t chunk_bytes, size_t request_bytes);
+                       size_t granule_bytes, size_t request_bytes);
 
 #endif

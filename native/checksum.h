@@ -1,4 +1,4 @@
-/* The checksum of a chunk: CRC32C in four lanes.
+/* The checksum of a granule: CRC32C in four lanes.
  *
  * Lane l of 4 is the CRC32C, without final inversion, of the 8-byte words l, l + 4, l + 8, ... of the largest multiple
  * of 32 bytes. The result is the CRC32C of the four lanes (4 bytes each, little-endian), the remaining 0 to 31 bytes,

@@ -100,18 +100,18 @@ static bool parse_adamw_segment(PyObject *tuple, void *item)
     return segment->start <= segment->stop || value_error("a segment stops before it starts");
 }
 
-static bool check_io(const struct io_segment *segments, size_t num_segments, size_t checksums, size_t chunk_bytes,
+static bool check_io(const struct io_segment *segments, size_t num_segments, size_t checksums, size_t granule_bytes,
                      size_t request_bytes)
 {
     if (!request_bytes)
         return value_error("request_bytes must be positive");
     if (!checksums)
         return true;
-    if (!chunk_bytes)
-        return value_error("checksums need a positive chunk_bytes");
+    if (!granule_bytes)
+        return value_error("checksums need a positive granule_bytes");
     for (size_t i = 0; i + 1 < num_segments; i++)
-        if (segments[i].num_bytes % chunk_bytes)
-            return value_error("every segment but the last must be a multiple of chunk_bytes");
+        if (segments[i].num_bytes % granule_bytes)
+            return value_error("every segment but the last must be a multiple of granule_bytes");
     return aligned(checksums, sizeof(uint32_t));
 }
 
@@ -293,17 +293,17 @@ static PyObject *pool_object_submit_io(PyObject *self, PyObject *args, PyObject 
 {
     int write;
     PyObject *sequence;
-    size_t checksums, chunk_bytes, request_bytes, num_segments;
-    static char *names[] = {"write", "segments", "checksums", "chunk_bytes", "request_bytes", NULL};
+    size_t checksums, granule_bytes, request_bytes, num_segments;
+    static char *names[] = {"write", "segments", "checksums", "granule_bytes", "request_bytes", NULL};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "pOO&O&O&:submit_io", names, &write, &sequence, to_size, &checksums,
-                                     to_size, &chunk_bytes, to_size, &request_bytes))
+                                     to_size, &granule_bytes, to_size, &request_bytes))
         return NULL;
     struct io_segment *segments = parse_segments(sequence, sizeof *segments, parse_io_segment, &num_segments);
     if (!segments)
         return NULL;
     PyObject *object = NULL;
-    if (check_io(segments, num_segments, checksums, chunk_bytes, request_bytes))
-        object = pool_object_submit(self, io_batch(write, segments, num_segments, (uint32_t *)checksums, chunk_bytes,
+    if (check_io(segments, num_segments, checksums, granule_bytes, request_bytes))
+        object = pool_object_submit(self, io_batch(write, segments, num_segments, (uint32_t *)checksums, granule_bytes,
                                                    request_bytes));
     free(segments);
     return object;
@@ -369,7 +369,7 @@ static void pool_object_dealloc(PyObject *self)
 
 static PyMethodDef pool_methods[] = {
     {"submit_io", (PyCFunction)(void (*)(void))pool_object_submit_io, METH_VARARGS | METH_KEYWORDS,
-     "submit_io($self, write, segments, checksums, chunk_bytes, request_bytes)\n--\n\n"
+     "submit_io($self, write, segments, checksums, granule_bytes, request_bytes)\n--\n\n"
      "Read or write segments of (fd, file_offset, address, num_bytes)."},
     {"submit_adamw", (PyCFunction)(void (*)(void))pool_object_submit_adamw, METH_VARARGS | METH_KEYWORDS,
      "submit_adamw($self, planes, split, segments, scalars)\n--\n\n"

@@ -32,7 +32,7 @@ os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(scratch_directory()))
 """Parent of every tmp_path: a mount of the NVMe tier may not lie in RAM, and on many machines /tmp does."""
 
 FAULTS = Path(__file__).parent / "faults"
-CHUNK_BYTES = 4096
+GRANULE_BYTES = 4096
 LEAK_WAIT_S = 2.0
 """A joined thread leaves the process table a moment later."""
 
@@ -100,9 +100,9 @@ def pattern(seed: int, num_bytes: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8))
 
 
-def chunk_checksums(region: torch.Tensor, chunk_bytes: int) -> npt.NDArray[np.uint32]:
-    """The C code's, of each chunk of uint8 [n] on the CPU; the last may be shorter."""
-    sizes = [(start, min(chunk_bytes, region.numel() - start)) for start in range(0, region.numel(), chunk_bytes)]
+def granule_checksums(region: torch.Tensor, granule_bytes: int) -> npt.NDArray[np.uint32]:
+    """The C code's, of each granule of uint8 [n] on the CPU; the last may be shorter."""
+    sizes = [(start, min(granule_bytes, region.numel() - start)) for start in range(0, region.numel(), granule_bytes)]
     return np.array([_native.checksum(region.data_ptr() + start, size) for start, size in sizes], dtype=np.uint32)
 
 

@@ -12,7 +12,7 @@ from typing import Self
 
 import pytest
 import torch
-from conftest import chunk_checksums
+from conftest import granule_checksums
 
 from megatier.drives import gds
 
@@ -112,5 +112,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Kvikio:
     """Let every store of this process find a kvikio, whose reads go to RAM."""
     library = Kvikio()
     monkeypatch.setattr(gds, "load_library", lambda _: library)
-    monkeypatch.setattr(gds, "checksums", chunk_checksums)
+    monkeypatch.setattr(gds, "checksums", granule_checksums)
     return library

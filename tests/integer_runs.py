@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHUNK_BYTES, check_invariants
+from conftest import GRANULE_BYTES, check_invariants
 from torch import Tensor
 
 from megatier.drives.blockfile import BlockFiles, FileBatch, IoOptions
@@ -225,7 +225,7 @@ def starter(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         state, gpu, usual = PLACES[name]
         units = units or (FOR_STREAMED if name == "streamed" else UNITS)
         ram = ram or usual
-        options = IoOptions(num_threads=2, chunk_bytes=CHUNK_BYTES)
+        options = IoOptions(num_threads=2, granule_bytes=GRANULE_BYTES)
         share = 1.0 if name == "streamed" else 0.0
         schema = ADAMW_BF16 if choices.pop("split", False) else ADAMW_FP32
         choices = {"streamed_share": share, **choices}

@@ -37,20 +37,20 @@ class PlainBatch:
 
 
 class PlainEngine:
-    """Moves one segment after the other, and its chunks' checksums after that."""
+    """Moves one segment after the other, and its granules' checksums after that."""
 
     def __init__(self, num_threads: int) -> None:
         assert num_threads > 0
 
-    def submit(self, segments: Sequence[Segment], checksums: int, chunk_bytes: int, *, writes: bool) -> PlainBatch:
+    def submit(self, segments: Sequence[Segment], checksums: int, granule_bytes: int, *, writes: bool) -> PlainBatch:
         began = time.perf_counter_ns()
         failure: Failure | None = None
         first = 0
         for index, segment in enumerate(segments):
             failure = failure or self._move(segment, index, writes=writes)
             if checksums and failure is None:
-                failure = self._check(segment, index, checksums + 4 * first, chunk_bytes, writes=writes)
-            first += -(-segment[3] // chunk_bytes)
+                failure = self._check(segment, index, checksums + 4 * first, granule_bytes, writes=writes)
+            first += -(-segment[3] // granule_bytes)
         return PlainBatch(failure, (began, time.perf_counter_ns()))
 
     def close(self) -> None:
@@ -70,10 +70,12 @@ class PlainEngine:
             moved += part
         return None
 
-    def _check(self, segment: Segment, index: int, checksums: int, chunk_bytes: int, *, writes: bool) -> Failure | None:
+    def _check(
+        self, segment: Segment, index: int, checksums: int, granule_bytes: int, *, writes: bool
+    ) -> Failure | None:
         _, offset, address, num_bytes = segment
-        for number, start in enumerate(range(0, num_bytes, chunk_bytes)):
-            found = _native.checksum(address + start, min(chunk_bytes, num_bytes - start))
+        for number, start in enumerate(range(0, num_bytes, granule_bytes)):
+            found = _native.checksum(address + start, min(granule_bytes, num_bytes - start))
             stored = ctypes.c_uint32.from_address(checksums + 4 * number)
             if writes:
                 stored.value = found

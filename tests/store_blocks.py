@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import torch
-from conftest import CHUNK_BYTES
+from conftest import GRANULE_BYTES
 
 from megatier.store.store import TieredStore
 from megatier.tier import Tier
 
-NUM_BYTES = 6 * CHUNK_BYTES + 1000
-"""Ragged: the last chunk and the last page are not whole."""
-NUM_CHUNKS = 7
+NUM_BYTES = 6 * GRANULE_BYTES + 1000
+"""Ragged: the last granule and the last page are not whole."""
+NUM_GRANULES = 7
 KEYS = ("a", "b", "c", "d")
 MIB = 1 << 20
-SPAN = (CHUNK_BYTES, 3 * CHUNK_BYTES)
+SPAN = (GRANULE_BYTES, 3 * GRANULE_BYTES)
 ZERO = torch.zeros(NUM_BYTES, dtype=torch.uint8)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHUNK_BYTES, check_invariants, pattern, probe
-from store_blocks import KEYS, MIB, NUM_BYTES, NUM_CHUNKS, SPAN, ZERO, has_copy, read, send_home, write
+from conftest import GRANULE_BYTES, check_invariants, pattern, probe
+from store_blocks import KEYS, MIB, NUM_BYTES, NUM_GRANULES, SPAN, ZERO, has_copy, read, send_home, write
 
 from megatier.drives.blockfile import IoOptions
 from megatier.drives.io_engine import IoEngine, NativeEngine
@@ -46,7 +46,7 @@ class StoreContract:
             num_threads=2,
             engine=type(self).engine,
             direct=self.direct,
-            chunk_bytes=CHUNK_BYTES,
+            granule_bytes=GRANULE_BYTES,
             gpu_direct=self.gpu_direct,
         )
         store = TieredStore.open(
@@ -106,8 +106,8 @@ class StoreContract:
 
     def test_spans_written_apart_make_the_whole(self, store: TieredStore, tier: Tier) -> None:
         expected = pattern(2, NUM_BYTES)
-        for start in random.Random(3).sample(range(0, NUM_BYTES, 2 * CHUNK_BYTES), 4):
-            span = (start, min(start + 2 * CHUNK_BYTES, NUM_BYTES))
+        for start in random.Random(3).sample(range(0, NUM_BYTES, 2 * GRANULE_BYTES), 4):
+            span = (start, min(start + 2 * GRANULE_BYTES, NUM_BYTES))
             write(store, "a", tier, expected[slice(*span)], start)
             send_home(store, "a", span)
             if self.home is not tier:
@@ -258,8 +258,8 @@ class StoreContract:
 
     def test_write_back_of_the_whole_takes_every_dirty_span(self, store: TieredStore) -> None:
         store.lease("a", self.away).release()
-        for start in (0, 4 * CHUNK_BYTES):
-            write(store, "a", self.away, pattern(start, CHUNK_BYTES), start)
+        for start in (0, 4 * GRANULE_BYTES):
+            write(store, "a", self.away, pattern(start, GRANULE_BYTES), start)
         send_home(store, "a")
         assert not store.is_dirty("a")
         assert torch.equal(probe(store, "a"), read(store, "a", self.away))
@@ -323,13 +323,13 @@ class StoreContract:
         with pytest.raises(BlockNotFoundError, match="'nobody'"):
             store.residency("nobody")
 
-    def test_span_off_the_chunks_or_outside_asserts(self, store: TieredStore) -> None:
-        for span in ((0, NUM_BYTES + 1), (CHUNK_BYTES, CHUNK_BYTES), (-CHUNK_BYTES, CHUNK_BYTES)):
+    def test_span_off_the_granules_or_outside_asserts(self, store: TieredStore) -> None:
+        for span in ((0, NUM_BYTES + 1), (GRANULE_BYTES, GRANULE_BYTES), (-GRANULE_BYTES, GRANULE_BYTES)):
             with pytest.raises(AssertionError, match="outside"):
                 store.lease("a", Tier.RAM, span)
         if self.home is Tier.NVME:
-            for span in ((100, CHUNK_BYTES), (0, 100)):
-                with pytest.raises(AssertionError, match="chunk"):
+            for span in ((100, GRANULE_BYTES), (0, 100)):
+                with pytest.raises(AssertionError, match="granule"):
                     store.lease("a", Tier.RAM, span)
 
     def test_register_twice_or_late_raises(self, store: TieredStore) -> None:
@@ -422,8 +422,8 @@ class StoreContract:
     def act(self, store: TieredStore, model: dict[str, torch.Tensor], key: str, choose: random.Random) -> None:
         """One random use of a block that nobody else uses meanwhile; it ends clean, or on its way home."""
         tier = choose.choice([Tier.GPU, Tier.RAM])
-        start = choose.randrange(NUM_CHUNKS) * CHUNK_BYTES
-        span = (start, min(start + choose.randrange(1, 4) * CHUNK_BYTES, NUM_BYTES))
+        start = choose.randrange(NUM_GRANULES) * GRANULE_BYTES
+        span = (start, min(start + choose.randrange(1, 4) * GRANULE_BYTES, NUM_BYTES))
         match choose.randrange(5):
             case 0:
                 store.prefetch(key, tier, span, wait=True)

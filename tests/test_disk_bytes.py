@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from conftest import CHUNK_BYTES
+from conftest import GRANULE_BYTES
 from integer_runs import UNITS, Run, close
 from tiny_runs import BATCH, PLACES, exactness_config, one_thread, opened, plain_model, random_groups
 
@@ -41,7 +41,7 @@ class Spilled:
     slots: int = 2
     """GPU slots for weights."""
     chunk_elements: int = 2048
-    chunk_bytes: int = CHUNK_BYTES
+    granule_bytes: int = GRANULE_BYTES
     """Under one checksum."""
 
     @property
@@ -93,7 +93,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[Spilled], Run]]:
 
         def start_run(wanted: Spilled) -> Run:
             budgets, mount = wanted.budgets, f"{tmp_path}:{NVME_BYTES}"
-            options = IoOptions(num_threads=2, chunk_bytes=wanted.chunk_bytes)
+            options = IoOptions(num_threads=2, granule_bytes=wanted.granule_bytes)
             store = TieredStore.open(gpu=budgets.gpu, ram=budgets.ram, nvme=[mount], options=options)
             stack.callback(store.close)
             run = Run(store, budgets, wanted.policy, wanted.units)
@@ -224,7 +224,7 @@ class Drive:
 def test_drive_moves_what_the_store_counts_within_5_percent(tmp_path: Path, start: Callable[[Spilled], Run]) -> None:
     drive = Drive(tmp_path)
     units = [UnitSpec(name=f"u{number}", num_elements=3 << 20) for number in range(7)]
-    run = start(Spilled(units=units, chunk_elements=1 << 20, chunk_bytes=64 << 10))
+    run = start(Spilled(units=units, chunk_elements=1 << 20, granule_bytes=64 << 10))
     run.train_step()
     run.player.drain()
     if not run.store.is_direct:

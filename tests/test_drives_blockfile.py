@@ -23,8 +23,8 @@ from megatier.drives.mounts import budget_bytes
 from megatier.errors import CapacityError, ConfigError, IntegrityError, RunLockedError, TransferError
 from megatier.private import PrivateDirectory
 
-CHUNK_BYTES = 4096
-NUM_BYTES = 10 * CHUNK_BYTES
+GRANULE_BYTES = 4096
+NUM_BYTES = 10 * GRANULE_BYTES
 MIB = 1 << 20
 
 
@@ -38,7 +38,7 @@ def memory(num_bytes: int, seed: int | None = None) -> npt.NDArray[np.uint8]:
 
 def open_files(*directories: Path, budget: int | None = MIB, run_id: str = "run", **options: Any) -> BlockFiles:
     mounts = [MountBudget(directory, budget) for directory in directories]
-    return BlockFiles(mounts, run_id, IoOptions(**{"num_threads": 2, "chunk_bytes": CHUNK_BYTES, **options}))
+    return BlockFiles(mounts, run_id, IoOptions(**{"num_threads": 2, "granule_bytes": GRANULE_BYTES, **options}))
 
 
 @pytest.fixture
@@ -77,7 +77,9 @@ def test_write_then_read_gives_the_bytes(tmp_path: Path, direct: bool, checksums
     write(files, first, source)
     write(files, second, source[::-1].copy() if not direct else memory(NUM_BYTES, seed=2))
     assert np.array_equal(read(files, first, 0, NUM_BYTES), source)
-    assert np.array_equal(read(files, first, CHUNK_BYTES, 3 * CHUNK_BYTES), source[CHUNK_BYTES : 3 * CHUNK_BYTES])
+    assert np.array_equal(
+        read(files, first, GRANULE_BYTES, 3 * GRANULE_BYTES), source[GRANULE_BYTES : 3 * GRANULE_BYTES]
+    )
     assert (tmp_path / "megatier-run" / "blocks").read_bytes()[:NUM_BYTES] == source.tobytes()
     assert files.is_direct is direct or direct
     files.close()
@@ -93,7 +95,7 @@ def test_files_go_on_with_another_number_of_threads(files: BlockFiles) -> None:
 
 
 def test_fresh_extent_reads_as_zeros_with_valid_checksums(files: BlockFiles) -> None:
-    (ragged,) = prepared(files, NUM_BYTES - CHUNK_BYTES // 2)
+    (ragged,) = prepared(files, NUM_BYTES - GRANULE_BYTES // 2)
     assert ragged.num_bytes == NUM_BYTES
     assert not read(files, ragged, 0, NUM_BYTES).any()
 
@@ -128,11 +130,11 @@ def test_file_system_without_direct_access_falls_back_and_reports_it(
     files.close()
 
 
-def test_changed_file_is_an_integrity_error_naming_the_chunk(files: BlockFiles, tmp_path: Path) -> None:
+def test_changed_file_is_an_integrity_error_naming_the_granule(files: BlockFiles, tmp_path: Path) -> None:
     _, extent = prepared(files, NUM_BYTES, NUM_BYTES)
     write(files, extent, memory(NUM_BYTES, seed=4))
     path = tmp_path / "megatier-run" / "blocks"
-    offset = NUM_BYTES + 3 * CHUNK_BYTES
+    offset = NUM_BYTES + 3 * GRANULE_BYTES
     file = os.open(path, os.O_RDWR)
     os.pwrite(file, bytes([os.pread(file, 1, offset + 5)[0] ^ 1]), offset + 5)
     os.close(file)
@@ -141,22 +143,22 @@ def test_changed_file_is_an_integrity_error_naming_the_chunk(files: BlockFiles, 
     error = caught.value
     assert (error.key, error.path, error.offset) == ("block", str(path), offset)
     assert error.expected == extent.checksums[3] != error.found
-    read(files, extent, 4 * CHUNK_BYTES, NUM_BYTES)
+    read(files, extent, 4 * GRANULE_BYTES, NUM_BYTES)
 
 
 def test_truncated_file_is_a_transfer_error(files: BlockFiles, tmp_path: Path) -> None:
     (extent,) = prepared(files, NUM_BYTES)
     path = tmp_path / "megatier-run" / "blocks"
-    os.truncate(path, 2 * CHUNK_BYTES)
+    os.truncate(path, 2 * GRANULE_BYTES)
     with pytest.raises(TransferError, match="ended early") as caught:
         read(files, extent, 0, NUM_BYTES)
-    assert (caught.value.tier, caught.value.path, caught.value.offset) == ("nvme", str(path), 2 * CHUNK_BYTES)
+    assert (caught.value.tier, caught.value.path, caught.value.offset) == ("nvme", str(path), 2 * GRANULE_BYTES)
 
 
-def test_span_off_the_chunks_asserts(files: BlockFiles) -> None:
+def test_span_off_the_granules_asserts(files: BlockFiles) -> None:
     (extent,) = prepared(files, NUM_BYTES)
-    for start, stop in ((100, CHUNK_BYTES), (0, CHUNK_BYTES + 100)):
-        with pytest.raises(AssertionError, match="chunk"):
+    for start, stop in ((100, GRANULE_BYTES), (0, GRANULE_BYTES + 100)):
+        with pytest.raises(AssertionError, match="granule"):
             files.read("block", extent, start, stop, 0)
 
 
@@ -166,16 +168,16 @@ def test_span_off_the_chunks_asserts(files: BlockFiles) -> None:
 def test_stripes_go_round_mounts_by_the_shares_given_while_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatier.drives.extent.STRIPE_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr("megatier.drives.extent.STRIPE_BYTES", GRANULE_BYTES)
     for name in ("fast", "slow"):
         (tmp_path / name).mkdir()
-    mounts = [MountBudget(tmp_path / "fast", 12 * CHUNK_BYTES), MountBudget(tmp_path / "slow", 100 * CHUNK_BYTES)]
-    options = IoOptions(num_threads=2, chunk_bytes=CHUNK_BYTES, shares=(3e9, 1e9))
+    mounts = [MountBudget(tmp_path / "fast", 12 * GRANULE_BYTES), MountBudget(tmp_path / "slow", 100 * GRANULE_BYTES)]
+    options = IoOptions(num_threads=2, granule_bytes=GRANULE_BYTES, shares=(3e9, 1e9))
     files = BlockFiles(mounts, "run", options)
 
-    def taken(num_chunks: int) -> list[int]:
-        stripes = files.reserve(num_chunks * CHUNK_BYTES).stripes
-        return [sum(s.num_bytes for s in stripes if s.mount == mount) // CHUNK_BYTES for mount in (0, 1)]
+    def taken(num_granules: int) -> list[int]:
+        stripes = files.reserve(num_granules * GRANULE_BYTES).stripes
+        return [sum(s.num_bytes for s in stripes if s.mount == mount) // GRANULE_BYTES for mount in (0, 1)]
 
     assert taken(8) == [6, 2]
     assert taken(16) == [6, 10]  # the fast one is full
@@ -183,12 +185,12 @@ def test_stripes_go_round_mounts_by_the_shares_given_while_there_is_room(
 
 
 def test_stripes_go_round_mounts_by_free_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatier.drives.extent.STRIPE_BYTES", 2 * CHUNK_BYTES)
+    monkeypatch.setattr("megatier.drives.extent.STRIPE_BYTES", 2 * GRANULE_BYTES)
     large, small = tmp_path / "large", tmp_path / "small"
     large.mkdir()
     small.mkdir()
-    mounts = [MountBudget(large, 64 * CHUNK_BYTES), MountBudget(small, 16 * CHUNK_BYTES)]
-    files = BlockFiles(mounts, "run", IoOptions(num_threads=2, chunk_bytes=CHUNK_BYTES))
+    mounts = [MountBudget(large, 64 * GRANULE_BYTES), MountBudget(small, 16 * GRANULE_BYTES)]
+    files = BlockFiles(mounts, "run", IoOptions(num_threads=2, granule_bytes=GRANULE_BYTES))
     extents = prepared(files, *[NUM_BYTES] * 4)
     taken = [sum(s.num_bytes for e in extents for s in e.stripes if s.mount == mount) for mount in (0, 1)]
     assert sum(taken) == 4 * NUM_BYTES
@@ -200,18 +202,18 @@ def test_stripes_go_round_mounts_by_free_share(tmp_path: Path, monkeypatch: pyte
     files.close()
 
 
-def test_reserve_uses_every_mount_to_its_last_chunk(tmp_path: Path) -> None:
+def test_reserve_uses_every_mount_to_its_last_granule(tmp_path: Path) -> None:
     directories = [tmp_path / name for name in "abc"]
     for directory in directories:
         directory.mkdir()
-    files = open_files(*directories, budget=7 * CHUNK_BYTES)
-    extent = files.reserve(20 * CHUNK_BYTES)
-    assert sorted(stripe.num_bytes // CHUNK_BYTES for stripe in extent.stripes) == [6, 7, 7]
-    assert files.used_bytes == 20 * CHUNK_BYTES
+    files = open_files(*directories, budget=7 * GRANULE_BYTES)
+    extent = files.reserve(20 * GRANULE_BYTES)
+    assert sorted(stripe.num_bytes // GRANULE_BYTES for stripe in extent.stripes) == [6, 7, 7]
+    assert files.used_bytes == 20 * GRANULE_BYTES
     with pytest.raises(CapacityError) as caught:
-        files.reserve(2 * CHUNK_BYTES)
-    assert (caught.value.needed_bytes, caught.value.free_bytes) == (2 * CHUNK_BYTES, CHUNK_BYTES)
-    assert files.used_bytes == 20 * CHUNK_BYTES
+        files.reserve(2 * GRANULE_BYTES)
+    assert (caught.value.needed_bytes, caught.value.free_bytes) == (2 * GRANULE_BYTES, GRANULE_BYTES)
+    assert files.used_bytes == 20 * GRANULE_BYTES
     files.close()
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import fake_kvikio
 import pytest
 import torch
-from conftest import CHUNK_BYTES, check_invariants, pattern
+from conftest import GRANULE_BYTES, check_invariants, pattern
 from fake_kvikio import Kvikio
-from store_blocks import KEYS, MIB, NUM_BYTES, NUM_CHUNKS, SPAN, has_copy, read, send_home, write
+from store_blocks import KEYS, MIB, NUM_BYTES, NUM_GRANULES, SPAN, has_copy, read, send_home, write
 from store_contract import StoreContract
 from tiny_runs import MODELS, PLACES, Run, exactness_config, one_thread, opened, run_in_fresh_process, run_steps
 
@@ -32,7 +32,7 @@ from megatier.store.store import TieredStore
 from megatier.tier import BlockSpec, Tier, round_up
 
 CPU = torch.device("cpu")
-PADDED = NUM_CHUNKS * CHUNK_BYTES
+PADDED = NUM_GRANULES * GRANULE_BYTES
 
 
 def why_no_kvikio() -> str:
@@ -57,8 +57,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Kvikio:
 
 @pytest.fixture
 def reader(tmp_path: Path, library: Kvikio, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Prepared]]:
-    """Opens a reader of one block, two chunks a stripe, round two mounts."""
-    monkeypatch.setattr("megatier.drives.extent.STRIPE_BYTES", 2 * CHUNK_BYTES)
+    """Opens a reader of one block, two granules a stripe, round two mounts."""
+    monkeypatch.setattr("megatier.drives.extent.STRIPE_BYTES", 2 * GRANULE_BYTES)
     opened_files: list[tuple[BlockFiles, GpuReader]] = []
 
     def open_reader(**options: Any) -> Prepared:
@@ -66,15 +66,15 @@ def reader(tmp_path: Path, library: Kvikio, monkeypatch: pytest.MonkeyPatch) -> 
         for directory in directories:
             directory.mkdir()
         mounts = [MountBudget(directory, MIB) for directory in directories]
-        files = BlockFiles(mounts, "run", IoOptions(num_threads=2, chunk_bytes=CHUNK_BYTES, **options))
+        files = BlockFiles(mounts, "run", IoOptions(num_threads=2, granule_bytes=GRANULE_BYTES, **options))
         extent = files.reserve(NUM_BYTES)
         files.allocate()
         files.fill()
         found = GpuReader(files, CPU)
         opened_files.append((files, found))
         found.open(CPU)
-        source = pattern(1, PADDED + CHUNK_BYTES)
-        skip = -source.data_ptr() % CHUNK_BYTES
+        source = pattern(1, PADDED + GRANULE_BYTES)
+        skip = -source.data_ptr() % GRANULE_BYTES
         source = source[skip : skip + PADDED]
         files.write("block", extent, 0, PADDED, source.data_ptr()).wait()
         library.requests.clear()
@@ -88,7 +88,7 @@ def reader(tmp_path: Path, library: Kvikio, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Prepared:
-    """A block of seven chunks on two mounts, its bytes, and a reader."""
+    """A block of seven granules on two mounts, its bytes, and a reader."""
 
     def __init__(self, files: BlockFiles, extent: Extent, reader: GpuReader, source: torch.Tensor) -> None:
         self.files, self.extent, self.reader, self.source = files, extent, reader, source
@@ -127,7 +127,7 @@ def test_read_of_a_span_asks_for_no_other_byte(
     reader: Callable[..., Prepared], library: Kvikio, span: tuple[int, int]
 ) -> None:
     block = reader()
-    start, stop = (chunk * CHUNK_BYTES for chunk in span)
+    start, stop = (granule * GRANULE_BYTES for granule in span)
     assert torch.equal(block.read(start, stop), block.source[start:stop])
     assert sum(num_bytes for _, _, num_bytes in library.requests) == stop - start
 
@@ -151,20 +151,20 @@ def test_read_that_ends_early_is_an_error(reader: Callable[..., Prepared], libra
     block = reader()
     library.missing_bytes = 100
     with pytest.raises(TransferError, match="the device ended early") as caught:
-        block.read(0, CHUNK_BYTES)
+        block.read(0, GRANULE_BYTES)
     first = block.extent.stripes[0]
-    assert (caught.value.path, caught.value.offset) == (str(block.files.paths[first.mount]), CHUNK_BYTES - 100)
+    assert (caught.value.path, caught.value.offset) == (str(block.files.paths[first.mount]), GRANULE_BYTES - 100)
     assert not library.under_way
 
 
 @pytest.mark.parametrize("stripe", range(4))
-def test_read_of_a_damaged_chunk_is_an_integrity_error(reader: Callable[..., Prepared], stripe: int) -> None:
+def test_read_of_a_damaged_granule_is_an_integrity_error(reader: Callable[..., Prepared], stripe: int) -> None:
     block = reader()
     path, offset = block.damage(stripe, at=block.extent.stripes[stripe].num_bytes - 1)
     with pytest.raises(IntegrityError) as caught:
         block.read()
     assert (caught.value.key, caught.value.path) == ("block", str(path))
-    assert caught.value.offset == offset // CHUNK_BYTES * CHUNK_BYTES
+    assert caught.value.offset == offset // GRANULE_BYTES * GRANULE_BYTES
     assert caught.value.expected != caught.value.found
 
 
@@ -198,7 +198,7 @@ def test_open_that_fails_closes_what_it_opened(
     tmp_path: Path, library: Kvikio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library.failing = "get", 0
-    options = IoOptions(num_threads=2, chunk_bytes=CHUNK_BYTES, gpu_direct=True)
+    options = IoOptions(num_threads=2, granule_bytes=GRANULE_BYTES, gpu_direct=True)
     with TieredStore.open(gpu=MIB, nvme=[f"{tmp_path}:1MiB"], options=options) as store:
         store.register(BlockSpec("a", NUM_BYTES, Tier.NVME))
         with pytest.raises(TransferError, match=r"\(zeros\)"):
@@ -271,7 +271,7 @@ class PastRam:
             num_bytes: int = NUM_BYTES, *, ram_slots: int = 0, gpu_slots: int = 2, **options: Any
         ) -> TieredStore:
             size = round_up(num_bytes)
-            settings = IoOptions(**{"num_threads": 2, "chunk_bytes": CHUNK_BYTES, "gpu_direct": True, **options})
+            settings = IoOptions(**{"num_threads": 2, "granule_bytes": GRANULE_BYTES, "gpu_direct": True, **options})
             store = TieredStore.open(
                 gpu=gpu_slots * size,
                 ram=ram_slots * size,
@@ -338,7 +338,7 @@ class PastRam:
         extent = store._blocks.find("b").extent
         assert extent is not None
         assert store.files is not None
-        path, offset = store.files.paths[0], extent.stripes[0].file_offset + 2 * CHUNK_BYTES + 5
+        path, offset = store.files.paths[0], extent.stripes[0].file_offset + 2 * GRANULE_BYTES + 5
         flip(path, offset)
         with pytest.raises(IntegrityError) as caught:
             store.lease("b", Tier.GPU)
@@ -443,7 +443,7 @@ class TestKvikio(PastRam):
     @pytest.mark.parametrize("checksums", [True, False])
     def test_large_block_arrives_whole(self, open_store: Callable[..., TieredStore], checksums: bool) -> None:
         num_bytes = 80 * MIB + 12_345
-        store = open_store(num_bytes, ram_slots=1, gpu_slots=1, chunk_bytes=64 << 10, checksums=checksums)
+        store = open_store(num_bytes, ram_slots=1, gpu_slots=1, granule_bytes=64 << 10, checksums=checksums)
         for seed, key in enumerate(KEYS):
             write(store, key, Tier.RAM, pattern(seed, num_bytes))
             send_home(store, key)

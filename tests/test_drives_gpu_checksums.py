@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from conftest import chunk_checksums, pattern
+from conftest import granule_checksums, pattern
 
 from megatier.tier import PAGE_BYTES
 
@@ -30,12 +30,12 @@ def kernels() -> ModuleType:
     return importlib.import_module("megatier.drives.gpu_checksums")
 
 
-@pytest.mark.parametrize("chunk_pages", [1, 2, 16])
+@pytest.mark.parametrize("granule_pages", [1, 2, 16])
 @pytest.mark.parametrize("pages", [1, 2, 15, 16, 17, 40])
-def test_checksums_equal_those_of_c(kernels: ModuleType, pages: int, chunk_pages: int) -> None:
+def test_checksums_equal_those_of_c(kernels: ModuleType, pages: int, granule_pages: int) -> None:
     source = pattern(pages, pages * PAGE_BYTES)
-    found = kernels.checksums(source.to(DEVICE), chunk_pages * PAGE_BYTES)
-    assert np.array_equal(found, chunk_checksums(source, chunk_pages * PAGE_BYTES))
+    found = kernels.checksums(source.to(DEVICE), granule_pages * PAGE_BYTES)
+    assert np.array_equal(found, granule_checksums(source, granule_pages * PAGE_BYTES))
 
 
 @pytest.mark.parametrize("byte", [0, 1, 7, 8, 31, 4095, 4096, 65535])
@@ -44,7 +44,7 @@ def test_checksums_change_with_any_bit(kernels: ModuleType, byte: int, bit: int)
     source = torch.zeros(16 * PAGE_BYTES, dtype=torch.uint8)
     source[byte] = 1 << bit
     found = kernels.checksums(source.to(DEVICE), source.numel())
-    assert np.array_equal(found, chunk_checksums(source, source.numel()))
+    assert np.array_equal(found, granule_checksums(source, source.numel()))
     assert found != kernels.checksums(torch.zeros_like(source).to(DEVICE), source.numel())
 
 
@@ -52,11 +52,11 @@ def test_checksums_of_a_view_inside_an_arena(kernels: ModuleType) -> None:
     arena = pattern(3, 12 * PAGE_BYTES)
     view = arena[3 * PAGE_BYTES : 9 * PAGE_BYTES]
     found = kernels.checksums(arena.to(DEVICE)[3 * PAGE_BYTES : 9 * PAGE_BYTES], 4 * PAGE_BYTES)
-    assert np.array_equal(found, chunk_checksums(view, 4 * PAGE_BYTES))
+    assert np.array_equal(found, granule_checksums(view, 4 * PAGE_BYTES))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="too slow interpreted")
 def test_checksums_of_a_large_region(kernels: ModuleType) -> None:
     source = pattern(4, 300 << 20)
     found = kernels.checksums(source.to(DEVICE), 64 << 10)
-    assert np.array_equal(found, chunk_checksums(source, 64 << 10))
+    assert np.array_equal(found, granule_checksums(source, 64 << 10))

@@ -102,7 +102,7 @@ def test_layout_puts_frozen_tensors_behind_the_trained_ones() -> None:
     assert [t.name for t in layout.trained.tensors] == ["b", "c"]
     whole = Layout.of(shapes, {"a", "b", "c"})
     assert (whole.num_trained, whole.num_elements, whole.trained.tensors) == (0, 2048, ())
-    assert IoOptions().chunk_bytes == 2 * CHECKED_ELEMENTS
+    assert IoOptions().granule_bytes == 2 * CHECKED_ELEMENTS
 
 
 FEW = ("ram", "gpu", "nvme", "gpu_ram_nvme")

@@ -25,9 +25,9 @@ from megatier import _native
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]
 
-CHUNK_BYTES = 16384
-NUM_BYTES = 16 * CHUNK_BYTES  # as in faults/transfer.py
-REQUEST_BYTES = 4 * CHUNK_BYTES
+GRANULE_BYTES = 16384
+NUM_BYTES = 16 * GRANULE_BYTES  # as in faults/transfer.py
+REQUEST_BYTES = 4 * GRANULE_BYTES
 NO_FAILURE = None
 
 
@@ -86,15 +86,15 @@ class Work:
 # ---- round trips ----
 
 
-@pytest.mark.parametrize("request_bytes", [CHUNK_BYTES, 5 * 4096, 1 << 20])
+@pytest.mark.parametrize("request_bytes", [GRANULE_BYTES, 5 * 4096, 1 << 20])
 def test_submit_io_direct_round_trip_gives_bytes(pool: _native.ThreadPool, tmp_path: Path, request_bytes: int) -> None:
     source, target = random_bytes(NUM_BYTES), page_aligned(NUM_BYTES)
-    checksums = np.zeros(NUM_BYTES // CHUNK_BYTES, np.uint32)
+    checksums = np.zeros(NUM_BYTES // GRANULE_BYTES, np.uint32)
     fds = [open_direct(tmp_path / "a"), open_direct(tmp_path / "b")]
     half = NUM_BYTES // 2
     for write, area in ((True, source), (False, target)):
         segments = [(fds[0], 4096, address_of(area), half), (fds[1], 0, address_of(area) + half, half)]
-        batch = pool.submit_io(write, segments, address_of(checksums), CHUNK_BYTES, request_bytes)
+        batch = pool.submit_io(write, segments, address_of(checksums), GRANULE_BYTES, request_bytes)
         assert batch.wait()
         assert batch.error() is NO_FAILURE
     assert np.array_equal(source, target)
@@ -104,18 +104,18 @@ def test_submit_io_direct_round_trip_gives_bytes(pool: _native.ThreadPool, tmp_p
         os.close(fd)
 
 
-def test_submit_io_write_stores_checksum_of_each_chunk_even_of_ragged_end(pool: _native.ThreadPool, fd: int) -> None:
-    num_bytes = 5 * CHUNK_BYTES + 777
+def test_submit_io_write_stores_checksum_of_each_granule_even_of_ragged_end(pool: _native.ThreadPool, fd: int) -> None:
+    num_bytes = 5 * GRANULE_BYTES + 777
     source = random_bytes(num_bytes)
     checksums = np.zeros(6, np.uint32)
-    cut = 2 * CHUNK_BYTES
+    cut = 2 * GRANULE_BYTES
     segments = [(fd, num_bytes, address_of(source), cut), (fd, 0, address_of(source) + cut, num_bytes - cut)]
-    batch = pool.submit_io(True, segments, address_of(checksums), CHUNK_BYTES, CHUNK_BYTES)
+    batch = pool.submit_io(True, segments, address_of(checksums), GRANULE_BYTES, GRANULE_BYTES)
     assert batch.wait()
     assert batch.error() is NO_FAILURE
-    for chunk, start in enumerate(range(0, num_bytes, CHUNK_BYTES)):
-        length = min(CHUNK_BYTES, num_bytes - start)
-        assert checksums[chunk] == _native.checksum(address_of(source) + start, length)
+    for granule, start in enumerate(range(0, num_bytes, GRANULE_BYTES)):
+        length = min(GRANULE_BYTES, num_bytes - start)
+        assert checksums[granule] == _native.checksum(address_of(source) + start, length)
 
 
 def test_submit_io_without_checksums_takes_any_length(pool: _native.ThreadPool, fd: int) -> None:
@@ -136,16 +136,16 @@ def test_submit_io_of_nothing_is_done(pool: _native.ThreadPool, segments: list[t
 # ---- failures ----
 
 
-def test_submit_io_read_of_changed_file_reports_chunk(pool: _native.ThreadPool, fd: int) -> None:
+def test_submit_io_read_of_changed_file_reports_granule(pool: _native.ThreadPool, fd: int) -> None:
     source = random_bytes(NUM_BYTES)
-    checksums = np.zeros(NUM_BYTES // CHUNK_BYTES, np.uint32)
+    checksums = np.zeros(NUM_BYTES // GRANULE_BYTES, np.uint32)
     segments = [(fd, 0, address_of(source), NUM_BYTES)]
-    assert pool.submit_io(True, segments, address_of(checksums), CHUNK_BYTES, REQUEST_BYTES).wait()
-    os.pwrite(fd, bytes([source[3 * CHUNK_BYTES + 5] ^ 1]), 3 * CHUNK_BYTES + 5)
-    batch = pool.submit_io(False, segments, address_of(checksums), CHUNK_BYTES, REQUEST_BYTES)
+    assert pool.submit_io(True, segments, address_of(checksums), GRANULE_BYTES, REQUEST_BYTES).wait()
+    os.pwrite(fd, bytes([source[3 * GRANULE_BYTES + 5] ^ 1]), 3 * GRANULE_BYTES + 5)
+    batch = pool.submit_io(False, segments, address_of(checksums), GRANULE_BYTES, REQUEST_BYTES)
     assert batch.wait()
-    found = _native.checksum(address_of(source) + 3 * CHUNK_BYTES, CHUNK_BYTES)
-    assert batch.error() == ("checksum", 0, 0, 3 * CHUNK_BYTES, int(checksums[3]), found)
+    found = _native.checksum(address_of(source) + 3 * GRANULE_BYTES, GRANULE_BYTES)
+    assert batch.error() == ("checksum", 0, 0, 3 * GRANULE_BYTES, int(checksums[3]), found)
 
 
 @pytest.mark.parametrize("file_bytes", [0, 3 * 4096, 3 * 4096 + 100, REQUEST_BYTES - 1])
@@ -207,13 +207,13 @@ def test_transfer_refused_reports_errno_and_offset(faulty: dict[str, str], tmp_p
 
 def test_transfer_with_flipped_bit_fails_the_checksum(faulty: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "target"
-    report = run_with_fault(faulty, path, "read", "flip", 9 * CHUNK_BYTES + 1234)
+    report = run_with_fault(faulty, path, "read", "flip", 9 * GRANULE_BYTES + 1234)
     what, code, segment, offset, expected, found = report["read"]
-    assert (what, code, segment, offset) == ("checksum", 0, 1, 9 * CHUNK_BYTES)
-    chunk = np.frombuffer(path.read_bytes(), np.uint8)[9 * CHUNK_BYTES : 10 * CHUNK_BYTES].copy()
-    assert expected == _native.checksum(address_of(chunk), CHUNK_BYTES)
-    chunk[1234] ^= 4
-    assert found == _native.checksum(address_of(chunk), CHUNK_BYTES)
+    assert (what, code, segment, offset) == ("checksum", 0, 1, 9 * GRANULE_BYTES)
+    granule = np.frombuffer(path.read_bytes(), np.uint8)[9 * GRANULE_BYTES : 10 * GRANULE_BYTES].copy()
+    assert expected == _native.checksum(address_of(granule), GRANULE_BYTES)
+    granule[1234] ^= 4
+    assert found == _native.checksum(address_of(granule), GRANULE_BYTES)
 
 
 def test_transfer_over_file_size_limit_reports_efbig(tmp_path: Path) -> None:
@@ -317,26 +317,26 @@ except RuntimeError:
 
 
 def test_many_batches_from_several_threads_move_the_right_bytes(tmp_path: Path) -> None:
-    pool, num_threads, region_chunks = _native.ThreadPool(3, 5), 4, 32
+    pool, num_threads, region_granules = _native.ThreadPool(3, 5), 4, 32
     fd = open_direct(tmp_path / "shared")
     problems = list[object]()
 
     def move(thread: int) -> None:
-        choose, base = random.Random(thread), thread * region_chunks * CHUNK_BYTES
-        expected = np.zeros(region_chunks * CHUNK_BYTES, np.uint8)
-        checksums, area = np.zeros(region_chunks, np.uint32), page_aligned(region_chunks * CHUNK_BYTES)
+        choose, base = random.Random(thread), thread * region_granules * GRANULE_BYTES
+        expected = np.zeros(region_granules * GRANULE_BYTES, np.uint8)
+        checksums, area = np.zeros(region_granules, np.uint32), page_aligned(region_granules * GRANULE_BYTES)
         for turn in range(40):
-            first = 0 if turn == 0 else choose.randrange(region_chunks)
-            stop = region_chunks if turn == 0 else choose.randrange(first, region_chunks) + 1
-            span, address = slice(first * CHUNK_BYTES, stop * CHUNK_BYTES), address_of(area) + first * CHUNK_BYTES
+            first = 0 if turn == 0 else choose.randrange(region_granules)
+            stop = region_granules if turn == 0 else choose.randrange(first, region_granules) + 1
+            span, address = slice(first * GRANULE_BYTES, stop * GRANULE_BYTES), address_of(area) + first * GRANULE_BYTES
             expected[span] = area[span] = np.frombuffer(choose.randbytes(span.stop - span.start), np.uint8)
             segments = [(fd, base + span.start, address, span.stop - span.start)]
-            request_bytes = choose.choice([4096, CHUNK_BYTES, 5 * CHUNK_BYTES])
-            written = pool.submit_io(True, segments, address_of(checksums[first:]), CHUNK_BYTES, request_bytes)
+            request_bytes = choose.choice([4096, GRANULE_BYTES, 5 * GRANULE_BYTES])
+            written = pool.submit_io(True, segments, address_of(checksums[first:]), GRANULE_BYTES, request_bytes)
             written.wait()
             area[:] = 0
             whole = [(fd, base, address_of(area), len(area))]
-            read = pool.submit_io(False, whole, address_of(checksums), CHUNK_BYTES, request_bytes)
+            read = pool.submit_io(False, whole, address_of(checksums), GRANULE_BYTES, request_bytes)
             read.wait()
             if written.error() or read.error() or not np.array_equal(area, expected):
                 problems.append((thread, turn, written.error(), read.error()))
@@ -361,10 +361,10 @@ def test_pool_of_impossible_size_is_refused(num_threads: int, queue_depth_max: i
 
 
 @pytest.mark.parametrize(
-    ("segments", "checksums", "chunk_bytes", "request_bytes", "message"),
+    ("segments", "checksums", "granule_bytes", "request_bytes", "message"),
     [
         ([(0, 0, 0, 4096)], 0, 0, 0, "request_bytes"),
-        ([(0, 0, 0, 4096)], 64, 0, 4096, "chunk_bytes"),
+        ([(0, 0, 0, 4096)], 64, 0, 4096, "positive"),
         ([(0, 0, 0, 4095), (0, 0, 0, 4096)], 64, 4096, 4096, "multiple"),
         ([(0, 0, 0, 4096)], 63, 4096, 4096, "aligned"),
         ([(0, -1, 0, 4096)], 0, 0, 4096, "negative"),
@@ -374,12 +374,12 @@ def test_submit_io_of_impossible_request_is_refused(
     pool: _native.ThreadPool,
     segments: list[tuple[int, int, int, int]],
     checksums: int,
-    chunk_bytes: int,
+    granule_bytes: int,
     request_bytes: int,
     message: str,
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        pool.submit_io(False, segments, checksums, chunk_bytes, request_bytes)
+        pool.submit_io(False, segments, checksums, granule_bytes, request_bytes)
 
 
 def test_submit_io_of_something_else_is_a_type_error(pool: _native.ThreadPool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHUNK_BYTES, check_invariants, held_reads, pattern, probe
+from conftest import GRANULE_BYTES, check_invariants, held_reads, pattern, probe
 from plain_engine import PlainEngine
 from store_blocks import KEYS, NUM_BYTES, SPAN, ZERO, read, send_home, write
 from store_contract import StoreContract
@@ -104,7 +104,7 @@ def open_nvme(tmp_path: Path) -> Iterator[Callable[..., TieredStore]]:
         for directory in directories:
             directory.mkdir()
         gpu, ram = 2 * round_up(NUM_BYTES), num_slots * round_up(slot_bytes)
-        options = IoOptions(num_threads=2, chunk_bytes=CHUNK_BYTES)
+        options = IoOptions(num_threads=2, granule_bytes=GRANULE_BYTES)
         store = TieredStore.open(gpu=gpu, ram=ram, nvme=[f"{d}:1MiB" for d in directories], options=options)
         for key in KEYS:
             store.register(BlockSpec(key, NUM_BYTES, Tier.NVME))
@@ -118,7 +118,7 @@ def open_nvme(tmp_path: Path) -> Iterator[Callable[..., TieredStore]]:
         store.close()
 
 
-def fill_by_chunks(store: TieredStore, key: str, values: torch.Tensor, step: int) -> None:
+def fill_by_granules(store: TieredStore, key: str, values: torch.Tensor, step: int) -> None:
     for start in range(0, NUM_BYTES, step):
         span = (start, min(start + step, NUM_BYTES))
         write(store, key, Tier.RAM, values[slice(*span)], start)
@@ -127,13 +127,13 @@ def fill_by_chunks(store: TieredStore, key: str, values: torch.Tensor, step: int
     store.settle(key)
 
 
-@pytest.mark.parametrize("slot_chunks", [1, 2, 3])
+@pytest.mark.parametrize("slot_granules", [1, 2, 3])
 def test_lease_on_gpu_through_ram_slots_smaller_than_the_block(
-    open_nvme: Callable[..., TieredStore], slot_chunks: int
+    open_nvme: Callable[..., TieredStore], slot_granules: int
 ) -> None:
-    store = open_nvme(slot_chunks * CHUNK_BYTES, num_slots=2)
+    store = open_nvme(slot_granules * GRANULE_BYTES, num_slots=2)
     for seed, key in enumerate(KEYS):
-        fill_by_chunks(store, key, pattern(seed, NUM_BYTES), slot_chunks * CHUNK_BYTES)
+        fill_by_granules(store, key, pattern(seed, NUM_BYTES), slot_granules * GRANULE_BYTES)
     moved = store.moved_bytes.copy()
     for seed, key in enumerate(KEYS):
         assert torch.equal(read(store, key, Tier.GPU), pattern(seed, NUM_BYTES))
@@ -143,27 +143,27 @@ def test_lease_on_gpu_through_ram_slots_smaller_than_the_block(
 
 
 def test_lease_in_ram_of_more_than_a_slot_raises_with_figures(open_nvme: Callable[..., TieredStore]) -> None:
-    store = open_nvme(2 * CHUNK_BYTES)
+    store = open_nvme(2 * GRANULE_BYTES)
     with pytest.raises(CapacityError, match="lease spans") as caught:
         store.lease("a", Tier.RAM)
-    assert (caught.value.needed_bytes, caught.value.free_bytes) == (NUM_BYTES, 2 * CHUNK_BYTES)
+    assert (caught.value.needed_bytes, caught.value.free_bytes) == (NUM_BYTES, 2 * GRANULE_BYTES)
 
 
 def test_lease_on_gpu_with_one_span_in_ram_brings_the_others_too(open_nvme: Callable[..., TieredStore]) -> None:
-    store = open_nvme(2 * CHUNK_BYTES)
-    fill_by_chunks(store, "a", pattern(1, NUM_BYTES), 2 * CHUNK_BYTES)
+    store = open_nvme(2 * GRANULE_BYTES)
+    fill_by_granules(store, "a", pattern(1, NUM_BYTES), 2 * GRANULE_BYTES)
     expected = pattern(1, NUM_BYTES)
-    expected[slice(*SPAN)] = pattern(2, 2 * CHUNK_BYTES)
+    expected[slice(*SPAN)] = pattern(2, 2 * GRANULE_BYTES)
     write(store, "a", Tier.RAM, expected[slice(*SPAN)], SPAN[0])  # dirty: only RAM has it
     assert torch.equal(read(store, "a", Tier.GPU), expected)
     assert store.residency("a")[Tier.NVME] == ((0, SPAN[0]), (SPAN[1], NUM_BYTES))
 
 
 def test_write_back_from_gpu_takes_two_steps(open_nvme: Callable[..., TieredStore]) -> None:
-    store = open_nvme(2 * CHUNK_BYTES, num_slots=2)
+    store = open_nvme(2 * GRANULE_BYTES, num_slots=2)
     write(store, "a", Tier.GPU, pattern(3, NUM_BYTES))
-    for start in range(0, NUM_BYTES, 2 * CHUNK_BYTES):
-        span = (start, min(start + 2 * CHUNK_BYTES, NUM_BYTES))
+    for start in range(0, NUM_BYTES, 2 * GRANULE_BYTES):
+        span = (start, min(start + 2 * GRANULE_BYTES, NUM_BYTES))
         assert store.write_back("a", Tier.GPU, span, wait=True) is not None
         assert store.is_dirty("a")
         assert store.write_back("a", Tier.RAM, span) is not None
@@ -175,14 +175,14 @@ def test_write_back_from_gpu_takes_two_steps(open_nvme: Callable[..., TieredStor
 
 def test_lease_of_other_spans_drops_clean_ones_and_respects_the_rest(open_nvme: Callable[..., TieredStore]) -> None:
     store = open_nvme()
-    fill_by_chunks(store, "a", pattern(4, NUM_BYTES), NUM_BYTES)
-    for start in (0, 2 * CHUNK_BYTES):
-        store.lease("a", Tier.RAM, (start, start + CHUNK_BYTES)).release()
+    fill_by_granules(store, "a", pattern(4, NUM_BYTES), NUM_BYTES)
+    for start in (0, 2 * GRANULE_BYTES):
+        store.lease("a", Tier.RAM, (start, start + GRANULE_BYTES)).release()
     assert torch.equal(read(store, "a", Tier.RAM), pattern(4, NUM_BYTES))
     store.evict("a", Tier.RAM)
     with store.lease("a", Tier.RAM, SPAN), pytest.raises(LeaseHeldError):
         store.lease("a", Tier.RAM)
-    write(store, "a", Tier.RAM, pattern(5, 2 * CHUNK_BYTES), SPAN[0])
+    write(store, "a", Tier.RAM, pattern(5, 2 * GRANULE_BYTES), SPAN[0])
     with pytest.raises(DirtyBlockError):
         store.lease("a", Tier.RAM)
     send_home(store, "a", SPAN)
@@ -191,10 +191,10 @@ def test_lease_of_other_spans_drops_clean_ones_and_respects_the_rest(open_nvme: 
 def test_read_of_other_spans_comes_after_a_write_in_flight(open_nvme: Callable[..., TieredStore]) -> None:
     store = open_nvme()
     for seed in range(20):
-        write(store, "a", Tier.RAM, pattern(seed, 2 * CHUNK_BYTES), SPAN[0])
+        write(store, "a", Tier.RAM, pattern(seed, 2 * GRANULE_BYTES), SPAN[0])
         store.write_back("a", Tier.RAM, SPAN)
         store.evict("a", Tier.RAM, SPAN)
-        assert torch.equal(read(store, "a", Tier.RAM)[slice(*SPAN)], pattern(seed, 2 * CHUNK_BYTES))
+        assert torch.equal(read(store, "a", Tier.RAM)[slice(*SPAN)], pattern(seed, 2 * GRANULE_BYTES))
         store.evict("a", Tier.RAM)
 
 
@@ -248,7 +248,7 @@ def test_prefetched_block_is_spared_while_written_ones_leave(open_nvme: Callable
 
 
 def test_blocks_are_striped_over_mounts(open_nvme: Callable[..., TieredStore], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatier.drives.extent.STRIPE_BYTES", 2 * CHUNK_BYTES)
+    monkeypatch.setattr("megatier.drives.extent.STRIPE_BYTES", 2 * GRANULE_BYTES)
     store = open_nvme(mounts=3)
     for seed, key in enumerate(KEYS):
         extent = store._blocks.find(key).extent
@@ -315,7 +315,9 @@ def test_slots_by_default_are_the_rest_of_the_budget() -> None:
 
 
 def test_slots_by_default_serve_spans_of_a_block_larger_than_the_budget(tmp_path: Path) -> None:
-    with TieredStore.open(ram="64KiB", nvme=[f"{tmp_path}:1MiB"], options=IoOptions(chunk_bytes=CHUNK_BYTES)) as store:
+    with TieredStore.open(
+        ram="64KiB", nvme=[f"{tmp_path}:1MiB"], options=IoOptions(granule_bytes=GRANULE_BYTES)
+    ) as store:
         store.register(BlockSpec("a", 256 << 10, Tier.NVME))
         assert torch.equal(read(store, "a", Tier.RAM, (128 << 10, 192 << 10)), torch.zeros(64 << 10, dtype=torch.uint8))
         with pytest.raises(CapacityError):

@@ -4,7 +4,7 @@
         manifest.json        which generation of each unit is kept, where blocks lie, what is no array, and the checksum
                              of each other file by its place; with a digest
         state/<block>/       blocks at home in RAM or on the GPU, as they are
-        checksums/           of every chunk that is kept on NVMe, block after block
+        checksums/           of every granule that is kept on NVMe, block after block
 
 A savepoint belongs to one run on its tiers and drives; the portable copy is a checkpoint. State that spills is not
 written again, because the updates after a savepoint write another generation (`Generations.advance`). Block files then

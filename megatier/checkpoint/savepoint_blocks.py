@@ -1,8 +1,8 @@
 """The blocks of state that make up a savepoint: where they lie, and how those outside NVMe are written and read back.
 
 A block at home on NVMe stays where it is: its savepoint is a generation that is kept, with a checksum for each of its
-chunks. A block at home in RAM or on the GPU is copied into a file. Files hold 32-bit words, which are the bytes of the
-block whatever they mean.
+granules. A block at home in RAM or on the GPU is copied into a file. Files hold 32-bit words, which are the bytes of
+the block whatever they mean.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def verify_spilled(session: Session) -> None:
     """Read everything that was kept on NVMe once, a chunk ahead; the store compares it with its checksums.
 
     Raises:
-        IntegrityError: a chunk is damaged.
+        IntegrityError: a granule is damaged.
         TransferError: a drive failed.
     """
     blocks = session.blocks

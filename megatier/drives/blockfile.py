@@ -38,11 +38,11 @@ class IoOptions:
     direct: bool = True
     """Whether to try O_DIRECT. If a file system refuses it, access is buffered, and `BlockFiles.is_direct` says so."""
     checksums: bool = True
-    """Whether to verify every chunk that is read."""
+    """Whether to verify every granule that is read."""
     gpu_direct: bool = False
     """Whether to read into GPU memory past RAM, with kvikio (`gds`)."""
-    chunk_bytes: int = 64 << 10
-    """The bytes under one checksum: a power of two, at least 4,096. Spans of a block start on chunk boundaries."""
+    granule_bytes: int = 64 << 10
+    """The bytes under one checksum: a power of two, at least 4,096. Spans of a block start where granules do."""
     shares: tuple[float, ...] = ()
     """The part of the bytes that each mount takes, in any unit, such as its measured rate. If empty, budgets decide."""
     reuses: bool = False
@@ -123,7 +123,7 @@ class BlockFiles:
         # it is called here.
         try:
             self._directories.lock(reuses=options.reuses)
-            self._striping = Striping([budget_bytes(mount) for mount in mounts], options.shares, options.chunk_bytes)
+            self._striping = Striping([budget_bytes(mount) for mount in mounts], options.shares, options.granule_bytes)
         except BaseException:
             self.close()
             raise
@@ -200,7 +200,7 @@ class BlockFiles:
             for offset in range(0, self._striping.used[index], REQUEST_BYTES):
                 segment = (self._files[index], offset, address, min(REQUEST_BYTES, self._striping.used[index] - offset))
                 # Without checksums: every extent begins with those of zeros.
-                batch = self._engine.submit([segment], 0, self.options.chunk_bytes, writes=True)
+                batch = self._engine.submit([segment], 0, self.options.granule_bytes, writes=True)
                 batches.append(FileBatch(batch, "write", "(zeros)", [path]))
 
         try:
@@ -233,29 +233,29 @@ class BlockFiles:
 
     # HOP 1/6: NVMe extent -> RAM slot
     def read(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
-        """Start reading bytes [start, stop) of a block into page-aligned memory. Every chunk is verified."""
+        """Start reading bytes [start, stop) of a block into page-aligned memory. Every granule is verified."""
         return self._move(key, extent, (start, stop), address, writes=False)
 
     # HOP 6/6: RAM slot -> NVMe extent
     def write(self, key: str, extent: Extent, start: int, stop: int, address: int) -> FileBatch:
-        """Start writing page-aligned memory to bytes [start, stop) of a block. The checksum of each chunk is stored."""
+        """Start writing page-aligned memory to bytes [start, stop) of a block. Each granule's checksum is stored."""
         return self._move(key, extent, (start, stop), address, writes=True)
 
     def _move(self, key: str, extent: Extent, span: tuple[int, int], address: int, *, writes: bool) -> FileBatch:
         """Hand the pieces of a span to the engine."""
         start, stop = span
-        chunk = self.options.chunk_bytes
-        assert start % chunk == 0, "a span starts on a chunk boundary"
-        assert stop % chunk == 0 or stop == extent.num_bytes, "a span ends on a chunk boundary or with its block"
+        granule = self.options.granule_bytes
+        assert start % granule == 0, "a span starts where a granule does"
+        assert stop % granule == 0 or stop == extent.num_bytes, "a span ends with a granule or with its block"
 
         # The engine gets a segment for each piece of a stripe, all in one batch: mounts work at the same time.
         pieces = list(extent.pieces(start, stop))
         segments = [(self._files[p.mount], p.file_offset, address + p.start, p.num_bytes) for p in pieces]
         paths = [self.paths[piece.mount] for piece in pieces]
 
-        # One checksum for each chunk, in the order of the block's bytes, wherever its stripes lie.
-        table = extent.checksums.ctypes.data + 4 * (start // chunk) if self.options.checksums else 0
-        batch = self._engine.submit(segments, table, chunk, writes=writes)
+        # One checksum for each granule, in the order of the block's bytes, wherever its stripes lie.
+        table = extent.checksums.ctypes.data + 4 * (start // granule) if self.options.checksums else 0
+        batch = self._engine.submit(segments, table, granule, writes=writes)
         return FileBatch(batch, "write" if writes else "read", key, paths)
 
     def keep(self, keeps: bool) -> None:

@@ -1,7 +1,7 @@
 """Extents: where a block lies on the mounts, and the checksums of its bytes.
 
-A block is cut into stripes, which are dealt to the mounts by their shares. Every chunk of 64 KiB has a checksum. All
-checksums are held in RAM: they are stored when a chunk is written, and compared when it is read. Nothing here opens a
+A block is cut into stripes, which are dealt to the mounts by their shares. Every granule of 64 KiB has a checksum. All
+checksums are held in RAM: they are stored when a granule is written, and compared when it is read. Nothing here opens a
 file.
 """
 
@@ -37,7 +37,7 @@ class Stripe:
 
 
 class Extent:
-    """The place of one block, and the checksum of each of its chunks."""
+    """The place of one block, and the checksum of each of its granules."""
 
     __slots__ = ("checksums", "num_bytes", "stripes")
 
@@ -48,7 +48,7 @@ class Extent:
         self.stripes = stripes
         """Its pieces, in order."""
         self.checksums = checksums
-        """A uint32 for each chunk, in RAM. Native threads store checksums here and compare with them."""
+        """A uint32 for each granule, in RAM. Native threads store checksums here and compare with them."""
 
     def padded(self, stop: int) -> int:
         """Return the end on the drive of a span that ends at `stop`, since a block's last page is moved whole."""
@@ -71,11 +71,11 @@ class Extent:
 class Striping:
     """Deals stripes to the mounts."""
 
-    def __init__(self, budgets: Sequence[int], shares: Sequence[float], chunk_bytes: int) -> None:
+    def __init__(self, budgets: Sequence[int], shares: Sequence[float], granule_bytes: int) -> None:
         """Take a budget in bytes and a share for each mount. Without shares, the budgets are the shares."""
         self._budgets = tuple(budgets)
         self._shares = tuple(shares or budgets)
-        self._chunk_bytes = chunk_bytes
+        self._granule_bytes = granule_bytes
         self.capacity_bytes = sum(budgets)
         """The sum of the mounts' budgets."""
         self.used = [0] * len(self._budgets)
@@ -88,7 +88,7 @@ class Striping:
             CapacityError: the mounts' budgets are used up.
         """
         total = round_up(num_bytes)
-        chunk = self._chunk_bytes
+        granule = self._granule_bytes
 
         # If the mounts have too little room together, nothing of the block stays reserved.
         before = list(self.used)
@@ -104,18 +104,18 @@ class Striping:
             self.used[mount] += size
             start += size
 
-        return Extent(total, tuple(stripes), zero_checksums(total, chunk))
+        return Extent(total, tuple(stripes), zero_checksums(total, granule))
 
     def _next_mount(self, missing: int) -> tuple[int, int]:
         """Return the mount that takes the next stripe, and the bytes that it takes; 0 if no mount has room.
 
         It is the one that has taken the least for its share, of those that have room.
         """
-        chunk = self._chunk_bytes
+        granule = self._granule_bytes
         free = [budget - used for budget, used in zip(self._budgets, self.used, strict=True)]
 
-        # Only the last stripe of a block may end inside a chunk, since every other chunk lies on one mount.
-        sizes = [min(missing, STRIPE_BYTES, room if room >= missing else room // chunk * chunk) for room in free]
+        # Only the last stripe of a block may end inside a granule, since every other granule lies on one mount.
+        sizes = [min(missing, STRIPE_BYTES, room if room >= missing else room // granule * granule) for room in free]
         # Equals go by index: a run that resumes from a savepoint must deal the same stripes as before.
         best = min(range(len(free)), key=lambda i: (sizes[i] <= 0, self.used[i] / max(1, self._shares[i]), i))
         return best, max(0, sizes[best])
@@ -128,9 +128,9 @@ def zero_checksum(num_bytes: int) -> int:
     return _native.checksum(zeros.ctypes.data, num_bytes)
 
 
-def zero_checksums(num_bytes: int, chunk_bytes: int) -> npt.NDArray[np.uint32]:
-    """Return the checksum of each chunk of so many zeros. The last chunk may be shorter."""
-    checksums = np.full(-(-num_bytes // chunk_bytes), zero_checksum(chunk_bytes), dtype=np.uint32)
-    if tail := num_bytes % chunk_bytes:
+def zero_checksums(num_bytes: int, granule_bytes: int) -> npt.NDArray[np.uint32]:
+    """Return the checksum of each granule of so many zeros. The last granule may be shorter."""
+    checksums = np.full(-(-num_bytes // granule_bytes), zero_checksum(granule_bytes), dtype=np.uint32)
+    if tail := num_bytes % granule_bytes:
         checksums[-1] = zero_checksum(tail)
     return checksums

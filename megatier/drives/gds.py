@@ -98,13 +98,13 @@ class GpuReader:
                 zeros = Extent(
                     size,
                     (Stripe(mount=mount, file_offset=0, start=0, num_bytes=size),),
-                    zero_checksums(size, options.chunk_bytes),
+                    zero_checksums(size, options.granule_bytes),
                 )
                 self.read("(zeros)", zeros, 0, torch.empty(size, dtype=torch.uint8, device=device))
 
     # Hops 1 and 2 of a byte's journey in one; blockfile.py and transfer.py carry the marks.
     def read(self, key: str, extent: Extent, start: int, target: torch.Tensor) -> None:
-        """Read a block's bytes from `start` on into uint8 [n] on the GPU, page-aligned. Every chunk is verified.
+        """Read a block's bytes from `start` on into uint8 [n] on the GPU, page-aligned. Every granule is verified.
 
         It blocks, with the GIL free, until the bytes are there, and until everything that is enqueued on the current
         stream is over.
@@ -150,12 +150,12 @@ class GpuReader:
             raise TransferError(f"read of block {key} by kvikio", "nvme", str(path), piece.file_offset + num_bytes, 0)
 
     def _verify(self, key: str, extent: Extent, start: int, target: torch.Tensor) -> None:
-        """Raise IntegrityError for the first chunk whose checksum differs from the stored one."""
-        chunk = self._files.options.chunk_bytes
-        found = checksums(target, chunk)
-        expected = extent.checksums[start // chunk :][: found.size]
+        """Raise IntegrityError for the first granule whose checksum differs from the stored one."""
+        granule = self._files.options.granule_bytes
+        found = checksums(target, granule)
+        expected = extent.checksums[start // granule :][: found.size]
         for index in np.flatnonzero(found != expected)[:1]:
-            first = start + int(index) * chunk
+            first = start + int(index) * granule
             piece = next(extent.pieces(first, first + 1))
             path = str(self._files.paths[piece.mount])
             raise IntegrityError(key, path, piece.file_offset, int(expected[index]), int(found[index]))
@@ -194,8 +194,8 @@ def load_library(device: torch.device) -> Any:  # noqa: ANN401  a module that ma
     return library
 
 
-def checksums(region: torch.Tensor, chunk_bytes: int) -> npt.NDArray[np.uint32]:
-    """Return the checksum of each chunk of uint8 [n] on the GPU, in whole pages."""
+def checksums(region: torch.Tensor, granule_bytes: int) -> npt.NDArray[np.uint32]:
+    """Return the checksum of each granule of uint8 [n] on the GPU, in whole pages."""
     from megatier.drives import gpu_checksums  # Triton comes with torch's CUDA builds alone
 
-    return gpu_checksums.checksums(region, chunk_bytes)
+    return gpu_checksums.checksums(region, granule_bytes)

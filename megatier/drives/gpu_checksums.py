@@ -1,8 +1,8 @@
 """Checksums of GPU memory, by a Triton kernel. They have the same bits as those of native/checksum.c.
 
-A CRC is linear: flipping a bit of a chunk flips bits of its checksum that depend only on how far the bit lies from the
-end. So words are summed up like the digits of a number (Horner's rule). This goes row by row, 4 KiB at a time, with a
-sum for each column. The sum of a column, times a factor for its distance from the end, is its part of the checksum.
+A CRC is linear: flipping a bit of a granule flips bits of its checksum that depend only on how far the bit lies from
+the end. So words are summed up like the digits of a number (Horner's rule). This goes row by row, 4 KiB at a time, with
+a sum for each column. The sum of a column, times a factor for its distance from the end, is its part of the checksum.
 Numbers here are polynomials over GF(2) modulo that of the CRC. Their bits are reversed as in C: bit 31 is the number 1,
 and addition is xor.
 
@@ -45,31 +45,31 @@ def _power(exponent: int) -> int:
 
 
 ROW_STEP = tl.constexpr(_power(8 * PAGE_BYTES // 4))
-"""The factor of a word for each row that follows it. native/checksum.c deals the words of a chunk to four lanes with a
-CRC each, so a lane sees a quarter of every row."""
+"""The factor of a word for each row that follows it. native/checksum.c deals the words of a granule to four lanes with
+a CRC each, so a lane sees a quarter of every row."""
 
 
-def checksums(region: torch.Tensor, chunk_bytes: int) -> npt.NDArray[np.uint32]:
-    """Return what `_native.checksum` gives for each chunk. This waits for the current stream.
+def checksums(region: torch.Tensor, granule_bytes: int) -> npt.NDArray[np.uint32]:
+    """Return what `_native.checksum` gives for each granule. This waits for the current stream.
 
     Args:
         region: uint8 [n] on the GPU. n is a multiple of 4,096.
-        chunk_bytes: a multiple of 4,096. The last chunk may be shorter.
+        granule_bytes: a multiple of 4,096. The last granule may be shorter.
     """
-    chunks = triton.cdiv(region.numel(), chunk_bytes)
-    found = torch.empty(chunks, dtype=torch.int32, device=region.device)
+    granules = triton.cdiv(region.numel(), granule_bytes)
+    found = torch.empty(granules, dtype=torch.int32, device=region.device)
     words = region.view(torch.int32)
     distances = _distances(region.device)
-    _check[(chunks,)](words, distances, found, words.numel(), chunk_bytes // 4, num_warps=ROW_WARPS)
+    _check[(granules,)](words, distances, found, words.numel(), granule_bytes // 4, num_warps=ROW_WARPS)
 
     # The sums leave out the checksum of zeros, which depends on the length alone.
     flipped: npt.NDArray[np.uint32] = found.cpu().numpy().view(np.uint32)
-    return flipped ^ zero_checksums(region.numel(), chunk_bytes)
+    return flipped ^ zero_checksums(region.numel(), granule_bytes)
 
 
 @functools.cache
 def _distances(device: torch.device) -> torch.Tensor:
-    """Return the factor of each word of a chunk's last row.
+    """Return the factor of each word of a granule's last row.
 
     It is the checksum of a row in which only bit 31 of that word is set, without the checksum of zeros.
     """
@@ -84,21 +84,21 @@ def _distances(device: torch.device) -> torch.Tensor:
 
 
 @_jit
-def _check(words: tl.tensor, distances: tl.tensor, found: tl.tensor, count: tl.int64, chunk_words: tl.int32) -> None:
-    """Store the checksum of one chunk, without the checksum of as many zeros."""
+def _check(words: tl.tensor, distances: tl.tensor, found: tl.tensor, count: tl.int64, granule_words: tl.int32) -> None:
+    """Store the checksum of one granule, without the checksum of as many zeros."""
     # 64 bits, since words of a large unit may be more than an int32 counts.
-    chunk = tl.program_id(0).to(tl.int64)
-    start = chunk * chunk_words
+    granule = tl.program_id(0).to(tl.int64)
+    start = granule * granule_words
     columns = tl.arange(0, ROW_WORDS)
     step = tl.full([1], ROW_STEP, tl.uint32)
     sums = tl.zeros([ROW_WORDS], tl.uint32)
 
-    for row in range(0, tl.minimum(count - start, chunk_words).to(tl.int32), ROW_WORDS):
+    for row in range(0, tl.minimum(count - start, granule_words).to(tl.int32), ROW_WORDS):
         word = tl.load(words + start + row + columns)
         sums = _product(sums, step) ^ word.to(tl.uint32, bitcast=True)
 
     parts = _product(sums, tl.load(distances + columns).to(tl.uint32, bitcast=True))
-    tl.store(found + chunk, tl.xor_sum(parts.to(tl.int32, bitcast=True), 0))
+    tl.store(found + granule, tl.xor_sum(parts.to(tl.int32, bitcast=True), 0))
 
 
 @_jit

@@ -1,9 +1,8 @@
 """I/O engines: how bytes get from open files into memory and back.
 
 An engine is given segments of open files, and the memory that their bytes go to or come from. It moves every byte, or
-says which segment failed. It also takes care of checksums: it stores one for each chunk that it writes, and compares
-that of each chunk that it reads. It knows nothing of blocks, extents, locks and errors, which belong to those who call
-it (`blockfile`).
+says which segment failed. It also takes care of checksums: it stores one for each granule that it writes, and compares
+that of each granule that it reads. It knows nothing of blocks, extents, locks and errors, which belong to `blockfile`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class IoBatch(Protocol):
         """Return None, or the first failure as (what, errno, segment, file_offset, expected, found).
 
         `what` is "io" (errno is set), "short" (the file ended early; expected and found count bytes), or "checksum"
-        (file_offset is that of the chunk; expected and found are checksums).
+        (file_offset is that of the granule; expected and found are checksums).
         """
 
 
@@ -48,13 +47,13 @@ class IoEngine(Protocol):
     def __init__(self, num_threads: int) -> None:
         """Prepare to work on so many requests in each direction at once."""
 
-    def submit(self, segments: Sequence[Segment], checksums: int, chunk_bytes: int, *, writes: bool) -> IoBatch:
+    def submit(self, segments: Sequence[Segment], checksums: int, granule_bytes: int, *, writes: bool) -> IoBatch:
         """Begin to read or to write.
 
         Args:
-            segments: all of them but the last have whole chunks. With O_DIRECT everything is page aligned.
-            checksums: the address of one uint32 for each chunk of the segments laid end to end. 0: keep no checksums.
-            chunk_bytes: the bytes under one checksum.
+            segments: all of them but the last have whole granules. With O_DIRECT everything is page aligned.
+            checksums: the address of one uint32 for each granule of the segments laid end to end. 0: keep no checksums.
+            granule_bytes: the bytes under one checksum.
             writes: whether the bytes go from memory to the files, or the other way.
         """
 
@@ -71,10 +70,10 @@ class NativeEngine:
         self._readers = _native.ThreadPool(num_threads, QUEUE_DEPTH_MAX)
         self._writers = _native.ThreadPool(num_threads, QUEUE_DEPTH_MAX)
 
-    def submit(self, segments: Sequence[Segment], checksums: int, chunk_bytes: int, *, writes: bool) -> IoBatch:
+    def submit(self, segments: Sequence[Segment], checksums: int, granule_bytes: int, *, writes: bool) -> IoBatch:
         """Begin to read or to write; see `IoEngine.submit`."""
         pool = self._writers if writes else self._readers
-        return pool.submit_io(writes, segments, checksums, chunk_bytes, REQUEST_BYTES)
+        return pool.submit_io(writes, segments, checksums, granule_bytes, REQUEST_BYTES)
 
     def close(self) -> None:
         """Finish what was submitted, and stop the threads."""

@@ -122,7 +122,7 @@ def check_mount(mount: MountBudget) -> int:
     directory = mount.directory
     num_bytes = mount.num_bytes or 0
     check_directory(directory, "--nvme")
-    if num_bytes < (least := BLOCKS_MIN * IoOptions().chunk_bytes):
+    if num_bytes < (least := BLOCKS_MIN * IoOptions().granule_bytes):
         raise ConfigError(f"--nvme: {at_least(num_bytes)} on {directory} is too small; give {at_least(least)} or more.")
 
     room = os.statvfs(directory)
@@ -157,7 +157,7 @@ def probe_drive(
     """
     options = options or IoOptions()
     num_bytes = check_mount(mount)
-    block_bytes = min(BLOCK_BYTES, num_bytes // BLOCKS_MIN // options.chunk_bytes * options.chunk_bytes)
+    block_bytes = min(BLOCK_BYTES, num_bytes // BLOCKS_MIN // options.granule_bytes * options.granule_bytes)
     device = block_device(mount.directory)
     directory = mount.directory
     with BlockTraffic(directory, num_bytes // block_bytes, block_bytes, options, pin=pin) as traffic:

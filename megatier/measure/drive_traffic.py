@@ -118,7 +118,7 @@ class BlockTraffic:
         """
         run_id = f"bench-{secrets.token_hex(6)}"
         self._block_bytes = block_bytes
-        self._stamp_words = options.chunk_bytes // 8
+        self._stamp_words = options.granule_bytes // 8
         self._device = block_device(directory)
         self._arena = Arena(2 * DEPTH * block_bytes, torch.device("cpu"), pin=pin)
         try:
@@ -284,7 +284,7 @@ class BlockTraffic:
         if not write:
             return self._files.read(key, extent, 0, size, address)
 
-        # Each chunk gets the number of its block, so that a block read from the place of another has wrong checksums.
+        # Each granule gets the number of its block, so that a block read from the place of another has wrong checksums.
         view.view(torch.int64)[:: self._stamp_words] = index
         return self._files.write(key, extent, 0, size, address)
 

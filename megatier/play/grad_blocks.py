@@ -118,7 +118,7 @@ class GradBlocks:
 
     def span(self, name: str, elements: Elements) -> tuple[int, int]:
         """Bytes of a run of elements in the final gradient."""
-        # On NVMe a block is padded to whole chunks of its checksums, and the last run has the padding as well.
+        # On NVMe a block is padded to whole granules, and the last run has the padding as well.
         unit = self._units[name]
         start = elements[0] * self._width
         if self._placement.grad_homes[name] is Tier.NVME and elements[1] == unit.num_trained:

@@ -67,7 +67,7 @@ class Policy:
     gpu_direct: bool = False
     """Whether weights on NVMe that no update feeds go to the GPU past RAM."""
     align_elements: int = 32 << 10
-    """Elements of which update chunks are multiples: one checksummed chunk of the narrowest plane."""
+    """Elements of which update chunks are multiples: one granule of the narrowest plane."""
 
     @property
     def speculates(self) -> bool:
@@ -109,6 +109,6 @@ def grad_bytes(unit: UnitSpec, policy: Policy) -> int:
 
 
 def final_grad_bytes(unit: UnitSpec, policy: Policy) -> int:
-    """Bytes of a unit's final gradient: the front of such a sum, in whole checksummed chunks."""
+    """Bytes of a unit's final gradient: the front of such a sum, in whole granules."""
     width = policy.schema.grad_width
     return min(round_up(width * unit.num_trained, width * policy.align_elements), grad_bytes(unit, policy))

@@ -164,7 +164,7 @@ def _policy(
         generations=tiers.generations,
         savepoints=savepoints,
         gpu_direct=tiers.gpu_direct,
-        align_elements=options.chunk_bytes // 2,
+        align_elements=options.granule_bytes // 2,
     )
 
 

@@ -1,7 +1,7 @@
 """Blocks: the registered blocks of a store by their keys, and the spans of them that may be asked for.
 
-A span of a block at home on NVMe starts on a chunk boundary, and ends on one or with the block, because every chunk has
-one checksum.
+A span of a block at home on NVMe starts where a granule does, and ends with one or with the block, because every
+granule has one checksum.
 
 Every method is called with the lock of `Copies` held.
 """
@@ -65,8 +65,8 @@ class Blocks:
         """Return a block, and the span of it that a caller means: all of it if none is given."""
         block = self.find(key)
         start, stop = span = span or block.whole
-        chunk = self._files.options.chunk_bytes if self._files is not None and block.extent is not None else 1
+        granule = self._files.options.granule_bytes if self._files is not None and block.extent is not None else 1
         assert 0 <= start < stop <= block.spec.num_bytes, f"{span} lies outside of {key}"
-        assert start % chunk == 0, f"{span} of {key} starts inside a chunk"
-        assert stop % chunk == 0 or stop == block.spec.num_bytes, f"{span} of {key} ends inside a chunk"
+        assert start % granule == 0, f"{span} of {key} starts inside a granule"
+        assert stop % granule == 0 or stop == block.spec.num_bytes, f"{span} of {key} ends inside a granule"
         return block, span

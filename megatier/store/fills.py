@@ -176,8 +176,8 @@ class Fills:
         if rest and self._reader is not None and block.extent is not None:
             parts += rest
         elif rest and block.spec.home is not None:
-            chunk = self._files.options.chunk_bytes if self._files is not None else 1
-            size = max(chunk, self._reservation.slot_bytes(Tier.RAM, block.spec) // chunk * chunk)
+            granule = self._files.options.granule_bytes if self._files is not None else 1
+            size = max(granule, self._reservation.slot_bytes(Tier.RAM, block.spec) // granule * granule)
             for start, stop in rest:
                 parts += [(first, min(first + size, stop)) for first in range(start, stop, size)]
         return sorted(parts)

@@ -12,7 +12,8 @@ allocated when the first block is used (`seal`), and never later.
         store.mark_dirty("layer0", Tier.RAM)
         store.write_back("layer0", Tier.RAM).wait()
 
-Spans of a block at home on NVMe start on chunk boundaries (`IoOptions.chunk_bytes`), and end there or with the block.
+Spans of a block at home on NVMe start where granules do (`IoOptions.granule_bytes`), and end where one does, or with
+the block.
 
 This file is the face of the store. Below it, `blocks` knows the blocks, `copies` says which copy has which slot,
 `fills` and `write_backs` start moves up and home, `lease` counts leases, and `outside` moves bytes to and from other

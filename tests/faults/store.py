@@ -21,7 +21,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from conftest import CHUNK_BYTES, check_invariants, pattern, probe
+from conftest import GRANULE_BYTES, check_invariants, pattern, probe
 
 from megatier.drives.blockfile import IoOptions
 from megatier.errors import CapacityError, IntegrityError, TransferError
@@ -29,7 +29,7 @@ from megatier.store.store import TieredStore
 from megatier.store.transfer import Transfer
 from megatier.tier import BlockSpec, Tier
 
-NUM_BYTES = 8 * CHUNK_BYTES
+NUM_BYTES = 8 * GRANULE_BYTES
 KEYS = ("a", "b", "c", "d")
 SCENARIOS: dict[str, Callable[[Path], None]] = {}
 
@@ -54,7 +54,7 @@ def fault(op: str, kind: str | int, offset: int = 0) -> Iterator[None]:
 @contextlib.contextmanager
 def opened(directory: Path, ram_slots: int = 3) -> Iterator[TieredStore]:
     """A store with four random blocks on NVMe; its invariants hold at the end and nothing of it is left."""
-    options = IoOptions(num_threads=2, chunk_bytes=CHUNK_BYTES)
+    options = IoOptions(num_threads=2, granule_bytes=GRANULE_BYTES)
     with TieredStore.open(
         gpu=2 * NUM_BYTES, ram=ram_slots * NUM_BYTES, nvme=[f"{directory}:1MiB"], options=options
     ) as store:
@@ -119,7 +119,7 @@ def interrupted_transfers_are_repeated(directory: Path) -> None:
 
 def failing_read(directory: Path, tier: Tier) -> None:
     with opened(directory) as store:
-        offset = offset_of(store, "b") + 3 * CHUNK_BYTES
+        offset = offset_of(store, "b") + 3 * GRANULE_BYTES
         with fault("read", errno.EIO, offset):
             for _ in range(5):  # no slot is lost on the way
                 with pytest.raises(TransferError) as caught:
@@ -158,7 +158,7 @@ def failing_read_does_not_harm_who_takes_the_slot_next(directory: Path) -> None:
 
 def failing_write(directory: Path, code: int) -> None:
     with opened(directory) as store:
-        offset = offset_of(store, "b") + 5 * CHUNK_BYTES
+        offset = offset_of(store, "b") + 5 * GRANULE_BYTES
         write(store, "b", pattern(9, NUM_BYTES))
         with fault("write", code, offset):
             transfer = store.write_back("b", Tier.RAM)
@@ -209,7 +209,7 @@ def failing_write_of_a_leased_block_leaves_the_lease(directory: Path) -> None:
 def failing_write_of_an_evicted_block_keeps_it(directory: Path) -> None:
     with opened(directory) as store:
         write(store, "b", pattern(9, NUM_BYTES))
-        with fault("write", errno.EIO, offset_of(store, "b") + CHUNK_BYTES):
+        with fault("write", errno.EIO, offset_of(store, "b") + GRANULE_BYTES):
             store.write_back("b", Tier.RAM)
             with contextlib.suppress(TransferError):  # it may have failed already
                 store.evict("b", Tier.RAM)
@@ -282,9 +282,9 @@ def failing_write_after_gpu_write_back_keeps_the_bytes_in_ram(directory: Path) -
 
 
 @scenario
-def flipped_bit_is_an_integrity_error_of_that_chunk_alone(directory: Path) -> None:
+def flipped_bit_is_an_integrity_error_of_that_granule_alone(directory: Path) -> None:
     with opened(directory) as store:
-        offset = offset_of(store, "b") + 3 * CHUNK_BYTES
+        offset = offset_of(store, "b") + 3 * GRANULE_BYTES
         with fault("read", "flip", offset + 1234):
             for tier in (Tier.RAM, Tier.GPU):
                 with pytest.raises(IntegrityError) as caught:
@@ -292,7 +292,7 @@ def flipped_bit_is_an_integrity_error_of_that_chunk_alone(directory: Path) -> No
                 error = caught.value
                 assert (error.key, error.path, error.offset) == ("b", path_of(store), offset)
                 assert error.expected != error.found
-            span = (4 * CHUNK_BYTES, NUM_BYTES)
+            span = (4 * GRANULE_BYTES, NUM_BYTES)
             with store.lease("b", Tier.RAM, span) as block:
                 assert torch.equal(block.bytes, pattern(1, NUM_BYTES)[slice(*span)])
             store.evict("b", Tier.RAM, span)
@@ -303,7 +303,7 @@ def flipped_bit_is_an_integrity_error_of_that_chunk_alone(directory: Path) -> No
 @scenario
 def bit_flipped_on_the_drive_is_found_when_it_is_read(directory: Path) -> None:
     with opened(directory) as store:
-        offset = offset_of(store, "b") + 2 * CHUNK_BYTES
+        offset = offset_of(store, "b") + 2 * GRANULE_BYTES
         assert torch.equal(read(store, "b"), pattern(1, NUM_BYTES))
         file = os.open(path_of(store), os.O_RDWR)
         os.pwrite(file, bytes([os.pread(file, 1, offset + 7)[0] ^ 0x10]), offset + 7)
@@ -318,12 +318,12 @@ def bit_flipped_on_the_drive_is_found_when_it_is_read(directory: Path) -> None:
 @scenario
 def drive_that_fails_while_it_is_filled_is_refused_before_use(directory: Path) -> None:
     for code in (errno.EIO, errno.ENOSPC):
-        with fault("write", code, CHUNK_BYTES):
+        with fault("write", code, GRANULE_BYTES):
             store = TieredStore.open(ram="1MiB", nvme=[f"{directory}:1MiB"])
             store.register(BlockSpec("a", NUM_BYTES, Tier.NVME))
             with pytest.raises(TransferError) as caught:
                 store.lease("a", Tier.RAM)
-            check_error(caught.value, store, code, CHUNK_BYTES)
+            check_error(caught.value, store, code, GRANULE_BYTES)
             store.close()
     assert not list(directory.iterdir())
 
@@ -355,12 +355,12 @@ def file_size_limit_met_by_a_write_leaves_the_block_in_ram(directory: Path) -> N
     with opened(directory) as store:
         offset = offset_of(store, "d")
         write(store, "d", pattern(9, NUM_BYTES))
-        with file_size_limit(offset + CHUNK_BYTES):
+        with file_size_limit(offset + GRANULE_BYTES):
             transfer = store.write_back("d", Tier.RAM)
             assert transfer is not None
             with pytest.raises(TransferError) as caught:
                 transfer.wait()
-            check_error(caught.value, store, errno.EFBIG, offset + CHUNK_BYTES)
+            check_error(caught.value, store, errno.EFBIG, offset + GRANULE_BYTES)
             assert torch.equal(read(store, "d"), pattern(9, NUM_BYTES))
         store.write_back("d", Tier.RAM)
         store.settle("d")

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-CHUNK_BYTES = 16384
-NUM_BYTES = 16 * CHUNK_BYTES
-REQUEST_BYTES = 4 * CHUNK_BYTES
+GRANULE_BYTES = 16384
+NUM_BYTES = 16 * GRANULE_BYTES
+REQUEST_BYTES = 4 * GRANULE_BYTES
 
 
 def load_native(path: str) -> Any:
@@ -42,12 +42,12 @@ def main(native_path: str, target: Path, file_size_limit: int | None) -> None:
     memory = [mmap.mmap(-1, NUM_BYTES) for _ in range(2)]
     source, copy = (ctypes.addressof(ctypes.c_char.from_buffer(area)) for area in memory)
     memory[0][:] = os.urandom(NUM_BYTES)
-    checksums = (ctypes.c_uint32 * (NUM_BYTES // CHUNK_BYTES))()
+    checksums = (ctypes.c_uint32 * (NUM_BYTES // GRANULE_BYTES))()
     pool = native.ThreadPool(1, 8)
     errors = []
     for write, address in ((True, source), (False, copy)):
         segments = [(fd, 0, address, NUM_BYTES // 2), (fd, NUM_BYTES // 2, address + NUM_BYTES // 2, NUM_BYTES // 2)]
-        batch = pool.submit_io(write, segments, ctypes.addressof(checksums), CHUNK_BYTES, REQUEST_BYTES)
+        batch = pool.submit_io(write, segments, ctypes.addressof(checksums), GRANULE_BYTES, REQUEST_BYTES)
         assert batch.wait(60)
         errors.append(batch.error())
     pool.close()
