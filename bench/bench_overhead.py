@@ -35,9 +35,9 @@ from megatier.hardware import cores_usable
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.numerics.optimizer import AdamW
 from megatier.play.gradients import UnitGradients
-from megatier.play.trace import stall_seconds
 from megatier.play.weights import UnitWeights, Use
 from megatier.session.session import Session
+from megatier.trace.events import stall_seconds
 
 RATE = 1e-4
 CLIP = 1.0

@@ -31,13 +31,13 @@ from rows import RATE, ROWS, Run, changed, config_of
 from megatier.hardware import set_cuda_defaults
 from megatier.models.decoder import build_skeleton
 from megatier.planner.plan import make_plan
-from megatier.play.trace import TraceEvent, stall_seconds, write_trace
 from megatier.report.picture import draw, lane_uses
 from megatier.schedule.rates import read_rates
 from megatier.schedule.sizes import Budgets
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 from megatier.tier import Kind, Tier
+from megatier.trace.events import TraceEvent, stall_seconds, write_trace
 
 
 @torch.no_grad()

@@ -6,18 +6,24 @@ alignment, and equal alignment on every tier keeps the bits equal. The whole is 
 every plane is a multiple of 4 KiB. Padding stays 0 under AdamW.
 
 Frozen parameters have a place in the weight plane alone, behind the trained ones: all other planes end where these do.
+
+Where several ranks share the state, each unit is cut into equal shards, one for each rank. A shard is a layout of its
+own, whose tensors are runs of the unit's. `Layout.padded` makes a unit that can be cut so, `Layout.shard` cuts it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ALIGN_ELEMENTS = 128
 PAD_ELEMENTS = 2048
 CHECKED_ELEMENTS = 32 << 10
 """Trained and frozen parameters of one unit share no chunk of bytes under one checksum: 64 KiB in bf16."""
+SHARD_ELEMENTS = 64 << 10
+"""A shard begins at a multiple of this. It is a multiple of everything that is counted from a unit's start: alignment,
+pages, checksummed chunks, and the spans of the norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,59 @@ class Layout:
             return self
         tensors = tuple(tensor for tensor in self.tensors if tensor.start < self.num_trained)
         return Layout(tensors, self.num_trained, self.num_trained)
+
+    def padded(self, ranks: int) -> Layout:
+        """The same parameters with more padding, so that trained and frozen ones can be cut into equal shards."""
+        if ranks == 1:
+            return self
+
+        multiple = ranks * SHARD_ELEMENTS
+        num_trained = _padded(self.num_trained, multiple)
+        num_frozen = _padded(self.num_elements - self.num_trained, multiple)
+        shift = num_trained - self.num_trained
+        tensors = tuple(
+            tensor if tensor.start < self.num_trained else replace(tensor, start=tensor.start + shift)
+            for tensor in self.tensors
+        )
+        return Layout(tensors, num_trained + num_frozen, num_trained)
+
+    def shard(self, rank: int, ranks: int) -> Layout:
+        """The layout of a rank's shard: its trained elements, and behind them its frozen ones.
+
+        Args:
+            rank: the rank, from 0.
+            ranks: how many there are; the layout was `padded` for them.
+        """
+        tensors = [
+            shifted
+            for first, last, start in self.shard_runs(rank, ranks)
+            for tensor in self.tensors
+            if (shifted := _clipped(tensor, first, last, start)) is not None
+        ]
+        return Layout(tuple(tensors), self.num_elements // ranks, self.num_trained // ranks)
+
+    def shard_runs(self, rank: int, ranks: int) -> tuple[tuple[int, int, int], ...]:
+        """The runs [first, last) of elements that a rank owns, each with its first element inside the shard."""
+        trained = self.num_trained // ranks
+        frozen = self.num_elements // ranks - trained
+        first = self.num_trained + rank * frozen
+        runs = (rank * trained, (rank + 1) * trained, 0), (first, first + frozen, trained)
+        return tuple(run for run in runs if run[0] < run[1])
+
+
+def _clipped(tensor: TensorSlice, first: int, last: int, start: int) -> TensorSlice | None:
+    """The run of a tensor's elements that lies in [first, last), which begins at `start` now; None: there is none."""
+    lower = max(tensor.start, first)
+    upper = min(tensor.stop, last)
+    if lower >= upper:
+        return None
+    return TensorSlice(
+        name=tensor.name,
+        shape=tensor.shape if (lower, upper) == (tensor.start, tensor.stop) else (upper - lower,),
+        start=start + lower - first,
+        whole=tensor.parameter_shape if (lower, upper) != (tensor.start, tensor.stop) else tensor.whole,
+        offset=tensor.offset + lower - tensor.start,
+    )
 
 
 def _placed(shapes: Iterable[tuple[str, tuple[int, ...]]], offset: int) -> tuple[tuple[TensorSlice, ...], int]:

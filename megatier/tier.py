@@ -26,6 +26,12 @@ class Kind(StrEnum):
     EXP_AVG_SQ = "exp_avg_sq"
     GRAD = "grad"
     ACTIVATION = "activation"
+    GATHERED = "gathered"
+    """The weights of a whole unit on a rank's GPU, gathered from the shards of all ranks."""
+    GROUP_GRAD = "group_grad"
+    """The gradient of a whole unit that a rank has made of one group, before its shards go to their owners."""
+    RECEIVED = "received"
+    """Gradients of a rank's own shard, one from each rank, before they are added."""
     MOMENTS = "moments"
     """Moments, and remainders, of so many elements side by side (`integrations`)."""
 

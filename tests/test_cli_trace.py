@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatier.cli import main
-from megatier.play.trace import TraceEvent, write_trace
+from megatier.trace.events import TraceEvent, write_trace
 
 MS = 1_000_000
 

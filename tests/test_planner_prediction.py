@@ -16,10 +16,10 @@ from megatier.measure.probe import cache_rates
 from megatier.models.experts import cut_units
 from megatier.planner.prediction import STEPS, Correction, Prediction, measured_rate
 from megatier.planner.trial import Trial
-from megatier.play.trace import TraceEvent
 from megatier.schedule.forecast import QUEUES_OF_DISK, Forecast
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.session.skeleton import skeleton_of
+from megatier.trace.events import TraceEvent
 
 WAVERS = replace(
     SLOW,

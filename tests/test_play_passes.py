@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,16 +16,23 @@ from megatier.tier import Phase, Tier
 UNITS = {"a", "b", "c"}
 
 
+def recorded(name: str, order: Sequence[Access]) -> Pass:
+    """A pass that is over."""
+    played = Pass(name)
+    played.accesses.extend(order)
+    return played
+
+
 def orders(**changes: object) -> Orders:
     where = replace(placement("abc", 2), **changes)  # type: ignore[arg-type]
     made = Orders(UNITS, where)
-    made.record("train", accesses("abccba"))
+    made.record(recorded("train", accesses("abccba")))
     return made
 
 
 def test_orders_keep_the_first_record_of_a_pass() -> None:
     made = orders()
-    made.record("train", accesses("cba"))
+    made.record(recorded("train", accesses("cba")))
     timeline = made.timeline("train", frozenset())
     assert timeline is not None
     assert [access.unit for access in timeline.accesses] == list("abccba")
@@ -45,7 +53,7 @@ def test_timeline_updates_the_units_that_are_named_and_is_made_once() -> None:
 def test_sums_come_ahead_for_every_group_but_the_first_of_units_that_ship_their_gradient() -> None:
     made = orders(sums_on_gpu=True, grad_homes={"a": Tier.NVME, "b": Tier.RAM, "c": Tier.GPU})
     order = [replace(access, group=group) for group in range(2) for access in accesses("abccba")]
-    made.record("grouped", order)
+    made.record(recorded("grouped", order))
     played = Pass("train")
     assert made.sums_ahead(played) == frozenset()
     played.timeline = made.planned("grouped", updates=False)

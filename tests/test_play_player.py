@@ -16,10 +16,10 @@ from interrupts import python_locks
 
 from megatier.errors import IntegrityError, TimelineError
 from megatier.play.blocks import block_key
-from megatier.play.trace import stall_seconds
 from megatier.schedule.sizes import UnitSpec
 from megatier.schedule.timeline import Access, Timeline
 from megatier.tier import Kind, Phase, Tier
+from megatier.trace.events import stall_seconds
 
 
 @pytest.fixture

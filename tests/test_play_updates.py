@@ -26,11 +26,11 @@ from integer_runs import (
 
 from megatier.errors import NonFiniteError, TransferError
 from megatier.play.blocks import block_key
-from megatier.play.trace import stall_seconds
 from megatier.schedule.moves import Moves, by_lane
 from megatier.schedule.sizes import UnitSpec
 from megatier.store.lanes import Lanes
 from megatier.tier import Kind, Phase, Tier
+from megatier.trace.events import stall_seconds
 
 
 @pytest.fixture

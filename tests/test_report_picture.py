@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 import pytest
 
 from megatier.errors import ConfigError
-from megatier.play.trace import TraceEvent, write_trace
 from megatier.report.picture import (
     COLOURS,
     LANES,
@@ -25,6 +24,7 @@ from megatier.report.picture import (
     step_seconds,
 )
 from megatier.report.svg import WIDTH
+from megatier.trace.events import TraceEvent, write_trace
 
 MS = 1_000_000
 SVG = "{http://www.w3.org/2000/svg}"

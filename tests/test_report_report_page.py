@@ -19,8 +19,8 @@ from megatier.config.file import to_dict
 from megatier.config.schema import ModelConfig, RunConfig
 from megatier.config.text import dump
 from megatier.errors import ConfigError
-from megatier.play.trace import TraceEvent, write_trace
 from megatier.report.report_page import build
+from megatier.trace.events import TraceEvent, write_trace
 
 MS = 1_000_000
 CONFIG = RunConfig(model=ModelConfig(config={"model_type": "llama"}), data=DataConfig(files=("a",), tokenizer="bytes"))

@@ -170,10 +170,14 @@ def least_budgets(
     numerics: NumericsConfig,
     tokens: int,
     place: Place,
+    ranks: int = 1,
 ) -> Budgets:
-    """Placed again with what each refusal says is missing; a session opens once, with what was found."""
+    """Placed again with what each refusal says is missing; a session opens once, with what was found.
+
+    With ranks, the budgets are those of one of them.
+    """
     units = cut_units(skeleton, model.expert_parts)
-    work = Workload.of(skeleton, units, model, tiers, train, numerics, tokens, savepoints=place.savepoints)
+    work = Workload.of(skeleton, units, model, tiers, train, numerics, tokens, savepoints=place.savepoints, ranks=ranks)
     budgets = Budgets(1, 1, sum(budget_bytes(mount) for mount in tiers.mounts))
     while True:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import importlib.metadata
 import os
@@ -77,11 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         # A signal while Python exits would show as a traceback from an exit handler.
         _handle(before if argv is not None else dict.fromkeys(before, signal.SIG_IGN))
-
-        # Before it exits, Python looks for garbage among all that libraries have loaded. With torch and transformers
-        # this takes a fifth of a plan's time, and the memory is given back in any case.
-        if argv is None:
-            gc.freeze()
 
 
 def _answer(words: Sequence[str]) -> int:

@@ -16,8 +16,8 @@ from megatier.errors import ConfigError
 from megatier.report.metrics import format_seconds, format_share
 
 if TYPE_CHECKING:
-    from megatier.play.trace import TraceEvent
     from megatier.report.picture import LaneUse
+    from megatier.trace.events import TraceEvent
 
 
 def run(argv: Sequence[str]) -> int:
@@ -41,8 +41,8 @@ def run(argv: Sequence[str]) -> int:
 
     # Imported here because these load torch: wrong arguments are refused without waiting for that.
     from megatier.checkpoint.run_directory import TRACE_FILE
-    from megatier.play.trace import stall_seconds
     from megatier.report.picture import draw, lane_uses, read_trace, step_seconds
+    from megatier.trace.events import stall_seconds
 
     path: Path = options.trace / TRACE_FILE if options.trace.is_dir() else options.trace
     steps = read_trace(path)

@@ -59,6 +59,7 @@ class Gradients:
         norm: Measure,
         *,
         groups: int,
+        is_shared: bool = False,
     ) -> None:
         """No group has begun.
 
@@ -67,13 +68,15 @@ class Gradients:
             dtype: the compute dtype.
             sink: takes the gradients.
             norm: takes their norm.
-            groups: the number of groups of a step.
+            groups: the number of groups of a step that this rank computes.
+            is_shared: whether other ranks compute groups too. The sink then adds them up, and measures what it owns.
         """
         self._layouts = layouts
         self._dtype = dtype
         self._sink = sink
         self._norm = norm
         self._groups = groups
+        self._is_shared = is_shared
         self._gaps = {name: _gaps(layout) for name, layout in layouts.items()}
         """The padding of each unit."""
         self.group = 0
@@ -141,8 +144,9 @@ class Gradients:
             self._ship(unit)
         self._left.clear()
 
-        # A unit that the last groups left out: its update waits for a gradient of every group.
-        if self.group == self._groups - 1:
+        # A unit that the last groups left out: its update waits for a gradient of every group. If ranks share it, the
+        # sink knows what was left out.
+        if not self._is_shared and self.group == self._groups - 1:
             for unit in list(self._shipped):
                 self._catch_up(unit, self._groups)
 
@@ -190,7 +194,8 @@ class Gradients:
 
     def _write(self, unit: str, grads: Mapping[str, Tensor]) -> None:
         """Write the last summand and the sum of the others into the sink's buffer, rounded once."""
-        self._catch_up(unit, self.group)
+        if not self._is_shared:
+            self._catch_up(unit, self.group)
         buffer = self._take(unit)
         adds = self._adds(unit, self.group)
         before = {**self._firsts.pop(unit, {}), **self._sums.pop(unit, {})}
@@ -219,7 +224,8 @@ class Gradients:
 
     def _take(self, unit: str) -> Tensor:
         """Ask the sink for a buffer, and see it as numbers."""
-        buffer = self._sink.take_grad(unit).view(torch.float32 if self._groups > 1 else self._dtype)
+        is_summand = self._groups > 1 or self._is_shared
+        buffer = self._sink.take_grad(unit).view(torch.float32 if is_summand else self._dtype)
         self._buffers[unit] = buffer
         return buffer
 
@@ -233,7 +239,8 @@ class Gradients:
         buffer = self._buffers.pop(unit)
 
         # A gradient that is final here is measured here. Sums that are taken in RAM are rounded and measured there.
-        if last and (self._groups == 1 or self._sink.sums_here(unit)):
+        is_alone = self._groups == 1 and not self._is_shared
+        if last and (is_alone or self._sink.sums_here(unit)):
             if buffer.dtype is not self._dtype:
                 rounded = buffer.to(self._dtype)
                 buffer = buffer.view(self._dtype)[: rounded.numel()].copy_(rounded)

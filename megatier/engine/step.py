@@ -29,6 +29,7 @@ from megatier.errors import NonFiniteError, UnsupportedModelError
 from megatier.guards.unbound import refused_outside
 from megatier.models.decoder import Unit, check_rows_are_apart
 from megatier.numerics.optimizer import AdamW
+from megatier.ranks import Ranks
 
 REMEDY = "Lower train.learning_rate, set train.clip, or look at the data of this step."
 """The advice of messages about numbers that are not finite."""
@@ -58,6 +59,7 @@ class Engine:
         player: UnitPlayer,
         optimizer: AdamW,
         options: EngineOptions,
+        ranks: Ranks | None = None,
     ) -> None:
         """Install nodes on every module that uses a unit; see `UnitModel`.
 
@@ -67,13 +69,15 @@ class Engine:
             player: plays the timeline; brings weights and takes gradients.
             optimizer: measures gradients, clips, and holds the scalars of the step.
             options: numeric choices and policies.
+            ranks: the ranks that compute the groups of a step; None: this process computes all of them.
         """
         self.options = options
         """Numeric choices and policies."""
-        self.model = UnitModel(skeleton, units, player, optimizer, options)
+        self.model = UnitModel(skeleton, units, player, optimizer, options, ranks)
         """The skeleton with its nodes and its loss."""
         self._player = player
         self._optimizer = optimizer
+        self._ranks = ranks
         self._is_learnt = options.slices == 1
         """Whether nodes know which of their arguments are cut into slices."""
         self._skips = 0
@@ -86,7 +90,7 @@ class Engine:
             step: 1, 2, ...
             rate: learning rate.
             groups: one batch (input_ids and labels [B, T], ...) per group, on any device. If it has position_ids,
-                attention stops wherever they do not go on by 1.
+                attention stops wherever they do not go on by 1. Every rank is given all groups, and computes its own.
 
         Raises:
             UnsupportedModelError: this model's attention would not stop there, groups would not share its loss, or its
@@ -113,12 +117,16 @@ class Engine:
         divisor = max(1, sum(counts)) if len(groups) > 1 or not sum(counts) else None
 
         # Batches go up before the loads, which are long.
-        groups = [self.model.on_device(batch) for batch in groups]
+        own = range(len(groups)) if self._ranks is None else self._ranks.groups_of(len(groups))
+        batches = [self.model.on_device(groups[index]) for index in own]
         self.begin_step(step, rate)
-        losses = [self._train_group(step, index, batch, divisor, shares[index]) for index, batch in enumerate(groups)]
+        losses = [
+            self._train_group(step, number, batch, divisor, shares[index])
+            for number, (index, batch) in enumerate(zip(own, batches, strict=True))
+        ]
         norm = self.measure(step)
 
-        return self.finish_step(step, rate, norm, math.fsum(loss.item() for loss in losses), groups[0])
+        return self.finish_step(step, rate, norm, self._sum([loss.item() for loss in losses]), groups[0])
 
     def begin_step(self, step: int, rate: float) -> None:
         """Start a step, and the updates of the one before.
@@ -259,6 +267,12 @@ class Engine:
         self.model.check_outputs(loss)
         loss.backward()
         return loss.detach()
+
+    def _sum(self, losses: Sequence[float]) -> float:
+        """The exact sum of the losses of all groups, rounded once, so the order does not matter."""
+        if self._ranks is None:
+            return math.fsum(losses)
+        return math.fsum(loss for found in self._ranks.agree(losses) for loss in found)
 
     def _skip(self, step: int, loss: float, norm: float, batch: Batch | None) -> StepResult:
         """Leave a step out. Nothing is clipped: the scalars of the step before stay, and no update will read them.

@@ -28,6 +28,7 @@ from megatier.models.dtypes import names_in_fp32, place_buffers
 from megatier.numerics.compilation import Compilation
 from megatier.numerics.matmul import Fp32Products
 from megatier.numerics.optimizer import AdamW
+from megatier.ranks import Ranks
 from megatier.tier import Activations
 
 Batch = Mapping[str, Tensor]
@@ -45,7 +46,7 @@ class EngineOptions:
     activations: Mapping[str, Activations]
     """The policy of each unit."""
     groups: int = 1
-    """Groups of a step."""
+    """Groups of a step, over all ranks."""
     slices: int = 1
     """Slices that a group is cut into."""
     fused_loss: bool = True
@@ -70,6 +71,7 @@ class UnitModel:
         player: UnitPlayer,
         optimizer: AdamW,
         options: EngineOptions,
+        ranks: Ranks | None = None,
     ) -> None:
         """Install nodes on every module that uses a unit. Buffers move to the device, in the dtype they compute in.
 
@@ -81,13 +83,21 @@ class UnitModel:
             player: brings weights and takes gradients.
             optimizer: measures gradients.
             options: numeric choices and policies.
+            ranks: the ranks that compute the groups of a step; None: this process alone.
         """
         self.skeleton = skeleton
         """The Hugging Face model."""
         self._options = options
         self.stage = Stage(
             source=player.weights,
-            gradients=Gradients(optimizer.layouts, options.dtype, player.gradients, optimizer, groups=options.groups),
+            gradients=Gradients(
+                {unit.name: unit.layout.trained for unit in units if unit.layout.num_trained},
+                options.dtype,
+                player.gradients,
+                optimizer,
+                groups=options.groups // (1 if ranks is None else ranks.size),
+                is_shared=ranks is not None,
+            ),
             dtype=options.dtype,
             device=options.device,
             slices=options.slices,

@@ -33,9 +33,9 @@ from megatier.guards.unbound import refused_outside
 from megatier.integrations.stream_optimizer import StreamedAdamW
 from megatier.integrations.stream_state import find_saved, read_all, read_master, save_state
 from megatier.models.export import export
-from megatier.play.trace import TraceEvent, write_trace
 from megatier.session.session import Session
 from megatier.session.workload import COMPUTE_DTYPES
+from megatier.trace.events import TraceEvent, write_trace
 from megatier.train.export import SHARD_BYTES
 
 TRACED_STEPS = 3

@@ -31,6 +31,7 @@ from torch import Tensor
 from megatier import _native
 from megatier.errors import NonFiniteError
 from megatier.layout import Layout, TensorSlice
+from megatier.ranks import Ranks
 from megatier.state import StateSchema
 from megatier.tier import Kind
 
@@ -87,8 +88,13 @@ class AdamW:
         dtype: torch.dtype,
         groups: int,
         num_threads: int,
+        ranks: Ranks | None = None,
     ) -> None:
-        """Start the threads. `dtype` is the compute dtype: bf16 has split masters, fp32 whole ones."""
+        """Start the threads.
+
+        With ranks, layouts and all that is measured and updated are those of this rank's shards, and `groups` counts
+        the groups that it computes. `dtype` is the compute dtype: bf16 has split masters, fp32 whole ones.
+        """
         self.hyper = hyper
         """Read by `begin_step`, `revise` and `clip`; all but `deferred` may be others in the next step."""
         self.layouts = dict(layouts)
@@ -96,6 +102,7 @@ class AdamW:
         self._decayed = decayed
         self._dtype = dtype
         self._groups = groups
+        self._ranks = ranks
         self._split = dtype is torch.bfloat16
         self._pool = adamw_threads(num_threads)
         self._workers = ThreadPoolExecutor(num_threads, "megatier-gradient")
@@ -142,19 +149,31 @@ class AdamW:
     def norm(self) -> float:
         """The global norm of the measured gradients: the root of the exact sum of the partial sums."""
         parts = [part for sums in self._sums.values() for part in sums]
-        if not parts:
-            return 0.0
         by_device = [[part for part in parts if part.is_cuda is on_gpu] for on_gpu in (False, True)]
 
         # Put together on the GPU first, since each read of it makes the host wait.
-        sums = torch.cat([torch.cat(found).cpu() for found in by_device if found])
+        found = [torch.cat(parts).cpu() for parts in by_device if parts]
+        sums = torch.cat([torch.empty(0, dtype=torch.float64), *found])
+        if self._ranks is not None:
+            sums = self._ranks.total(sums)
         return math.sqrt(_native.sum_exactly(sums.data_ptr(), sums.numel()))
 
     def first_non_finite(self) -> str | None:
-        """A parameter whose measured gradient is not finite, of the first such unit that the backward came to."""
+        """A parameter whose measured gradient is not finite, of the first such unit that the backward came to.
+
+        With ranks, every rank has to call it.
+        """
         # Layouts are in the order of the forward.
-        found = (self._non_finite_in(unit) for unit in reversed(self.layouts) if unit in self._sums)
-        return next(filter(None, found), None)
+        units = [unit for unit in reversed(self.layouts) if unit in self._sums]
+        named = ((index, self._non_finite_in(unit)) for index, unit in enumerate(units))
+        found = next(((index, name) for index, name in named if name is not None), None)
+        if self._ranks is None:
+            return None if found is None else found[1]
+
+        # Shards of one unit follow each other in the order of the ranks.
+        others = enumerate(self._ranks.agree((found,)))
+        firsts = [(index, rank, name) for rank, one in others for index, name in filter(None, one)]
+        return min(firsts)[2] if firsts else None
 
     def _non_finite_in(self, unit: str) -> str | None:
         """The first parameter of a unit, in its layout, whose measured gradient is not finite."""
@@ -216,6 +235,36 @@ class AdamW:
             self._at_once(_native.copy, [(target + 2 * start, source + 2 * start, 2 * size) for start, size in runs])
 
         self.measure(unit, total.view(self._dtype)[:count])
+
+    def sum_groups(self, unit: str, total: Tensor, pieces: Tensor, *, adds: bool, is_last: bool) -> None:
+        """Add the gradients of several groups, one of each rank, where they lie; see play.optimizer.Optimizer.
+
+        Args:
+            unit: its unit.
+            total: uint8, fp32 sum if a step has more groups than these, else the gradient in the compute dtype; after
+                the last group its front holds the gradient in the compute dtype.
+            pieces: uint8 [groups, bytes], fp32 gradients; the first is overwritten.
+            adds: whether `total` has the sum of groups before.
+            is_last: whether no groups come after these.
+        """
+        count = self.layouts[unit].num_elements
+        grads = pieces.view(torch.float32)[:, :count]
+        summed = grads[0]
+        if self._groups > 1:
+            summed = total.view(torch.float32)[:count]
+            if adds:
+                summed.add_(grads[0])
+            else:
+                summed.copy_(grads[0])
+
+        # One after the other, as one rank alone adds them: fp32 sums depend on their order.
+        for grad in grads[1:]:
+            summed.add_(grad)
+
+        if is_last:
+            final = total.view(self._dtype)[:count]
+            final.copy_(summed.to(self._dtype))
+            self.measure(unit, final)
 
     def _at_once(self, work: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
         """Make native calls, which drop the GIL, on several threads, and wait for them."""

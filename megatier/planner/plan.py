@@ -21,7 +21,6 @@ from megatier.errors import PlanError
 from megatier.models.experts import cut_units
 from megatier.planner.memory import ActivationBytes, mask_bytes
 from megatier.planner.trial import Trial, with_parts
-from megatier.play.trace import TraceEvent
 from megatier.schedule.forecast import QUEUES_OF_DISK, Forecast
 from megatier.schedule.jobs import HOST_SECONDS
 from megatier.schedule.moves import Moves, by_lane
@@ -30,6 +29,7 @@ from megatier.schedule.rates import DriveRates, Rates
 from megatier.schedule.sizes import Budgets
 from megatier.schedule.timeline import Access
 from megatier.tier import Kind, Tier
+from megatier.trace.events import TraceEvent
 
 HIDDEN = 1.05
 """A step counts as bound by compute while it takes at most this many times as long as compute."""

@@ -15,9 +15,9 @@ from typing import Any
 
 from megatier.planner.search import Choice
 from megatier.planner.trial import Trial
-from megatier.play.trace import TraceEvent
 from megatier.schedule.forecast import QUEUES_OF_DISK, Forecast
 from megatier.schedule.placement import Placement
+from megatier.trace.events import TraceEvent
 
 STEPS = 3
 """Steps that are measured after the first one, which records the order of units."""

@@ -21,7 +21,7 @@ from megatier.play.generations import Generation, Generations
 from megatier.play.grad_blocks import GradBlocks, grad_key
 from megatier.play.optimizer import Elements
 from megatier.schedule.placement import Placement
-from megatier.schedule.sizes import Policy, UnitSpec, kinds_of
+from megatier.schedule.sizes import Policy, UnitSpec, gathered_bytes, group_grad_bytes, kinds_of
 from megatier.schedule.timeline import Load
 from megatier.store.store import TieredStore
 from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
@@ -87,6 +87,10 @@ class UnitBlocks:
         """Name of the block of a unit's state of one kind, in the generation that holds unless another one is named."""
         return block_key(unit, kind, self.generations.place(unit, kind, generation))
 
+    def compute_key(self, unit: str) -> str:
+        """Name of the block from which compute reads a unit's weights."""
+        return gathered_key(unit) if self.policy.ranks > 1 else self.key(unit, Kind.WEIGHT)
+
     def chunks(self, name: str) -> list[Elements]:
         """The runs of trained elements of a unit: AdamW works on one run at a time."""
         return self._cut(name, 0, self.units[name].num_trained)
@@ -113,6 +117,12 @@ class UnitBlocks:
         """The bytes that a run of elements has in a block of one kind."""
         width = self.policy.schema.width(kind)
         return elements[0] * width, elements[1] * width
+
+    def gathered_spans(self, name: str) -> list[tuple[int, int]]:
+        """The bytes of a rank's shard of the weights that are gathered at once: trained ones, then frozen ones."""
+        unit = self.units[name]
+        runs = (0, unit.num_trained), (unit.num_trained, unit.num_elements)
+        return [self.span(name, Kind.WEIGHT, run) for run in runs if run[0] < run[1]]
 
     def spilled(self, name: str) -> list[Kind]:
         """The kinds of a unit's state that are at home on NVMe."""
@@ -210,7 +220,14 @@ class UnitBlocks:
             self.drop_weights(load.evicts)
 
     def drop_weights(self, unit: str) -> None:
-        """Drop a unit's weights from its GPU slot, if they lie in one."""
+        """Drop the weights from which compute reads from their GPU slot, if they lie in one."""
+        if self.policy.ranks > 1:
+            self.store.evict(gathered_key(unit), Tier.GPU)
+        else:
+            self.drop_shard(unit)
+
+    def drop_shard(self, unit: str) -> None:
+        """Drop what this rank has of a unit's weights (all, if it is alone) from its GPU slot, if they lie in one."""
         if self.placement.homes[unit, Kind.WEIGHT] is not Tier.GPU:
             self.store.evict(self.key(unit, Kind.WEIGHT), Tier.GPU)
 
@@ -258,6 +275,8 @@ class UnitBlocks:
                     self.store.register(BlockSpec(block_key(unit.name, kind, place), size, home, kind))
             if unit.num_trained:
                 self.grads.register(unit.name)
+            if self.policy.ranks > 1:
+                self._register_shared(unit)
             if unit.activation_bytes:
                 key = activation_key(unit.name)
                 self.store.register(BlockSpec(key, unit.activation_bytes, Tier.RAM, Kind.ACTIVATION))
@@ -269,10 +288,33 @@ class UnitBlocks:
         for tier in (Tier.GPU, Tier.RAM):
             self.store.reserve(tier, None, PAGE_BYTES, 0)
 
+    def _register_shared(self, unit: UnitSpec) -> None:
+        """Register what ranks send each other of a unit. These blocks have no home: their bytes are only in slots."""
+        self.store.register(BlockSpec(gathered_key(unit.name), gathered_bytes(unit, self.policy), None, Kind.GATHERED))
+        if unit.num_trained:
+            size = group_grad_bytes(unit, self.policy)
+            self.store.register(BlockSpec(group_grad_key(unit.name), size, None, Kind.GROUP_GRAD))
+            self.store.register(BlockSpec(received_key(unit.name), size, None, Kind.RECEIVED))
+
 
 def block_key(unit: str, kind: Kind, place: int = 0) -> str:
     """Name of a unit's block of one kind of state, in one of the unit's places."""
     return f"{unit}/{kind}" if not place else f"{unit}/{kind}@{place}"
+
+
+def gathered_key(unit: str) -> str:
+    """Name of a unit's whole weights, gathered from all ranks."""
+    return f"{unit}/{Kind.GATHERED}"
+
+
+def group_grad_key(unit: str) -> str:
+    """Name of a whole unit's gradient of one group, before its shards go to their owners."""
+    return f"{unit}/{Kind.GROUP_GRAD}"
+
+
+def received_key(unit: str) -> str:
+    """Name of the gradients of a rank's shard of a unit that came from all ranks."""
+    return f"{unit}/{Kind.RECEIVED}"
 
 
 def activation_key(unit: str) -> str:

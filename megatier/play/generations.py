@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megatier.play.trace import Recorder
 from megatier.schedule.placement import Placement
 from megatier.store.queue import Queue
 from megatier.store.transfer import Transfer
 from megatier.tier import Kind, Tier
+from megatier.trace.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,10 @@ class UnitGradients:
         self._summed.clear()
         self.final.clear()
 
+    def is_first(self, unit: str) -> bool:
+        """Whether no group's gradient of this unit was handed over in this step."""
+        return unit not in self._summed
+
     def take_grad(self, unit: str) -> torch.Tensor:
         """A GPU buffer for the unit's gradient of this group: uint8, contents unspecified unless `sums_here`."""
         # The sum was asked for when the unit was used. If that failed, the lease below asks again, and has the error.
@@ -56,10 +60,15 @@ class UnitGradients:
             lease = self._buffers[unit] = store.lease(grad_key(unit), Tier.GPU, fresh=fresh, wait=True)
         return lease.bytes
 
-    def ship_grad(self, unit: str, *, group: int) -> None:
+    def ship_grad(self, unit: str, *, group: int, speculates: bool = True) -> None:
         """Hand a group's gradient over; after the last group the unit's gradient is final.
 
         In the immediate mode its update starts at once.
+
+        Args:
+            unit: the unit.
+            group: the group.
+            speculates: whether the unit may be updated before the norm is known, if this pass speculates.
         """
         policy = self._blocks.policy
         last = group == policy.groups - 1
@@ -83,10 +92,10 @@ class UnitGradients:
         # After the sum: an update comes behind the sum of its unit that was submitted last.
         if last:
             made = mark(self._blocks.store.clock, unit)
-            if policy.deferred:
-                self._updates.submit_speculative(unit, made)
-            else:
+            if not policy.deferred:
                 self._updates.submit(Update(unit, None), made)
+            elif speculates:
+                self._updates.submit_speculative(unit, made)
 
     def sums_here(self, unit: str) -> bool:
         """True if the gradient's groups are added up on the GPU: it is at home there, or RAM is too short for it."""

@@ -57,6 +57,19 @@ class Optimizer(Protocol):
         After the last group, the sum is rounded to the compute dtype in place, and measured.
         """
 
+    def sum_groups(self, unit: str, total: torch.Tensor, pieces: torch.Tensor, *, adds: bool, is_last: bool) -> None:
+        """Add the fp32 gradients of several groups to a sum where they lie, in their order.
+
+        After the last groups, the sum is rounded to the compute dtype in place, and measured.
+
+        Args:
+            unit: its name.
+            total: uint8, the sum.
+            pieces: uint8 [groups, bytes], the gradients.
+            adds: whether there is a sum of groups before these.
+            is_last: whether no groups come after them.
+        """
+
     def check(self, unit: str) -> None:
         """Raise NonFiniteError when the unit's measured gradient is not finite."""
 

@@ -5,11 +5,11 @@ Threads: the thread that computes changes all of it. The watchdog looks at how f
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 
 from megatier.schedule.order import passed_over
 from megatier.schedule.placement import Placement
-from megatier.schedule.timeline import Access, Timeline, build
+from megatier.schedule.timeline import Access, Scatter, Timeline, build
 from megatier.store.transfer import Transfer
 from megatier.tier import Tier
 
@@ -34,6 +34,8 @@ class Pass:
         """The pass has begun, and neither ended nor been cancelled."""
         self.accesses: list[Access] = []
         """The uses of units so far, in order."""
+        self.scatters: list[Scatter] = []
+        """The gradients that compute has handed over so far, in order, if ranks scatter them."""
         self.loads: dict[int, Transfer] = {}
         """The loads that were submitted, by the index of the access that needs them."""
         self.left_out: set[tuple[str, int]] = set()
@@ -80,12 +82,14 @@ class Orders:
         self._units = units
         self._placement = placement
         self._orders: dict[str, tuple[Access, ...]] = {}
+        self._scatters: dict[str, tuple[Scatter, ...]] = {}
         self._timelines: dict[tuple[str, Set[str]], Timeline] = {}
         """The timelines so far, by the name of the pass and the units that it updates."""
 
-    def record(self, name: str, accesses: Sequence[Access]) -> None:
+    def record(self, played: Pass) -> None:
         """Remember the order of a pass, unless it is known."""
-        self._orders.setdefault(name, tuple(accesses))
+        self._orders.setdefault(played.name, tuple(played.accesses))
+        self._scatters.setdefault(played.name, tuple(played.scatters))
 
     def knows(self, name: str) -> bool:
         """Whether the order of a pass was recorded."""
@@ -102,18 +106,24 @@ class Orders:
             return None
         if (name, updated) not in self._timelines:
             others = self._units - updated
-            planned = build(self._orders[name], self._placement, updates=bool(updated), updated=others)
-            self._timelines[name, updated] = planned
+            self._timelines[name, updated] = self._build(name, updates=bool(updated), updated=others)
         return self._timelines[name, updated]
 
     def planned(self, name: str, *, updates: bool) -> Timeline:
         """The timeline of a recorded pass in which no unit, or every unit, is updated."""
-        return build(self._orders[name], self._placement, updates=updates)
+        return self._build(name, updates=updates)
+
+    def _build(self, name: str, *, updates: bool, updated: Set[str] = frozenset()) -> Timeline:
+        """The timeline of a recorded pass; see `build`."""
+        scatters = self._scatters[name]
+        return build(self._orders[name], self._placement, updates=updates, updated=updated, scatters=scatters)
 
     def sums_ahead(self, played: Pass) -> frozenset[int]:
         """The accesses whose backward adds to a sum that left the GPU after the group before, and has to come again."""
-        # Sums that are taken in RAM stay there, and a gradient at home on the GPU never leaves it.
-        if played.timeline is None or not played.trains or not self._placement.sums_on_gpu:
+        # Sums that are taken in RAM stay there, and a gradient at home on the GPU never leaves it. If ranks scatter
+        # gradients, the lane that does so asks for the sums.
+        is_shared = self._placement.ranks > 1
+        if played.timeline is None or not played.trains or not self._placement.sums_on_gpu or is_shared:
             return frozenset()
 
         shipped = {unit for unit, home in self._placement.grad_homes.items() if home is not Tier.GPU}

@@ -18,15 +18,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megatier.errors import TimelineError
 from megatier.play.blocks import UnitBlocks
+from megatier.play.collectives import Collectives
 from megatier.play.gate import Gate
 from megatier.play.generations import StateReader
 from megatier.play.gradients import UnitGradients
 from megatier.play.offload import Offload
 from megatier.play.optimizer import Optimizer
 from megatier.play.passes import Orders, Pass
-from megatier.play.trace import Recorder, TraceEvent
 from megatier.play.updates import Updates
 from megatier.play.weights import UnitWeights
+from megatier.ranks import Ranks
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Moves
 from megatier.schedule.placement import Placement
@@ -36,6 +37,8 @@ from megatier.store.queue import Queue
 from megatier.store.store import TieredStore
 from megatier.store.transfer import Transfer, mark
 from megatier.tier import Kind, Tier
+from megatier.trace.events import TraceEvent
+from megatier.trace.recorder import Recorder
 
 
 class Player:
@@ -48,6 +51,7 @@ class Player:
         placement: Placement,
         policy: Policy,
         optimizer: Optimizer,
+        ranks: Ranks | None = None,
     ) -> None:
         """Register all blocks and slots with the store, which must be fresh, and start the lanes.
 
@@ -58,6 +62,7 @@ class Player:
             placement: the units' homes and slots.
             policy: the groups of a step, and whether updates wait for the norm.
             optimizer: does the arithmetic of updates.
+            ranks: the ranks that share the state, of which the store holds this one's shards; None: all is here.
         """
         by_name = {unit.name: unit for unit in units}
         self._store = store
@@ -77,10 +82,18 @@ class Player:
         """The names of the units' blocks, and leases on them."""
         self.updates = Updates(self.blocks, optimizer, self.gate, self.recorder, self._demand)
         """The lanes that update."""
-        self.gradients = UnitGradients(self.blocks, self.updates)
+        self._grads = UnitGradients(self.blocks, self.updates)
+        """Takes the gradients of what this rank has."""
+        self._collectives: Collectives | None = None
+        """Gathers weights and scatters gradients, if there are other ranks."""
+        if ranks is not None:
+            self._collectives = Collectives(ranks, self.blocks, optimizer, self._grads, self.gate, self.recorder)
+        self.gradients: Collectives | UnitGradients = self._collectives or self._grads
         """Takes gradients from compute."""
         offload = Offload(store, by_name, self._demand)
-        self.weights = UnitWeights(self.blocks, self.updates, self.gradients, self.gate, self.recorder, offload)
+        self.weights = UnitWeights(
+            self.blocks, self.updates, self._grads, self.gate, self.recorder, offload, self._collectives
+        )
         """Gives weights to compute, and takes activations."""
         self.reader = StateReader(self.blocks.generations, self.recorder)
         """The lane that reads state for checkpoints."""
@@ -98,7 +111,13 @@ class Player:
     @property
     def queues(self) -> tuple[Queue, ...]:
         """Every lane that works for the run: the store's, and those of the player and its updates."""
-        return (*self._store.queues, self.weights.queue, *self.updates.queues, self.reader.queue)
+        return (*self._store.queues, *self._lanes, self.reader.queue)
+
+    @property
+    def _lanes(self) -> tuple[Queue, ...]:
+        """The lanes of passes and updates."""
+        collectives = (self._collectives.queue,) if self._collectives is not None else ()
+        return (self.weights.queue, *collectives, *self.updates.queues)
 
     @property
     def busy(self) -> Mapping[str, str]:
@@ -144,6 +163,8 @@ class Player:
         self._leave_open_pass()  # 1
         self._pass = Pass(name)
         self.weights.begin(self._pass)
+        if self._collectives is not None:
+            self._collectives.begin(self._pass)
         self.gate.reset()
 
         # Nobody else waits for the exchange, so its error would be lost.
@@ -161,7 +182,7 @@ class Player:
         # An interrupt in here leaves some of the updates submitted and others not, and nothing says which.
         with self._store.tear.change:
             if self._pass.trains:
-                self.gradients.begin()
+                self._grads.begin()
                 self.updates.speculation.begin()
             if self._pass.timeline is not None:  # 3
                 self._submit(self._pass.timeline)
@@ -186,9 +207,13 @@ class Player:
         # b. A load for access k waits for accesses before k and for its unit's update. It looks for that update as soon
         #    as the lane comes to it. So the updates were submitted first: else it would find that of the last step, and
         #    bring weights that are about to change.
+        #    If ranks share the state, scatters stand between the loads, in the order that all ranks have.
         first_loads: dict[str, Transfer] = {}
-        for load in timeline.loads:
-            first_loads.setdefault(load.unit, self.weights.submit(load))
+        for planned in timeline.collectives():
+            if isinstance(planned, Load):
+                first_loads.setdefault(planned.unit, self.weights.submit(planned))
+            elif self._collectives is not None:
+                self._collectives.submit(planned)
 
         # c. A streamed unit is updated in the slot into which its weights are loaded: its update waits for that load,
         #    and no load waits for the update.
@@ -206,6 +231,7 @@ class Player:
             TimelineError: units were used in a forward, and not in the backward that the recorded order has.
         """
         played = self._pass.timeline
+        is_shared = self._collectives is not None
         if played is not None:
             # What the end of the pass leaves out still has loads on the lane.
             try:
@@ -213,24 +239,34 @@ class Player:
             except TimelineError:
                 self.cancel()
                 raise
+            if self._collectives is not None:
+                self._collectives.pass_over()
         else:
             # A pass that was recorded is counted as what it was: one load for each access.
             on_demand = [
                 Load(unit=access.unit, access=index, slot=0, evicts=None, after_access=-1)
                 for index, access in enumerate(self._pass.accesses)
-                if self._placement.homes[access.unit, Kind.WEIGHT] is not Tier.GPU
+                if is_shared or self._placement.homes[access.unit, Kind.WEIGHT] is not Tier.GPU
             ]
             played = Timeline(tuple(self._pass.accesses), tuple(on_demand), ())
             self._demand.begin_pass(played, trains=self._pass.trains)
 
-        self._demand.end_pass(played, self.gradients.final, trains=self._pass.trains)
-        self._orders.record(self._pass.name, self._pass.accesses)
+        # The lane `ranks` makes gradients final, so it has to be through with this pass.
+        if self._collectives is not None:
+            self._collectives.wait()
+        self._demand.end_pass(played, self._grads.final, trains=self._pass.trains)
+        if self._collectives is not None and self._pass.trains:
+            self._collectives.drop_left_out()
+
+        self._orders.record(self._pass)
         self.weights.evict()
         self._pass.is_open = False
 
     def cancel(self) -> None:
         """Leave a pass half-way: loads that wait for compute are given up, updates that are due still run."""
         self.gate.abandon()
+        if self._collectives is not None:
+            self._collectives.abandon()
 
         # The waits below might never end then; `reset` does without them.
         if self._store.tear.is_torn:
@@ -239,6 +275,9 @@ class Player:
         # Leases of a forward or backward that failed go back before anything is waited for: a lane may need their slot.
         self.weights.give_back()
         self.gradients.give_back()
+        if self._collectives is not None:
+            self._collectives.over()
+            self._grads.give_back()
 
         # An attempt that is void ends sooner, and nothing that was submitted may outlast the pass.
         self.updates.speculation.abandon()
@@ -248,6 +287,8 @@ class Player:
 
         # Only now does no lane use the gradients: no update and no sum of this step will take them any more.
         self.gradients.drop()
+        if self._collectives is not None:
+            self._grads.drop()
         self.weights.evict()
         self._pass.is_open = False
 
@@ -263,15 +304,18 @@ class Player:
         # for a slot that perhaps nobody knows of.
         self._store.tear.is_torn = True
         self.gate.abandon()
+        if self._collectives is not None:
+            self._collectives.abandon()
         self.updates.speculation.abandon()
         with self._store.tear.change:
-            for lane in (self.weights.queue, *self.updates.queues, self.reader.queue):
+            for lane in (*self._lanes, self.reader.queue):
                 self._store.wake()
                 lane.settle()
             self._updates_due = frozenset()
             self._pass = Pass("")
             self.weights.forget()
             self.gradients.forget()
+            self._grads.forget()
             self.updates.forget()
 
             # Last, as it takes all slots back: no lane may work in one any more.
@@ -301,7 +345,7 @@ class Player:
         # Both or none: else a unit would be updated twice, or not at all.
         with self._store.tear.change:
             self.updates.speculation.decide(clipped=clipped)
-            self._updates_due = frozenset(self.gradients.final)
+            self._updates_due = frozenset(self._grads.final)
 
     def drop_updates(self) -> None:
         """Never apply the gradients of the step: no update is due, and speculative ones are void, as if clipped."""
@@ -336,6 +380,10 @@ class Player:
         # updates may wait there for compute, which comes no more. The other lanes still work, or have ended all that
         # they had, so whatever else is waited for comes to its end. The reader gives up first: updates wait for it.
         self.gate.abandon()
+        if self._collectives is not None:
+            self._collectives.abandon()
         self.reader.close()
         self.updates.close()
+        if self._collectives is not None:
+            self._collectives.queue.close()
         self.weights.queue.close()

@@ -28,12 +28,12 @@ from megatier.play.blocks import UnitBlocks
 from megatier.play.generations import Generation
 from megatier.play.optimizer import Apply, Optimizer
 from megatier.play.spilled import CHUNK_DEPTH, UpdateChunk, update_chunk
-from megatier.play.trace import Recorder
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Move, read, write
 from megatier.store.queue import Queue
 from megatier.store.transfer import Transfer
 from megatier.tier import round_up
+from megatier.trace.recorder import Recorder
 
 HISTORY = 8
 """Steps that are looked back on: if more than half of them were clipped, or left out, nobody speculates."""

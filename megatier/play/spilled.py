@@ -22,12 +22,12 @@ from megatier.play.blocks import UnitBlocks
 from megatier.play.gate import Gate
 from megatier.play.generations import Generation
 from megatier.play.optimizer import Apply, Elements, Optimizer
-from megatier.play.trace import Recorder
 from megatier.schedule.slots import UPDATE_DEPTH
 from megatier.schedule.timeline import Load, Update
 from megatier.store.queue import Queue
 from megatier.store.transfer import Transfer
 from megatier.tier import Kind, Tier
+from megatier.trace.recorder import Recorder
 
 CHUNK_DEPTH = UPDATE_DEPTH - 1
 """Update chunks that arrive or are worked on; one more leaves."""

@@ -30,12 +30,12 @@ from megatier.play.grad_blocks import grad_key, sum_key
 from megatier.play.optimizer import Applied, Optimizer
 from megatier.play.speculation import Speculation
 from megatier.play.spilled import SpilledUpdates
-from megatier.play.trace import Recorder
 from megatier.schedule.demand import Demand
 from megatier.schedule.timeline import Update
 from megatier.store.queue import Queue
 from megatier.store.transfer import Transfer, mark
 from megatier.tier import Kind, Tier
+from megatier.trace.recorder import Recorder
 
 
 class Updates:

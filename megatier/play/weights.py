@@ -10,24 +10,26 @@ the lane's worker.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from functools import partial
 
 import torch
 
 from megatier.play.blocks import UnitBlocks
+from megatier.play.collectives import Collectives
 from megatier.play.gate import Gate
 from megatier.play.gradients import UnitGradients
 from megatier.play.offload import Offload
 from megatier.play.passes import Pass
-from megatier.play.trace import Recorder
 from megatier.play.updates import Updates
+from megatier.schedule.slots import SLOTS_MIN
 from megatier.schedule.timeline import Access, Load
 from megatier.store.lease import Lease
 from megatier.store.queue import Queue
 from megatier.store.stream_clock import Instant
 from megatier.store.transfer import Transfer
 from megatier.tier import Kind, Phase, Tier
+from megatier.trace.recorder import Recorder
 
 WAIT_SLICE_S = 0.001
 """How often a waiting access looks again at what it waits for, to name the cause."""
@@ -68,6 +70,7 @@ class UnitWeights:
         gate: Gate,
         recorder: Recorder,
         offload: Offload,
+        collectives: Collectives | None,
     ) -> None:
         """Start the lane `load`.
 
@@ -78,6 +81,7 @@ class UnitWeights:
             gate: told of each access that is over.
             recorder: notes uses.
             offload: takes activations.
+            collectives: gathers weights of which this rank has a shard; None: it is alone, and has all of them.
         """
         self._blocks = blocks
         self._store = blocks.store
@@ -88,6 +92,9 @@ class UnitWeights:
         self._gate = gate
         self._recorder = recorder
         self._offload = offload
+        self._collectives = collectives
+        self._gathers: deque[Transfer] = deque(maxlen=SLOTS_MIN)
+        """The last gathers that were submitted, as many as there are slots for shards."""
         self._pass = Pass("")
         self._held: list[Lease] = []
         """The leases of weights that compute has in its hands."""
@@ -109,6 +116,8 @@ class UnitWeights:
         access = Access(unit, phase, group)
         if not self._pass.expects(access):
             self.pass_over(access)
+        if self._collectives is not None:
+            self._collectives.pass_over()
 
         # Before the wait for the weights, so that the sum comes meanwhile.
         if len(self._pass.accesses) in self._pass.sums_ahead:
@@ -154,8 +163,8 @@ class UnitWeights:
                 self._wait(transfer, causes)
 
         # Without a timeline, or if an update could not feed its load, this brings the weights on demand.
-        key = self._blocks.key(unit, Kind.WEIGHT)
-        for transfer in self._store.prefetch(key, Tier.GPU, wait=True):
+        key = self._blocks.compute_key(unit)
+        for transfer in self._on_demand(unit, key):
             self._wait(transfer, causes)
 
         # An interrupt between the lease and its entry would leave a lease that nobody gives back.
@@ -165,6 +174,12 @@ class UnitWeights:
 
         cause = causes.most_common(1)[0][0] if causes else "ram_to_gpu"
         return Use(self, access, lease, asked, cause)
+
+    def _on_demand(self, unit: str, key: str) -> list[Transfer]:
+        """Start bringing a unit's weights, unless a load did; returns what brings them."""
+        if self._collectives is None:
+            return self._store.prefetch(key, Tier.GPU, wait=True)
+        return [self._collectives.gather(unit)] if self._pass.timeline is None else []
 
     def _wait(self, transfer: Transfer, causes: Counter[str]) -> None:
         """Order compute behind a transfer, and count per time slice which lane it waited for."""
@@ -187,10 +202,19 @@ class UnitWeights:
         """Begin a pass, in which nothing was used yet."""
         self._pass = played
         self._offload.clear()
+        self._gathers.clear()
 
     def submit(self, load: Load) -> Transfer:
         """Append a load of the present pass to the lane."""
-        transfer = self.queue.submit(load.unit, 0, partial(self._load, load))
+        if self._collectives is None:
+            transfer = self.queue.submit(load.unit, 0, partial(self._load, load))
+        else:
+            # A shard needs a slot. That of the gather before the last one is free when that is over.
+            before = [self._gathers[0]] if len(self._gathers) == SLOTS_MIN else []
+            own = self.queue.submit(load.unit, 0, partial(self._bring, load.unit), behind=before)
+            transfer = self._collectives.submit(load, own)
+            self._gathers.append(transfer)
+
         self._pass.loads[load.access] = transfer
         return transfer
 
@@ -218,6 +242,7 @@ class UnitWeights:
         """Drop all weights from GPU slots."""
         for name in self._blocks.units:
             self._blocks.drop_weights(name)
+            self._blocks.drop_shard(name)
 
     def forget(self) -> None:
         """Forget the pass and all weights in use, because the store takes all slots back."""
@@ -231,11 +256,15 @@ class UnitWeights:
         busy = self._recorder.busy
         busy["load"] = "slot"
         self._blocks.make_room(load, self._gate)
+        self._bring(load.unit)
 
+    def _bring(self, unit: str) -> None:
+        """Start bringing what this rank has of a unit's weights to a slot, once the unit is updated."""
         # A streamed unit is updated in its slot, so there the update comes behind the load.
-        if load.unit not in self._blocks.placement.streamed and (update := self._updates.of(load.unit)) is not None:
+        busy = self._recorder.busy
+        if unit not in self._blocks.placement.streamed and (update := self._updates.of(unit)) is not None:
             busy["load"] = "update"
             update.wait()
 
         busy["load"] = "ram_to_gpu"
-        self._store.prefetch(self._blocks.key(load.unit, Kind.WEIGHT), Tier.GPU, wait=True)
+        self._store.prefetch(self._blocks.key(unit, Kind.WEIGHT), Tier.GPU, wait=True)

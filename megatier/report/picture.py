@@ -13,9 +13,9 @@ from typing import Any
 
 from megatier.errors import ConfigError
 from megatier.files import read_regular
-from megatier.play.trace import TraceEvent, busy_seconds, stall_seconds
 from megatier.report.metrics import format_seconds, format_share
 from megatier.report.svg import LETTER, TRACK, WIDTH, bar, grid_line, page, text, ticks
+from megatier.trace.events import TraceEvent, busy_seconds, stall_seconds
 
 LANES = (
     "nvme_to_ram",

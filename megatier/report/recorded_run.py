@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatier.config.schema import RunConfig
-from megatier.play.trace import TraceEvent
 from megatier.report.history import History, Opening, Step
+from megatier.trace.events import TraceEvent
 
 Amounts = Callable[[Step], Mapping[str, float]]
 """Gives amounts of a step by name, such as the bytes that each queue moved."""

@@ -18,6 +18,7 @@ from megatier.schedule.sizes import (
     block_bytes,
     final_grad_bytes,
     grad_bytes,
+    group_grad_bytes,
     trained_bytes,
 )
 from megatier.schedule.timeline import Timeline
@@ -29,7 +30,7 @@ class Move:
     """Bytes on one lane between two tiers."""
 
     lane: str
-    """A queue of the store, such as `nvme_to_ram`."""
+    """A queue of the store, such as `nvme_to_ram`; or `ranks`, by which bytes come from other ranks."""
     num_bytes: int
     """As many bytes as the store counts, in whole pages."""
 
@@ -57,7 +58,9 @@ class Moves:
     def load(self, unit: str) -> tuple[Move, ...]:
         """Moves that bring a unit's weights to a GPU slot, if no update feeds them."""
         size = block_bytes(self._units[unit], Kind.WEIGHT, self._policy)
-        return self._up(self._placement.homes[unit, Kind.WEIGHT], size)
+        home = self._placement.homes[unit, Kind.WEIGHT]
+        own = self._up(home, size) if home is not Tier.GPU else ()
+        return (*own, *self._from_others(size))
 
     def feed(self, unit: str) -> tuple[Move, ...]:
         """Moves that bring the weights that an update has just written to RAM slots to a GPU slot."""
@@ -97,12 +100,17 @@ class Moves:
             return ()
         return self._up(home, grad_bytes(self._units[unit], self._policy))
 
+    def scatter(self, unit: str) -> tuple[Move, ...]:
+        """Moves by which a rank receives the others' gradients of its shard, of one group each."""
+        return self._from_others(group_grad_bytes(self._units[unit], self._policy) // self._policy.ranks)
+
     def gradients(self, unit: str) -> tuple[Move, ...]:
         """Moves of a unit's gradients in all groups of a step, until the gradient is final."""
         groups = self._policy.groups
         shipped = [move for group in range(groups) for move in self.ship(unit, is_last=group == groups - 1)]
         fetched = [move for _ in range(groups - 1) for move in self.fetch_sum(unit)]
-        return (*shipped, *fetched)
+        scattered = [move for _ in range(groups) for move in self.scatter(unit)]
+        return (*scattered, *shipped, *fetched)
 
     # ------------------------------------------------------------------ updates
 
@@ -166,6 +174,11 @@ class Moves:
         if self._policy.gpu_direct:
             return (Move("nvme_to_gpu", size),)
         return (read(size), Move("ram_to_gpu", size))
+
+    def _from_others(self, size: int) -> tuple[Move, ...]:
+        """Moves that bring as many bytes from each other rank; none if there is no other."""
+        others = self._policy.ranks - 1
+        return (Move("ranks", others * size),) if others else ()
 
     def _spilled_bytes(self, unit: str) -> int:
         """Bytes of a unit's state that are at home on NVMe and that its update changes."""

@@ -27,7 +27,7 @@ from megatier.schedule.sizes import (
     state_bytes,
     trained,
 )
-from megatier.schedule.slots import SlotPlan, gpu_slots, least_gpu_bytes
+from megatier.schedule.slots import SlotPlan, collective_slots, gpu_slots, least_gpu_bytes, total_bytes
 from megatier.tier import Kind, Tier, round_up
 
 
@@ -45,8 +45,10 @@ class Placement:
     """The tier where the finished gradient of each trained unit waits for its update: NVMe if RAM is too short for all.
     None: the gradient is only ever in a slot."""
     sums_on_gpu: bool = False
-    """Whether RAM is too short for the sums of several groups. Those of all units are then taken in GPU slots, to which
-    they come again, from RAM or NVMe, for each group."""
+    """Whether the sums of several groups are taken in GPU slots, to which they come again, from RAM or NVMe, for each
+    group: because RAM is too short for them, or because each group adds gradients of several ranks."""
+    ranks: int = 1
+    """Ranks that share the state. All homes are those of shards; whole weights are only ever in slots."""
     streamed: tuple[str, ...] = ()
     """Units at home in RAM whose state passes through GPU slots and is updated there, in forward order."""
     spilled: tuple[str, ...] = ()
@@ -79,12 +81,18 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     Raises:
         PlanError: it does not fit; names what is short, the figures, and what to change.
     """
+    # Slots for what ranks send each other come before all else, since nothing computes without them.
+    shared = total_bytes(collective_slots(units, 0, policy))
+
     # The GPU first. Its slots depend only on the units that are not at home there.
-    on_gpu = _choose_gpu(units, budgets, policy)
+    on_gpu = _choose_gpu(units, budgets.gpu - shared, policy)
     rest = [unit for unit in units if unit.name not in on_gpu]
     homed = sum(state_bytes(unit, policy) + grad_bytes(unit, policy) for unit in units if unit.name in on_gpu)
     streamed = _choose_streamed(rest, homed, budgets, policy)
-    slots = gpu_slots(rest, homed, streamed, budgets.gpu, policy)
+    slots = gpu_slots(rest, homed + shared, streamed, budgets.gpu, policy)
+
+    # Whole weights take what is left, so that few of them have to be gathered a second time.
+    slots += collective_slots(units, budgets.gpu - homed - total_bytes(slots), policy)
 
     # RAM next. The gradient of a streamed unit stays on the GPU, where its update needs it.
     names = tuple(unit.name for unit in streamed)
@@ -110,7 +118,8 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
         slots=(*slots, *ram.slots),
         chunk_elements=ram.chunk_elements,
         grad_homes=_grad_homes(trained(units), shipped, ram.waiting, policy),
-        sums_on_gpu=ram.spills_grads and policy.groups > 1,
+        sums_on_gpu=(ram.spills_grads or policy.ranks > 1) and policy.groups > 1,
+        ranks=policy.ranks,
         streamed=names,
         spilled=on_nvme,
         generations=generations,
@@ -188,8 +197,8 @@ def _bytes_by_home(units: Iterable[UnitSpec], homes: Homes, policy: Policy) -> C
     return total
 
 
-def _choose_gpu(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> set[str]:
-    """Choose units whose whole state fits in addition to the slots of the others.
+def _choose_gpu(units: Sequence[UnitSpec], room: int, policy: Policy) -> set[str]:
+    """Choose units whose whole state fits into so many bytes in addition to the slots of the others.
 
     Those that are larger than most come first, then all others in forward order. Large ones (embeddings, heads) come
     first because one that is left out sets the size of every slot.
@@ -205,7 +214,7 @@ def _choose_gpu(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> 
         size = state_bytes(unit, policy) + grad_bytes(unit, policy)
         # All units that are not chosen yet have to pass through slots, unless they are chosen later.
         rest = [other for other in units if other.name not in chosen and other is not unit]
-        if used + size + least_gpu_bytes(rest, policy) <= budgets.gpu:
+        if used + size + least_gpu_bytes(rest, policy) <= room:
             chosen.add(unit.name)
             used += size
 
@@ -228,8 +237,10 @@ def _choose_streamed(rest: Sequence[UnitSpec], homed: int, budgets: Budgets, pol
         budgets: bytes of each tier.
         policy: the share wanted, and all that decides sizes.
     """
+    # Where ranks share the state, the slot of a shard is given back as soon as the shard was gathered.
     able = trained(rest)
-    if not (policy.deferred and policy.streamed_share and able and Tier.RAM in policy.state):
+    streams = policy.deferred and policy.streamed_share and policy.ranks == 1
+    if not (streams and able and Tier.RAM in policy.state):
         return []
 
     # All slots are as large as those of the largest unit that may be chosen.

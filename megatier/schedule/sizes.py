@@ -52,7 +52,9 @@ class Policy:
     deferred: bool = True
     """Whether updates wait for the global norm, so that every gradient is held. Else they run inside the backward."""
     groups: int = 1
-    """Groups of a step."""
+    """Groups of a step that one rank computes."""
+    ranks: int = 1
+    """Ranks that share the state. Sizes of units are those of a shard."""
     slices: int = 1
     """Slices of a group."""
     chunk_elements: int | None = None
@@ -98,6 +100,16 @@ def trained_bytes(unit: UnitSpec, kind: Kind, policy: Policy) -> int:
 def state_bytes(unit: UnitSpec, policy: Policy) -> int:
     """Bytes of all kinds of a unit's state."""
     return sum(block_bytes(unit, kind, policy) for kind in kinds_of(unit, policy))
+
+
+def gathered_bytes(unit: UnitSpec, policy: Policy) -> int:
+    """Bytes of a whole unit's weights, gathered from the shards of all ranks."""
+    return policy.ranks * block_bytes(unit, Kind.WEIGHT, policy)
+
+
+def group_grad_bytes(unit: UnitSpec, policy: Policy) -> int:
+    """Bytes of a whole unit's gradient of one group, which is fp32, as it leaves for the owners of its shards."""
+    return policy.ranks * round_up(unit.num_trained * 4)
 
 
 def grad_bytes(unit: UnitSpec, policy: Policy) -> int:

@@ -10,7 +10,9 @@ from megatier.schedule.sizes import (
     Policy,
     UnitSpec,
     block_bytes,
+    gathered_bytes,
     grad_bytes,
+    group_grad_bytes,
     trained,
 )
 from megatier.tier import Kind, Tier, round_up
@@ -92,13 +94,39 @@ def gpu_slots(
 
     weight = block_bytes(largest, Kind.WEIGHT, policy)
     grad, num_grads = _gpu_grads(rest, policy)
+
     # `least` has the fewest slots in it, so there are at least as many. More than one for each unit would stay empty.
-    num_weights = min(len(rest), (budget - used - num_grads * grad) // weight)
+    # If ranks share the state, shards merely pass on their way to a gather, and the room goes to whole weights.
+    most = SLOTS_MIN if policy.ranks > 1 else (budget - used - num_grads * grad) // weight
+    num_weights = min(len(rest), most)
     return (
         SlotPlan(tier=Tier.GPU, kind=Kind.WEIGHT, slot_bytes=weight, num_slots=num_weights),
         *([SlotPlan(tier=Tier.GPU, kind=Kind.GRAD, slot_bytes=grad, num_slots=num_grads)] if num_grads else ()),
         *(passing if streamed else ()),
     )
+
+
+def collective_slots(units: Sequence[UnitSpec], room: int, policy: Policy) -> tuple[SlotPlan, ...]:
+    """GPU slots for what ranks send each other: whole weights, as many as there is room for, and gradients of groups.
+
+    Args:
+        units: all units. Those at home on the GPU are gathered too, since their home has a shard alone.
+        room: bytes of the GPU that nothing else takes; less than the fewest slots take if that is too little.
+        policy: schema, ranks.
+    """
+    if policy.ranks == 1:
+        return ()
+
+    whole = max(gathered_bytes(unit, policy) for unit in units)
+    grad = max((group_grad_bytes(unit, policy) for unit in trained(units)), default=0)
+    grads = [
+        SlotPlan(tier=Tier.GPU, kind=kind, slot_bytes=grad, num_slots=count)
+        for kind, count in ((Kind.GROUP_GRAD, SLOTS_MIN), (Kind.RECEIVED, 1))
+        if grad
+    ]
+    most = max(SLOTS_MIN, (room - total_bytes(grads)) // whole)
+    weights = SlotPlan(tier=Tier.GPU, kind=Kind.GATHERED, slot_bytes=whole, num_slots=min(len(units), most))
+    return (weights, *grads)
 
 
 def _gpu_grads(rest: Sequence[UnitSpec], policy: Policy) -> tuple[int, int]:
@@ -109,7 +137,8 @@ def _gpu_grads(rest: Sequence[UnitSpec], policy: Policy) -> tuple[int, int]:
 
 def grad_slots(waiting: Sequence[UnitSpec], policy: Policy) -> list[SlotPlan]:
     """RAM slots through which gradients pass to their sums, or to their updates in the immediate mode."""
-    if not waiting or (policy.deferred and policy.groups == 1):
+    # Gradients that go home pass through no slots: of a single group that wait, and sums that ranks take on the GPU.
+    if not waiting or (policy.deferred and policy.groups == 1) or (policy.ranks > 1 and policy.groups > 1):
         return []
 
     return [

@@ -9,7 +9,8 @@ in the slots.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatier.errors import PlanError
@@ -52,6 +53,17 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
+class Scatter:
+    """A group's gradient of a unit, whose shards go to the ranks that own them."""
+
+    unit: str
+    group: int
+    """Group of the step, from 0."""
+    access: int
+    """Index of the access after which compute hands the gradient over."""
+
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
     """All planned loads and updates of one pass over a recorded order."""
 
@@ -61,6 +73,28 @@ class Timeline:
     """The loads that no update feeds, in the order in which they are issued."""
     updates: tuple[Update, ...]
     """The updates, in the order in which the pass comes to their units."""
+    scatters: tuple[Scatter, ...] = ()
+    """The scatters, in the order in which compute hands gradients over. One rank alone has none."""
+
+    def collectives(self) -> list[Load | Scatter]:
+        """Loads and scatters in the order in which every rank begins them.
+
+        It is the same on all ranks, and nobody waits for what comes later. A load for access k waits for accesses
+        before k, and stands before all scatters of access k and later ones. A scatter waits for its access, whose
+        load stands before it.
+        """
+        merged: list[Load | Scatter] = []
+        scatters = deque(self.scatters)
+        after = -1
+
+        # Loads stay in their own order, so one that waits for little comes behind those before it that wait for more.
+        for load in self.loads:
+            after = max(after, load.after_access)
+            while scatters and scatters[0].access <= after:
+                merged.append(scatters.popleft())
+            merged.append(load)
+
+        return [*merged, *scatters]
 
     def last_uses(self) -> dict[tuple[str, int], int]:
         """Index of each unit's last access in each group, which makes its gradient."""
@@ -68,39 +102,54 @@ class Timeline:
 
 
 def build(
-    accesses: Sequence[Access], placement: Placement, *, updates: bool, updated: Collection[str] = ()
+    accesses: Sequence[Access],
+    placement: Placement,
+    *,
+    updates: bool,
+    updated: Collection[str] = (),
+    scatters: Sequence[Scatter] = (),
 ) -> Timeline:
     """Plan one pass.
 
     Args:
         accesses: the recorded order.
-        placement: homes and GPU slots; units at home on the GPU are never loaded.
+        placement: homes and GPU slots; units at home on the GPU are never loaded, unless ranks share them.
         updates: whether the last step's updates run in this pass, each before its unit's first access, as they do in
             the deferred mode. Units that are frozen have none.
         updated: units that need no update, because theirs ran speculatively.
+        scatters: the gradients that ranks scatter in the pass, as they were recorded.
 
     Raises:
         PlanError: a unit must be loaded and there is no slot.
     """
-    num_slots = placement.num_slots(Tier.GPU, Kind.WEIGHT)
-    loads = _assign(accesses, lambda unit: placement.homes[unit, Kind.WEIGHT] is Tier.GPU, num_slots)
+    is_shared = placement.ranks > 1
+    num_slots = placement.num_slots(Tier.GPU, Kind.GATHERED if is_shared else Kind.WEIGHT)
+    on_gpu = {unit for (unit, kind), home in placement.homes.items() if kind is Kind.WEIGHT and home is Tier.GPU}
+    loads = _assign(accesses, frozenset() if is_shared else on_gpu, num_slots)
     if not updates:
-        return Timeline(tuple(accesses), tuple(loads), ())
+        return Timeline(tuple(accesses), tuple(loads), (), tuple(scatters))
 
     # An update runs ahead of its unit's first access, so it can only feed the unit's first load.
     first_load = {load.unit: load for load in reversed(loads)}
     planned = []
     trained = (access.unit for access in accesses if access.unit in placement.grad_homes)
     for unit in dict.fromkeys(unit for unit in trained if unit not in updated):
-        fed = placement.homes[unit, Kind.WEIGHT] is Tier.NVME
+        # A load that gathers cannot be fed: the shards of all ranks have to be there at once.
+        fed = placement.homes[unit, Kind.WEIGHT] is Tier.NVME and not is_shared
         planned.append(Update(unit, first_load[unit] if fed else None))
 
     fed_loads = {update.load for update in planned}
-    return Timeline(tuple(accesses), tuple(load for load in loads if load not in fed_loads), tuple(planned))
+    unfed = tuple(load for load in loads if load not in fed_loads)
+    return Timeline(tuple(accesses), unfed, tuple(planned), tuple(scatters))
 
 
-def _assign(accesses: Sequence[Access], is_resident: Callable[[str], bool], num_slots: int) -> list[Load]:
+def _assign(accesses: Sequence[Access], resident: Container[str], num_slots: int) -> list[Load]:
     """Give each access whose unit is not on the GPU already a load and a slot.
+
+    Args:
+        accesses: the recorded order.
+        resident: units that need no slot.
+        num_slots: the number of slots.
 
     Raises:
         PlanError: a unit must be loaded and there is no slot.
@@ -113,7 +162,7 @@ def _assign(accesses: Sequence[Access], is_resident: Callable[[str], bool], num_
     loads = []
 
     for index, access in enumerate(accesses):
-        if is_resident(access.unit):
+        if access.unit in resident:
             continue
 
         # It is still there from an access before.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.drives.blockfile import IoOptions
+from megatier.drives.mounts import budget_bytes
 from megatier.engine.step import Engine
 from megatier.engine.unit_model import EngineOptions
 from megatier.errors import PlanError
@@ -24,6 +26,7 @@ from megatier.models.experts import cut_units
 from megatier.numerics.compilation import Compilation
 from megatier.numerics.optimizer import AdamW, Hyperparameters, join_master, plane_dtype, split_master
 from megatier.play.player import Player
+from megatier.ranks import Ranks
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import Rates
 from megatier.schedule.sizes import Budgets
@@ -48,7 +51,8 @@ class Session:
 
     Attributes:
         model: the skeleton. `model(**batch)` streams inside a pass.
-        units: the units, in module order.
+        units: the units, in module order, with the layout of what this process has of them: all, or a rank's shard.
+        ranks: the ranks that share the state; None: this process has all of it.
         schema: the planes of state that the optimizer keeps.
         engine: runs steps and evaluations.
         store: holds all blocks of the run.
@@ -74,6 +78,7 @@ class Session:
         *,
         savepoints: bool = False,
         reuses: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         """Choose homes and slots, and open all parts.
 
@@ -89,18 +94,33 @@ class Session:
             run_id: names the block files; None: random.
             savepoints: whether one generation of what spills may be kept (`checkpoint.savepoint`).
             reuses: whether to take the block files that a savepoint kept, with the bytes in them.
+            ranks: the ranks that share the state and compute the groups of a step. Budgets of RAM and NVMe are those of
+                a host, and divided among its ranks.
 
         Raises:
             PlanError, CapacityError, ConfigError, RunLockedError, UnsupportedModelError: the run cannot start.
         """
 
         def work_in(parts: int) -> Workload:
-            units = cut_units(model, parts)
-            return Workload.of(model, units, model_config, tiers, train, numerics, tokens, savepoints=savepoints)
+            return Workload.of(
+                model,
+                cut_units(model, parts),
+                model_config,
+                tiers,
+                train,
+                numerics,
+                tokens,
+                savepoints=savepoints,
+                ranks=1 if ranks is None else ranks.size,
+            )
 
+        if ranks is not None:
+            ranks.groups_of(train.groups)
         work = work_in(model_config.expert_parts)
         self.model = model
-        self.units = work.units
+        self.ranks = ranks
+        self._wholes = work.units
+        self.units = work.units if ranks is None else _shards(work.units, ranks)
         self.schema = work.policy.schema
         self._dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         device = choose_device(tiers)
@@ -112,11 +132,13 @@ class Session:
         # closed, the last part first. `close` does the same.
         with ExitStack() as opened:
             io = replace(work.options, num_threads=self.io_threads[0], shares=_shares(tiers, self.rates), reuses=reuses)
-            self.store, budgets = _open_store(opened, tiers, device, io, run_id)
+            self.store, budgets = _open_store(opened, tiers, device, io, run_id, ranks)
             self.placement = _place(model, work, budgets, model_config.expert_parts, work_in)
-            self.optimizer = _open_optimizer(opened, model, work, tiers, train, self._dtype)
-            self.player = _open_player(opened, self.store, work, self.placement, self.optimizer)
-            self.engine = _open_engine(opened, model, work, self.player, self.optimizer, options)
+            self.optimizer = self._open_optimizer(opened, work, tiers, train)
+            self.player = Player(self.store, work.specs, self.placement, work.policy, self.optimizer, ranks)
+            opened.callback(self.player.close)
+            self.engine = Engine(model, work.units, self.player, self.optimizer, options, ranks)
+            opened.callback(self.engine.close)
             self._opened = opened.pop_all()
 
         self.blocks = self.player.blocks
@@ -135,6 +157,29 @@ class Session:
         """Stop the lanes, free the memory, remove the block files."""
         self._opened.close()
 
+    def _open_optimizer(self, opened: ExitStack, work: Workload, tiers: TiersConfig, train: TrainConfig) -> AdamW:
+        """Start the optimizer of what is trained, with its threads."""
+        hyper = Hyperparameters(
+            beta1=train.beta1,
+            beta2=train.beta2,
+            eps=train.eps,
+            weight_decay=train.weight_decay,
+            clip=train.clip,
+            deferred=work.policy.deferred,
+        )
+        local_size = 1 if self.ranks is None else self.ranks.local_size
+        optimizer = AdamW(
+            {unit.name: unit.layout.trained for unit in self.units if unit.layout.num_trained},
+            decays(self.model),
+            hyper,
+            dtype=self._dtype,
+            groups=work.policy.groups,
+            num_threads=max(1, (tiers.update_threads or cores_usable()) // local_size),
+            ranks=self.ranks,
+        )
+        opened.callback(optimizer.close)
+        return optimizer
+
     def load(self, source: WeightReader, progress: Callable[[Unit], None] = lambda _: None) -> None:
         """Fill the master weights of all units, piece by piece. Moments are zero already.
 
@@ -144,8 +189,11 @@ class Session:
             source: gives the weights.
             progress: is called after each unit.
         """
-        for unit in self.units:
-            self.fill(unit, self.schema.master_kinds, source.read(unit))
+        for whole, unit in zip(self._wholes, self.units, strict=True):
+            pieces = source.read(whole)
+            if self.ranks is not None:
+                pieces = _within(pieces, whole.layout.shard_runs(self.ranks.rank, self.ranks.size))
+            self.fill(unit, self.schema.master_kinds, pieces)
             progress(unit)
         self.player.drain()
 
@@ -238,17 +286,50 @@ def _shares(tiers: TiersConfig, rates: Rates | None) -> tuple[float, ...]:
     return tuple(drive.mixed_bytes_per_s for drive in drives)
 
 
+def _shards(units: Sequence[Unit], ranks: Ranks) -> tuple[Unit, ...]:
+    """The units with the layout of this rank's shards."""
+    return tuple(replace(unit, layout=unit.layout.shard(ranks.rank, ranks.size)) for unit in units)
+
+
+def _within(pieces: Iterator[tuple[int, Tensor]], runs: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, Tensor]]:
+    """The elements of a unit's pieces that lie in runs [first, last), each of which begins at `start` in the shard."""
+    for begin, values in pieces:
+        for first, last, start in runs:
+            lower = max(begin, first)
+            upper = min(begin + values.numel(), last)
+            if lower < upper:
+                yield start + lower - first, values[lower - begin : upper - begin]
+
+
 def _open_store(
-    opened: ExitStack, tiers: TiersConfig, device: torch.device, options: IoOptions, run_id: str | None
+    opened: ExitStack,
+    tiers: TiersConfig,
+    device: torch.device,
+    options: IoOptions,
+    run_id: str | None,
+    ranks: Ranks | None,
 ) -> tuple[TieredStore, Budgets]:
-    """Open the tiers, in which nothing is reserved yet; returns their budgets too."""
+    """Open the tiers, in which nothing is reserved yet; returns their budgets too.
+
+    With ranks, each has its share of the host's RAM and mounts, and all have the least of all budgets: homes and slots
+    follow from them, and have to be the same everywhere.
+    """
     gpu, ram = budgets_of(tiers, device)
+    nvme: Sequence[str] = tiers.nvme
+    if ranks is not None:
+        ram //= ranks.local_size
+        nvme = [f"{mount.directory}:{budget_bytes(mount) // ranks.local_size}" for mount in tiers.mounts]
+        run_id = f"{ranks.first(lambda: run_id or secrets.token_hex(6))}-{ranks.rank}"
     if device.type == "cuda":
         limit_gpu(tiers.gpu_limit)
 
-    store = TieredStore.open(gpu=gpu, ram=ram, nvme=tiers.nvme, device=str(device), run_id=run_id, options=options)
+    store = TieredStore.open(gpu=gpu, ram=ram, nvme=nvme, device=str(device), run_id=run_id, options=options)
     opened.enter_context(store)
-    return store, Budgets(gpu, ram, store.usage(Tier.NVME)["budget"])
+    budgets = Budgets(gpu, ram, store.usage(Tier.NVME)["budget"])
+    if ranks is not None:
+        found = ranks.agree(budgets)
+        budgets = Budgets(min(b.gpu for b in found), min(b.ram for b in found), min(b.nvme for b in found))
+    return store, budgets
 
 
 def _place(
@@ -270,53 +351,6 @@ def _place(
         return place(work.specs, budgets, work.policy)
     except PlanError as short:
         raise advised(short, model, parts, lambda n: place(work_in(n).specs, budgets, work.policy)) from short
-
-
-def _open_optimizer(
-    opened: ExitStack,
-    model: PreTrainedModel,
-    work: Workload,
-    tiers: TiersConfig,
-    train: TrainConfig,
-    dtype: torch.dtype,
-) -> AdamW:
-    """Start the optimizer of the units that are trained, with its threads."""
-    hyper = Hyperparameters(
-        beta1=train.beta1,
-        beta2=train.beta2,
-        eps=train.eps,
-        weight_decay=train.weight_decay,
-        clip=train.clip,
-        deferred=work.policy.deferred,
-    )
-    optimizer = AdamW(
-        {unit.name: unit.layout.trained for unit in work.units if unit.layout.num_trained},
-        decays(model),
-        hyper,
-        dtype=dtype,
-        groups=train.groups,
-        num_threads=tiers.update_threads or cores_usable(),
-    )
-    opened.callback(optimizer.close)
-    return optimizer
-
-
-def _open_player(
-    opened: ExitStack, store: TieredStore, work: Workload, placement: Placement, optimizer: AdamW
-) -> Player:
-    """Start the lanes that play the timeline."""
-    player = Player(store, work.specs, placement, work.policy, optimizer)
-    opened.callback(player.close)
-    return player
-
-
-def _open_engine(
-    opened: ExitStack, model: PreTrainedModel, work: Workload, player: Player, optimizer: AdamW, options: EngineOptions
-) -> Engine:
-    """Install the nodes in the skeleton's modules."""
-    engine = Engine(model, work.units, player, optimizer, options)
-    opened.callback(engine.close)
-    return engine
 
 
 def _engine_options(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -31,7 +31,7 @@ class Workload:
     units: tuple[Unit, ...]
     """The units, in module order."""
     specs: tuple[UnitSpec, ...]
-    """Their sizes, in the same order."""
+    """Their sizes, in the same order: those of a shard, if ranks share the state."""
     activations: Mapping[str, Activations]
     """The activation policy of each unit."""
     policy: Policy
@@ -53,6 +53,7 @@ class Workload:
         tokens: int,
         *,
         savepoints: bool = False,
+        ranks: int = 1,
     ) -> Self:
         """Make the workload of a skeleton.
 
@@ -65,7 +66,9 @@ class Workload:
             numerics: the guard, for which updates wait as they do for clipping.
             tokens: tokens per sequence.
             savepoints: whether one generation of what spills may be kept.
+            ranks: the ranks that share the state and compute the groups of a step.
         """
+        units = tuple(replace(unit, layout=unit.layout.padded(ranks)) for unit in units)
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         options = IoOptions(
             num_threads=tiers.io_threads or IoOptions().num_threads,
@@ -81,9 +84,9 @@ class Workload:
         specs = tuple(
             UnitSpec(
                 name=u.name,
-                num_elements=u.layout.num_elements,
+                num_elements=u.layout.num_elements // ranks,
                 activation_bytes=hidden_bytes if u.name in offloaded else 0,
-                frozen_elements=u.layout.num_elements - u.layout.num_trained,
+                frozen_elements=(u.layout.num_elements - u.layout.num_trained) // ranks,
             )
             for u in units
         )
@@ -91,6 +94,10 @@ class Workload:
         policy = _policy(
             ADAMW[model_config.compute_dtype], tiers, train, options, guard=numerics.guard, savepoints=savepoints
         )
+
+        # The norm is known when all ranks are through, so no update runs inside the backward.
+        if ranks > 1:
+            policy = replace(policy, deferred=True, groups=train.groups // ranks, ranks=ranks)
         return cls(units=units, specs=specs, activations=activations, policy=policy, options=options, rows=rows)
 
 

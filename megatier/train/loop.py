@@ -16,7 +16,6 @@ from megatier.errors import NonFiniteError, mib
 from megatier.numerics.learning_rate import learning_rate
 from megatier.planner.prediction import Prediction
 from megatier.play.speculation import Speculation
-from megatier.play.trace import TraceEvent, busy_seconds, stall_seconds
 from megatier.report.figures import QueueBytes, StepReport, TierUse
 from megatier.report.metrics import format_seconds
 from megatier.report.report import Progress, print_moves
@@ -24,6 +23,7 @@ from megatier.session.process import memory_bytes, seed
 from megatier.session.session import Session
 from megatier.store.lanes import QUEUES
 from megatier.tier import Tier
+from megatier.trace.events import TraceEvent, busy_seconds, stall_seconds
 from megatier.train.description import nvme_path
 from megatier.train.outlet import say
 from megatier.train.saves import Record, Saves

@@ -35,13 +35,13 @@ from megatier.errors import ConfigError
 from megatier.guards.unchanged import check_evaluates
 from megatier.models.decoder import check_stops_at_borders
 from megatier.planner.prediction import Prediction
-from megatier.play.trace import write_trace
 from megatier.report.history import opening
 from megatier.report.metrics import MetricsLog
 from megatier.report.tensorboard import Scalars, load_tensorboard
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 from megatier.session.skeleton import WeightReader, open_model
+from megatier.trace.events import write_trace
 from megatier.train.choices import fix_choices, plan_choices
 from megatier.train.description import describe, describe_positions, tier_states
 from megatier.train.export import export_end

@@ -1,0 +1,316 @@
+"""Collectives: whole weights from the shards of all ranks, and whole gradients to the ranks that own their shards.
+
+A rank's homes hold its shard of every unit. Compute needs units whole, and makes whole gradients. So the lane `ranks`
+stands between the two:
+
+- It gathers. A rank's own shard comes to its GPU like any weights, and from there to the GPUs of all ranks, into slots
+  for whole weights.
+- It scatters. Each rank has computed another group of the step. Every rank gets the pieces of all these gradients that
+  belong to its shard, and adds them in fp32 in the order of the groups. The sum has the same bits however many ranks
+  there are, because one rank alone adds the same groups in the same order.
+
+Why no rank waits for ever: all ranks have the same timeline, and the lane works on `Timeline.collectives` in its order,
+one after the other. On each rank a collective waits only for accesses and collectives that come before it, as the
+docstring there proves. Number the collectives: the one with the least number that is not over waits for compute alone,
+on each rank, and compute waits for none that comes later.
+
+Threads: compute hands gradients over (autograd's thread, in a backward). Everything else runs on the lane's worker.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from megatier import _native
+from megatier.errors import StepAbandonedError, TimelineError
+from megatier.play.blocks import UnitBlocks, gathered_key, group_grad_key, received_key
+from megatier.play.gate import Gate
+from megatier.play.gradients import UnitGradients
+from megatier.play.optimizer import Optimizer
+from megatier.play.passes import Pass
+from megatier.ranks import Ranks
+from megatier.schedule.timeline import Load, Scatter
+from megatier.store.lease import Lease
+from megatier.store.queue import Queue
+from megatier.store.transfer import Transfer, mark
+from megatier.tier import Kind, Tier
+from megatier.trace.recorder import Recorder
+
+
+class Handover:
+    """A group's gradient of a unit, on its way from compute to the lane `ranks`."""
+
+    def __init__(self) -> None:
+        """Compute has not made it yet."""
+        self._latch = _native.Latch()
+        self._made: Transfer | None = None
+        self._is_abandoned = False
+
+    def give(self, made: Transfer | None) -> None:
+        """Hand the gradient over.
+
+        Args:
+            made: the point of compute that made it; None if compute is synchronous.
+        """
+        self._made = made
+        self._latch.set()
+
+    def abandon(self) -> None:
+        """Say that it will not come."""
+        self._is_abandoned = not self._latch.is_set()
+        self._latch.set()
+
+    def wait(self) -> None:
+        """Wait until it is there.
+
+        Raises:
+            StepAbandonedError: it will not come.
+        """
+        self._latch.wait()
+        if self._is_abandoned:
+            raise StepAbandonedError("the step was abandoned")
+        if self._made is not None:
+            self._made.order()
+
+
+class Collectives:
+    """What one rank gathers and scatters. To compute it is what takes gradients."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        blocks: UnitBlocks,
+        optimizer: Optimizer,
+        gradients: UnitGradients,
+        gate: Gate,
+        recorder: Recorder,
+    ) -> None:
+        """Start the lane `ranks`.
+
+        Args:
+            ranks: the ranks of the run.
+            blocks: the run's blocks.
+            optimizer: adds gradients.
+            gradients: takes those of this rank's shards.
+            gate: counts the accesses of the pass that are over.
+            recorder: knows what the lane is at.
+        """
+        self._ranks = ranks
+        self._blocks = blocks
+        self._store = blocks.store
+        self._optimizer = optimizer
+        self._gradients = gradients
+        self._gate = gate
+        self._recorder = recorder
+        self._pass = Pass("")
+        self._handovers: dict[tuple[str, int], Handover] = {}
+        """The gradients that this pass hands over, by unit and group."""
+        self._handed: set[str] = set()
+        """The units of which compute has made a gradient in this step."""
+        self._buffers: dict[str, Lease] = {}
+        """The GPU buffers in which compute makes gradients now, by unit."""
+        self._last: Transfer | None = None
+        """The collective that was submitted last."""
+        self.queue = Queue("ranks", blocks.store.clock)
+        """The lane `ranks`."""
+        recorder.busy["ranks"] = "ranks"
+
+    # ------------------------------------------------------------------ the player's side
+
+    def begin(self, played: Pass) -> None:
+        """Begin a pass."""
+        self._pass = played
+        self._handovers.clear()
+        if played.trains:
+            self._handed.clear()
+
+    def submit(self, planned: Load | Scatter, own: Transfer | None = None) -> Transfer:
+        """Append a planned collective to the lane.
+
+        Args:
+            planned: a load to gather for, or a scatter.
+            own: the item that brings this rank's own shard, for a load.
+        """
+        if isinstance(planned, Load):
+            assert own is not None
+            return self._append(planned.unit, partial(self._gather, planned.unit, planned), [own])
+
+        handover = self._handovers[planned.unit, planned.group] = Handover()
+        return self._append(planned.unit, partial(self._scatter, planned, handover), [])
+
+    def wait(self) -> None:
+        """Wait until every collective is over.
+
+        Raises:
+            MegatierError: what stopped one of them.
+        """
+        if self._last is not None:
+            self._last.wait()
+
+    def drop_left_out(self) -> None:
+        """Forget the gradients of units that every rank has left out of the step: they are not updated."""
+        handed = set[str]().union(*self._ranks.agree(self._handed))
+        self._gradients.final &= handed
+
+    def pass_over(self) -> None:
+        """Hand over zeros for what this rank left out of a group, where its turn has come: other ranks may use it."""
+        left_out = self._pass.left_out
+        if self._pass.timeline is None or not left_out or not self._pass.trains:
+            return
+
+        done = {(scatter.unit, scatter.group) for scatter in self._pass.scatters}
+        for scatter in self._pass.timeline.scatters:
+            named = scatter.unit, scatter.group
+            if scatter.access < len(self._pass.accesses) and named in left_out and named not in done:
+                self._make(scatter.unit).zero_()
+                self._hand_over(scatter.unit, scatter.group)
+
+    def abandon(self) -> None:
+        """Give up what waits for compute."""
+        for handover in self._handovers.values():
+            handover.abandon()
+
+    def over(self) -> None:
+        """Wait until every collective has ended, well or not."""
+        if self._last is not None:
+            self._last.over()
+
+    def give_back(self) -> None:
+        """Give back the buffers of a backward that was left half-way, and drop what was not scattered."""
+        while self._buffers:
+            with self._store.tear.change:
+                _, lease = self._buffers.popitem()
+                lease.release()
+
+    def drop(self) -> None:
+        """Drop all gradients of groups. No lane may use them any more."""
+        for unit in self._blocks.placement.grad_homes:
+            for key in (group_grad_key(unit), received_key(unit)):
+                self._store.evict(key, Tier.GPU)
+
+    def forget(self) -> None:
+        """Forget the pass and all buffers, because the store takes all slots back."""
+        self._pass = Pass("")
+        self._handovers.clear()
+        self._buffers.clear()
+        self._last = None
+
+    # ------------------------------------------------------------------ compute's side
+
+    def gather(self, unit: str) -> Transfer:
+        """Gather a unit's weights on demand, because no timeline says when."""
+        self._check_order(f"gather {unit}")
+        return self._append(unit, partial(self._gather, unit, None), [])
+
+    def take_grad(self, unit: str) -> torch.Tensor:
+        """A GPU buffer for the whole unit's gradient of one group: uint8, for fp32, contents unspecified."""
+        return self._make(unit)
+
+    def ship_grad(self, unit: str, *, group: int) -> None:
+        """Hand over the gradient of a group, of which every rank gets its shard."""
+        self._handed.add(unit)
+        self._hand_over(unit, group)
+
+    def sums_here(self, unit: str) -> bool:
+        """False: groups are added up when the pieces of all ranks are there."""
+        return False
+
+    def _make(self, unit: str) -> torch.Tensor:
+        """Lease a buffer for a unit's gradient of one group."""
+        # An interrupt between the lease and its entry would leave a lease that nobody gives back.
+        with self._store.tear.call:
+            key = group_grad_key(unit)
+            lease = self._buffers[unit] = self._store.lease(key, Tier.GPU, fresh=True, wait=True)
+        return lease.bytes
+
+    def _hand_over(self, unit: str, group: int) -> None:
+        """Give the lane a gradient that is made."""
+        with self._store.tear.change:
+            self._buffers.pop(unit).release()
+        made = mark(self._store.clock, unit)
+
+        scatter = Scatter(unit, group, len(self._pass.accesses) - 1)
+        self._pass.scatters.append(scatter)
+        if self._pass.timeline is None:
+            self._check_order(f"scatter {unit} {group}")
+            self.submit(scatter)
+
+        handover = self._handovers.get((unit, group))
+        if handover is None:
+            raise TimelineError(
+                f"{unit} has a gradient in group {group}, and had none in step 1. Ranks scatter what the first step "
+                "has: put an image into each batch of the first step."
+            )
+        handover.give(made)
+
+    def _check_order(self, what: str) -> None:
+        """Compare what this rank does next with the others, while the order is recorded.
+
+        Raises:
+            TimelineError: another rank does something else.
+        """
+        for rank, other in enumerate(self._ranks.agree(what)):
+            if other != what:
+                raise TimelineError(
+                    f"rank {self._ranks.rank} comes to {what!r}, and rank {rank} to {other!r}. Ranks need the same "
+                    "order of units: give the first step rows of the same kinds on all ranks, such as an image each."
+                )
+
+    # ------------------------------------------------------------------ the lane's side
+
+    def _append(self, unit: str, work: partial[None], after: list[Transfer]) -> Transfer:
+        """Append an item to the lane."""
+        self._last = self.queue.submit(unit, 0, work, after)
+        self._recorder.watch(self._last)
+        return self._last
+
+    def _gather(self, unit: str, load: Load | None) -> None:
+        """Bring a unit's whole weights to a GPU slot."""
+        busy = self._recorder.busy
+        if load is not None:
+            busy["ranks"] = "slot"
+            self._blocks.make_room(load, self._gate)
+
+        busy["ranks"] = "ranks"
+        blocks = self._blocks
+        with (
+            self._store.lease(blocks.key(unit, Kind.WEIGHT), Tier.GPU, wait=True) as own,
+            self._store.lease(gathered_key(unit), Tier.GPU, fresh=True, wait=True) as whole,
+        ):
+            # Frozen weights lie behind the trained ones in each shard, and behind all trained ones in the whole.
+            size = self._ranks.size
+            for start, stop in blocks.gathered_spans(unit):
+                self._ranks.gather(whole.bytes[size * start : size * stop], own.bytes[start:stop])
+
+        # The next load may need the slot of the shard.
+        blocks.drop_shard(unit)
+
+    def _scatter(self, scatter: Scatter, handover: Handover) -> None:
+        """Send a group's gradient to the owners of its shards, and add the pieces of this rank's shard to its sum."""
+        unit = scatter.unit
+        self._recorder.busy["ranks"] = "compute"
+        self._gradients.fetch_sum(unit)
+        handover.wait()
+
+        self._recorder.busy["ranks"] = "ranks"
+        with self._store.lease(received_key(unit), Tier.GPU, fresh=True, wait=True) as received:
+            with self._store.lease(group_grad_key(unit), Tier.GPU) as made:
+                self._ranks.scatter(received.bytes, made.bytes)
+            self._store.evict(group_grad_key(unit), Tier.GPU)
+            self._add(scatter, received.bytes)
+        self._store.evict(received_key(unit), Tier.GPU)
+
+    def _add(self, scatter: Scatter, received: torch.Tensor) -> None:
+        """Add the pieces of all ranks to the sum of this rank's shard."""
+        unit = scatter.unit
+        gradients = self._gradients
+        is_first = gradients.is_first(unit)
+        total = gradients.take_grad(unit)
+        pieces = received.view(self._ranks.size, -1)
+        is_last = scatter.group == self._blocks.policy.groups - 1
+        self._optimizer.sum_groups(unit, total, pieces, adds=not is_first, is_last=is_last)
+
+        # If this rank left the unit out, it does not know yet whether any rank has a gradient of it.
+        gradients.ship_grad(unit, group=scatter.group, speculates=unit in self._handed)

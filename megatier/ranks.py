@@ -1,0 +1,140 @@
+"""Ranks: the processes of one run, each with a GPU of its own, and what they tell and send each other.
+
+This is the only file that imports `torch.distributed`, and one process alone never does. Two kinds of things go between
+ranks. Weights and gradients go as bytes, unchanged: `gather` and `scatter`, in an order that is the same on all ranks.
+Everything small goes as Python objects: `agree`. The two have process groups of their own, so neither waits for the
+other.
+
+Threads: one thread at a time gathers and scatters (the lane `ranks`). The thread that trains calls everything else; in
+a pass that is recorded, it is the thread that computes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from megatier.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(days=1)
+"""How long a collective waits for a late rank. A rank that hangs is found by other means, and sooner."""
+
+
+class Ranks:
+    """The ranks of a run as one of them sees them."""
+
+    def __init__(self, rank: int, size: int, local_rank: int, local_size: int, data: ProcessGroup) -> None:
+        """Take what is known of this process; see `join`."""
+        self.rank = rank
+        """The number of this rank, from 0."""
+        self.size = size
+        """The number of ranks."""
+        self.local_rank = local_rank
+        """The number of this rank among those of its host."""
+        self.local_size = local_size
+        """The number of ranks of this host."""
+        self.moved_bytes: Counter[str] = Counter()
+        """The bytes that came from other ranks since the start, under the name `ranks`."""
+        self._data = data
+
+    # ------------------------------------------------------------------ data
+
+    def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+        """Bring the shards of all ranks together, in the order of the ranks.
+
+        Args:
+            whole: uint8 [size * n], overwritten.
+            own: uint8 [n], this rank's shard. Both lie on the device that computes.
+        """
+        import torch.distributed as dist
+
+        # torch 2.13 has a new name for it, and warns of the old one.
+        assert whole.numel() == self.size * own.numel()
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(whole, own, group=self._data)
+        self.moved_bytes["ranks"] += whole.numel() - own.numel()
+
+    def scatter(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """Give every rank its shard of this rank's bytes, and take this rank's shard of the bytes of all.
+
+        Args:
+            received: uint8 [size * n], overwritten: piece r is what rank r sent.
+            sent: uint8 [size * n]: piece r goes to rank r.
+        """
+        import torch.distributed as dist
+
+        assert received.numel() == sent.numel()
+        dist.all_to_all_single(received, sent, group=self._data)
+        self.moved_bytes["ranks"] += received.numel() - received.numel() // self.size
+
+    # ------------------------------------------------------------------ agreement
+
+    def agree(self, record: T) -> list[T]:
+        """Return the records of all ranks, in the order of the ranks. Every rank has to call it."""
+        import torch.distributed as dist
+
+        records: list[T | None] = [None] * self.size
+        dist.all_gather_object(records, record)
+        return [found for found in records if found is not None]
+
+    def first(self, make: Callable[[], T]) -> T:
+        """Return what the first rank makes. The others do not make any."""
+        return self.agree((make() if self.rank == 0 else None,))[0][0]  # type: ignore[return-value]
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the flat tensors of all ranks, end to end in the order of the ranks. They may differ in length."""
+        return torch.cat(self.agree(values.cpu()))
+
+    def groups_of(self, groups: int) -> range:
+        """The groups of a step that this rank computes: in round j, rank r has group j * size + r.
+
+        Raises:
+            ConfigError: the ranks cannot share them equally.
+        """
+        if groups % self.size:
+            fitting = ", ".join(str(size) for size in range(1, groups + 1) if groups % size == 0)
+            raise ConfigError(
+                f"train.groups is {groups}, which {self.size} ranks cannot share equally. Start {fitting} of them, or "
+                f"set train.groups to a multiple of {self.size}; that is another sum, with other last digits."
+            )
+        return range(self.rank, groups, self.size)
+
+    def leave(self) -> None:
+        """End the connection to the others. Every rank has to call it."""
+        import torch.distributed as dist
+
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def join(device: str) -> Ranks | None:
+    """Join the ranks that `torchrun` started; None in a process that was started alone.
+
+    Args:
+        device: what computes, "cuda" or "cpu". A rank has the GPU of its number on its host.
+    """
+    if (size := int(os.environ.get("WORLD_SIZE", "1"))) == 1:
+        return None
+
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    data = dist.new_group(backend="nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
+    return Ranks(rank, size, local_rank, local_size, data)

@@ -1,0 +1,89 @@
+"""Events of a trace: transfers, compute, updates and stalls on one clock, their sums, and the file that shows them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatier.errors import TransferError
+from megatier.files import open_regular
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceEvent:
+    """One event on one lane, from its start to its end."""
+
+    lane: str
+    """The lane: a queue, `compute`, `update`, or `stall`."""
+    name: str
+    """The block or unit that it is about."""
+    start_ns: int
+    """Its start, in time.perf_counter_ns."""
+    end_ns: int
+    """Its end, in time.perf_counter_ns."""
+    num_bytes: int = 0
+    """The bytes that moved."""
+    cause: str = ""
+    """Of a stall: the queue or lane that compute waited for."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from its start to its end."""
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+def stall_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
+    """Sum up the seconds that compute waited, by cause."""
+    total: Counter[str] = Counter()
+    for event in events:
+        if event.lane == "stall":
+            total[event.cause] += event.seconds  # type: ignore[assignment]  # Counter of floats
+    return dict(total)
+
+
+def busy_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
+    """Sum up, by lane, the seconds with at least one event. Stalls are left out: compute does nothing in them."""
+    total: dict[str, int] = {}
+    until: dict[str, int] = {}
+
+    # Events of a lane may overlap, since several moves of a queue are in flight. What was counted already is cut off.
+    for event in sorted(events, key=lambda event: event.start_ns):
+        lane = event.lane
+        if lane != "stall":
+            start_ns = max(event.start_ns, until.get(lane, event.start_ns))
+            total[lane] = total.get(lane, 0) + max(0, event.end_ns - start_ns)
+            until[lane] = max(event.end_ns, start_ns)
+    return {lane: busy_ns / 1e9 for lane, busy_ns in total.items()}
+
+
+def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -> None:
+    """Write steps in the Chrome trace format, which Perfetto opens: one track per lane.
+
+    Raises:
+        TransferError: the drive is full or gone.
+    """
+    lanes: dict[str, int] = {}
+    rows: list[dict[str, object]] = []
+    for step, events in steps:
+        for event in events:
+            track = lanes.setdefault(event.lane, len(lanes))
+            details = {"step": step, "bytes": event.num_bytes, "cause": event.cause}
+            start = event.start_ns / 1e3
+            length = (event.end_ns - event.start_ns) / 1e3
+            row = {"ph": "X", "pid": 0, "tid": track, "ts": start, "dur": length, "name": event.name, "args": details}
+            rows.append(row)
+
+    names = [
+        {"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": lane}}
+        for lane, track in lanes.items()
+    ]
+
+    try:
+        with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(json.dumps({"traceEvents": [*names, *rows]}).encode())
+    except OSError as error:
+        raise TransferError("writing the trace", "disk", str(path), 0, error.errno or 0) from error

@@ -1,0 +1,105 @@
+"""Processes that stand for the ranks of a run, on one CPU: started once, with everything imported, and used again."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+RANKS_MAX = 4
+TIMEOUT_S = 120.0
+PRELOADED = ["torch", "torch.distributed", "transformers", "tiny_runs", "rank_runs"]
+"""What the server of forks imports once, so that a process starts in milliseconds."""
+
+
+class RankPool:
+    """Processes that run a function as the ranks of one run."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+        """What the function returns on each of `size` ranks, in their order; of one, it is a process that is alone.
+
+        Args:
+            function: of a module that the workers can import.
+            size: the number of ranks.
+            arguments: the same for all ranks.
+
+        Raises:
+            AssertionError: it raised on a rank; the message has that rank's traceback.
+        """
+        while len(self._workers) < size:
+            self._start()
+
+        port = _free_port()
+        for rank, (_, pipe) in enumerate(self._workers[:size]):
+            pipe.send((function, arguments, rank, size, port))
+
+        answers = []
+        for _, pipe in self._workers[:size]:
+            if not pipe.poll(TIMEOUT_S):
+                self.close()
+                raise AssertionError(f"a rank did not answer within {TIMEOUT_S:.0f} s")
+            answers.append(pipe.recv())
+
+        if errors := [text for is_error, text in answers if is_error]:
+            self.close()
+            raise AssertionError("\n".join(errors))
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        """End the processes. The next run starts others."""
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
+
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_work, args=(theirs,), daemon=True)
+        process.start()
+        self._workers.append((process, ours))
+
+
+def _work(pipe: Connection) -> None:
+    """Run what comes by the pipe. This is the body of a process."""
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, arguments, rank, size, port = pipe.recv()
+        except EOFError:
+            return
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(size),
+            LOCAL_RANK=str(rank),
+            LOCAL_WORLD_SIZE=str(size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        try:
+            pipe.send((False, function(*arguments)))
+        except BaseException:
+            pipe.send((True, f"rank {rank}:\n{traceback.format_exc()}"))
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+POOL = RankPool()
+"""The pool of this process."""
+atexit.register(POOL.close)

@@ -1,0 +1,163 @@
+"""Short runs of tiny models on several ranks: what each rank has in the end, and what all of them have together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import tiny_config
+from tiny_runs import MODELS, TOKENS, Place, least_budgets, one_thread, random_groups
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.models.decoder import build_skeleton
+from megatier.models.frozen import freeze
+from megatier.models.initialiser import Initialiser
+from megatier.ranks import Ranks, join
+from megatier.session.session import Session
+from megatier.tier import Kind
+
+KINDS = (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRun:
+    """Some steps of a tiny model, and all that may change their numbers or must not."""
+
+    model: str = "untied"
+    dropout: float = 0.0
+    dtype: str = "bf16"
+    groups: int = 4
+    batch: int = 8
+    slices: int = 1
+    steps: int = 3
+    clip: float | None = 0.5
+    expert_parts: int = 1
+    frozen: tuple[str, ...] = ()
+    learning_rate: float = 1e-2
+
+    @property
+    def train(self) -> TrainConfig:
+        """Optimizer and numeric choices."""
+        return TrainConfig(
+            steps=self.steps,
+            batch=self.batch,
+            groups=self.groups,
+            slices=self.slices,
+            clip=self.clip,
+            weight_decay=0.1,
+        )
+
+
+@contextlib.contextmanager
+def opened(
+    skeleton: PreTrainedModel, model: ModelConfig, run: RankRun, place: Place, mount: Path, ranks: Ranks | None
+) -> Iterator[Session]:
+    """A session of this rank, with no weights yet."""
+    size = 1 if ranks is None else ranks.size
+    numerics = NumericsConfig(guard=True)
+    nvme = (f"{mount}:{size * 64}MiB",) if "nvme" in place.tiers else ()
+    tiers = TiersConfig(
+        device="cpu", nvme=nvme, state=place.tiers, io_threads=2, update_threads=2, generations=place.generations
+    )
+    least = least_budgets(skeleton, model, tiers, run.train, numerics, TOKENS, place, size)
+    tiers = replace(tiers, gpu=least.gpu, ram=least.ram * size)
+    with Session(skeleton, model, tiers, run.train, numerics, TOKENS, ranks=ranks) as session:
+        yield session
+
+
+@dataclass(kw_only=True)
+class RankOutcome:
+    """What one rank has in the end."""
+
+    losses: list[float]
+    norms: list[float]
+    skipped: list[str | None]
+    held: list[str]
+    """Tiers that hold state."""
+    moved: dict[str, int]
+    demanded: dict[str, int]
+    runs: dict[Kind, dict[str, list[tuple[int, Any]]]] = field(default_factory=dict)
+    """By kind and parameter: runs of fp32 elements, each with its first element."""
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Ranks | None]:
+    """The ranks of this process, if it has others."""
+    ranks = join("cpu")
+    try:
+        yield ranks
+    finally:
+        if ranks is not None:
+            ranks.leave()
+
+
+def train_on_ranks(run: RankRun, place: Place, mount: Path) -> RankOutcome:
+    """Run on this rank, with the least budgets that hold the place. Call it on all."""
+    family, options = MODELS[run.model]
+    config = tiny_config(family, **{**options, "attention_dropout": run.dropout})
+    model = ModelConfig(
+        config={"model_type": config.model_type},
+        compute_dtype=run.dtype,  # type: ignore[arg-type]
+        fused_loss=False,
+        loss_chunk=20,
+        expert_parts=run.expert_parts,
+    )
+    skeleton = build_skeleton(config, model.attention)
+    freeze(skeleton, run.frozen)
+    with joined() as ranks, one_thread(), opened(skeleton, model, run, place, mount, ranks) as session:
+        session.load(Initialiser(session.model, 0))
+        before = session.store.moved_bytes.copy()
+        vocab = config.get_text_config().vocab_size
+        results = [
+            session.engine.train_step(n, run.learning_rate, random_groups(run.train, vocab, n))
+            for n in range(1, run.steps + 1)
+        ]
+        session.player.drain()
+        moved = session.store.moved_bytes - before + (ranks.moved_bytes if ranks is not None else Counter())
+        return RankOutcome(
+            losses=[result.loss for result in results],
+            norms=[result.grad_norm for result in results],
+            skipped=[result.skipped for result in results],
+            held=sorted(str(tier) for tier, size in session.placement.state_bytes.items() if size),
+            moved={name: size for name, size in moved.items() if size},
+            demanded={name: size for name, size in session.player.demanded.items() if size},
+            runs={kind: _runs(session, kind) for kind in KINDS},
+        )
+
+
+def _runs(session: Session, kind: Kind) -> dict[str, list[tuple[int, Any]]]:
+    found: dict[str, list[tuple[int, Any]]] = {}
+    for unit in session.units:
+        layout = unit.layout if kind is Kind.WEIGHT else unit.layout.trained
+        if not layout.num_elements:
+            continue
+        plane = (
+            session.read_master(unit, 0, layout.num_elements)
+            if kind is Kind.WEIGHT
+            else session.read_plane(unit, kind, 0, layout.num_elements)
+        )
+        for tensor in layout.tensors:
+            found.setdefault(tensor.name, []).append((tensor.offset, plane[tensor.start : tensor.stop].numpy().copy()))
+    return found
+
+
+def together(outcomes: Sequence[RankOutcome], kind: Kind) -> dict[str, Tensor]:
+    """Each parameter, whole and flat, from the runs that the ranks have of it."""
+    found: dict[str, list[tuple[int, Any]]] = {}
+    for outcome in outcomes:
+        for name, runs in outcome.runs[kind].items():
+            found.setdefault(name, []).extend(runs)
+    whole = {}
+    for name, runs in found.items():
+        ordered = sorted(runs, key=lambda run: run[0])
+        ends = [offset + len(values) for offset, values in ordered]
+        assert [offset for offset, _ in ordered] == [0, *ends[:-1]], f"{name} has gaps or overlaps"
+        whole[name] = torch.cat([torch.from_numpy(values) for _, values in ordered])
+    return whole

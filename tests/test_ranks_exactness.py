@@ -1,0 +1,87 @@
+"""The first promise of scale-out: the number of ranks never changes a bit of weights, moments, norms or losses."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from rank_pool import POOL
+from rank_runs import KINDS, RankOutcome, RankRun, together, train_on_ranks
+from tiny_runs import KIB, MIB, Place
+
+SIZES = (2, 4)
+PLACES = {
+    "gpu": Place(tiers=("gpu",), gpu=64 * MIB),
+    "ram": Place(tiers=("ram",)),
+    "nvme": Place(tiers=("nvme",)),
+    "nvme twice": Place(tiers=("nvme",), generations=2),
+    "gpu, ram": Place(tiers=("gpu", "ram"), gpu=2 * MIB),
+    "gpu, ram, nvme": Place(tiers=("gpu", "ram", "nvme"), gpu=2 * MIB, ram=512 * KIB),
+}
+"""A shard has 65,536 elements at least, so these have more room than those of one process."""
+
+
+@cache
+def alone(run: RankRun, mount: Path) -> RankOutcome:
+    """The same run in one process, at home in RAM."""
+    (outcome,) = POOL.run(train_on_ranks, 1, run, PLACES["ram"], mount)
+    assert isinstance(outcome, RankOutcome)
+    return outcome
+
+
+def check(run: RankRun, place: str, size: int, mount: Path) -> list[RankOutcome]:
+    """Train on so many ranks, and compare everything with one process."""
+    reference = alone(run, mount.parent)
+    outcomes: list[RankOutcome] = POOL.run(train_on_ranks, size, run, PLACES[place], mount)
+    for outcome in outcomes:
+        assert repr(outcome.losses) == repr(reference.losses)  # NaN is not equal to itself
+        assert repr(outcome.norms) == repr(reference.norms)
+        assert outcome.skipped == reference.skipped
+        assert outcome.moved == outcome.demanded
+        assert set(outcome.held) == set(PLACES[place].tiers)
+
+    for kind in KINDS:
+        expected = together([reference], kind)
+        found = together(outcomes, kind)
+        assert expected.keys() == found.keys()
+        assert [
+            name
+            for name in expected
+            if not torch.equal(expected[name].view(torch.int32), found[name].view(torch.int32))
+        ] == []
+    return outcomes
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("place", PLACES)
+def test_ranks_in_every_placement_have_the_bits_of_one_process(place: str, size: int, tmp_path: Path) -> None:
+    check(RankRun(), place, size, tmp_path)
+
+
+RUNS = {
+    "tied": RankRun(model="tied"),
+    "fp32": RankRun(dtype="fp32"),
+    "slices": RankRun(slices=2),
+    "frozen": RankRun(frozen=("model.embed_tokens", "model.layers.0.self_attn", "model.layers.1.mlp")),
+    "expert parts": RankRun(model="moe", expert_parts=3),
+    "one round": RankRun(groups=2),
+    "not clipped": RankRun(clip=None),
+    "steps left out": RankRun(learning_rate=1e38),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
+    check(RUNS[name], "ram", 2, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tied", "frozen", "expert parts"])
+def test_two_ranks_that_spill_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
+    check(RUNS[name], "nvme", 2, tmp_path)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_two_ranks_that_update_in_the_backward_have_the_bits_of_one_process(clip: float | None, tmp_path: Path) -> None:
+    check(RankRun(clip=clip), "nvme twice", 2, tmp_path)
