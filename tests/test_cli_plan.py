@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,7 +14,7 @@ from megatier import hardware
 from megatier.cli import main
 from megatier.config import file as config_file
 from megatier.measure.probe import cache_rates
-from megatier.schedule.rates import DriveRates, as_dict, read_rates
+from megatier.schedule.rates import DriveRates, Rates, as_dict, read_rates
 from megatier.train.choices import fix_choices, plan_choices
 
 ROOT = Path(__file__).parent.parent
@@ -117,15 +117,47 @@ def test_plan_bad_input_is_one_message(words: list[str], message: str, capsys: p
     assert message in capsys.readouterr().err
 
 
-def test_plan_without_a_machine_takes_what_was_measured_here(
+def test_plan_of_a_machine_that_was_not_measured_is_that_of_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    words = ["plan", QUICKSTART, "--tiers.nvme", "[]", "--tiers.ram", "1GiB", "--tiers.device", "cpu"]
-    assert main(words) == 2
-    assert "Run `megatier bench` first" in capsys.readouterr().err
-    cache_rates(replace(read_rates(Path(H200)), drives=()), "cpu")
-    assert main(words) == 0
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(hardware, "ram_available_bytes", lambda root=None: 64 << 30)
+    words = [QUICKSTART, f"--tiers.nvme={tmp_path}:64MiB", "--tiers.gpu=null", "--tiers.device=cpu"]
+    assert main(["plan", *words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    loaded, given = config_file.load(Path(words[0]), words[1:]), config_file.given(Path(words[0]), words[1:])
+    fixed = fix_choices(loaded)
+    config, prediction = plan_choices(fixed, given, Console(quiet=True))
+    assert (config, prediction) == (fixed, None)
+    assert document["chosen"] == {}
+    assert document["budget_bytes"]["gpu"] == hardware.default_budgets("cpu").gpu_bytes
+    assert document["assumed_rates"].keys() == {field.name for field in fields(Rates)} - {"gpu_bytes"}
+    assert document["assumed_rates"]["drives"][0]["mixed_bytes_per_s"] == 2e9
+    assert document["seconds"] > 0
+
+    assert main(["plan", *words]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "This machine was not measured, so the times are rough, and no settings are chosen" in out
+    assert f"each drive 2 GB/s. Run `megatier bench --nvme {tmp_path}:64MiB` to measure them." in out
+    assert "chosen: " not in out
+    assert main(["plan", *words, "--search"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "chosen: --train.groups" in out
+    assert "so the times are rough, and so is the choice" in out
+
+
+def test_plan_with_a_drive_that_was_not_measured_assumes_the_drive_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cache_rates(replace(read_rates(Path(H200)), drives=(), gpu_bytes=None), "cpu")
+    words = [QUICKSTART, "--tiers.ram=1GiB", "--tiers.device=cpu"]
+    assert main(["plan", *words, f"--tiers.nvme={tmp_path}:64MiB"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "These drives were not measured" in out
+    assert "Assumed: each drive 2 GB/s." in out
+    assert main(["plan", *words, "--tiers.nvme=[]"]) == 0
+    assert "Assumed" not in capsys.readouterr().out
 
 
 def test_plan_of_this_machine_is_that_of_train(

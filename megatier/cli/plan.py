@@ -19,9 +19,9 @@ from megatier.config import file as config_file
 from megatier.config.schema import RunConfig
 from megatier.errors import ConfigError, mib
 from megatier.hardware import device_for, mount_of
-from megatier.measure.probe import cached_rates, io_threads
+from megatier.measure.probe import io_threads, rates_or_assumed
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
-from megatier.schedule.rates import Rates, read_rates
+from megatier.schedule.rates import Rates, as_dict, read_rates
 from megatier.schedule.sizes import Budgets
 
 if TYPE_CHECKING:
@@ -33,19 +33,27 @@ def run(argv: Sequence[str]) -> int:
     options, overrides = _parser().parse_known_args(argv)
     loaded = config_file.load(options.config, overrides)
     given = config_file.given(options.config, overrides)
-    rates = read_rates(options.machine) if options.machine is not None else _measured(loaded)
+    rates, assumed = _rates(loaded, options.machine)
+    here = options.machine is None
+
+    # `megatier train` chooses settings only if the machine was measured, and so does a plan of its run.
+    searches = options.search or (here and not assumed)
 
     with _nothing_collected():
-        # Imported here because it loads torch: wrong arguments are refused without waiting for that.
-        from megatier.report.picture import draw
-
-        plan, chosen = _planned(loaded, given, rates, here=options.machine is None, searches=options.search)
+        plan, chosen = _planned(loaded, given, rates, here=here, searches=searches)
 
     threads, why = io_threads(loaded.tiers.io_threads, rates)
-    document = plan.as_dict() | {"chosen": chosen, "io_threads": threads if loaded.tiers.nvme else None}
+    figures = as_dict(rates)
+    document = plan.as_dict() | {
+        "chosen": chosen,
+        "assumed_rates": {name: figures[name] for name in assumed},
+        "io_threads": threads if loaded.tiers.nvme else None,
+    }
     if options.output is not None:
         write_text(options.output, json_text(document), "--output FILE.json")
     if options.picture is not None:
+        from megatier.report.picture import draw
+
         picture = draw(plan.events(), f"{options.config.name}, as planned")
         write_text(options.picture, picture, "--picture FILE.svg")
 
@@ -62,6 +70,9 @@ def run(argv: Sequence[str]) -> int:
     if loaded.tiers.nvme:
         console.print(f"NVMe: {threads} I/O threads each way, {why}.", highlight=False, soft_wrap=True)
     console.print(*_sentences(plan), sep="\n", markup=False, highlight=False)
+    if assumed:
+        said = _assumption(rates, assumed, loaded.tiers.nvme, searches=searches)
+        console.print(said, markup=False, highlight=False)
     return 0
 
 
@@ -83,13 +94,14 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE.yaml",
         help="rates of another machine, such as examples/machines/h200.yaml (default: those that `megatier bench` "
-        "measured here)",
+        "measured here, or round figures for what it has not measured)",
     )
     add(
         "--search",
         action="store_true",
-        help="also with --machine, choose the settings that make the step shortest: groups, slices, activations, saved "
-        "and streamed share, generations and tiers.gpu, unless the file or the command line gives them",
+        help="choose the settings that make the step shortest also with --machine, or if nothing was measured here: "
+        "groups, slices, activations, saved and streamed share, generations and tiers.gpu, unless the file or the "
+        "command line gives them",
     )
     add("--output", type=Path, metavar="FILE.json", help="also write the plan as JSON")
     add("--picture", type=Path, metavar="FILE.svg", help="also draw the step as planned")
@@ -119,8 +131,9 @@ def _planned(
         given: dotted names of the settings that stay as they are.
         rates: the machine's.
         here: whether this machine will run it. Budgets and choices are then those of `megatier train`.
-        searches: whether settings are chosen for another machine too.
+        searches: whether settings are chosen.
     """
+    # Imported here because it loads torch: wrong arguments are refused without waiting for that.
     from megatier.planner.plan import make_plan
     from megatier.planner.search import changed, search
     from megatier.session.machine import choose_device, compiles
@@ -139,7 +152,7 @@ def _planned(
         compiled = _compiles(loaded)
 
     chosen: Mapping[str, Any] = {}
-    if here or searches:
+    if searches:
         chosen = search(model, loaded, rates, budgets, compiles=compiled, fixed=given).settings
         loaded = changed(loaded, chosen)
         budgets = replace(budgets, gpu=chosen.get("tiers.gpu", budgets.gpu))
@@ -147,22 +160,17 @@ def _planned(
     return make_plan(model, loaded, rates, budgets, compiles=compiled), chosen
 
 
-def _measured(loaded: RunConfig) -> Rates:
-    """The rates that `megatier bench` measured on this machine.
+def _rates(loaded: RunConfig, machine: Path | None) -> tuple[Rates, tuple[str, ...]]:
+    """The rates of a machine, and the names of those that are assumed.
 
-    Raises:
-        ConfigError: it measured none for these drives.
+    Args:
+        loaded: the run.
+        machine: a file with the rates of another machine; None: this one.
     """
+    if machine is not None:
+        return read_rates(machine), ()
     directories = [mount.directory for mount in loaded.tiers.mounts]
-    found = cached_rates(directories, device_for(loaded.tiers.device))
-    if found is None:
-        words = f" --nvme {','.join(loaded.tiers.nvme)}" if loaded.tiers.nvme else ""
-        raise ConfigError(
-            f"nothing was measured on this machine with these drives. Run `megatier bench{words}` first, or describe a "
-            "machine with --machine FILE.yaml."
-        )
-
-    return found
+    return rates_or_assumed(directories, device_for(loaded.tiers.device))
 
 
 def _budgets(loaded: RunConfig, free_gpu: float | None) -> Budgets:
@@ -268,6 +276,36 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if plan.written_bytes_per_step:
         day = mib(round(plan.written_bytes_per_day))
         yield f"A step writes {mib(round(plan.written_bytes_per_step))} to NVMe, which is {day} a day."
+
+
+def _assumption(rates: Rates, assumed: Sequence[str], mounts: Sequence[str], *, searches: bool) -> str:
+    """What a plan takes for rates that nobody measured, and what follows from that.
+
+    Args:
+        rates: those of the plan.
+        assumed: the names of those that were not measured.
+        mounts: the run's, as `tiers.nvme` has them.
+        searches: whether settings were chosen nevertheless.
+    """
+    words = []
+    what = "These drives were"
+    if "flops_per_s" in assumed:
+        what = "This machine was"
+        words = [
+            f"copies to and from the GPU {rates.to_gpu_bytes_per_s / 1e9:.0f} GB/s",
+            f"AdamW in RAM {format_count(rates.update_parameters_per_s)} parameters/s",
+            f"AdamW on the GPU {format_count(rates.gpu_update_parameters_per_s)} parameters/s",
+            f"compute {rates.flops_per_s / 1e12:.3g} TFLOP/s",
+        ]
+    if rates.drives:
+        words.append(f"each drive {rates.drives[0].mixed_bytes_per_s / 1e9:.0f} GB/s")
+
+    then = "and so is the choice" if searches else "and no settings are chosen, as in `megatier train`"
+    command = "megatier bench" + (f" --nvme {','.join(mounts)}" if mounts else "")
+    return (
+        f"{what} not measured, so the times are rough, {then}. Assumed: {', '.join(words)}. Run `{command}` to measure "
+        "them."
+    )
 
 
 def _spilled_gradients(count: int, plan: Plan) -> str:

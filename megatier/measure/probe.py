@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatier import hardware
+from megatier.schedule.jobs import UPDATE_BYTES
 from megatier.schedule.rates import WAVERING, DriveRates, Rates
 
 if TYPE_CHECKING:
@@ -29,6 +30,19 @@ IO_THREADS = 4
 """The native threads in each direction if nothing was measured."""
 IO_THREADS_MAX = 256
 """The most native threads in each direction for all drives together."""
+
+ASSUMED_DRIVE_BYTES_PER_S = 2e9
+"""What a drive that was not measured is taken to read, to write, or to do of both together."""
+ASSUMED_CORES = 16
+"""So many cores are taken to be enough for all that RAM carries."""
+ASSUMED_MEMORY_BYTES_PER_S = 8e9
+"""What RAM is taken to carry for each core."""
+ASSUMED_FLOPS_PER_S = {"cuda": 200e12, "cpu": 50e9}
+"""What a GPU, or a core of a processor, is taken to compute."""
+ASSUMED_LINK_BYTES_PER_S = 25e9
+"""What the link to a GPU is taken to copy in each direction: PCIe 4 with 16 lanes."""
+ASSUMED_GPU_BYTES_PER_S = 1.5e12
+"""What the memory of a GPU is taken to carry."""
 
 
 def rates_of(drives: Iterable[DriveFigures], links: LinkFigures) -> Rates:
@@ -153,6 +167,29 @@ def cached_rates(directories: Sequence[Path], device: str, path: Path | None = N
     return None
 
 
+def rates_or_assumed(directories: Sequence[Path], device: str) -> tuple[Rates, tuple[str, ...]]:
+    """Return rates for a plan on this machine, and the names of those that are assumed because nobody measured them.
+
+    Args:
+        directories: the mounts of a run, in its order.
+        device: "cuda" or "cpu".
+    """
+    measured = cached_rates(directories, device)
+    if measured is not None:
+        return measured, ()
+
+    # The drives of a run are often new while the machine is not.
+    drives = tuple(_assumed_drive(directory) for directory in directories)
+    links = cached_rates((), device)
+    if links is not None:
+        return dataclasses.replace(links, drives=drives), ("drives",)
+
+    # How much memory a GPU has is read from it, not assumed.
+    assumed = dataclasses.replace(_assumed_links(device), drives=drives)
+    names = (field.name for field in dataclasses.fields(Rates))
+    return assumed, tuple(name for name in names if name != "gpu_bytes" and getattr(assumed, name))
+
+
 def io_threads(asked: int | None, rates: Rates | None) -> tuple[int, str]:
     """Return how many native threads read NVMe in a run, and as many write, with the reason for that number.
 
@@ -165,6 +202,30 @@ def io_threads(asked: int | None, rates: Rates | None) -> tuple[int, str]:
     if rates is None or rates.io_threads is None:
         return IO_THREADS, "the default; `megatier bench` finds what these mounts want"
     return min(rates.io_threads, IO_THREADS_MAX), "as `megatier bench` found"
+
+
+def _assumed_drive(directory: Path) -> DriveRates:
+    rate = ASSUMED_DRIVE_BYTES_PER_S
+    return DriveRates(directory=str(directory), read_bytes_per_s=rate, write_bytes_per_s=rate, mixed_bytes_per_s=rate)
+
+
+def _assumed_links(device: str) -> Rates:
+    """Return the rates of a machine that was not measured, but for its drives. They are round, and rather low."""
+    cores = hardware.cores_usable()
+    memory = ASSUMED_MEMORY_BYTES_PER_S * min(cores, ASSUMED_CORES)
+    gpus = hardware.gpus() if device == "cuda" else ()
+    link = ASSUMED_LINK_BYTES_PER_S if device == "cuda" else memory / 2
+    gpu_memory = ASSUMED_GPU_BYTES_PER_S if device == "cuda" else memory
+    return Rates(
+        drives=(),
+        to_gpu_bytes_per_s=link,
+        to_ram_bytes_per_s=link,
+        update_parameters_per_s=memory / UPDATE_BYTES,
+        memory_bytes_per_s=memory,
+        gpu_update_parameters_per_s=gpu_memory / UPDATE_BYTES,
+        flops_per_s=ASSUMED_FLOPS_PER_S[device] * (1 if device == "cuda" else cores),
+        gpu_bytes=float(gpus[0].total_bytes) if gpus else None,
+    )
 
 
 def _shared(drives: Sequence[DriveRates], facts: Sequence[dict[str, Any]]) -> tuple[DriveRates, ...]:
