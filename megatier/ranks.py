@@ -117,6 +117,22 @@ class Ranks:
         dist.destroy_process_group()
 
 
+class Alone:
+    """A process without others, which is asked the same and answers at once."""
+
+    rank = 0
+    size = 1
+    local_size = 1
+
+    def agree(self, record: T) -> list[T]:
+        """Return the only record."""
+        return [record]
+
+    def first(self, make: Callable[[], T]) -> T:
+        """Return what this process makes."""
+        return make()
+
+
 def join(device: str) -> Ranks | None:
     """Join the ranks that `torchrun` started; None in a process that was started alone.
 

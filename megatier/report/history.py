@@ -225,7 +225,7 @@ def opening(
         "run": "begins",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "num_parameters": sum(tensor.num_elements for unit in session.units for tensor in unit.layout.tensors),
+        "num_parameters": sum(tensor.num_elements for unit in session.wholes for tensor in unit.layout.tensors),
         "homes": homes,
         "streamed": placement.streamed,
         "speculative": placement.speculative,

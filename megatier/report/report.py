@@ -93,10 +93,11 @@ def step_line(report: StepReport, num_steps: int, seconds_left: float) -> str:
     return "  ".join(f"{name} {value}" for name, value in _figures(report, num_steps, seconds_left))
 
 
-def print_placement(console: Console, tiers: Sequence[TierState]) -> None:
+def print_placement(console: Console, tiers: Sequence[TierState], num_ranks: int = 1) -> None:
     """Print a table of what lies where: bytes of state per tier, their share, what else is there, and the budget."""
     total = sum(tier.state_bytes for tier in tiers)
-    table = _table("what lies where", "tier", "state", "share", "slots, gradients", "budget")
+    shared = f", of each of {num_ranks} ranks" if num_ranks > 1 else ""
+    table = _table(f"what lies where{shared}", "tier", "state", "share", "slots, gradients", "budget")
     for tier in tiers:
         share = format_share(tier.state_bytes, total)
         table.add_row(tier.tier, mib(tier.state_bytes), share, mib(tier.other_bytes), mib(tier.budget_bytes))

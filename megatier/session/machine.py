@@ -8,11 +8,12 @@ from megatier.config.schema import ModelConfig, TiersConfig
 from megatier.errors import ConfigError, mib
 from megatier.hardware import cpu_has_bf16, default_budgets, ram_total_bytes, set_cuda_defaults
 from megatier.measure.probe import cached_rates
+from megatier.ranks import Ranks
 from megatier.schedule.rates import Rates
 
 
-def choose_device(tiers: TiersConfig) -> torch.device:
-    """The device that computes.
+def choose_device(tiers: TiersConfig, ranks: Ranks | None = None) -> torch.device:
+    """The device that computes. A rank has the GPU of its number on its host.
 
     Raises:
         ConfigError: cuda was asked for and is not there.
@@ -24,7 +25,9 @@ def choose_device(tiers: TiersConfig) -> torch.device:
             "tiers.device is cuda, but torch sees no GPU. Check the driver (nvidia-smi) and that torch was built with "
             "CUDA, or set tiers.device to auto or cpu."
         )
-    return torch.device("cuda" if available and tiers.device != "cpu" else "cpu")
+    if not available or tiers.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda") if ranks is None else torch.device("cuda", ranks.local_rank)
 
 
 def check_attention(attention: str, device: torch.device) -> None:

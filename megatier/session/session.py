@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -40,6 +40,8 @@ from megatier.session.machine import (
     measured_rates,
     takes_fp32_products,
 )
+from megatier.session.pieces import assemble, within
+from megatier.session.shards import Read, reading_masters, shards_of
 from megatier.session.skeleton import WeightReader
 from megatier.session.workload import COMPUTE_DTYPES, Workload, advised
 from megatier.store.store import TieredStore
@@ -52,6 +54,7 @@ class Session:
     Attributes:
         model: the skeleton. `model(**batch)` streams inside a pass.
         units: the units, in module order, with the layout of what this process has of them: all, or a rank's shard.
+        wholes: the same units with the layout of all ranks' shards together.
         ranks: the ranks that share the state; None: this process has all of it.
         schema: the planes of state that the optimizer keeps.
         engine: runs steps and evaluations.
@@ -119,11 +122,11 @@ class Session:
         work = work_in(model_config.expert_parts)
         self.model = model
         self.ranks = ranks
-        self._wholes = work.units
-        self.units = work.units if ranks is None else _shards(work.units, ranks)
+        self.wholes = work.units
+        self.units = work.units if ranks is None else shards_of(work.units, ranks)
         self.schema = work.policy.schema
         self._dtype = COMPUTE_DTYPES[model_config.compute_dtype]
-        device = choose_device(tiers)
+        device = choose_device(tiers, ranks)
         options = _engine_options(work, model_config, train, numerics, device)
         self.rates = measured_rates(tiers, device)
         self.io_threads = io_threads(tiers.io_threads, self.rates)
@@ -189,10 +192,10 @@ class Session:
             source: gives the weights.
             progress: is called after each unit.
         """
-        for whole, unit in zip(self._wholes, self.units, strict=True):
+        for whole, unit in zip(self.wholes, self.units, strict=True):
             pieces = source.read(whole)
             if self.ranks is not None:
-                pieces = _within(pieces, whole.layout.shard_runs(self.ranks.rank, self.ranks.size))
+                pieces = within(pieces, whole.layout.shard_runs(self.ranks.rank, self.ranks.size))
             self.fill(unit, self.schema.master_kinds, pieces)
             progress(unit)
         self.player.drain()
@@ -224,7 +227,7 @@ class Session:
 
             # All planes of a run are overwritten, so nothing is read before.
             values = buffer[: elements[1] - elements[0]]
-            ahead = _assemble(values, elements, pieces, ahead)
+            ahead = assemble(values, elements, pieces, ahead)
             planes = (Kind.WEIGHT,) if is_frozen else kinds
 
             with self.blocks.open_state(unit.name, elements, planes, fresh=planes) as state:
@@ -259,6 +262,10 @@ class Session:
 
         return master
 
+    def reading_masters(self) -> AbstractContextManager[Read | None]:
+        """What reads masters of `wholes`, as `read_master` does of `units`; see `shards.reading_masters`."""
+        return reading_masters(self.ranks, self.wholes, self.units, self.read_master)
+
     def read_plane(self, unit: Unit, kind: Kind, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of one kind of a unit's state, flat, on the CPU, in the kind's dtype.
 
@@ -284,21 +291,6 @@ def _shares(tiers: TiersConfig, rates: Rates | None) -> tuple[float, ...]:
     """What each mount takes of a block in relation to the others, as its drive can do; empty: all take the same."""
     drives = rates.drives if rates is not None and len(tiers.mounts) > 1 else ()
     return tuple(drive.mixed_bytes_per_s for drive in drives)
-
-
-def _shards(units: Sequence[Unit], ranks: Ranks) -> tuple[Unit, ...]:
-    """The units with the layout of this rank's shards."""
-    return tuple(replace(unit, layout=unit.layout.shard(ranks.rank, ranks.size)) for unit in units)
-
-
-def _within(pieces: Iterator[tuple[int, Tensor]], runs: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, Tensor]]:
-    """The elements of a unit's pieces that lie in runs [first, last), each of which begins at `start` in the shard."""
-    for begin, values in pieces:
-        for first, last, start in runs:
-            lower = max(begin, first)
-            upper = min(begin + values.numel(), last)
-            if lower < upper:
-                yield start + lower - first, values[lower - begin : upper - begin]
 
 
 def _open_store(
@@ -370,37 +362,3 @@ def _engine_options(
         fp32_products=takes_fp32_products(model, device),
         max_skips=numerics.max_skips if numerics.guard else 0,
     )
-
-
-def _assemble(
-    master: Tensor, elements: tuple[int, int], pieces: Iterator[tuple[int, Tensor]], ahead: tuple[int, Tensor] | None
-) -> tuple[int, Tensor] | None:
-    """Put the elements of a run together from pieces, with zeros where no piece has any.
-
-    Args:
-        master: the elements of the run, which are overwritten.
-        elements: the run [start, stop).
-        pieces: (first element, flat values) in increasing order.
-        ahead: the piece that reached beyond the run before.
-
-    Returns:
-        The piece that reaches beyond this run.
-    """
-    start, stop = elements
-    done = start
-    while (piece := ahead or next(pieces, None)) is not None:
-        first, values = piece
-        lower = max(first, start)
-        upper = min(first + values.numel(), stop)
-        if lower < upper:
-            master[done - start : lower - start] = 0
-            master[lower - start : upper - start] = values[lower - first : upper - first]
-            done = upper
-
-        # The rest of this piece, or all of it, belongs to the next run.
-        if first + values.numel() > stop or first >= stop:
-            break
-        ahead = None
-
-    master[done - start :] = 0
-    return piece

@@ -59,6 +59,9 @@ class Queue:
         self._clock = clock
         self._stream = torch.cuda.Stream() if clock is not None else None
 
+        # A thread begins on the first GPU, which belongs to another process if several share the machine.
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
         # The queue has no bound. Items may wait for compute, so a thread that computes must never wait for room here.
         self._items: SimpleQueue[tuple[Transfer, Callable[[], Completion | None]] | None] = SimpleQueue()
 
@@ -123,6 +126,8 @@ class Queue:
 
     def _run(self) -> None:
         """Work on the items, one after the other, until `close`. This is the body of the worker thread."""
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
         context = torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
         with context:
             while (item := self._items.get()) is not None:

@@ -46,7 +46,7 @@ def describe(
     if count := sum(home is Tier.NVME for home in placement.grad_homes.values()):
         what = "sums of groups" if placement.sums_on_gpu else "gradients"
         say(console, f"{what} of {count} units lie on NVMe, because RAM is too short for them")
-    print_placement(console, tier_states(session))
+    print_placement(console, tier_states(session), placement.ranks)
 
 
 def describe_positions(console: Console, model: PreTrainedModel, sequence_length: int) -> None:
@@ -82,8 +82,8 @@ def tier_states(session: Session) -> list[TierState]:
 
 
 def _model(session: Session, config: RunConfig) -> str:
-    num_parameters = sum(tensor.num_elements for unit in session.units for tensor in unit.layout.tensors)
-    num_trained = sum(tensor.num_elements for unit in session.units for tensor in unit.layout.trained.tensors)
+    num_parameters = sum(tensor.num_elements for unit in session.wholes for tensor in unit.layout.tensors)
+    num_trained = sum(tensor.num_elements for unit in session.wholes for tensor in unit.layout.trained.tensors)
     trained = f" ({format_count(num_trained)} trained)" if num_trained < num_parameters else ""
     return (
         f"{format_count(num_parameters)} parameters{trained} in {len(session.units)} units, "

@@ -26,6 +26,7 @@ from megatier.data.tokenizer import load_tokenizer
 from megatier.errors import CheckpointError, DamagedCheckpointError, ExportError, MegatierError, mib
 from megatier.models.decoder import Unit, find_units
 from megatier.models.export import export
+from megatier.ranks import Alone
 from megatier.report.history import read_what_there_is
 from megatier.session.session import Session
 from megatier.session.skeleton import open_model
@@ -117,12 +118,20 @@ def export_end(
     step = config.train.steps
     folder = directory / MODEL_FOLDER
     dtype = config.output.export_dtype
+    error: Exception | None = None
     try:
         session.player.drain()
-        write_model(console, folder, session.model, session.units, session.read_master, tokenizer, dtype)
-    except (MegatierError, OSError) as error:
+        with session.reading_masters() as read:
+            if read is not None:
+                write_model(console, folder, session.model, session.wholes, read, tokenizer, dtype)
+    except (MegatierError, OSError) as found:
+        error = found
+
+    # The first rank writes, and all of them save what it could not write.
+    crew = session.ranks or Alone()
+    if (reason := crew.first(lambda: None if error is None else str(error))) is not None:
         saved = saves.keep_end(step, say)
-        raise ExportError(str(error), step, _way_on(directory, saved)) from error
+        raise ExportError(reason, step, _way_on(directory, saved)) from error
 
 
 def _way_on(directory: Path, saved: Path | None) -> str:

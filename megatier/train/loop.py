@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
 from megatier.checkpoint.run_state import RunState
 from megatier.config.schema import RunConfig, TrainConfig
-from megatier.data.packing import PackedText, num_real_tokens
-from megatier.data.stream import TextStream
+from megatier.data.packing import num_real_tokens
 from megatier.engine.step import StepResult
 from megatier.errors import NonFiniteError, mib
 from megatier.numerics.learning_rate import learning_rate
 from megatier.planner.prediction import Prediction
 from megatier.play.speculation import Speculation
+from megatier.ranks import Alone
 from megatier.report.figures import QueueBytes, StepReport, TierUse
 from megatier.report.metrics import format_seconds
 from megatier.report.report import Progress, print_moves
@@ -27,9 +28,12 @@ from megatier.trace.events import TraceEvent, busy_seconds, stall_seconds
 from megatier.train.description import nvme_path
 from megatier.train.outlet import say
 from megatier.train.saves import Record, Saves
+from megatier.train.shared import SharedText
 from megatier.train.stop import StopRequest
 from megatier.train.watchdog import Watchdog
 
+RANKS = "ranks"
+"""The lane by which bytes come from other ranks."""
 TRACED_STEPS = 3
 """How many of the last steps the trace keeps, because one step of a large model has thousands of events."""
 OUTCOMES = {"confirmed": "kept", "void": "void", None: None}
@@ -48,7 +52,7 @@ class Loop:
         config: RunConfig,
         console: Console,
         session: Session,
-        text: PackedText | TextStream,
+        text: SharedText,
         record: Record,
         expected: Prediction | None,
         watchdog: Watchdog,
@@ -75,6 +79,7 @@ class Loop:
         self._watchdog = watchdog
         self._saves = saves
         self._last_step = 0
+        self._crew = session.ranks or Alone()
         self._device = session.engine.options.device
         self._moved_before = session.store.moved_bytes.copy()
         self.traced: list[tuple[int, list[TraceEvent]]] = []
@@ -115,8 +120,9 @@ class Loop:
                 if is_last or (train.evaluate_every and step % train.evaluate_every == 0):
                     self._evaluate(step, progress)
 
-                # Asked once: a signal may come between two looks, and saving and breaking have to agree.
-                stops = stop.is_asked and not is_last
+                # Asked once: a signal may come between two looks, and saving and breaking have to agree. So have all
+                # ranks, any of which may have been told to stop.
+                stops = any(self._crew.agree(stop.is_asked)) and not is_last
                 self._saves.after(step, progress.note, is_last=is_last, stops=stops)
                 if stops:
                     break
@@ -133,13 +139,14 @@ class Loop:
         """
         store = self._session.store
         player = self._session.player
-        moved = store.moved_bytes - self._moved_before
-        rows = [QueueBytes(queue, moved[queue], player.demanded[queue]) for queue in QUEUES]
+        moved = self._moved_bytes()
+        rows = [QueueBytes(queue, moved[queue], player.demanded[queue]) for queue in (*QUEUES, RANKS)]
         if self._session.placement.speculative:
             _describe_speculation(self._console, self._session.speculation)
 
         # Queues that this run has no use for are left out.
         shown = [row for row in rows if row.queue != "nvme_to_gpu" or store.gpu_path is not None]
+        shown = [row for row in shown if row.queue != RANKS or self._session.ranks is not None]
         is_streamed = bool(self._session.placement.streamed)
         print_moves(self._console, [row for row in shown if is_streamed or not row.queue.startswith("state")])
         if store.gpu_path is not None:
@@ -148,8 +155,13 @@ class Loop:
 
     def _moves(self) -> dict[str, dict[str, int]]:
         """Return bytes per queue since this process began to train, without those of checkpoints."""
-        moved = self._session.store.moved_bytes - self._moved_before
-        return {"moved_bytes": dict(moved), "demanded_bytes": dict(self._session.player.demanded)}
+        return {"moved_bytes": dict(self._moved_bytes()), "demanded_bytes": dict(self._session.player.demanded)}
+
+    def _moved_bytes(self) -> Counter[str]:
+        """Return the bytes that each queue moved, and that came from other ranks, since this process began to train."""
+        ranks = self._session.ranks
+        others = Counter[str]() if ranks is None else ranks.moved_bytes
+        return self._session.store.moved_bytes - self._moved_before + others
 
     def _step(self, step: int, progress: Progress) -> None:
         """Run one step, and tell and record it."""

@@ -14,12 +14,11 @@ from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDE
 from megatier.checkpoint.run_state import RunState
 from megatier.checkpoint.savepoint import drop_savepoint, save_savepoint
 from megatier.config.schema import RunConfig
-from megatier.data.packing import PackedText
-from megatier.data.stream import TextStream
 from megatier.errors import CapacityError, MegatierError, TransferError, mib
 from megatier.report.metrics import format_seconds
 from megatier.session.session import Session
 from megatier.train.save_plan import SavePlan
+from megatier.train.shared import SharedText
 from megatier.train.watchdog import Watchdog
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -41,7 +40,7 @@ class Saves:
         self,
         config: RunConfig,
         session: Session,
-        text: PackedText | TextStream,
+        text: SharedText,
         origin: Mapping[str, str],
         plan: SavePlan,
         watchdog: Watchdog,

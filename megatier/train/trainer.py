@@ -23,7 +23,6 @@ from megatier.checkpoint.run_directory import (
     STALL_FILE,
     TENSORBOARD_FOLDER,
     TRACE_FILE,
-    RunDirectory,
 )
 from megatier.checkpoint.run_state import write_numbers
 from megatier.checkpoint.savepoint import drop_savepoint, remove_savepoints
@@ -33,8 +32,10 @@ from megatier.data.stream import TextStream
 from megatier.data.tokenizer import load_tokenizer
 from megatier.errors import ConfigError
 from megatier.guards.unchanged import check_evaluates
+from megatier.hardware import device_for
 from megatier.models.decoder import check_stops_at_borders
 from megatier.planner.prediction import Prediction
+from megatier.ranks import Ranks
 from megatier.report.history import opening
 from megatier.report.metrics import MetricsLog
 from megatier.report.tensorboard import Scalars, load_tensorboard
@@ -42,7 +43,6 @@ from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 from megatier.session.skeleton import WeightReader, open_model
 from megatier.trace.events import write_trace
-from megatier.train.choices import fix_choices, plan_choices
 from megatier.train.description import describe, describe_positions, tier_states
 from megatier.train.export import export_end
 from megatier.train.loop import Loop
@@ -50,6 +50,7 @@ from megatier.train.origin import Origin, origin_of
 from megatier.train.outlet import say
 from megatier.train.save_plan import SavePlan
 from megatier.train.saves import Record, Saves
+from megatier.train.shared import SharedDirectory, SharedText, choices_of, joined
 from megatier.train.start import Start
 from megatier.train.watchdog import Watchdog
 
@@ -83,35 +84,40 @@ def train(
         load_tensorboard()
     make_repeatable(config)
     share_interpreter()
-    config, expected = plan_choices(fix_choices(config), given, console)
 
     with ExitStack() as stack:
-        watchdog = stack.enter_context(_watchdog(config, expected))
-        directory = stack.enter_context(RunDirectory(config, resumes=resumes))
-        start = Start.of(directory.path, accepts_changes=accepts_changes)
-        source = _open_source(config, directory.path, start, console, resumes=resumes)
+        ranks = stack.enter_context(joined(device_for(config.tiers.device)))
+        config, expected = choices_of(config, given, ranks, console)
+        if ranks is not None and ranks.rank:
+            console = Console(quiet=True)
 
-        session, text = _open_session(stack, config, source, directory, start)
+        watchdog = stack.enter_context(_watchdog(config, expected, ranks))
+        directory = stack.enter_context(SharedDirectory(config, ranks, resumes=resumes))
+        start = Start.of(directory.path, accepts_changes=accepts_changes)
+        source = _open_source(config, directory, start, console, resumes=resumes)
+
+        session, text = _open_session(stack, config, source, directory, start, ranks)
         forecast = None if expected is None else expected.forecast
         plan = SavePlan.of(config.output, session, forecast, is_done=start.step == config.train.steps)
-        describe(console, config, session, text, plan.num_kept)
+        if directory.leads:
+            describe(console, config, session, text.own, plan.num_kept)
         if (promise := plan.promise()) is not None:
             say(console, promise)
 
         # The settings of a run that is resumed are written down only now, when nothing refuses them any more.
         start.fill(session, source.reader, console)
-        if resumes:
+        if resumes and directory.leads:
             write_numbers(directory.path / NUMBERS_FILE, config, source.origin)
             directory.write_config(config)
 
-        record = _open_records(stack, config, directory.path, start.step, console)
+        record = _open_records(stack, config, directory, start.step, console)
         record({"step": start.step, **opening(session, tier_states(session), expected, source.changes)})
         saves = Saves(config, session, text, source.origin, plan, watchdog, record)
         loop = Loop(config, console, session, text, record, expected, watchdog, saves)
         is_whole = loop.steps(start.state)
         loop.report("whole" if is_whole else "stopped")
         _finish(config, console, session, source, saves, is_whole=is_whole)
-        if config.output.trace:
+        if config.output.trace and directory.leads:
             write_trace(directory.path / TRACE_FILE, loop.traced)
 
 
@@ -129,12 +135,17 @@ class _Source:
     """Changes since the run began or was saved, all of which are accepted."""
 
 
-def _watchdog(config: RunConfig, expected: Prediction | None) -> Watchdog:
+def _watchdog(config: RunConfig, expected: Prediction | None, ranks: Ranks | None) -> Watchdog:
     expected_s = 0.0 if expected is None else expected.forecast.seconds
-    return Watchdog(Path(config.output.directory) / STALL_FILE, config.train.stall_timeout, expected_s)
+
+    # Each rank says what it was at, since the one that stalls may wait for another.
+    name = STALL_FILE if ranks is None else STALL_FILE.replace(".", f"-{ranks.rank}.")
+    return Watchdog(Path(config.output.directory) / name, config.train.stall_timeout, expected_s)
 
 
-def _open_source(config: RunConfig, directory: Path, start: Start, console: Console, *, resumes: bool) -> _Source:
+def _open_source(
+    config: RunConfig, directory: SharedDirectory, start: Start, console: Console, *, resumes: bool
+) -> _Source:
     """Open model and tokenizer, and refuse those that the run cannot be trained with.
 
     Raises:
@@ -149,8 +160,8 @@ def _open_source(config: RunConfig, directory: Path, start: Start, console: Cons
     origin = origin_of(config, model, tokenizer)
     if resumes:
         changes += start.check_origin(origin, config, console)
-    else:
-        write_numbers(directory / NUMBERS_FILE, config, origin)
+    elif directory.leads:
+        write_numbers(directory.path / NUMBERS_FILE, config, origin)
 
     _check_model(model, len(tokenizer), config)
     describe_positions(console, model, config.data.sequence_length)
@@ -180,14 +191,19 @@ def _check_model(model: PreTrainedModel, num_tokens: int, config: RunConfig) -> 
 
 
 def _open_session(
-    stack: ExitStack, config: RunConfig, source: _Source, directory: RunDirectory, start: Start
-) -> tuple[Session, PackedText | TextStream]:
+    stack: ExitStack,
+    config: RunConfig,
+    source: _Source,
+    directory: SharedDirectory,
+    start: Start,
+    ranks: Ranks | None,
+) -> tuple[Session, SharedText]:
     """Open session and text, and allocate all memory and files.
 
     The session takes the block files of a savepoint, if the run goes on from one, or new ones.
     """
     # A savepoint that is older than the last checkpoint is void from here on, because its block files are made anew.
-    if start.savepoint is None:
+    if start.savepoint is None and directory.leads:
         remove_savepoints(directory.path / SAVEPOINT_FOLDER)
     session = Session(
         source.model,
@@ -199,15 +215,18 @@ def _open_session(
         directory.run_id,
         savepoints=config.output.savepoint_every > 0,
         reuses=start.savepoint is not None,
+        ranks=ranks,
     )
     stack.enter_context(session)
     if start.savepoint is not None:
         start.savepoint.check(session, config)
 
-    text = _open_text(stack, config, source.tokenizer, directory.path / DATA_FOLDER, start)
+    text = None
+    if directory.leads:
+        text = _open_text(stack, config, source.tokenizer, directory.path / DATA_FOLDER, start)
+        remove_leftovers(directory.path / CHECKPOINT_FOLDER)
     session.store.seal()
-    remove_leftovers(directory.path / CHECKPOINT_FOLDER)
-    return session, text
+    return session, SharedText(ranks, text)
 
 
 def _open_text(
@@ -230,9 +249,16 @@ def _open_text(
     return text
 
 
-def _open_records(stack: ExitStack, config: RunConfig, directory: Path, last_step: int, console: Console) -> Record:
-    """Open metrics.jsonl, and TensorBoard's files if they are wanted, and return what writes figures to them."""
-    log = stack.enter_context(MetricsLog(directory / METRICS_FILE))
+def _open_records(
+    stack: ExitStack, config: RunConfig, directory: SharedDirectory, last_step: int, console: Console
+) -> Record:
+    """Open metrics.jsonl, and TensorBoard's files if they are wanted, and return what writes figures to them.
+
+    The first rank alone writes them.
+    """
+    if not directory.leads:
+        return lambda figures: None
+    log = stack.enter_context(MetricsLog(directory.path / METRICS_FILE))
 
     # Steps after the last one that was saved come again, so their records go.
     for number in log.cut_after(last_step):
@@ -240,7 +266,7 @@ def _open_records(stack: ExitStack, config: RunConfig, directory: Path, last_ste
 
     scalars = None
     if config.output.tensorboard:
-        scalars = stack.enter_context(Scalars(directory / TENSORBOARD_FOLDER, last_step + 1))
+        scalars = stack.enter_context(Scalars(directory.path / TENSORBOARD_FOLDER, last_step + 1))
 
     def record(figures: Mapping[str, object]) -> None:
         log.write(figures)

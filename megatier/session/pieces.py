@@ -1,0 +1,51 @@
+"""Pieces: the elements of a unit as they come from a file, (first element, flat values) in increasing order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+
+def within(pieces: Iterator[tuple[int, Tensor]], runs: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, Tensor]]:
+    """The elements of a unit's pieces that lie in runs [first, last), each of which begins at `start` in the shard."""
+    for begin, values in pieces:
+        for first, last, start in runs:
+            lower = max(begin, first)
+            upper = min(begin + values.numel(), last)
+            if lower < upper:
+                yield start + lower - first, values[lower - begin : upper - begin]
+
+
+def assemble(
+    master: Tensor, elements: tuple[int, int], pieces: Iterator[tuple[int, Tensor]], ahead: tuple[int, Tensor] | None
+) -> tuple[int, Tensor] | None:
+    """Put the elements of a run together from pieces, with zeros where no piece has any.
+
+    Args:
+        master: the elements of the run, which are overwritten.
+        elements: the run [start, stop).
+        pieces: (first element, flat values) in increasing order.
+        ahead: the piece that reached beyond the run before.
+
+    Returns:
+        The piece that reaches beyond this run.
+    """
+    start, stop = elements
+    done = start
+    while (piece := ahead or next(pieces, None)) is not None:
+        first, values = piece
+        lower = max(first, start)
+        upper = min(first + values.numel(), stop)
+        if lower < upper:
+            master[done - start : lower - start] = 0
+            master[lower - start : upper - start] = values[lower - first : upper - first]
+            done = upper
+
+        # The rest of this piece, or all of it, belongs to the next run.
+        if first + values.numel() > stop or first >= stop:
+            break
+        ahead = None
+
+    master[done - start :] = 0
+    return piece

@@ -1,0 +1,103 @@
+"""Shards: a rank's part of each unit, and whole masters put together from the shards of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatier.models.decoder import Unit
+from megatier.ranks import Ranks
+
+Read = Callable[[Unit, int, int], Tensor]
+"""Reads elements [start, stop) of a unit's masters, as flat fp32 on the CPU."""
+
+
+def shards_of(units: Sequence[Unit], ranks: Ranks) -> tuple[Unit, ...]:
+    """The units with the layout of this rank's shards."""
+    return tuple(replace(unit, layout=unit.layout.shard(ranks.rank, ranks.size)) for unit in units)
+
+
+class WholeMasters:
+    """Whole masters, which the first rank reads from all ranks while the others serve it.
+
+    Every rank makes one. The first rank calls `read` as often as it likes, and `end`; the others call `serve`, which
+    returns after that.
+    """
+
+    def __init__(self, ranks: Ranks, wholes: Sequence[Unit], shards: Sequence[Unit], read: Read) -> None:
+        """Take the units.
+
+        Args:
+            ranks: the ranks of the run.
+            wholes: the whole units.
+            shards: this rank's shards of them, in the same order.
+            read: reads elements of a shard.
+        """
+        self._ranks = ranks
+        self._wholes = {unit.name: unit for unit in wholes}
+        self._shards = {unit.name: unit for unit in shards}
+        self._read = read
+
+    def read(self, unit: Unit, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a whole unit's masters, flat, on the CPU. The first rank calls it."""
+        pieces = self._ranks.agree(self._answer(self._ranks.first(lambda: (unit.name, start, stop))))
+        whole = torch.empty(stop - start)
+        for first, values in (piece for found in pieces for piece in found):
+            whole[first - start : first - start + values.numel()] = values
+        return whole
+
+    def end(self) -> None:
+        """Let the other ranks go on."""
+        self._ranks.first(lambda: None)
+
+    def serve(self) -> None:
+        """Answer the first rank until it has all that it wants."""
+        while (asked := self._ranks.first(lambda: ("", 0, 0))) is not None:
+            self._ranks.agree(self._answer(asked))
+
+    def _answer(self, asked: tuple[str, int, int]) -> list[tuple[int, Tensor]]:
+        """What this rank has of the elements asked for: runs, each with its first element in the whole unit."""
+        name, start, stop = asked
+        runs = self._wholes[name].layout.shard_runs(self._ranks.rank, self._ranks.size)
+        found = []
+        for first, last, own in runs:
+            lower = max(first, start)
+            upper = min(last, stop)
+            if lower < upper:
+                shift = own - first
+                found.append((lower, self._read(self._shards[name], lower + shift, upper + shift)))
+        return found
+
+
+@contextmanager
+def reading_masters(
+    ranks: Ranks | None, wholes: Sequence[Unit], shards: Sequence[Unit], read: Read
+) -> Iterator[Read | None]:
+    """What reads whole masters. Every rank enters it.
+
+    The first rank reads inside. All others are given None, and have served it before they come inside.
+
+    Args:
+        ranks: the ranks of the run; None: this process has all masters itself.
+        wholes: the whole units.
+        shards: this rank's shards of them.
+        read: reads elements of a shard.
+    """
+    if ranks is None:
+        yield read
+        return
+
+    masters = WholeMasters(ranks, wholes, shards, read)
+    if ranks.rank:
+        masters.serve()
+        yield None
+        return
+
+    try:
+        yield masters.read
+    finally:
+        masters.end()

@@ -1,0 +1,130 @@
+"""What the ranks of a run share: its choices, its directory, its text. The first rank has them, and tells the others.
+
+One process alone goes the same way, and has nobody to tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from rich.console import Console
+
+from megatier.checkpoint.run_directory import RunDirectory
+from megatier.config.schema import RunConfig
+from megatier.data.packing import PackedText
+from megatier.data.stream import TextStream
+from megatier.planner.prediction import Prediction
+from megatier.ranks import Alone, Ranks, join
+from megatier.train.choices import fix_choices, plan_choices
+
+
+@contextmanager
+def joined(device: str) -> Iterator[Ranks | None]:
+    """The ranks that this process is one of; None if it is alone.
+
+    Args:
+        device: what computes, "cuda" or "cpu".
+    """
+    ranks = join(device)
+    yield ranks
+
+    # After an error the others may be gone, and nobody waits for them.
+    if ranks is not None:
+        ranks.leave()
+
+
+def choices_of(
+    config: RunConfig, given: frozenset[str], ranks: Ranks | None, console: Console
+) -> tuple[RunConfig, Prediction | None]:
+    """Return the config with the choices that it leaves open, and the step that is expected if a plan made them.
+
+    Ranks compute a group each unless the config says otherwise.
+
+    Args:
+        config: the run.
+        given: dotted names of the settings that stay as they are.
+        ranks: the ranks of the run.
+        console: what a person sees.
+    """
+    if ranks is None:
+        return plan_choices(fix_choices(config), given, console)
+
+    if "train.groups" not in given:
+        config = replace(config, train=replace(config.train, groups=ranks.size))
+    return ranks.first(lambda: fix_choices(config)), None
+
+
+class SharedDirectory:
+    """The run directory, which the first rank locks and writes. Use it as a context.
+
+    Attributes:
+        path: the directory.
+        leads: whether this process writes there.
+    """
+
+    def __init__(self, config: RunConfig, ranks: Ranks | None, *, resumes: bool) -> None:
+        """Open it on the first rank; see `RunDirectory`."""
+        self._crew = ranks or Alone()
+        self.path = Path(config.output.directory)
+        self.leads = self._crew.rank == 0
+        self._opened = ExitStack()
+        self._directory: RunDirectory | None = None
+        if self.leads:
+            self._directory = self._opened.enter_context(RunDirectory(config, resumes=resumes))
+
+        # The others read there only once it is locked.
+        self.run_id = self._crew.first(self._find_id)
+        """The name of the run's block files."""
+
+    def _find_id(self) -> str:
+        assert self._directory is not None
+        return self._directory.run_id
+
+    def write_config(self, config: RunConfig) -> None:
+        """Write the resolved config, on the first rank."""
+        assert self._directory is not None
+        self._directory.write_config(config)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.__exit__(kind, error, trace)
+
+
+class SharedText:
+    """The text of a run, which the first rank reads and sends. All ranks have to ask for the same."""
+
+    def __init__(self, ranks: Ranks | None, text: PackedText | TextStream | None) -> None:
+        """Take the text, on the first rank."""
+        self._crew = ranks or Alone()
+        self._text = text
+
+    def batch(self, step: int, batch: int) -> dict[str, torch.Tensor]:
+        """Return the training batch of a step, counted from 0."""
+        return self._crew.first(lambda: self.own.batch(step, batch))
+
+    def holdout(self, batch: int) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield held-out batches in order."""
+        batches = iter(()) if self._text is None else self._text.holdout(batch)
+        while (found := self._crew.first(lambda: next(batches, None))) is not None:
+            yield found
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The note of a checkpoint that tells this text, and the position in it, from others."""
+        return self._crew.first(lambda: self.own.state)
+
+    @property
+    def own(self) -> PackedText | TextStream:
+        """The text itself. The first rank asks for it."""
+        assert self._text is not None
+        return self._text
