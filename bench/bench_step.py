@@ -8,6 +8,10 @@ bound of the same shape is measured in the same run, before the model is built.
 python bench/bench_step.py --row 1 [--steps 6]          writes bench/results/<machine>/row1.json
 python bench/bench_step.py --row 11 --nvme DIR          rows 11 to 16 need a directory on the drive
 python bench/bench_step.py --row 11 --plan MACHINE.yaml forecasts the row, without a GPU
+
+Under torchrun the ranks share the state, and each computes as many sequences as the row has:
+
+torchrun --standalone --nproc-per-node 2 bench/bench_step.py --row 1 --no-bound    writes .../row1_ranks2.json
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,7 @@ from rows import RATE, ROWS, Run, changed, config_of
 from megatier.hardware import set_cuda_defaults
 from megatier.models.decoder import build_skeleton
 from megatier.planner.plan import make_plan
+from megatier.ranks import Ranks, join
 from megatier.report.picture import draw, lane_uses
 from megatier.schedule.rates import read_rates
 from megatier.schedule.sizes import Budgets
@@ -56,7 +61,7 @@ def fill(session: Session) -> None:
                     start = max(tensor.start, elements[0])
                     stop = min(tensor.stop, elements[1])
                     piece = plane[max(0, start - elements[0]) : max(0, stop - elements[0])]
-                    if len(tensor.shape) == 1:
+                    if len(tensor.parameter_shape) == 1:
                         piece.fill_(1)
                         continue
                     for part in piece.split(drawn.numel()):
@@ -98,7 +103,14 @@ class Steps:
 
 
 def measure(
-    run: Run, warmup: int, steps: int, *, deterministic: bool, bound: Mapping[str, Any] | None, directory: Path | None
+    run: Run,
+    warmup: int,
+    steps: int,
+    *,
+    deterministic: bool,
+    bound: Mapping[str, Any] | None,
+    directory: Path | None,
+    ranks: Ranks | None,
 ) -> tuple[Row, list[TraceEvent]]:
     """Measure the row of a run, and note what happened in its last step.
 
@@ -109,6 +121,7 @@ def measure(
         deterministic: choose deterministic kernels.
         bound: the compute-only bound, if it was measured.
         directory: where block files lie, on the drive to measure.
+        ranks: the ranks that share the state; `run` has the sequences of all of them.
     """
     config = config_of(run, deterministic, directory)
     make_repeatable(config)
@@ -116,7 +129,9 @@ def measure(
     began = time.perf_counter()
     model = build_skeleton(llama_config(SHAPES[run.shape], run.sequence), "sdpa")
 
-    with Session(model, config.model, config.tiers, config.train, config.numerics, run.sequence) as session:
+    with Session(
+        model, config.model, config.tiers, config.train, config.numerics, run.sequence, ranks=ranks
+    ) as session:
         timed = _run_steps(session, run, config.train.groups, warmup + steps, began)
         measured = _row_of(session, run, timed, warmup) | {"deterministic": deterministic, "bound": bound}
 
@@ -158,7 +173,7 @@ def _run_steps(session: Session, run: Run, groups: int, count: int, began: float
         # Events of the steps before are dropped: the trace and the bytes are those of the last step.
         if step == count:
             session.player.take_events()
-            moved = session.store.moved_bytes.copy()
+            moved = _moved(session)
 
         began_step = time.perf_counter()
         result = session.engine.train_step(step, RATE, batch)
@@ -174,8 +189,14 @@ def _run_steps(session: Session, run: Run, groups: int, count: int, began: float
         losses=losses,
         norms=norms,
         events=session.player.take_events(),
-        moved=session.store.moved_bytes - moved,
+        moved=_moved(session) - moved,
     )
+
+
+def _moved(session: Session) -> Counter[str]:
+    """Bytes that each queue moved so far, and that came from other ranks."""
+    others = Counter[str]() if session.ranks is None else session.ranks.moved_bytes
+    return session.store.moved_bytes + others
 
 
 def _row_of(session: Session, run: Run, timed: Steps, warmup: int) -> Row:
@@ -198,6 +219,7 @@ def _row_of(session: Session, run: Run, timed: Steps, warmup: int) -> Row:
         master_dtype="fp32",
         budgets=run.what,
         settings={"tiers": dict(run.tiers), "model": dict(run.model), "train": dict(run.train)},
+        ranks=session.placement.ranks,
         speculation=dict(session.speculation.outcomes),
         void_bytes=session.speculation.void_bytes,
         torch_peak_allocated_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
@@ -276,6 +298,12 @@ def main() -> None:
     if run.nvme and options.nvme is None:
         parser.error(f"row {options.row} needs --nvme DIRECTORY")
     set_cuda_defaults()
+    ranks = join("cuda" if torch.cuda.is_available() else "cpu")
+    name = f"row{options.row}"
+    if ranks is not None:
+        run = replace(run, batch=run.batch * ranks.size)
+        run = changed(run, [f"train.groups={ranks.size * run.train.get('groups', 1)}"])
+        name += f"_ranks{ranks.size}"
     bound = _bound(run, options.deterministic) if options.bound else None
     result, events = measure(
         run,
@@ -284,10 +312,16 @@ def main() -> None:
         deterministic=options.deterministic,
         bound=bound,
         directory=options.nvme,
+        ranks=ranks,
     )
+    if ranks is not None:
+        ranks.leave()
+        if ranks.rank:
+            return
+
     result["row"] = options.row
     picture = draw(events, f"{run.shape}, {run.batch} x {run.sequence} tokens, {run.what}")
-    path = options.output or default_output(result)
+    path = options.output or default_output(result).with_stem(name)
     write_row(result, path)
     path.with_suffix(".svg").write_text(picture, encoding="utf-8")
     if options.trace is not None:

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tiny_models import tiny_config
-from tiny_runs import MODELS, TOKENS, Place, least_budgets, one_thread, random_groups
+from tiny_runs import MODELS, NO_DROPOUT, TOKENS, Place, least_budgets, one_thread, random_groups
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -41,6 +41,7 @@ class RankRun:
     expert_parts: int = 1
     frozen: tuple[str, ...] = ()
     learning_rate: float = 1e-2
+    device: Literal["cpu", "cuda"] = "cpu"
 
     @property
     def train(self) -> TrainConfig:
@@ -64,7 +65,7 @@ def opened(
     numerics = NumericsConfig(guard=True)
     nvme = (f"{mount}:{size * 64}MiB",) if "nvme" in place.tiers else ()
     tiers = TiersConfig(
-        device="cpu", nvme=nvme, state=place.tiers, io_threads=2, update_threads=2, generations=place.generations
+        device=run.device, nvme=nvme, state=place.tiers, io_threads=2, update_threads=2, generations=place.generations
     )
     least = least_budgets(skeleton, model, tiers, run.train, numerics, TOKENS, place, size)
     tiers = replace(tiers, gpu=least.gpu, ram=least.ram * size)
@@ -88,9 +89,9 @@ class RankOutcome:
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[Ranks | None]:
+def joined(device: str) -> Iterator[Ranks | None]:
     """The ranks of this process, if it has others."""
-    ranks = join("cpu")
+    ranks = join(device)
     try:
         yield ranks
     finally:
@@ -100,7 +101,7 @@ def joined() -> Iterator[Ranks | None]:
 
 def train_on_ranks(run: RankRun, place: Place, mount: Path) -> RankOutcome:
     """Run on this rank, with the least budgets that hold the place. Call it on all."""
-    family, options = MODELS[run.model]
+    family, options = {**MODELS, **NO_DROPOUT}[run.model]
     config = tiny_config(family, **{**options, "attention_dropout": run.dropout})
     model = ModelConfig(
         config={"model_type": config.model_type},
@@ -108,10 +109,11 @@ def train_on_ranks(run: RankRun, place: Place, mount: Path) -> RankOutcome:
         fused_loss=False,
         loss_chunk=20,
         expert_parts=run.expert_parts,
+        compile=False,
     )
     skeleton = build_skeleton(config, model.attention)
     freeze(skeleton, run.frozen)
-    with joined() as ranks, one_thread(), opened(skeleton, model, run, place, mount, ranks) as session:
+    with joined(run.device) as ranks, one_thread(), opened(skeleton, model, run, place, mount, ranks) as session:
         session.load(Initialiser(session.model, 0))
         before = session.store.moved_bytes.copy()
         vocab = config.get_text_config().vocab_size

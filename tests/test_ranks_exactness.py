@@ -85,3 +85,10 @@ def test_two_ranks_that_spill_have_the_bits_of_one_process(name: str, tmp_path: 
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_two_ranks_that_update_in_the_backward_have_the_bits_of_one_process(clip: float | None, tmp_path: Path) -> None:
     check(RankRun(clip=clip), "nvme twice", 2, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("place", PLACES)
+def test_ranks_on_two_gpus_have_the_bits_of_one(place: str, tmp_path: Path) -> None:
+    check(RankRun(device="cuda", groups=2, model="flash"), place, 2, tmp_path)
