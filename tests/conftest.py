@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from warm_python import WarmPython
 
 from megatier import _native
 from megatier.drives.blockfile import BlockFiles, FileBatch
@@ -43,6 +44,13 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     shim = tmp_path_factory.mktemp("faults") / "shim.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", shim, FAULTS / "shim.c", "-ldl"], check=True)
     return {**os.environ, "LD_PRELOAD": " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(shim)]))}
+
+
+@pytest.fixture(scope="session")
+def python(faulty: dict[str, str]) -> Iterator[WarmPython]:
+    """Runs programs in processes of their own, whose drive misbehaves if FAULT_... say so."""
+    with WarmPython(faulty) as python:
+        yield python
 
 
 def open_files() -> list[str]:

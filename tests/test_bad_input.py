@@ -22,6 +22,7 @@ from conftest import FAULTS
 from safetensors.torch import load_file, save_file
 from small_commands import MODEL, command, leftovers, metrics
 from test_train_trainer import saved_model
+from warm_python import MEGATIER, Process, WarmPython
 
 from megatier.cli import main
 from megatier.errors import ConfigError, PlanError
@@ -341,37 +342,26 @@ def test_train_refused_with_debug_shows_the_traceback(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- while a run goes on
 
 
-RUN_AS_PROGRAM = [sys.executable, "-m", "megatier"]
-
-
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def running(tmp_path: Path, python: WarmPython) -> Iterator[Process]:
     """A run of many steps, past its second, with its state on NVMe."""
     settings = {"train.steps": 100_000, "tiers.state": "nvme", "tiers.nvme": f"{tmp_path}:16MiB"}
     words = command(tmp_path, settings)
-    with subprocess.Popen(
-        [*RUN_AS_PROGRAM, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A job that a shell started in the background ignores SIGINT, and so would its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:
+    with python.start([MEGATIER, *words]) as process:
         path, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
         while not path.exists() or path.read_text().count('"loss"') < 2:
-            assert process.poll() is None, process.stderr.read() if process.stderr else ""
+            assert process.is_running, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.05)
         yield process
-        process.kill()
 
 
 def test_train_killed_leaves_blocks_that_clean_removes_and_a_run_that_it_mentions(
-    running: subprocess.Popen[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    running: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["clean", str(tmp_path), "--yes"]) == 0
     assert re.search(r"megatier-\w+: stays, a run uses it\n", capsys.readouterr().out)
-    running.kill()
+    running.send_signal(signal.SIGKILL)
     running.wait()
     assert len(list(leftovers(tmp_path))) == 3, "its block directory, the lock in there, and the run's lock"
     assert main(["clean", str(tmp_path), "--yes"]) == 0
@@ -384,7 +374,7 @@ def test_train_killed_leaves_blocks_that_clean_removes_and_a_run_that_it_mention
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM], ids=["interrupt", "terminate"])
 def test_train_told_to_stop_ends_with_a_checkpoint_and_a_second_run_is_refused_before(
-    ending: signal.Signals, running: subprocess.Popen[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ending: signal.Signals, running: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert len(list(leftovers(tmp_path))) == 3, "its block directory, the lock in there, and the run's lock"
     assert main(command(tmp_path)) == 2
@@ -408,7 +398,7 @@ def test_train_told_to_stop_ends_with_a_checkpoint_and_a_second_run_is_refused_b
     assert [record["step"] for record in metrics(tmp_path) if "loss" in record] == list(range(1, last + 2))
 
 
-def test_train_told_to_stop_twice_ends_at_once(running: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_train_told_to_stop_twice_ends_at_once(running: Process, tmp_path: Path) -> None:
     running.send_signal(signal.SIGINT)
     running.send_signal(signal.SIGTERM)
     _, errors = running.communicate(timeout=60)
@@ -418,7 +408,7 @@ def test_train_told_to_stop_twice_ends_at_once(running: subprocess.Popen[str], t
 
 @pytest.mark.parametrize("numbers", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGINT)], ids=["one", "both"])
 def test_train_told_to_stop_twenty_times_ends_in_order(
-    numbers: tuple[signal.Signals, ...], running: subprocess.Popen[str], tmp_path: Path
+    numbers: tuple[signal.Signals, ...], running: Process, tmp_path: Path
 ) -> None:
     for number in itertools.islice(itertools.cycle(numbers), 20):
         running.send_signal(number)
@@ -429,19 +419,10 @@ def test_train_told_to_stop_twenty_times_ends_in_order(
     assert list(leftovers(tmp_path)) == []
 
 
-def test_train_told_to_stop_while_it_cleans_up_goes_on_with_that(tmp_path: Path) -> None:
+def test_train_told_to_stop_while_it_cleans_up_goes_on_with_that(tmp_path: Path, python: WarmPython) -> None:
     """Every line of the cleaning up and of Python's own end brings another signal."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            SIGNALLED,
-            *command(tmp_path, {"tiers.state": "nvme", "tiers.nvme": f"{tmp_path}:16MiB"}),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words = command(tmp_path, {"tiers.state": "nvme", "tiers.nvme": f"{tmp_path}:16MiB"})
+    done = python.run(["-c", SIGNALLED, *words])
     assert (done.returncode, done.stderr) == (130, "megatier: interrupted.\n")
     assert list(leftovers(tmp_path)) == []
 
@@ -476,10 +457,9 @@ sys.exit(megatier.cli.main())
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory, faulty: dict[str, str]) -> dict[str, dict[str, Any]]:
+def faults(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> dict[str, dict[str, Any]]:
     """How each run of faults/run.py ended, in one process."""
-    run = [sys.executable, "-X", "faulthandler", str(FAULTS / "run.py"), str(tmp_path_factory.mktemp("runs"))]
-    done = subprocess.run(run, env=faulty, capture_output=True, text=True, timeout=300)
+    done = python.run([FAULTS / "run.py", tmp_path_factory.mktemp("runs")])
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)
     return found

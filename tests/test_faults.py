@@ -19,6 +19,7 @@ import pytest
 import torch
 from conftest import FAULTS
 from small_commands import EVERY_TWO, after_step, command, leftovers, outcome
+from warm_python import WarmPython
 
 from megatier.cli import main
 
@@ -135,10 +136,9 @@ def test_train_block_files_removed_mid_run_are_not_missed(tmp_path: Path, whole:
 
 
 @pytest.fixture(scope="module")
-def odd(tmp_path_factory: pytest.TempPathFactory, faulty: dict[str, str]) -> dict[str, dict[str, Any]]:
+def odd(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> dict[str, dict[str, Any]]:
     """How each run of faults/odd.py ended, in one process."""
-    script = [sys.executable, str(FAULTS / "odd.py"), str(tmp_path_factory.mktemp("odd"))]
-    done = subprocess.run(script, env=faulty, capture_output=True, text=True, timeout=120, check=False)
+    done = python.run([FAULTS / "odd.py", tmp_path_factory.mktemp("odd")])
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)
     return found

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 import torch
 from small_optimizers import ALL, TINY, Make, give_gradients, optimizers, parameters_of, take_steps
 from torch import nn
+from warm_python import WarmPython
 
 from megatier.errors import OptimizerError
 from megatier.integrations.torch_optimizer import TieredAdamW
@@ -53,8 +52,9 @@ def test_optimizer_that_nobody_closed_removes_its_files_when_it_goes(tmp_path: P
 
 
 FORGOTTEN = """
-import os, sys, torch
+import os, sys, torch, warnings
 from megatier import TieredAdamW
+warnings.simplefilter("ignore")  # newer Pythons warn of forks beside threads
 weight = torch.nn.Parameter(torch.zeros(100_000))
 optimizer = TieredAdamW([weight], ram="100KiB", nvme=[f"{sys.argv[1]}:8MiB"])
 weight.grad = torch.ones(100_000)
@@ -68,9 +68,8 @@ print(len(os.listdir(sys.argv[1])))
 """
 
 
-def test_process_that_ends_without_close_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", FORGOTTEN, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def test_process_that_ends_without_close_leaves_nothing(tmp_path: Path, python: WarmPython) -> None:
+    done = python.run(["-c", FORGOTTEN, tmp_path])
     assert (done.stdout.strip(), done.stderr, done.returncode) == ("1", "", 0)
     assert not list(tmp_path.iterdir())
 
@@ -106,10 +105,9 @@ with TieredAdamW([weight], ram="100KiB", nvme=[f"{drive}:8MiB"]) as optimizer:
 
 @pytest.mark.parametrize(("op", "code"), [("write", errno.ENOSPC), ("read", errno.EIO), ("read write", errno.ENODEV)])
 def test_drive_that_fails_in_a_step_tears_the_state_until_it_is_loaded(
-    tmp_path: Path, faulty: dict[str, str], op: str, code: int
+    tmp_path: Path, python: WarmPython, op: str, code: int
 ) -> None:
-    command = [sys.executable, "-c", FAULTY, str(tmp_path), op, str(code)]
-    done = subprocess.run(command, env=faulty, capture_output=True, text=True, timeout=120)
+    done = python.run(["-c", FAULTY, tmp_path, op, str(code)])
     assert done.returncode == 0, done.stderr
     found, weights = json.loads(done.stdout)
     assert [name for name, _, _ in found] == ["TransferError", "OptimizerError", "OptimizerError"]

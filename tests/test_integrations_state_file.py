@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from small_optimizers import STEPS, TINY, Make, optimizers, parameters_of, placements, same, take_steps
+from warm_python import WarmPython
 
 from megatier.errors import TransferError
 
@@ -49,9 +48,8 @@ with TieredAdamW([weight], ram="2MiB", nvme=[sys.argv[1] + ":128MiB"]) as optimi
 """
 
 
-def test_saving_and_loading_need_far_less_memory_than_the_state(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", STREAMED, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def test_saving_and_loading_need_far_less_memory_than_the_state(tmp_path: Path, python: WarmPython) -> None:
+    done = python.run(["-c", STREAMED, tmp_path])
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
@@ -93,9 +91,10 @@ with TieredAdamW([weight], ram="64MiB") as optimizer:
 
 
 @pytest.mark.parametrize("limit", [100, 500_000])
-def test_state_file_that_finds_no_room_is_one_error_and_leaves_nothing(tmp_path: Path, limit: int) -> None:
-    command = [sys.executable, "-c", FULL, str(tmp_path), str(limit)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def test_state_file_that_finds_no_room_is_one_error_and_leaves_nothing(
+    tmp_path: Path, python: WarmPython, limit: int
+) -> None:
+    done = python.run(["-c", FULL, tmp_path, str(limit)])
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("writing optimizer state failed in ")
     assert not list(tmp_path.iterdir())

@@ -3,8 +3,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, FUSED, tiny_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from warm_python import WarmPython
 
 from megatier.errors import ConfigError, TransferError, UnsupportedModelError
 from megatier.models import weights
@@ -509,10 +508,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-def test_checkpoint_large_file_is_read_in_constant_memory(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BIG_FILE, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+def test_checkpoint_large_file_is_read_in_constant_memory(tmp_path: Path, python: WarmPython) -> None:
+    result = python.run(["-c", BIG_FILE, tmp_path])
+    assert result.returncode == 0, result.stderr
     assert int(result.stdout.split()[-1]) < 64 << 10, "KiB of memory more than before"
 
 

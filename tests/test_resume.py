@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from small_commands import command, metrics, outcome, write_chats
 from tiny_runs import one_thread
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from warm_python import WarmPython
 
 from megatier.checkpoint.checkpoint import checkpoints, last_checkpoint
 from megatier.checkpoint.room import Room
@@ -33,11 +33,10 @@ TIERS_OF_BAD_STEPS: list[dict[str, Any]] = [
 ]
 
 
-def check_killed_runs(folder: Path, seed: int, count: int, *words_of_runs: str) -> dict[str, Any]:
+def check_killed_runs(python: WarmPython, folder: Path, seed: int, count: int, *words_of_runs: str) -> dict[str, Any]:
     """Kill runs at `count` places; every one goes on to the end of the run that nobody stopped."""
     sys.stdout.write(f"seed {seed}\n")
-    words = [sys.executable, str(KILLED_RUNS), str(folder), str(seed), str(count), *words_of_runs]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60 + 30 * count)
+    done = python.run([KILLED_RUNS, folder, str(seed), str(count), *words_of_runs], timeout=60 + 30 * count)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     whole: dict[str, Any] = found["whole"]
@@ -50,21 +49,25 @@ def check_killed_runs(folder: Path, seed: int, count: int, *words_of_runs: str) 
     return whole
 
 
-def test_run_killed_at_twelve_places_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    whole = check_killed_runs(tmp_path, 20261121, 12)
+def test_run_killed_at_twelve_places_goes_on_to_the_same_bits(tmp_path: Path, python: WarmPython) -> None:
+    whole = check_killed_runs(python, tmp_path, 20261121, 12)
     assert whole["checkpoints"] == ["step-00000004", "step-00000006"]
 
 
-def test_run_with_savepoints_killed_at_eight_places_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    whole = check_killed_runs(tmp_path, 20261122, 8, "savepoints")
+def test_run_with_savepoints_killed_at_eight_places_goes_on_to_the_same_bits(
+    tmp_path: Path, python: WarmPython
+) -> None:
+    whole = check_killed_runs(python, tmp_path, 20261122, 8, "savepoints")
     assert whole["checkpoints"] == ["step-00000003", "step-00000006"]
     assert "savepoints" not in whole["run"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["savepoints"]], ids=str)
-def test_run_killed_at_two_hundred_places_goes_on_to_the_same_bits(words: list[str], tmp_path: Path) -> None:
-    check_killed_runs(tmp_path, 7, 200, *words)
+def test_run_killed_at_two_hundred_places_goes_on_to_the_same_bits(
+    words: list[str], tmp_path: Path, python: WarmPython
+) -> None:
+    check_killed_runs(python, tmp_path, 7, 200, *words)
 
 
 # ---------------------------------------------------------------------- in this process

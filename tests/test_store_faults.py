@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import FAULTS
+from warm_python import WarmPython
 
 from megatier.drives.blockfile import IoOptions
 from megatier.store.store import TieredStore
@@ -22,12 +23,11 @@ NAMES = re.findall(r"@scenario\ndef (\w+)", (FAULTS / "store.py").read_text())
 
 @pytest.fixture(scope="module", params=range(5), ids=lambda look: f"look-{look}" if look else "as-it-comes")
 def found(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, faulty: dict[str, str]
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, python: WarmPython
 ) -> dict[str, str]:
     """How each scenario of faults/store.py went, in one process, where moves end at that look for it."""
     place = tmp_path_factory.mktemp("drives")
-    command = [sys.executable, "-X", "faulthandler", str(FAULTS / "store.py"), str(place), str(request.param)]
-    done = subprocess.run(command, env=faulty, capture_output=True, text=True, timeout=120)
+    done = python.run([FAULTS / "store.py", place, str(request.param)])
     assert done.returncode == 0, done.stderr
     report: dict[str, str] = json.loads(done.stdout)
     return report
@@ -99,8 +99,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_run_id_of_a_killed_process_can_be_used_again(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=60)
+def test_run_id_of_a_killed_process_can_be_used_again(tmp_path: Path, python: WarmPython) -> None:
+    done = python.run(["-c", KILLED, tmp_path])
     assert done.returncode == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] == ["megatier-run"]
     options = IoOptions(num_threads=1)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from conftest import FAULTS
 from small_commands import leftovers, metrics
+from warm_python import WarmPython
 
 from megatier.errors import StallError
 from megatier.play.gate import Gate
@@ -218,24 +218,19 @@ class Ended:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, faulty: dict[str, str]) -> dict[str, Ended]:
+def runs(tmp_path_factory: pytest.TempPathFactory, python: WarmPython) -> dict[str, Ended]:
     """Every scenario, in a process each, all at once."""
     names = ("drive", "lane", "slot", "compute", "checkpoint", "slow")
     folders = {name: tmp_path_factory.mktemp(name) for name in names}
-    processes = {
-        name: subprocess.Popen(
-            [sys.executable, str(FAULTS / "stall.py"), name, str(folders[name]), str(STALL_TIMEOUT_S)],
-            env=faulty,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name in names
-    }
     found = {}
-    for name, process in processes.items():
-        _, errors = process.communicate(timeout=300)
-        found[name] = Ended(folders[name], process.returncode, errors)
+    with contextlib.ExitStack() as started:
+        processes = {
+            name: started.enter_context(python.start([FAULTS / "stall.py", name, folders[name], str(STALL_TIMEOUT_S)]))
+            for name in names
+        }
+        for name, process in processes.items():
+            _, errors = process.communicate()
+            found[name] = Ended(folders[name], process.wait(), errors)
     return found
 
 
