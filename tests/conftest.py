@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # several at once: torch's threads would only wait for each other's cores
@@ -51,6 +52,22 @@ def python(faulty: dict[str, str]) -> Iterator[WarmPython]:
     """Runs programs in processes of their own, whose drive misbehaves if FAULT_... say so."""
     with WarmPython(faulty) as python:
         yield python
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The compiler's graphs and what they save, run by torch's own kernels: nothing to wait for."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=["graphs", pytest.param("kernels", marks=pytest.mark.slow)])
+def compiled(request: pytest.FixtureRequest) -> None:
+    """Compiled runs: the compiler's graphs alone, and with the slow tests its kernels too."""
+    if request.param == "graphs":
+        request.getfixturevalue("traced")
 
 
 def open_files() -> list[str]:

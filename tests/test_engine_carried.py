@@ -63,6 +63,7 @@ def test_shared_keys_and_values_of_frozen_layers_give_the_plain_gradients(
     assert far(found, expected) == {}
 
 
+@pytest.mark.usefixtures("compiled")
 def test_shared_keys_and_values_of_compiled_layers_give_nearly_the_plain_gradients(tmp_path: Path) -> None:
     sharing = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3, "num_kv_shared_layers": 2}
     config = tiny_config("gemma4_unified_text", **sharing)

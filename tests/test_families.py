@@ -230,6 +230,7 @@ def test_family_gradients_of_a_document_equal_every_bit_whatever_comes_before(tm
     assert [name for name, grad in results[0][1].items() if not torch.equal(results[1][1][name], grad)] == []
 
 
+@pytest.mark.usefixtures("compiled")
 def test_documents_apart_in_compiled_layers_give_the_same_bits_by_every_policy(tmp_path: Path) -> None:
     source = ModelWeights(plain_model(config := tiny_config("llama")))
     options: dict[str, Any] = {"slices": 2, "compile": True, "saved_share": 0.5}

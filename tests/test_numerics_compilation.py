@@ -43,15 +43,6 @@ def _settings() -> Iterator[None]:
     torch._inductor.config.deterministic = deterministic
 
 
-@pytest.fixture
-def _traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The compiler's graphs and what they save, run by torch's own kernels: nothing to wait for."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 # ---------------------------------------------------------------------- whole runs
 
 
@@ -124,7 +115,7 @@ def test_compiled_run_on_cuda_is_near_an_uncompiled_one(tmp_path: Path) -> None:
     assert compiled != uncompiled
 
 
-@pytest.mark.usefixtures("_traced")
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("share", [0.0, 0.8])
 def test_evaluation_runs_uncompiled(share: float, tmp_path: Path) -> None:
     options: dict[str, Any] = {"compute_dtype": "fp32", "fused_loss": True, "saved_share": share}
@@ -141,7 +132,7 @@ def test_evaluation_runs_uncompiled(share: float, tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.usefixtures("_traced")
+@pytest.mark.usefixtures("traced")
 def test_layers_of_a_class_share_one_compilation(tmp_path: Path) -> None:
     torch._dynamo.utils.counters.clear()
     config, train = exactness_config("plain"), PLAIN.train
@@ -179,7 +170,7 @@ def saved_by(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tens
     return [tensor for tensor in saved if tensor.data_ptr() not in addresses and tensor.numel() > 1]
 
 
-@pytest.mark.usefixtures("_traced")
+@pytest.mark.usefixtures("traced")
 def test_saved_share_another_one_takes_effect_in_the_same_process() -> None:
     inputs, num_bytes, grads = operands(), [], []
     for share in (1.0, 0.4, 0.0, 1.0):
@@ -196,7 +187,7 @@ def test_saved_share_another_one_takes_effect_in_the_same_process() -> None:
             torch.testing.assert_close(one, other)
 
 
-@pytest.mark.usefixtures("_traced")
+@pytest.mark.usefixtures("traced")
 def test_compilation_deterministic_kernels_are_asked_for_where_torch_is() -> None:
     try:
         for wanted in (True, False, True):
@@ -304,7 +295,7 @@ def plain_gradients(shelf: Shelf, x: Tensor, *, refused: bool, slices: int) -> t
     return module.gain.grad, x.grad
 
 
-@pytest.mark.usefixtures("_traced")
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("share", [0.0, 0.8])
@@ -346,7 +337,7 @@ class _Lent(torch.autograd.Function):
         return grads[0].sum(), None
 
 
-@pytest.mark.usefixtures("_traced")
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("share", [0.0, 0.8, None])
 @pytest.mark.parametrize("activations", ACTIVATIONS)
