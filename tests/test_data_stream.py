@@ -6,7 +6,6 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from megatier.data.packing import num_real_tokens
 from megatier.data.stream import TextStream
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.errors import CheckpointError, DataError
+from megatier.workers import Task
 
 pytest.importorskip("datasets")
 
@@ -99,7 +99,7 @@ def test_interrupt_while_a_batch_is_made_loses_no_sequence(tmp_path: Path, monke
     with opened(tmp_path) as stream:
         found = [ids(stream.batch(0, 2))]
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Future, "result", interrupted)
+            patch.setattr(Task, "result", interrupted)
             stream.batch(1, 2)
         found += [ids(stream.batch(step, 2)) for step in (1, 2)]
     assert found == whole

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import gc
 import math
 import random
+import signal
+import threading
+import weakref
 from collections.abc import Mapping
 from itertools import pairwise
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
+from interrupts import python_locks
 from torch import Tensor
 
 from megatier import _native
@@ -137,3 +144,49 @@ def test_first_non_finite_of_tensors_that_share_spans_is_the_right_one(number: i
         assert optimizer.first_non_finite() == tensor.name
         grad[place] = 1
     optimizer.close()
+
+
+def test_measure_takes_no_lock_by_python_code_in_the_thread_that_trains() -> None:
+    layout = random_layout(random.Random(1))
+    optimizer = measuring({"unit": layout}, torch.float32)
+    with python_locks() as called:
+        optimizer.measure("unit", torch.ones(layout.num_elements))
+    optimizer.close()
+    assert called == []
+
+
+def test_measure_that_is_interrupted_leaves_the_threads_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They work on addresses, and the interrupt drops the tensors of the call."""
+    layout = random_layout(random.Random(1))
+    optimizer = measuring({"unit": layout}, torch.float32)
+    begun, go = threading.Event(), threading.Event()
+    made = list[weakref.ref[Tensor]]()
+    empty, alarm = torch.empty, signal.getsignal(signal.SIGALRM)
+
+    def noted(*arguments: Any, **named: Any) -> Tensor:
+        tensor = empty(*arguments, **named)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    def slow(*arguments: object) -> None:
+        begun.set()
+        go.wait(20)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        signal.signal(signal.SIGALRM, interrupt)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(_native, "sum_squares", slow)
+            patch.setattr(torch, "empty", noted)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            optimizer.measure("unit", torch.ones(layout.num_elements))
+        assert begun.is_set()
+        gc.collect()
+        assert [tensor() is not None for tensor in made] == [True]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, alarm)
+        go.set()
+        optimizer.close()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, groupby
@@ -43,6 +42,7 @@ from megatier.models.decoder import Unit
 from megatier.play.generations import Generation
 from megatier.session.session import Session
 from megatier.store.transfer import Transfer
+from megatier.workers import Workers
 
 RUN_ELEMENTS = 2 << 20
 """Elements of a plane that are brought to RAM at once: 4 or 8 MiB."""
@@ -138,14 +138,14 @@ class CheckpointWriter:
         for name, kinds in self._session.schema.arrays.items():
             files = self._opened.enter_context(ChunkFiles(chunk_elements, NUM_THREADS, num_staged))
             self._writers.append(PlaneWriter(self._session, files, self._partial, name, kinds, buffers))
-        self._threads = ThreadPoolExecutor(len(ARRAYS), "megatier-checkpoint")
+        self._workers = Workers(len(ARRAYS), "megatier-checkpoint")
 
         # Called first of all, because the threads fill what the others free.
-        self._opened.callback(self._threads.shutdown)
+        self._opened.callback(self._workers.close)
 
     def _write_unit(self, unit: Unit, generation: Generation) -> None:
         """Copy a unit's masters and moments into chunks, each in a thread of its own."""
-        list(self._threads.map(lambda writer: writer.write(unit, generation), self._writers))
+        self._workers.map(lambda writer: writer.write(unit, generation), self._writers)
 
     def _finish(self, last: Transfer) -> None:
         """Make the checkpoint whole, or leave nothing of it."""

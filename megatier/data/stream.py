@@ -16,8 +16,8 @@ import itertools
 import zlib
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,6 +34,7 @@ from megatier.data.packer import Packer, columns_of, is_window
 from megatier.data.packing import settings_of, shuffled, tokenise
 from megatier.data.text import read_rows
 from megatier.errors import CheckpointError, DataError
+from megatier.workers import Task, Workers
 
 STEPS_AHEAD = 2
 """Steps whose sequences are made before they are asked for."""
@@ -116,8 +117,8 @@ class TextStream:
             self._dataset = self._dataset.skip(config.holdout_rows)
 
         self._sequences = self._read_sequences(self._position)
-        self._ahead: deque[Future[list[tuple[NDArray[np.int64], Position]]]] = deque()
-        self._thread = ThreadPoolExecutor(1, "megatier-stream")
+        self._ahead: deque[Task[list[tuple[NDArray[np.int64], Position]]]] = deque()
+        self._worker = Workers(1, "megatier-stream")
 
     def __enter__(self) -> Self:
         return self
@@ -125,7 +126,7 @@ class TextStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        self._worker.close()
         self._sequences.close()
 
     @property
@@ -145,7 +146,7 @@ class TextStream:
             DataError: the stream is malformed, broke off, or has no text.
         """
         while len(self._ahead) <= STEPS_AHEAD:
-            self._ahead.append(self._thread.submit(self._take, batch))
+            self._ahead.append(self._worker.submit(partial(self._take, batch)))
 
         # Taken out of the queue only after the wait, so that an interrupt in the wait loses no sequence.
         taken = self._ahead[0].result()

@@ -10,7 +10,6 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from megatier.numerics.optimizer import (
 from megatier.state import ADAMW_BF16
 from megatier.store.lease import Lease
 from megatier.tier import Kind, Tier
+from megatier.workers import Workers
 
 Entry = Mapping[str, Tensor]
 """The state of one parameter by the names of `state_dict`: the kinds, and `step`."""
@@ -91,7 +91,7 @@ class PlacedState:
         # An update may run for which nobody waits, because its step was interrupted. Closing the pool ends it, and
         # only then may slots be handed out again.
         self._pool.close()
-        self._threads.shutdown()
+        self._workers.close()
         self.store.reset()
 
         # The finalizer holds the old threads; a new one takes its place.
@@ -105,8 +105,8 @@ class PlacedState:
     def _start_threads(self) -> None:
         """Start the threads of AdamW and of the checks, with what ends them and frees the chunks."""
         self._pool = adamw_threads(cores_usable())
-        self._threads = ThreadPoolExecutor(cores_usable(), "megatier-gradient")
-        self._finalizer = weakref.finalize(self, _release, os.getpid(), self._pool, self._threads, self.store)
+        self._workers = Workers(cores_usable(), "megatier-gradient")
+        self._finalizer = weakref.finalize(self, _release, os.getpid(), self._pool, self._workers, self.store)
 
     # ------------------------------------------------------------------ a step
 
@@ -137,7 +137,7 @@ class PlacedState:
         """Refuse gradients that are not finite, by sums of squares: those of bf16 and fp32 cannot overflow fp64."""
         pieces = [piece for grad in gradients.values() if grad.numel() for piece in grad.split(PIECE_ELEMENTS)]
         sums = [_sum_squares(piece) for piece in pieces if piece.is_cuda]
-        sums += self._threads.map(_sum_squares, (piece for piece in pieces if not piece.is_cuda))
+        sums += self._workers.map(_sum_squares, (piece for piece in pieces if not piece.is_cuda))
 
         # One look at all sums: on a GPU each look would make the host wait.
         if sums and not torch.cat(sums).isfinite().all():
@@ -308,10 +308,10 @@ def _finish(store: ChunkStore, chunk: StateChunk, lease: Lease, batches: Iterabl
         store.give_back(chunk, lease)
 
 
-def _release(process: int, pool: _native.ThreadPool, threads: ThreadPoolExecutor, store: ChunkStore) -> None:
+def _release(process: int, pool: _native.ThreadPool, workers: Workers, store: ChunkStore) -> None:
     """End the threads and free the chunks. This runs in `close`, at the optimizer's end or at that of the process."""
     # A forked child inherits the finalizer; it has none of the threads, and the files are its parent's.
     if os.getpid() == process:
         pool.close()
-        threads.shutdown()
+        workers.close()
         store.close()

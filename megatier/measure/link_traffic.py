@@ -9,7 +9,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Self
 
 import torch
@@ -21,6 +21,7 @@ from megatier.store.arena import Arena
 from megatier.store.lanes import Lanes
 from megatier.store.transfer import Transfer
 from megatier.tier import PAGE_BYTES, round_up
+from megatier.workers import Workers
 
 STATE_BYTES_PER_PARAMETER = ADAMW_BF16.bytes_per_parameter + ADAMW_BF16.grad_width
 """The bytes of state and gradient of a parameter."""
@@ -44,9 +45,9 @@ Work = Callable[[Callable[[], bool]], float]
 def at_once(works: Mapping[str, Work], seconds: float) -> dict[str, float]:
     """Run all of them at once for a while; return the rate of each."""
     end = time.perf_counter() + seconds
-    with ThreadPoolExecutor(len(works)) as threads:
-        running = {name: threads.submit(work, lambda: time.perf_counter() > end) for name, work in works.items()}
-        return {name: future.result() for name, future in running.items()}
+    with closing(Workers(len(works), "megatier-traffic")) as workers:
+        found = workers.map(lambda work: work(lambda: time.perf_counter() > end), works.values())
+        return dict(zip(works, found, strict=True))
 
 
 def alone(work: Work, seconds: float) -> float:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -34,6 +33,7 @@ from megatier.layout import Layout, TensorSlice
 from megatier.ranks import Ranks
 from megatier.state import StateSchema
 from megatier.tier import Kind
+from megatier.workers import Workers
 
 SPAN_ELEMENTS = 65_536
 """Elements of a span of a unit. Each tensor has one partial sum of squares for what it has of a span."""
@@ -105,7 +105,7 @@ class AdamW:
         self._ranks = ranks
         self._split = dtype is torch.bfloat16
         self._pool = adamw_threads(num_threads)
-        self._workers = ThreadPoolExecutor(num_threads, "megatier-gradient")
+        self._workers = Workers(num_threads, "megatier-gradient")
         self._begun = self._scalars = Scalars(1.0, (0.0,) * 8)
         self._sums: dict[str, list[Tensor]] = {}
         self._refused: str | None = None
@@ -206,7 +206,7 @@ class AdamW:
             pieces.append((source, stop - start, self._split, sums.data_ptr() + done * sums.element_size()))
             done += -(-(stop - start) // SPAN_ELEMENTS)
 
-        self._at_once(_native.sum_squares, pieces)
+        self._at_once(_native.sum_squares, pieces, (grad, sums))
         self._sums[unit] = [sums]
 
     def accumulate(self, unit: str, total: Tensor, part: Tensor, *, group: int) -> None:
@@ -222,17 +222,18 @@ class AdamW:
         runs = [(start, min(PIECE_ELEMENTS, count - start)) for start in range(0, count, PIECE_ELEMENTS)]
         source = part.data_ptr()
         target = total.data_ptr()
-        self._at_once(
-            _native.accumulate, [(target + 4 * start, source + 4 * start, size, group == 0) for start, size in runs]
-        )
+        sums = [(target + 4 * start, source + 4 * start, size, group == 0) for start, size in runs]
+        self._at_once(_native.accumulate, sums, (total, part))
         if group < self._groups - 1:
             return
 
         # Rounded numbers are half as long, so a piece of them lies where another thread still reads its sums. They go
         # to the part first, and are copied when all of them are rounded.
         if self._split:
-            self._at_once(_native.round_bf16, [(target + 4 * start, source + 2 * start, size) for start, size in runs])
-            self._at_once(_native.copy, [(target + 2 * start, source + 2 * start, 2 * size) for start, size in runs])
+            rounded = [(target + 4 * start, source + 2 * start, size) for start, size in runs]
+            self._at_once(_native.round_bf16, rounded, (total, part))
+            copied = [(target + 2 * start, source + 2 * start, 2 * size) for start, size in runs]
+            self._at_once(_native.copy, copied, (total, part))
 
         self.measure(unit, total.view(self._dtype)[:count])
 
@@ -266,9 +267,15 @@ class AdamW:
             final.copy_(summed.to(self._dtype))
             self.measure(unit, final)
 
-    def _at_once(self, work: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
-        """Make native calls, which drop the GIL, on several threads, and wait for them."""
-        list(self._workers.map(lambda arguments: work(*arguments), calls))
+    def _at_once(self, work: Callable[..., None], calls: Sequence[tuple[Any, ...]], memory: tuple[Tensor, ...]) -> None:
+        """Make native calls, which drop the GIL, on several threads, and wait for them.
+
+        Args:
+            work: the native function.
+            calls: its arguments, call by call, with addresses in the memory.
+            memory: the tensors that hold it. If the wait is interrupted, calls go on, so each of them holds these.
+        """
+        self._workers.map(partial(_call, work, memory), calls)
 
     def check(self, unit: str) -> None:
         """Refuse a gradient that is not finite, before the immediate mode applies it, and every gradient after it.
@@ -323,7 +330,7 @@ class AdamW:
     def close(self) -> None:
         """Stop the threads."""
         self._pool.close()
-        self._workers.shutdown()
+        self._workers.close()
 
     def _segments(self, layout: Layout, start: int, stop: int, factor: float) -> list[tuple[int, int, float]]:
         """Cut elements [start, stop) into runs of equal decay, relative to `start`, without gaps.
@@ -403,6 +410,11 @@ def _addresses(planes: Planes) -> tuple[int, int, int, int]:
         planes[Kind.EXP_AVG].data_ptr(),
         planes[Kind.EXP_AVG_SQ].data_ptr(),
     )
+
+
+def _call(work: Callable[..., None], memory: tuple[Tensor, ...], arguments: tuple[Any, ...]) -> None:
+    """Make a native call. The memory that it works on lives until it is over, since it is an argument here."""
+    work(*arguments)
 
 
 def _num_spans(tensor: TensorSlice) -> int:

@@ -15,7 +15,7 @@ import mmap
 import os
 import weakref
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +25,7 @@ from megatier import _native
 from megatier.errors import CapacityError
 from megatier.store.transfer import Transfer
 from megatier.tier import PAGE_BYTES, round_up
+from megatier.workers import Workers
 
 HUGE_PAGE_BYTES = 2 << 20
 POPULATE_BYTES = 256 << 20
@@ -113,10 +114,9 @@ class Arena:
         used = torch.from_numpy(whole[skip : skip + self.num_bytes])
 
         # A thread touches cold memory of a virtual machine at 0.5 GB/s, so several threads do it.
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-            for start in range(0, self.num_bytes, POPULATE_BYTES):
-                size = min(POPULATE_BYTES, self.num_bytes - start)
-                threads.submit(_native.fill, used.data_ptr() + start, 0, size)
+        pieces = used.split(POPULATE_BYTES)
+        with closing(Workers(len(os.sched_getaffinity(0)), "megatier-arena")) as workers:
+            workers.map(lambda piece: _native.fill(piece.data_ptr(), 0, piece.numel()), pieces)
         return used
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
