@@ -65,6 +65,7 @@ RUNS = {
     "fp32": RankRun(dtype="fp32"),
     "slices": RankRun(slices=2),
     "frozen": RankRun(frozen=("model.embed_tokens", "model.layers.0.self_attn", "model.layers.1.mlp")),
+    "one unit trained": RankRun(groups=8, frozen=("model.embed_tokens", "model.layers.0", "model.layers.1")),
     "expert parts": RankRun(model="moe", expert_parts=3),
     "one round": RankRun(groups=2),
     "not clipped": RankRun(clip=None),

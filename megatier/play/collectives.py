@@ -107,6 +107,10 @@ class Collectives:
         self._pass = Pass("")
         self._handovers: dict[tuple[str, int], Handover] = {}
         """The gradients that this pass hands over, by unit and group."""
+        self._scatters: dict[tuple[str, int], Transfer] = {}
+        """The scatters of these gradients."""
+        self._handed_last: dict[str, Transfer] = {}
+        """The scatter of the gradient that each unit handed over last."""
         self._handed: set[str] = set()
         """The units of which compute has made a gradient in this step."""
         self._buffers: dict[str, Lease] = {}
@@ -122,7 +126,7 @@ class Collectives:
     def begin(self, played: Pass) -> None:
         """Begin a pass."""
         self._pass = played
-        self._handovers.clear()
+        self._clear()
         if played.trains:
             self._handed.clear()
 
@@ -137,8 +141,10 @@ class Collectives:
             assert own is not None
             return self._append(planned.unit, partial(self._gather, planned.unit, planned), [own])
 
-        handover = self._handovers[planned.unit, planned.group] = Handover()
-        return self._append(planned.unit, partial(self._scatter, planned, handover), [])
+        named = planned.unit, planned.group
+        handover = self._handovers[named] = Handover()
+        scatter = self._scatters[named] = self._append(planned.unit, partial(self._scatter, planned, handover), [])
+        return scatter
 
     def wait(self) -> None:
         """Wait until every collective is over.
@@ -193,7 +199,7 @@ class Collectives:
     def forget(self) -> None:
         """Forget the pass and all buffers, because the store takes all slots back."""
         self._pass = Pass("")
-        self._handovers.clear()
+        self._clear()
         self._buffers.clear()
         self._last = None
 
@@ -218,7 +224,11 @@ class Collectives:
         return False
 
     def _make(self, unit: str) -> torch.Tensor:
-        """Lease a buffer for a unit's gradient of one group."""
+        """Lease a buffer for a unit's gradient of one group, once that of the group before was scattered from it."""
+        # Other ranks may be a whole group behind, and then the lane waits for them with that gradient.
+        if (before := self._handed_last.pop(unit, None)) is not None:
+            before.order()
+
         # An interrupt between the lease and its entry would leave a lease that nobody gives back.
         with self._store.tear.call:
             key = group_grad_key(unit)
@@ -244,6 +254,13 @@ class Collectives:
                 "has: put an image into each batch of the first step."
             )
         handover.give(made)
+        self._handed_last[unit] = self._scatters[unit, group]
+
+    def _clear(self) -> None:
+        """Forget the gradients of a pass."""
+        self._handovers.clear()
+        self._scatters.clear()
+        self._handed_last.clear()
 
     def _check_order(self, what: str) -> None:
         """Compare what this rank does next with the others, while the order is recorded.

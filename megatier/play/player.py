@@ -239,8 +239,6 @@ class Player:
             except TimelineError:
                 self.cancel()
                 raise
-            if self._collectives is not None:
-                self._collectives.pass_over()
         else:
             # A pass that was recorded is counted as what it was: one load for each access.
             on_demand = [

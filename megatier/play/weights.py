@@ -116,8 +116,6 @@ class UnitWeights:
         access = Access(unit, phase, group)
         if not self._pass.expects(access):
             self.pass_over(access)
-        if self._collectives is not None:
-            self._collectives.pass_over()
 
         # Before the wait for the weights, so that the sum comes meanwhile.
         if len(self._pass.accesses) in self._pass.sums_ahead:
@@ -231,6 +229,10 @@ class UnitWeights:
         """
         for recorded in self._pass.leave_out(access, self._blocks.placement.grad_homes.keys()):
             self._use(recorded).leave()
+
+            # Before the next one: its gather may come after the scatter of what this one leaves out.
+            if self._collectives is not None:
+                self._collectives.pass_over()
 
     def give_back(self) -> None:
         """Give back the weights of a forward or backward that was left half-way."""

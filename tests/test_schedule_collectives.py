@@ -1,0 +1,271 @@
+"""Collectives in one order: whatever a rank waits for comes before, so ranks never wait for each other for ever.
+
+Ranks are simulated by the rules of `play`, and no bytes move. Each lane of each rank is a generator that yields what it
+waits for; a random choice among those that may go on stands for every possible delay.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+
+import pytest
+
+from megatier.schedule.placement import Placement
+from megatier.schedule.slots import SLOTS_MIN, SlotPlan
+from megatier.schedule.timeline import Access, Load, Scatter, Timeline, build
+from megatier.tier import STATE_KINDS, Kind, Phase, Tier
+
+SIZE = 2048
+Condition = Callable[[], bool]
+Lane = Iterator[Condition]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass that ranks share."""
+
+    accesses: tuple[Access, ...]
+    scatters: tuple[Scatter, ...]
+    placement: Placement
+
+    def timeline(self, updated: Set[str] = frozenset()) -> Timeline:
+        return build(self.accesses, self.placement, updates=True, updated=updated, scatters=self.scatters)
+
+
+def placement(units: Sequence[str], trained: Set[str], on_gpu: Set[str], num_slots: int, ranks: int) -> Placement:
+    """Shards of some units on the GPU and of the others on NVMe."""
+    homes = {(unit, kind): Tier.GPU if unit in on_gpu else Tier.NVME for unit in units for kind in STATE_KINDS}
+    counts = {Kind.GATHERED: num_slots, Kind.WEIGHT: SLOTS_MIN, Kind.GROUP_GRAD: SLOTS_MIN, Kind.GRAD: SLOTS_MIN}
+    return Placement(
+        homes=homes,
+        slots=tuple(
+            SlotPlan(tier=Tier.GPU, kind=kind, slot_bytes=SIZE, num_slots=count) for kind, count in counts.items()
+        ),
+        chunk_elements=SIZE,
+        grad_homes={unit: Tier.GPU if unit in on_gpu else Tier.RAM for unit in sorted(trained)},
+        ranks=ranks,
+    )
+
+
+def some_pass(rng: random.Random, ranks: int) -> Pass:
+    """Forward and backward in some groups, with units that are used twice, frozen, or at home on the GPU."""
+    units = [f"u{number}" for number in range(rng.randint(1, 7))]
+    trained = {unit for unit in units if rng.random() < 0.8} or {units[0]}
+    on_gpu = {unit for unit in units if rng.random() < 0.3}
+    forward = [*units, *rng.choices(units, k=rng.choice([0, 0, 1, 2]))]
+    accesses = []
+    for group in range(rng.randint(1, 3)):
+        backward = list(reversed(forward))
+        if rng.random() < 0.2:
+            rng.shuffle(backward)
+        accesses += [Access(unit, Phase.FORWARD, group) for unit in forward]
+        accesses += [Access(unit, Phase.BACKWARD, group) for unit in backward[rng.choice([0, 0, 1]) :]]
+
+    last_uses = {(access.unit, access.group): index for index, access in enumerate(accesses)}
+    scatters = [
+        Scatter(access.unit, access.group, index)
+        for index, access in enumerate(accesses)
+        if access.unit in trained and last_uses[access.unit, access.group] == index
+    ]
+    where = placement(units, trained, on_gpu, rng.randint(1, len(units) + 1), ranks)
+    return Pass(tuple(accesses), tuple(scatters), where)
+
+
+@dataclass
+class World:
+    """What the ranks know of each other."""
+
+    ranks: int
+    begun: Counter[int] = field(default_factory=Counter)
+    """How many ranks have come to each collective, by its number."""
+    what: dict[int, Load | Scatter] = field(default_factory=dict)
+    """What each collective is: the same on all ranks."""
+
+
+class Rank:
+    """One rank in one pass: its lanes, and what they tell each other."""
+
+    def __init__(self, world: World, played: Pass, left_out: Set[tuple[str, int]], rng: random.Random) -> None:
+        self.world = world
+        self.rng = rng
+        self.timeline = played.timeline()
+        self.placement = played.placement
+        self.left_out = left_out
+        self.collectives = self.timeline.collectives()
+        self.made_by = {scatter.access: scatter for scatter in played.scatters}
+        self.used = 0  # accesses that are over: the gate
+        self.updated: set[str] = set()
+        self.arrived: set[int] = set()  # own shards, by the access of their load
+        self.gathered: set[int] = set()  # gathers that are over, by the access of their load
+        self.handed: set[tuple[str, int]] = set()
+        self.scattered: set[tuple[str, int]] = set()
+        self.slots: dict[str | None, int] = {}  # unit in each slot for whole weights
+        self.shards: list[str] = []  # units in slots for shards
+        self.grads: list[tuple[str, int]] = []  # gradients in slots for groups
+        self.leaving: list[str] = []  # gradients of shards in slots on their way to RAM
+
+    def lanes(self) -> dict[str, Lane]:
+        return {
+            "update": self.updates(),
+            "load": self.loads(),
+            "ranks": self.ranks(),
+            "gpu_to_ram": self.copies(),
+            "compute": self.computes(),
+        }
+
+    def updates(self) -> Lane:
+        """Updates wait for nothing of this pass."""
+        for update in self.timeline.updates:
+            yield lambda: True
+            self.updated.add(update.unit)
+
+    def is_updated(self, unit: str) -> bool:
+        return unit in self.updated or unit not in self.placement.grad_homes
+
+    def loads(self) -> Lane:
+        """A shard comes when its unit is updated, and when the gather before the last one is over."""
+        before: list[int] = []
+        for load in self.timeline.loads:
+            unit = load.unit
+            if len(before) == SLOTS_MIN:
+                yield lambda first=before[0]: first in self.gathered  # type: ignore[misc]
+            yield lambda unit=unit: self.is_updated(unit)  # type: ignore[misc]
+            if self.placement.homes[unit, Kind.WEIGHT] is not Tier.GPU:
+                yield lambda: len(self.shards) < SLOTS_MIN
+                self.shards.append(unit)
+                yield lambda: True
+            self.arrived.add(load.access)
+            before = [*before, load.access][-SLOTS_MIN:]
+
+    def ranks(self) -> Lane:
+        """One collective after the other; each is over when all ranks have come to it."""
+        for number, planned in enumerate(self.collectives):
+            if isinstance(planned, Load):
+                yield lambda access=planned.access: access in self.arrived  # type: ignore[misc]
+                yield lambda after=planned.after_access: self.used > after  # type: ignore[misc]
+                self.slots.pop(planned.evicts, None)
+                assert planned.slot not in self.slots.values(), "the slot is taken"
+                yield from self.meet(number, planned)
+                self.slots[planned.unit] = planned.slot
+                self.gathered.add(planned.access)
+                if planned.unit in self.shards:
+                    self.shards.remove(planned.unit)
+            else:
+                named = planned.unit, planned.group
+                yield lambda named=named: named in self.handed  # type: ignore[misc]
+                yield from self.meet(number, planned)
+                self.grads.remove(named)
+                self.scattered.add(named)
+                yield from self.add(planned.unit)
+
+    def meet(self, number: int, planned: Load | Scatter) -> Lane:
+        assert self.world.what.setdefault(number, planned) == planned, "ranks have different orders"
+        self.world.begun[number] += 1
+        yield lambda: self.world.begun[number] == self.world.ranks
+
+    def add(self, unit: str) -> Lane:
+        """The sum of the rank's shard leaves the GPU through a slot, unless it is at home there."""
+        yield lambda: self.is_updated(unit)
+        if self.placement.grad_homes[unit] is not Tier.GPU:
+            yield lambda: len(self.leaving) < SLOTS_MIN
+            self.leaving.append(unit)
+
+    def copies(self) -> Lane:
+        shipped = [s for s in self.timeline.scatters if self.placement.grad_homes[s.unit] is not Tier.GPU]
+        for _ in shipped:
+            yield lambda: bool(self.leaving)
+            self.leaving.pop(0)
+
+    def computes(self) -> Lane:
+        """One access after the other. A gradient is handed over before the access is left, or after it."""
+        loads = {load.access for load in self.timeline.loads}
+        for index, access in enumerate(self.timeline.accesses):
+            yield lambda unit=access.unit: self.is_updated(unit)  # type: ignore[misc]
+            if index in loads:
+                yield lambda index=index: index in self.gathered  # type: ignore[misc]
+            assert access.unit in self.slots, "its weights left before their use"
+            leaves_first = self.rng.random() < 0.5 or (access.unit, access.group) in self.left_out
+            if leaves_first:
+                self.used = index + 1
+            if (scatter := self.made_by.get(index)) is not None:
+                yield from self.hand_over(scatter)
+            self.used = index + 1
+
+    def hand_over(self, scatter: Scatter) -> Lane:
+        """Make a gradient, or zeros for a unit that is left out, when its block and a slot for it are free."""
+        named = scatter.unit, scatter.group
+        before = [(scatter.unit, group) for group in range(scatter.group)]
+        yield lambda: all(other in self.scattered for other in before if other in self.handed)
+        yield lambda: len(self.grads) < SLOTS_MIN
+        self.grads.append(named)
+        yield lambda: True
+        self.handed.add(named)
+
+
+def play(played: Pass, ranks: int, rng: random.Random) -> list[Rank]:
+    """Play a pass on all ranks, some of which leave units out; ranks and lanes are faster and slower at random."""
+    world = World(ranks)
+    units = sorted({(access.unit, access.group) for access in played.accesses})
+    made = [Rank(world, played, {unit for unit in units if rng.random() < 0.2}, rng) for _ in range(ranks)]
+    lanes = {(number, name): lane for number, rank in enumerate(made) for name, lane in rank.lanes().items()}
+    waits: dict[tuple[int, str], Condition] = dict.fromkeys(lanes, lambda: True)
+    weights = {key: rng.choice([0.01, 1, 10]) for key in lanes}
+
+    while waits:
+        able = [key for key, is_free in waits.items() if is_free()]
+        assert able, f"everyone waits: {sorted(waits)}"
+        key = rng.choices(able, weights=[weights[each] for each in able])[0]
+        found = next(lanes[key], None)
+        if found is None:
+            del waits[key]
+        else:
+            waits[key] = found
+
+    return made
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_ranks_with_any_orders_slots_and_delays_never_wait_for_ever(ranks: int) -> None:
+    rng = random.Random(ranks)
+    for _ in range(120):
+        played = some_pass(rng, ranks)
+        for rank in play(played, ranks, rng):
+            assert rank.used == len(played.accesses)
+            assert rank.scattered == {(scatter.unit, scatter.group) for scatter in played.scatters}
+            assert not rank.grads
+
+
+def test_collectives_wait_only_for_what_stands_before_them() -> None:
+    """Compute at access k waits for its load, so what stands before that load may wait for accesses before k alone."""
+    rng = random.Random(0)
+    for _ in range(500):
+        played = some_pass(rng, 2)
+        timeline = played.timeline()
+        order = timeline.collectives()
+        assert [planned for planned in order if isinstance(planned, Load)] == list(timeline.loads)
+        assert [planned for planned in order if isinstance(planned, Scatter)] == list(timeline.scatters)
+        for place, planned in enumerate(order):
+            waits_for = planned.after_access if isinstance(planned, Load) else planned.access
+            behind = [other.access for other in order[place:] if isinstance(other, Load)]
+            assert all(access > waits_for for access in behind)
+
+
+def test_order_of_collectives_does_not_depend_on_which_updates_are_due() -> None:
+    """Updates may have run speculatively on one rank and not on another."""
+    rng = random.Random(1)
+    for _ in range(300):
+        played = some_pass(rng, 2)
+        units = sorted(played.placement.grad_homes)
+        every = played.timeline()
+        assert all(update.load is None for update in every.updates)
+        assert len(every.updates) == len({access.unit for access in played.accesses} & set(units))
+        for _ in range(3):
+            updated = frozenset(unit for unit in units if rng.random() < 0.5)
+            other = played.timeline(updated)
+            assert other.loads == every.loads
+            assert other.collectives() == every.collectives()
+        idle = build(played.accesses, played.placement, updates=False, scatters=played.scatters)
+        assert idle.collectives() == every.collectives()
