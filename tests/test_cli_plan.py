@@ -42,6 +42,8 @@ def test_plan_prints_bytes_times_and_changes(capsys: pytest.CaptureFixture[str])
     assert all(word in out for word in ("nvme", "compute", "tokens/s", "one change", "Bound by"))
     assert "with checkpoint_every auto one is due about every 30 minutes." in " ".join(out.split())
     assert "NVMe: 4 I/O threads each way, the default; `megatier bench` finds what these mounts want." in out
+    assert "…" not in out, "80 columns cut a word"
+    assert "exp_avg_sq" in out
 
 
 def test_plan_writes_json_and_a_picture(tmp_path: Path) -> None:

@@ -203,16 +203,19 @@ def _bytes_table(plan: Plan) -> Table:
     """The table of the bytes in each tier."""
     from megatier.tier import STATE_KINDS, Tier
 
-    table = Table("tier", title="state, and slots, gradients and activations (other)", title_justify="left")
-    for name in (*STATE_KINDS, "other", "in all", "budget"):
-        table.add_column(str(name), justify="right")
-
+    # Tiers are the columns, since they are few: with a column for each kind a terminal of 80 columns would cut names.
+    table = Table("bytes", title="what lies where", title_justify="left")
     budgets = {Tier.GPU: plan.budgets.gpu, Tier.RAM: plan.budgets.ram, Tier.NVME: plan.budgets.nvme}
-    for tier, budget in budgets.items():
-        kinds = [plan.state_bytes.get((tier, kind), 0) for kind in STATE_KINDS]
-        other = plan.placement.other_bytes.get(tier, 0)
-        total = plan.placement.state_bytes.get(tier, 0) + other
-        table.add_row(str(tier), *(mib(size) if size else "-" for size in (*kinds, other, total, budget)))
+    for tier in budgets:
+        table.add_column(str(tier), justify="right")
+
+    other = {tier: plan.placement.other_bytes.get(tier, 0) for tier in budgets}
+    rows = {str(kind): {tier: plan.state_bytes.get((tier, kind), 0) for tier in budgets} for kind in STATE_KINDS}
+    rows["slots, gradients"] = other
+    rows["in all"] = {tier: plan.placement.state_bytes.get(tier, 0) + other[tier] for tier in budgets}
+    rows["budget"] = budgets
+    for name, sizes in rows.items():
+        table.add_row(name, *(mib(size) if size else "-" for size in sizes.values()))
     return table
 
 
