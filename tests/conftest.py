@@ -34,6 +34,7 @@ pytest.register_assert_rewrite("store_contract")
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(scratch_directory()))
 """Parent of every tmp_path: a mount of the NVMe tier may not lie in RAM, and on many machines /tmp does."""
 
+
 def pytest_collection_finish() -> None:
     """What was imported stays, so Python's collector need not look at its 400,000 objects again and again."""
     gc.freeze()

@@ -7,12 +7,11 @@ import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from conftest import FAULTS
 from safetensors.torch import load_file, save_file
 from small_commands import MODEL, command, leftovers, metrics
+from small_drive import NO_NAMESPACES
 from test_train_trainer import saved_model
 from warm_python import MEGATIER, Process, WarmPython
 
@@ -162,50 +162,58 @@ def test_train_mount_in_ram_is_refused(refused: Callable[[dict[str, Any]], str])
     assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith("megatier-")]
 
 
-def on_small_drive(drive: Path, options: str, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command in a mount namespace of its own, where `drive` is a tmpfs that counts as a drive."""
-    drive.mkdir()
-    code = (
-        "import os, sys\n"
-        "from megatier import hardware\n"
-        "from megatier.cli import main\n"
-        "hardware.MEMORY_FILE_SYSTEMS.clear()\n"
-        "os.posix_fallocate = lambda *_: sys.exit('filled the disk')\n"
-        "code = main(sys.argv[2:])\n"
-        "print(os.listdir(sys.argv[1]))\n"
-        "sys.exit(code)\n"
-    )
-    inside = 'mount -t tmpfs -o "$0" none "$1" || exit 77; shift; exec "$@"'
-    command_in_there = [options, str(drive), sys.executable, "-c", code, str(drive), *words]
-    command_line = ["unshare", "--map-root-user", "--mount", "sh", "-c", inside, *command_in_there]
-    if shutil.which("unshare") is None:
-        pytest.skip("no mount namespaces here")
-    done = subprocess.run(command_line, capture_output=True, text=True, check=False)
-    if done.returncode == 77 or done.stderr.startswith("unshare:"):
-        pytest.skip("no mount namespaces for this user")
-    return done
+ON_SMALL_DRIVE = """
+import os, sys
+from small_drive import mount_small_drive
+from megatier import hardware
+from megatier.cli import main
+mount_small_drive(*sys.argv[1:3])
+hardware.MEMORY_FILE_SYSTEMS.clear()  # a tmpfs counts as a drive
+os.posix_fallocate = lambda *_: sys.exit("filled the disk")
+code = main(sys.argv[3:])
+print(os.listdir(sys.argv[1]))
+sys.exit(code)
+"""
 
 
-def test_train_disk_smaller_than_its_mount_budget_is_refused_before_it_is_full(tmp_path: Path) -> None:
-    drive = tmp_path / "drive"
-    words = command(tmp_path, {"tiers.state": "nvme", "tiers.nvme": f"{drive}:1GiB"})
-    done = on_small_drive(drive, "size=400k", words)
+@pytest.fixture
+def on_small_drive(tmp_path: Path, python: WarmPython) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a command where `drive` is a small one."""
+
+    def run(options: str, settings: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+        drive = tmp_path / "drive"
+        drive.mkdir()
+        done = python.run(["-c", ON_SMALL_DRIVE, drive, options, *command(tmp_path, settings)])
+        if done.returncode == NO_NAMESPACES:
+            pytest.skip("no mount namespaces for this user")
+        return done
+
+    return run
+
+
+def test_train_disk_smaller_than_its_mount_budget_is_refused_before_it_is_full(
+    tmp_path: Path, on_small_drive: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    done = on_small_drive("size=400k", {"tiers.state": "nvme", "tiers.nvme": f"{tmp_path / 'drive'}:1GiB"})
     assert done.returncode == 2, done.stderr
     expected = r"megatier: error: tier nvme is full: needs 624.0 KiB, 400.0 KiB free\. .*drive.*\n"
     assert re.fullmatch(expected, done.stderr), done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_train_read_only_file_system_is_refused(tmp_path: Path) -> None:
-    drive = tmp_path / "drive"
-    done = on_small_drive(drive, "ro", command(tmp_path, {"output.directory": f"{drive}/run"}))
+def test_train_read_only_file_system_is_refused(
+    tmp_path: Path, on_small_drive: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    done = on_small_drive("ro", {"output.directory": f"{tmp_path / 'drive'}/run"})
     assert done.returncode == 2, done.stderr
     assert re.fullmatch(r"megatier: error: .*drive.*Read-only file system.*\n", done.stderr), done.stderr
 
 
-def test_train_read_only_mount_is_refused(tmp_path: Path) -> None:
+def test_train_read_only_mount_is_refused(
+    tmp_path: Path, on_small_drive: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     drive = tmp_path / "drive"
-    done = on_small_drive(drive, "ro", command(tmp_path, {"tiers.state": "nvme", "tiers.nvme": f"{drive}:1MiB"}))
+    done = on_small_drive("ro", {"tiers.state": "nvme", "tiers.nvme": f"{drive}:1MiB"})
     assert done.returncode == 2, done.stderr
     expected = (
         f"megatier: error: cannot use {drive}: Read-only file system. Name a directory that exists and is yours.\n"

@@ -8,8 +8,6 @@ import os
 import re
 import resource
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 import torch
 from conftest import FAULTS
 from small_commands import EVERY_TWO, after_step, command, leftovers, outcome
+from small_drive import NO_NAMESPACES
 from warm_python import WarmPython
 
 from megatier.cli import main
@@ -63,17 +62,12 @@ def refusal(run: Path, code: int, remedy: str) -> str:
 
 
 def test_train_checkpoint_on_a_drive_that_fills_up_ends_the_run_which_goes_on_once_there_is_room(
-    tmp_path: Path, whole: dict[str, Any]
+    tmp_path: Path, whole: dict[str, Any], python: WarmPython
 ) -> None:
-    if shutil.which("unshare") is None:
-        pytest.skip("no mount namespaces here")
     drive = tmp_path / "drive"
     drive.mkdir()
-    inside = 'mount -t tmpfs -o size=8m none "$0" || exit 77; exec "$@"'
-    script = [sys.executable, str(FAULTS / "full_drive.py"), str(tmp_path), str(drive)]
-    line = ["unshare", "--map-root-user", "--mount", "sh", "-c", inside, str(drive), *script]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
-    if done.returncode == 77 or done.stderr.startswith("unshare:"):
+    done = python.run([FAULTS / "full_drive.py", tmp_path, drive])
+    if done.returncode == NO_NAMESPACES:
         pytest.skip("no mount namespaces for this user")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

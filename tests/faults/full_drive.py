@@ -1,7 +1,7 @@
 """A run whose drive is full while it writes its second checkpoint, and that goes on once there is room.
 
-Usage: full_drive.py FOLDER DRIVE. The drive is a small file system, for the run directory alone. Writes JSON: the exit
-code, message and checkpoints of the run before and after, and its outcome.
+Usage: full_drive.py FOLDER DRIVE. The drive becomes a small file system, for the run directory alone. Writes JSON: the
+exit code, message and checkpoints of the run before and after, and its outcome.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from small_commands import EVERY_TWO, command, outcome
+from small_drive import mount_small_drive
 
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
 from megatier.cli import main
@@ -61,5 +62,6 @@ def both(folder: Path, drive: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    mount_small_drive(sys.argv[2], "size=8m")
     torch.set_num_threads(1)
     json.dump(both(Path(sys.argv[1]), Path(sys.argv[2])), sys.stdout)
