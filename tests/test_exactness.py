@@ -50,8 +50,8 @@ FEW = [("bf16", 0.5, 3, 2), ("bf16", None, 1, 1), ("fp32", 0.5, 1, 2), ("fp32", 
 """Of NUMERIC, for larger models: any two values of dtype, clip and groups meet."""
 HALF = [row for n, row in enumerate(NUMERIC) if n.bit_count() % 2 == 0]
 """Of NUMERIC, for the smallest model: any three values meet."""
-WHOLE = [("bf16", 0.5, 1, 1), ("fp32", None, 1, 1)]
-"""Of HALF, those with all places and activation policies."""
+WHOLE = [("bf16", 0.5, 1, 1)]
+"""Of HALF, the one with all places and activation policies."""
 
 
 def pairs(index: int) -> list[tuple[str, str]]:

@@ -52,6 +52,8 @@ CASES = {
     ),
     "all on a drive": (RATES, ("nvme",), 96 * MIB),
 }
+FEW_CASES = ("free", "slow updates", "short of RAM", "a slow drive")
+"""What binds a step is the GPU, the updates, RAM, a drive."""
 LARGE = LLAMA | {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126}
 LARGE |= {"num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256}
 """405B parameters."""
@@ -66,7 +68,9 @@ def config_of(state: tuple[str, ...]) -> RunConfig:
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in FEW_CASES else [pytest.mark.slow]) for case in CASES]
+)
 def test_search_finds_what_trying_everything_finds(case: str) -> None:
     rates, state, ram = CASES[case]
     config, budgets = config_of(state), Budgets(64 * MIB, ram, 512 * MIB)
