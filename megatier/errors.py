@@ -8,10 +8,23 @@ from __future__ import annotations
 
 import errno
 import os
+from typing import Any
 
 
 class MegatierError(Exception):
     """The base of every error that megatier raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Give message and fields to pickle, since other ranks raise the same error."""
+        return _again, (type(self), self.args, vars(self))
+
+
+def _again(kind: type[MegatierError], args: tuple[object, ...], fields: dict[str, object]) -> MegatierError:
+    """Return an error as it was. The kind itself would be asked for fields, and make the message of them again."""
+    error = kind.__new__(kind)
+    super(MegatierError, error).__init__(*args)
+    vars(error).update(fields)
+    return error
 
 
 class ConfigError(MegatierError, ValueError):

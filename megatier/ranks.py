@@ -1,25 +1,26 @@
 """Ranks: the processes of one run, each with a GPU of its own, and what they tell and send each other.
 
-This is the only file that imports `torch.distributed`, and one process alone never does. Two kinds of things go between
-ranks. Weights and gradients go as bytes, unchanged: `gather` and `scatter`, in an order that is the same on all ranks.
-Everything small goes as Python objects: `agree`. The two have process groups of their own, so neither waits for the
-other.
+This is the only file that imports `torch.distributed`, and one process alone never does. Weights and gradients go as
+bytes, unchanged: `gather` and `scatter`, in an order that is the same on all ranks. Everything small goes as Python
+objects: `agree`. What a checkpoint needs of other ranks goes by a channel of its own, `beside`. All three have process
+groups of their own, so none waits for another.
 
-Threads: one thread at a time gathers and scatters (the lane `ranks`). The thread that trains calls everything else; in
-a pass that is recorded, it is the thread that computes.
+Threads: one thread at a time gathers and scatters (the lane `ranks`), and the lane `checkpoint` uses its channel. The
+thread that trains calls everything else; in a pass that is recorded, it is the thread that computes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from megatier.errors import ConfigError
+from megatier.errors import ConfigError, MegatierError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,15 +31,94 @@ TIMEOUT = timedelta(days=1)
 """How long a collective waits for a late rank. A rank that hangs is found by other means, and sooner."""
 
 
-class Ranks:
-    """The ranks of a run as one of them sees them."""
+class Channel:
+    """What the ranks tell each other, by a process group that one thread of each rank uses at a time.
 
-    def __init__(self, rank: int, size: int, local_rank: int, local_size: int, data: ProcessGroup) -> None:
-        """Take what is known of this process; see `join`."""
+    Every rank has to call the same, in the same order.
+    """
+
+    def __init__(self, rank: int, size: int, group: ProcessGroup | None) -> None:
+        """Take what is known of this process.
+
+        Args:
+            rank: its number.
+            size: the number of ranks.
+            group: a group of its own for this channel; None: the one that torch makes at the start.
+        """
         self.rank = rank
         """The number of this rank, from 0."""
         self.size = size
         """The number of ranks."""
+        self._group = group
+
+    def agree(self, record: T | None) -> list[T]:
+        """Return the records of all ranks, in the order of the ranks, without those that are None."""
+        import torch.distributed as dist
+
+        records: list[T | None] = [None] * self.size
+        dist.all_gather_object(records, record, group=self._group)
+        return [found for found in records if found is not None]
+
+    def first(self, make: Callable[[], T]) -> T:
+        """Return what the first rank makes, or raise its error. The others do not make any."""
+        made: tuple[T] | Exception | None = None
+        if self.rank == 0:
+            try:
+                made = (make(),)
+            except Exception as error:  # noqa: BLE001 - raised below, when the others know of it
+                made = self._told(error)
+
+        told: list[tuple[T] | Exception] = self.agree(made)
+        if isinstance(told[0], Exception):
+            raise told[0]
+        return told[0][0]
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What all ranks do inside fails on all of them if it fails on one, with the error of the first that failed.
+
+        Nothing inside may wait for a rank that has failed there.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as found:  # noqa: BLE001 - raised below, when the others know of it
+            error = found
+
+        if errors := self.agree(None if error is None else self._told(error)):
+            raise errors[0] from error
+
+    def _told(self, error: Exception) -> Exception:
+        """Return an error as other ranks raise it. Of one that is not ours they get the words."""
+        if isinstance(error, MegatierError | OSError):
+            return error
+        return MegatierError(f"rank {self.rank} failed: {error!r}")
+
+    def exchange(self, sent: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+        """Give every rank some numbers, and return those that the ranks have for this one.
+
+        Args:
+            sent: fp32 [any] for each rank, on the CPU.
+            counts: how many each rank has for this one.
+        """
+        import torch.distributed as dist
+
+        received = torch.empty(sum(counts))
+        sizes = [values.numel() for values in sent]
+        dist.all_to_all_single(received, torch.cat(list(sent)), list(counts), sizes, group=self._group)
+        return list(received.split(list(counts)))
+
+
+class Ranks(Channel):
+    """The ranks of a run as one of them sees them."""
+
+    def __init__(
+        self, rank: int, size: int, local_rank: int, local_size: int, data: ProcessGroup, beside: ProcessGroup
+    ) -> None:
+        """Take what is known of this process; see `join`."""
+        super().__init__(rank, size, None)
+        self.beside = Channel(rank, size, beside)
+        """For the lane `checkpoint`, which works beside the thread that trains."""
         self.local_rank = local_rank
         """The number of this rank among those of its host."""
         self.local_size = local_size
@@ -77,19 +157,7 @@ class Ranks:
         dist.all_to_all_single(received, sent, group=self._data)
         self.moved_bytes["ranks"] += received.numel() - received.numel() // self.size
 
-    # ------------------------------------------------------------------ agreement
-
-    def agree(self, record: T) -> list[T]:
-        """Return the records of all ranks, in the order of the ranks. Every rank has to call it."""
-        import torch.distributed as dist
-
-        records: list[T | None] = [None] * self.size
-        dist.all_gather_object(records, record)
-        return [found for found in records if found is not None]
-
-    def first(self, make: Callable[[], T]) -> T:
-        """Return what the first rank makes. The others do not make any."""
-        return self.agree((make() if self.rank == 0 else None,))[0][0]  # type: ignore[return-value]
+    # ------------------------------------------------------------------ the thread that trains
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Return the flat tensors of all ranks, end to end in the order of the ranks. They may differ in length."""
@@ -132,6 +200,15 @@ class Alone:
         """Return what this process makes."""
         return make()
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Do what is inside, which fails for this process alone."""
+        yield
+
+    def exchange(self, sent: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+        """Return what this process has for itself."""
+        return list(sent)
+
 
 def join(device: str) -> Ranks | None:
     """Join the ranks that `torchrun` started; None in a process that was started alone.
@@ -153,4 +230,5 @@ def join(device: str) -> Ranks | None:
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=TIMEOUT)
     data = dist.new_group(backend="nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
-    return Ranks(rank, size, local_rank, local_size, data)
+    beside = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    return Ranks(rank, size, local_rank, local_size, data, beside)

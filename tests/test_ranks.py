@@ -1,0 +1,75 @@
+"""What ranks tell each other: errors that all of them raise, and pieces of different sizes."""
+
+from __future__ import annotations
+
+import errno
+
+import torch
+from rank_pool import POOL
+from rank_runs import joined
+
+from megatier.errors import CapacityError, MegatierError, TransferError
+from megatier.ranks import Channel
+
+FULL = TransferError("writing", "disk", "/mnt/a", 8, errno.ENOSPC)
+NO_ROOM = CapacityError("a checkpoint", 7, 5, "Free space.")
+
+
+def fail(channel: Channel, errors: dict[int, Exception]) -> object:
+    """What a rank raises if some of them fail: its kind, its words and its fields."""
+    try:
+        with channel.together():
+            if channel.rank in errors:
+                raise errors[channel.rank]
+    except MegatierError as error:
+        return type(error), str(error), vars(error), getattr(error, "errno", None)
+    return None
+
+
+def fail_in_turn() -> list[object]:
+    with joined("cpu") as ranks:
+        assert ranks is not None
+        turns: list[dict[int, Exception]] = [{}, {1: FULL}, {0: NO_ROOM, 2: FULL}, {2: ValueError("odd")}]
+        return [fail(channel, turn) for channel in (ranks, ranks.beside) for turn in turns]
+
+
+def test_together_raises_on_all_ranks_the_error_of_the_first_that_failed() -> None:
+    full = TransferError, str(FULL), vars(FULL), errno.ENOSPC
+    no_room = CapacityError, str(NO_ROOM), vars(NO_ROOM), None
+    odd: tuple[object, ...] = MegatierError, "rank 2 failed: ValueError('odd')", {}, None
+    assert POOL.run(fail_in_turn, 3) == [2 * [None, full, no_room, odd]] * 3
+
+
+def refuse() -> int:
+    raise NO_ROOM
+
+
+def ask_first() -> tuple[int, str]:
+    with joined("cpu") as ranks:
+        assert ranks is not None
+        made = ranks.first(lambda: 10 + ranks.rank)
+        try:
+            ranks.first(refuse)
+        except CapacityError as error:
+            return made, str(error)
+        return made, ""
+
+
+def test_first_gives_all_ranks_what_the_first_made_or_its_error() -> None:
+    assert POOL.run(ask_first, 2) == [(10, str(NO_ROOM))] * 2
+
+
+def exchange(table: list[list[int]]) -> list[list[float]]:
+    """The numbers that come, where rank r sends table[r][other] times its own number."""
+
+    with joined("cpu") as ranks:
+        assert ranks is not None
+        sent = [torch.full((count,), float(ranks.rank)) for count in table[ranks.rank]]
+        received = ranks.beside.exchange(sent, [row[ranks.rank] for row in table])
+        return [values.tolist() for values in received]
+
+
+def test_exchange_of_pieces_of_different_sizes_brings_each_to_its_rank() -> None:
+    table = [[0, 3, 0], [0, 0, 2], [1, 0, 0]]
+    assert POOL.run(exchange, 3, table) == [[[], [], [2.0]], [[0.0] * 3, [], []], [[], [1.0] * 2, []]]
+    assert POOL.run(exchange, 2, [[0, 0], [0, 0]]) == [[[], []]] * 2
