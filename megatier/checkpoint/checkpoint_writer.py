@@ -81,6 +81,7 @@ class CheckpointWriter:
         self._num_kept = num_kept
         self._target = folder / f"step-{step:08d}"
         self._partial = folder / f".{self._target.name}{WRITING}"
+        # A copy, since the caller goes on and may change it.
         self._state = dict(state)
         self._opened = ExitStack()
         self._writers: list[PlaneWriter] = []
@@ -161,6 +162,7 @@ class CheckpointWriter:
             chunks = {node: values for writer in writers for node, values in writer.checksums.items()}
             _write_metadata(self._partial, self._session.units, self.step, self._state, chunks)
 
+        # Only now: until this one is whole, the run may need an older one.
         if self._num_kept is not None:
             prune(self._folder, self._num_kept)
         self.seconds = time.perf_counter() - self._began

@@ -177,6 +177,7 @@ class RunState:
             # A run on the CPU notes no state of a GPU.
             if device.type == "cuda" and self.random["cuda"] is not None:
                 torch.cuda.set_rng_state(_decoded(self.random["cuda"]), device)
+            # JSON has lists where Python's generator wants a tuple.
             kind, words, gauss = self.random["python"]
             random.setstate((kind, tuple(words), None if gauss is None else float(gauss)))
             np.random.set_state(_numpy_state(*self.random["numpy"]))
@@ -266,6 +267,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"torch": str(torch.__version__), "transformers": transformers.__version__}
     if device.type == "cuda":
         return {**found, "device": torch.cuda.get_device_name(device)}
+
+    # On a CPU kernels depend on its instructions, and the order of sums on the number of threads.
     return {
         **found,
         "device": platform.machine(),

@@ -221,6 +221,7 @@ def check_savepoint_room(session: Session, folder: Path) -> None:
     Raises:
         CapacityError: there is less room.
     """
+    # The one before is removed only when the next one is whole, so a run without any needs room for two.
     needed = (1 + (not checkpoints(folder))) * resident_bytes(session)
     free = shutil.disk_usage(folder.parent).free
     if needed > free:

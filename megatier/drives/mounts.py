@@ -99,6 +99,7 @@ class MountDirectories:
     def close(self, *, keeps: bool) -> None:
         """Remove the files, unless they are kept, and unlock. It is safe to call this twice."""
         for directory in self._directories:
+            # A directory without a block file has nothing to keep, such as one that was locked before an error.
             directory.close(() if keeps and directory.holds(BLOCK_FILE) else FILES)
         self._directories = []
 
