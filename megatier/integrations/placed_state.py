@@ -21,14 +21,8 @@ from megatier.hardware import cores_usable
 from megatier.integrations.chunk_store import ChunkStore
 from megatier.integrations.chunks import AHEAD, ChunkPlan, ElementRun, StateChunk
 from megatier.integrations.parameters import form_of, in_order, schema_of
-from megatier.numerics.optimizer import (
-    PIECE_ELEMENTS,
-    SPAN_ELEMENTS,
-    adamw_threads,
-    begin_adamw,
-    plane_dtype,
-    step_scalars,
-)
+from megatier.numerics.adamw import adamw_threads, begin_adamw, step_scalars
+from megatier.numerics.optimizer import PIECE_ELEMENTS, SPAN_ELEMENTS, plane_dtype
 from megatier.state import ADAMW_BF16
 from megatier.store.lease import Lease
 from megatier.tier import Kind, Tier

@@ -15,7 +15,7 @@ from typing import Self
 import torch
 
 from megatier import _native
-from megatier.numerics.optimizer import adamw_threads
+from megatier.numerics.adamw import adamw_threads
 from megatier.state import ADAMW_BF16
 from megatier.store.arena import Arena
 from megatier.store.lanes import Lanes

@@ -30,6 +30,7 @@ from torch import Tensor
 from megatier import _native
 from megatier.errors import NonFiniteError
 from megatier.layout import Layout, TensorSlice
+from megatier.numerics.adamw import Planes, adamw_threads, begin_adamw, step_scalars
 from megatier.ranks import Ranks
 from megatier.state import StateSchema
 from megatier.tier import Kind
@@ -39,11 +40,6 @@ SPAN_ELEMENTS = 65_536
 """Elements of a span of a unit. Each tensor has one partial sum of squares for what it has of a span."""
 PIECE_ELEMENTS = 64 * SPAN_ELEMENTS
 """Elements of one call if several threads share a gradient in RAM: whole spans, so that no partial sum is cut."""
-QUEUED_A_THREAD = 16
-"""The most requests that wait for each thread of AdamW. With so many no thread runs dry, and a chunk from NVMe does not
-wait for a whole unit."""
-
-Planes = Mapping[Kind, Tensor]
 Apply = Callable[[str, tuple[int, int], Planes, Tensor, Planes], _native.Batch | None]
 """Runs AdamW on some elements of a unit: see `AdamW.apply`."""
 
@@ -349,67 +345,6 @@ class AdamW:
         starts = starts or [(0, 1.0)]
         stops = [*(first for first, _ in starts[1:]), stop - start]
         return [(first, last, decay) for (first, decay), last in zip(starts, stops, strict=True)]
-
-
-def step_scalars(
-    step: int, learning_rate: float, betas: tuple[float, float], eps: float
-) -> tuple[float, float, float, float, float, float, float]:
-    """The numbers that the kernels take of step 1, 2, ...: all of `Scalars.of_kernels` but the clip coefficient."""
-    beta1, beta2 = betas
-    step_size = learning_rate / (1 - beta1**step)
-    bias2_root = math.sqrt(1 - beta2**step)
-    return (beta1, 1 - beta1, beta2, 1 - beta2, eps, step_size, bias2_root)
-
-
-def adamw_threads(num_threads: int) -> _native.ThreadPool:
-    """Start threads for `begin_adamw`, which blocks while they have enough to do."""
-    return _native.ThreadPool(num_threads, QUEUED_A_THREAD * num_threads)
-
-
-def begin_adamw(
-    pool: _native.ThreadPool,
-    planes: Planes,
-    grad: Tensor,
-    segments: Sequence[tuple[int, int, float]],
-    scalars: tuple[float, float, float, float, float, float, float, float],
-    before: Planes,
-) -> _native.Batch | None:
-    """Begin AdamW on flat planes of one device.
-
-    Args:
-        pool: does it on the CPU.
-        planes: the planes of each kind of state. With a remainder, weight and gradient are bf16, else fp32.
-        grad: the gradient of the same elements.
-        segments: (start, stop, decay) in elements.
-        scalars: `Scalars.of_kernels`.
-        before: the planes to read of kinds that are not updated in place; on the CPU only.
-
-    Returns:
-        What to wait on; None where it lies on the GPU's current stream.
-    """
-    remainder = planes.get(Kind.REMAINDER)
-    if grad.is_cuda:
-        from megatier.numerics import kernels  # Triton comes with torch's CUDA builds alone
-
-        assert not before, "on the GPU AdamW is in place"
-        moments = planes[Kind.EXP_AVG], planes[Kind.EXP_AVG_SQ]
-        kernels.adamw((planes[Kind.WEIGHT], remainder, *moments, grad), segments, scalars)
-        return None
-
-    sources = _addresses({**planes, **before})
-    return pool.submit_adamw(
-        (*_addresses(planes), grad.data_ptr()), remainder is not None, segments, scalars, before=sources
-    )
-
-
-def _addresses(planes: Planes) -> tuple[int, int, int, int]:
-    remainder = planes.get(Kind.REMAINDER)
-    return (
-        planes[Kind.WEIGHT].data_ptr(),
-        remainder.data_ptr() if remainder is not None else 0,
-        planes[Kind.EXP_AVG].data_ptr(),
-        planes[Kind.EXP_AVG_SQ].data_ptr(),
-    )
 
 
 def _call(work: Callable[..., None], memory: tuple[Tensor, ...], arguments: tuple[Any, ...]) -> None:

@@ -1,0 +1,86 @@
+"""AdamW on planes of state: the numbers of a step, and the kernel that fits the planes' device.
+
+`optimizer` has the formula. Whoever has planes and a gradient may call this: the optimizer of a run, `TieredAdamW`, and
+the probes that measure it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from megatier import _native
+from megatier.tier import Kind
+
+QUEUED_A_THREAD = 16
+"""The most requests that wait for each thread of AdamW. With so many no thread runs dry, and a chunk from NVMe does not
+wait for a whole unit."""
+
+Planes = Mapping[Kind, Tensor]
+"""The plane of each kind of state."""
+
+
+def step_scalars(
+    step: int, learning_rate: float, betas: tuple[float, float], eps: float
+) -> tuple[float, float, float, float, float, float, float]:
+    """The numbers that the kernels take of step 1, 2, ...: all of `Scalars.of_kernels` but the clip coefficient."""
+    beta1, beta2 = betas
+    step_size = learning_rate / (1 - beta1**step)
+    bias2_root = math.sqrt(1 - beta2**step)
+    return (beta1, 1 - beta1, beta2, 1 - beta2, eps, step_size, bias2_root)
+
+
+def adamw_threads(num_threads: int) -> _native.ThreadPool:
+    """Start threads for `begin_adamw`, which blocks while they have enough to do."""
+    return _native.ThreadPool(num_threads, QUEUED_A_THREAD * num_threads)
+
+
+def begin_adamw(
+    pool: _native.ThreadPool,
+    planes: Planes,
+    grad: Tensor,
+    segments: Sequence[tuple[int, int, float]],
+    scalars: tuple[float, float, float, float, float, float, float, float],
+    before: Planes,
+) -> _native.Batch | None:
+    """Begin AdamW on flat planes of one device.
+
+    Args:
+        pool: does it on the CPU.
+        planes: the planes of each kind of state. With a remainder, weight and gradient are bf16, else fp32.
+        grad: the gradient of the same elements.
+        segments: (start, stop, decay) in elements.
+        scalars: `Scalars.of_kernels`.
+        before: the planes to read of kinds that are not updated in place; on the CPU only.
+
+    Returns:
+        What to wait on; None where it lies on the GPU's current stream.
+    """
+    remainder = planes.get(Kind.REMAINDER)
+    if grad.is_cuda:
+        from megatier.numerics import kernels  # Triton comes with torch's CUDA builds alone
+
+        assert not before, "on the GPU AdamW is in place"
+        moments = planes[Kind.EXP_AVG], planes[Kind.EXP_AVG_SQ]
+        kernels.adamw((planes[Kind.WEIGHT], remainder, *moments, grad), segments, scalars)
+        return None
+
+    sources = _addresses({**planes, **before})
+    return pool.submit_adamw(
+        (*_addresses(planes), grad.data_ptr()), remainder is not None, segments, scalars, before=sources
+    )
+
+
+def _addresses(planes: Planes) -> tuple[int, int, int, int]:
+    remainder = planes.get(Kind.REMAINDER)
+    return (
+        planes[Kind.WEIGHT].data_ptr(),
+        remainder.data_ptr() if remainder is not None else 0,
+        planes[Kind.EXP_AVG].data_ptr(),
+        planes[Kind.EXP_AVG_SQ].data_ptr(),
+    )
+
+
+__all__ = ["Planes", "adamw_threads", "begin_adamw", "step_scalars"]
