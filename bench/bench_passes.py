@@ -49,7 +49,7 @@ class Buffer:
         """Allocate one buffer for all units."""
         self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
-    def take_grad(self, unit: str) -> torch.Tensor:
+    def take_grad(self, unit: str, *, fits: bool = False) -> torch.Tensor:
         """Give the buffer."""
         return self._bytes
 

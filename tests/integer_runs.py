@@ -103,7 +103,7 @@ class Adder:
         if group == self.model.policy.groups - 1:
             total.view(self.width)[: added.numel()].copy_(added)
 
-    def sum_groups(self, unit: str, total: Tensor, pieces: Tensor, *, adds: bool, is_last: bool) -> None:
+    def sum_groups(self, unit: str, total: Tensor, pieces: Tensor, spare: Tensor, *, adds: bool, is_last: bool) -> None:
         raise AssertionError("this run is alone")
 
     def check(self, unit: str) -> None:

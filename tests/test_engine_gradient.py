@@ -23,7 +23,7 @@ class Tray:
         self.groups: list[int] = []
         self.measured: list[Tensor] = []
 
-    def take_grad(self, unit: str) -> Tensor:
+    def take_grad(self, unit: str, *, fits: bool = False) -> Tensor:
         self.taken += 1
         if not self.sums:
             self.buffer.fill_(0xFF)

@@ -54,7 +54,7 @@ class Head:
         self.phases.append(phase)
         return SimpleNamespace(bytes=self.weights.view(torch.uint8), leave=lambda: None)
 
-    def take_grad(self, unit: str) -> Tensor:
+    def take_grad(self, unit: str, *, fits: bool = False) -> Tensor:
         return self.grad.view(torch.uint8)
 
     def ship_grad(self, unit: str, *, group: int) -> None: ...

@@ -63,7 +63,7 @@ class Shelf:
     def fetch(self, unit: str) -> Tensor:
         return self.stashed.pop(unit)
 
-    def take_grad(self, unit: str) -> Tensor:
+    def take_grad(self, unit: str, *, fits: bool = False) -> Tensor:
         self.shipped.append(torch.full((LAYOUT.num_elements,), float("nan")))
         return self.shipped[-1].view(torch.uint8)
 

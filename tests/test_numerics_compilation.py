@@ -278,7 +278,7 @@ def streamed(activations: str, share: float, *, slices: int = 1, refused: bool =
 class OneShelf(Shelf):
     """Weights of a unit of one tensor."""
 
-    def take_grad(self, unit: str) -> Tensor:
+    def take_grad(self, unit: str, *, fits: bool = False) -> Tensor:
         self.shipped.append(torch.full_like(self.weights, float("nan")))
         return self.shipped[-1].view(torch.uint8)
 

@@ -66,7 +66,7 @@ def some_pass(rng: random.Random, ranks: int) -> Pass:
 
     last_uses = {(access.unit, access.group): index for index, access in enumerate(accesses)}
     scatters = [
-        Scatter(access.unit, access.group, index)
+        Scatter(access.unit, access.group, index, 2)
         for index, access in enumerate(accesses)
         if access.unit in trained and last_uses[access.unit, access.group] == index
     ]

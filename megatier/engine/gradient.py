@@ -28,10 +28,15 @@ from megatier.layout import Layout
 class GradSink(Protocol):
     """What takes gradients. It knows the tiers; nodes do not."""
 
-    def take_grad(self, unit: str) -> Tensor:
+    def take_grad(self, unit: str, *, fits: bool = False) -> Tensor:
         """Ask for a buffer, uint8, for elements in fp32 (several groups) or in the compute dtype.
 
         If `sums_here`, it has the sum of the groups before.
+
+        Args:
+            unit: the unit.
+            fits: whether the compute dtype holds a group's gradient without loss. If other ranks add it up, the buffer
+                is for elements of that dtype then.
         """
 
     def ship_grad(self, unit: str, *, group: int) -> None:
@@ -196,9 +201,12 @@ class Gradients:
         """Write the last summand and the sum of the others into the sink's buffer, rounded once."""
         if not self._is_shared:
             self._catch_up(unit, self.group)
-        buffer = self._take(unit)
-        adds = self._adds(unit, self.group)
         before = {**self._firsts.pop(unit, {}), **self._sums.pop(unit, {})}
+
+        # A single summand is as autograd made it. A sum of several is not rounded before all groups are in it.
+        fits = self._is_shared and not before and all(grad.dtype is self._dtype for grad in grads.values())
+        buffer = self._take(unit, fits=fits)
+        adds = self._adds(unit, self.group)
 
         # AdamW updates padding like any element, so it must not see what the slot held before.
         for start, stop in () if adds else self._gaps[unit]:
@@ -222,10 +230,10 @@ class Gradients:
             else:
                 piece.zero_()
 
-    def _take(self, unit: str) -> Tensor:
+    def _take(self, unit: str, *, fits: bool = False) -> Tensor:
         """Ask the sink for a buffer, and see it as numbers."""
-        is_summand = self._groups > 1 or self._is_shared
-        buffer = self._sink.take_grad(unit).view(torch.float32 if is_summand else self._dtype)
+        is_summand = (self._groups > 1 or self._is_shared) and not fits
+        buffer = self._sink.take_grad(unit, fits=fits).view(torch.float32 if is_summand else self._dtype)
         self._buffers[unit] = buffer
         return buffer
 

@@ -233,26 +233,26 @@ class AdamW:
 
         self.measure(unit, total.view(self._dtype)[:count])
 
-    def sum_groups(self, unit: str, total: Tensor, pieces: Tensor, *, adds: bool, is_last: bool) -> None:
+    def sum_groups(self, unit: str, total: Tensor, pieces: Tensor, spare: Tensor, *, adds: bool, is_last: bool) -> None:
         """Add the gradients of several groups, one of each rank, where they lie; see play.optimizer.Optimizer.
 
         Args:
             unit: its unit.
-            total: uint8, fp32 sum if a step has more groups than these, else the gradient in the compute dtype; after
-                the last group its front holds the gradient in the compute dtype.
-            pieces: uint8 [groups, bytes], fp32 gradients; the first is overwritten.
+            total: uint8, fp32 sum if a step has more groups than these; after the last group its front holds the
+                gradient in the compute dtype.
+            pieces: uint8 [groups, bytes], gradients in the compute dtype, or in fp32. The first may be overwritten.
+            spare: uint8, room for an fp32 sum, if the pieces are in a narrower dtype.
             adds: whether `total` has the sum of groups before.
             is_last: whether no groups come after these.
         """
         count = self.layouts[unit].num_elements
-        grads = pieces.view(torch.float32)[:, :count]
-        summed = grads[0]
-        if self._groups > 1:
-            summed = total.view(torch.float32)[:count]
-            if adds:
-                summed.add_(grads[0])
-            else:
-                summed.copy_(grads[0])
+        dtype = torch.float32 if pieces.shape[1] == 4 * count else self._dtype
+        grads = pieces.view(dtype)
+        summed = self._room_for_sum(total, grads, spare)
+        if adds:
+            summed.add_(grads[0])
+        else:
+            summed.copy_(grads[0])
 
         # One after the other, as one rank alone adds them: fp32 sums depend on their order.
         for grad in grads[1:]:
@@ -260,8 +260,14 @@ class AdamW:
 
         if is_last:
             final = total.view(self._dtype)[:count]
-            final.copy_(summed.to(self._dtype))
+            final.copy_(summed.to(self._dtype) if summed.data_ptr() == final.data_ptr() else summed)
             self.measure(unit, final)
+
+    def _room_for_sum(self, total: Tensor, grads: Tensor, spare: Tensor) -> Tensor:
+        """Where the fp32 sum of groups is taken, flat: it stays in `total` if there are groups that come later."""
+        if self._groups > 1:
+            return total.view(torch.float32)[: grads.shape[1]]
+        return grads[0] if grads.dtype is torch.float32 else spare.view(torch.float32)[: grads.shape[1]]
 
     def _at_once(self, work: Callable[..., None], calls: Sequence[tuple[Any, ...]], memory: tuple[Tensor, ...]) -> None:
         """Make native calls, which drop the GIL, on several threads, and wait for them.

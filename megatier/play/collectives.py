@@ -38,12 +38,19 @@ from megatier.store.transfer import Transfer, mark
 from megatier.tier import Kind, Tier
 from megatier.trace.recorder import Recorder
 
+FP32_BYTES = 4
+"""Bytes of an element of a gradient that the compute dtype would round."""
+
 
 class Handover:
     """A group's gradient of a unit, on its way from compute to the lane `ranks`."""
 
-    def __init__(self) -> None:
+    def __init__(self, planned: Scatter) -> None:
         """Compute has not made it yet."""
+        self.planned = planned
+        """The scatter that takes it."""
+        self.scattered: Transfer | None = None
+        """The lane's item that does so, once it was submitted."""
         self._latch = _native.Latch()
         self._made: Transfer | None = None
         self._is_abandoned = False
@@ -107,14 +114,12 @@ class Collectives:
         self._pass = Pass("")
         self._handovers: dict[tuple[str, int], Handover] = {}
         """The gradients that this pass hands over, by unit and group."""
-        self._scatters: dict[tuple[str, int], Transfer] = {}
-        """The scatters of these gradients."""
         self._handed_last: dict[str, Transfer] = {}
         """The scatter of the gradient that each unit handed over last."""
         self._handed: set[str] = set()
         """The units of which compute has made a gradient in this step."""
-        self._buffers: dict[str, Lease] = {}
-        """The GPU buffers in which compute makes gradients now, by unit."""
+        self._buffers: dict[str, tuple[Lease, int]] = {}
+        """The GPU buffers in which compute makes gradients now, by unit, and the bytes of an element in each."""
         self._last: Transfer | None = None
         """The collective that was submitted last."""
         self.queue = Queue("ranks", blocks.store.clock)
@@ -141,10 +146,9 @@ class Collectives:
             assert own is not None
             return self._append(planned.unit, partial(self._gather, planned.unit, planned), [own])
 
-        named = planned.unit, planned.group
-        handover = self._handovers[named] = Handover()
-        scatter = self._scatters[named] = self._append(planned.unit, partial(self._scatter, planned, handover), [])
-        return scatter
+        handover = self._handovers[planned.unit, planned.group] = Handover(planned)
+        handover.scattered = self._append(planned.unit, partial(self._scatter, handover), [])
+        return handover.scattered
 
     def wait(self) -> None:
         """Wait until every collective is over.
@@ -170,7 +174,7 @@ class Collectives:
         for scatter in self._pass.timeline.scatters:
             named = scatter.unit, scatter.group
             if scatter.access < len(self._pass.accesses) and named in left_out and named not in done:
-                self._make(scatter.unit).zero_()
+                self._make(scatter.unit, scatter.width).zero_()
                 self._hand_over(scatter.unit, scatter.group)
 
     def abandon(self) -> None:
@@ -187,7 +191,7 @@ class Collectives:
         """Give back the buffers of a backward that was left half-way, and drop what was not scattered."""
         while self._buffers:
             with self._store.tear.change:
-                _, lease = self._buffers.popitem()
+                _, (lease, _) = self._buffers.popitem()
                 lease.release()
 
     def drop(self) -> None:
@@ -210,9 +214,14 @@ class Collectives:
         self._check_order(f"gather {unit}")
         return self._append(unit, partial(self._gather, unit, None), [])
 
-    def take_grad(self, unit: str) -> torch.Tensor:
-        """A GPU buffer for the whole unit's gradient of one group: uint8, for fp32, contents unspecified."""
-        return self._make(unit)
+    def take_grad(self, unit: str, *, fits: bool = False) -> torch.Tensor:
+        """A GPU buffer for the whole unit's gradient of one group: uint8, contents unspecified.
+
+        Args:
+            unit: the unit.
+            fits: whether the buffer is for elements of the compute dtype, which lose nothing; else it is for fp32.
+        """
+        return self._make(unit, self._blocks.policy.schema.grad_width if fits else FP32_BYTES)
 
     def ship_grad(self, unit: str, *, group: int) -> None:
         """Hand over the gradient of a group, of which every rank gets its shard."""
@@ -223,44 +232,52 @@ class Collectives:
         """False: groups are added up when the pieces of all ranks are there."""
         return False
 
-    def _make(self, unit: str) -> torch.Tensor:
-        """Lease a buffer for a unit's gradient of one group, once that of the group before was scattered from it."""
+    def _make(self, unit: str, width: int) -> torch.Tensor:
+        """Lease a buffer for a unit's gradient of one group, with so many bytes for each element.
+
+        It waits until the gradient of the group before was scattered from it.
+        """
         # Other ranks may be a whole group behind, and then the lane waits for them with that gradient.
         if (before := self._handed_last.pop(unit, None)) is not None:
             before.order()
 
         # An interrupt between the lease and its entry would leave a lease that nobody gives back.
         with self._store.tear.call:
-            key = group_grad_key(unit)
-            lease = self._buffers[unit] = self._store.lease(key, Tier.GPU, fresh=True, wait=True)
-        return lease.bytes
+            lease = self._store.lease(group_grad_key(unit), Tier.GPU, fresh=True, wait=True)
+            self._buffers[unit] = lease, width
+        return lease.bytes[: self._size(unit, width)]
 
     def _hand_over(self, unit: str, group: int) -> None:
         """Give the lane a gradient that is made."""
         with self._store.tear.change:
-            self._buffers.pop(unit).release()
+            lease, width = self._buffers.pop(unit)
+            lease.release()
         made = mark(self._store.clock, unit)
 
-        scatter = Scatter(unit, group, len(self._pass.accesses) - 1)
+        scatter = Scatter(unit, group, len(self._pass.accesses) - 1, width)
         self._pass.scatters.append(scatter)
         if self._pass.timeline is None:
-            self._check_order(f"scatter {unit} {group}")
+            self._check_order(f"scatter {unit} {group} {width}")
             self.submit(scatter)
 
         handover = self._handovers.get((unit, group))
-        if handover is None:
+        if handover is None or handover.planned.width != width:
             raise TimelineError(
-                f"{unit} has a gradient in group {group}, and had none in step 1. Ranks scatter what the first step "
-                "has: put an image into each batch of the first step."
+                f"{unit} has a gradient in group {group}, and had none in step 1, or one that was made of fewer parts. "
+                "Ranks scatter what the first step has: put an image into each batch of the first step."
             )
         handover.give(made)
-        self._handed_last[unit] = self._scatters[unit, group]
+        if handover.scattered is not None:
+            self._handed_last[unit] = handover.scattered
 
     def _clear(self) -> None:
         """Forget the gradients of a pass."""
         self._handovers.clear()
-        self._scatters.clear()
         self._handed_last.clear()
+
+    def _size(self, unit: str, width: int) -> int:
+        """Bytes of a whole unit's gradient, with so many bytes for each element."""
+        return self._ranks.size * self._blocks.units[unit].num_trained * width
 
     def _check_order(self, what: str) -> None:
         """Compare what this rank does next with the others, while the order is recorded.
@@ -304,8 +321,9 @@ class Collectives:
         # The next load may need the slot of the shard.
         blocks.drop_shard(unit)
 
-    def _scatter(self, scatter: Scatter, handover: Handover) -> None:
+    def _scatter(self, handover: Handover) -> None:
         """Send a group's gradient to the owners of its shards, and add the pieces of this rank's shard to its sum."""
+        scatter = handover.planned
         unit = scatter.unit
         self._recorder.busy["ranks"] = "compute"
         self._gradients.fetch_sum(unit)
@@ -314,12 +332,13 @@ class Collectives:
         self._recorder.busy["ranks"] = "ranks"
         with self._store.lease(received_key(unit), Tier.GPU, fresh=True, wait=True) as received:
             with self._store.lease(group_grad_key(unit), Tier.GPU) as made:
-                self._ranks.scatter(received.bytes, made.bytes)
+                size = self._size(unit, scatter.width)
+                self._ranks.scatter(received.bytes[:size], made.bytes[:size])
             self._store.evict(group_grad_key(unit), Tier.GPU)
-            self._add(scatter, received.bytes)
+            self._add(scatter, received.bytes[:size], received.bytes[size:])
         self._store.evict(received_key(unit), Tier.GPU)
 
-    def _add(self, scatter: Scatter, received: torch.Tensor) -> None:
+    def _add(self, scatter: Scatter, received: torch.Tensor, spare: torch.Tensor) -> None:
         """Add the pieces of all ranks to the sum of this rank's shard."""
         unit = scatter.unit
         gradients = self._gradients
@@ -327,7 +346,7 @@ class Collectives:
         total = gradients.take_grad(unit)
         pieces = received.view(self._ranks.size, -1)
         is_last = scatter.group == self._blocks.policy.groups - 1
-        self._optimizer.sum_groups(unit, total, pieces, adds=not is_first, is_last=is_last)
+        self._optimizer.sum_groups(unit, total, pieces, spare, adds=not is_first, is_last=is_last)
 
         # If this rank left the unit out, it does not know yet whether any rank has a gradient of it.
         gradients.ship_grad(unit, group=scatter.group, speculates=unit in self._handed)

@@ -47,7 +47,7 @@ class UnitGradients:
         """Whether no group's gradient of this unit was handed over in this step."""
         return unit not in self._summed
 
-    def take_grad(self, unit: str) -> torch.Tensor:
+    def take_grad(self, unit: str, *, fits: bool = False) -> torch.Tensor:
         """A GPU buffer for the unit's gradient of this group: uint8, contents unspecified unless `sums_here`."""
         # The sum was asked for when the unit was used. If that failed, the lease below asks again, and has the error.
         if (fetched := self._updates.fetched(unit)) is not None:

@@ -57,15 +57,25 @@ class Optimizer(Protocol):
         After the last group, the sum is rounded to the compute dtype in place, and measured.
         """
 
-    def sum_groups(self, unit: str, total: torch.Tensor, pieces: torch.Tensor, *, adds: bool, is_last: bool) -> None:
-        """Add the fp32 gradients of several groups to a sum where they lie, in their order.
+    def sum_groups(
+        self,
+        unit: str,
+        total: torch.Tensor,
+        pieces: torch.Tensor,
+        spare: torch.Tensor,
+        *,
+        adds: bool,
+        is_last: bool,
+    ) -> None:
+        """Add the gradients of several groups to an fp32 sum where they lie, in their order.
 
-        After the last groups, the sum is rounded to the compute dtype in place, and measured.
+        After the last groups, the sum is rounded to the compute dtype, and measured.
 
         Args:
             unit: its name.
-            total: uint8, the sum.
-            pieces: uint8 [groups, bytes], the gradients.
+            total: uint8, the sum if a step has more groups than these; in the end, the gradient.
+            pieces: uint8 [groups, bytes], the gradients, in fp32 or in the compute dtype.
+            spare: uint8, room for an fp32 sum, if the gradients are in a narrower dtype.
             adds: whether there is a sum of groups before these.
             is_last: whether no groups come after them.
         """

@@ -246,7 +246,7 @@ class Player:
                 for index, access in enumerate(self._pass.accesses)
                 if is_shared or self._placement.homes[access.unit, Kind.WEIGHT] is not Tier.GPU
             ]
-            played = Timeline(tuple(self._pass.accesses), tuple(on_demand), ())
+            played = Timeline(tuple(self._pass.accesses), tuple(on_demand), (), tuple(self._pass.scatters))
             self._demand.begin_pass(played, trains=self._pass.trains)
 
         # The lane `ranks` makes gradients final, so it has to be through with this pass.

@@ -18,10 +18,9 @@ from megatier.schedule.sizes import (
     block_bytes,
     final_grad_bytes,
     grad_bytes,
-    group_grad_bytes,
     trained_bytes,
 )
-from megatier.schedule.timeline import Timeline
+from megatier.schedule.timeline import Scatter, Timeline
 from megatier.tier import Kind, Tier
 
 
@@ -100,17 +99,16 @@ class Moves:
             return ()
         return self._up(home, grad_bytes(self._units[unit], self._policy))
 
-    def scatter(self, unit: str) -> tuple[Move, ...]:
+    def scatter(self, scatter: Scatter) -> tuple[Move, ...]:
         """Moves by which a rank receives the others' gradients of its shard, of one group each."""
-        return self._from_others(group_grad_bytes(self._units[unit], self._policy) // self._policy.ranks)
+        return self._from_others(self._units[scatter.unit].num_trained * scatter.width)
 
     def gradients(self, unit: str) -> tuple[Move, ...]:
         """Moves of a unit's gradients in all groups of a step, until the gradient is final."""
         groups = self._policy.groups
         shipped = [move for group in range(groups) for move in self.ship(unit, is_last=group == groups - 1)]
         fetched = [move for _ in range(groups - 1) for move in self.fetch_sum(unit)]
-        scattered = [move for _ in range(groups) for move in self.scatter(unit)]
-        return (*scattered, *shipped, *fetched)
+        return (*shipped, *fetched)
 
     # ------------------------------------------------------------------ updates
 
@@ -160,6 +158,8 @@ class Moves:
                 yield from self.feed(update.unit)
                 yield from self.load_frozen(update.unit)
 
+        for scatter in timeline.scatters:
+            yield from self.scatter(scatter)
         for unit in gradients:
             yield from self.gradients(unit)
         for unit in updated:

@@ -61,6 +61,8 @@ class Scatter:
     """Group of the step, from 0."""
     access: int
     """Index of the access after which compute hands the gradient over."""
+    width: int
+    """Bytes of an element on its way: as few as lose nothing."""
 
 
 @dataclass(frozen=True, slots=True)
