@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 ALIGN_ELEMENTS = 128
 PAD_ELEMENTS = 2048
 CHECKED_ELEMENTS = 32 << 10
-"""Trained and frozen parameters of one unit share no chunk of bytes under one checksum: 64 KiB in bf16."""
+"""Trained and frozen parameters of one unit share no granule, which is 64 KiB of bf16."""
 SHARD_ELEMENTS = 64 << 10
 """A shard begins at a multiple of this. It is a multiple of everything that is counted from a unit's start: alignment,
 pages, checksummed chunks, and the spans of the norm."""
