@@ -85,8 +85,8 @@ def streamed_on(
     place: str, mount: Path, train: TrainConfig, *, model: str = "tied", fused_loss: bool = True, **options: Any
 ) -> Iterator[tuple[Session, Streamed]]:
     """The session too, for what only a test asks; options are those of `opened`."""
-    config = exactness_config(model)
-    with opened(config, mount, PLACES[place], train, numerics=GUARDED, fused_loss=fused_loss, **options) as session:
+    options = {"numerics": GUARDED, "fused_loss": fused_loss, "seed": None, **options}
+    with opened(exactness_config(model), mount, PLACES[place], train, **options) as session:
         streamed = Streamed(session, train, has_logits=not fused_loss)
         streamed.model.train()
         yield session, streamed

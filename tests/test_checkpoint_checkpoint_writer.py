@@ -119,7 +119,6 @@ def release_when_waited_for(session: Session, held: threading.Event) -> threadin
 def gone_on(run: Run, folder: Path, held: threading.Event) -> tuple[Outcome, str]:
     """Five steps, and a checkpoint of the second that goes on once an update waits for it: both their bits."""
     with session_of(run, folder) as session:
-        torch.manual_seed(run.seed)
         results = [step(session, run.train, number) for number in (1, SAVED_AFTER)]
         writer, is_deferred = begin(session, folder, SAVED_AFTER), session.optimizer.hyper.deferred
         if is_deferred:
@@ -141,7 +140,6 @@ def expected() -> dict[Run, tuple[Outcome, str]]:
 def waited_for(run: Run, folder: Path) -> tuple[Outcome, str]:
     """Five steps without a checkpoint, and one of the second step that nothing went on beside."""
     with session_of(run, folder) as session:
-        torch.manual_seed(run.seed)
         for number in (1, SAVED_AFTER):
             step(session, run.train, number)
         path = begin(session, folder, SAVED_AFTER).wait()
@@ -180,9 +178,7 @@ def test_run_restored_from_a_checkpoint_written_beside_training_goes_on_to_the_s
 ) -> None:
     run = Run(model="untied", place="gpu_ram_nvme")
     with session_of(run, tmp_path / "before") as session:
-        torch.manual_seed(run.seed)
         results = [step(session, run.train, number) for number in (1, SAVED_AFTER)]
-        drawn = torch.get_rng_state()
         writer = begin(session, tmp_path, SAVED_AFTER)
         step(session, run.train, 3)
         thread = release_when_waited_for(session, held)
@@ -191,7 +187,6 @@ def test_run_restored_from_a_checkpoint_written_beside_training_goes_on_to_the_s
         thread.join(HANG_S)
     with session_of(run, tmp_path / "after") as session:
         restore(session, path)
-        torch.set_rng_state(drawn)
         results += [step(session, run.train, number) for number in range(3, 6)]
         found = outcome(session, results)
     assert found == run(tmp_path / "before")

@@ -80,7 +80,6 @@ def with_savepoints(run: Run, place: Place, folder: Path) -> Any:
     with opened(config, folder, place, run.train, device=run.device, **options) as session:
         held = {tier for tier, size in session.placement.state_bytes.items() if size}
         assert held == {Tier(name) for name in place.tiers}
-        torch.manual_seed(run.seed)
         vocab = session.model.config.get_text_config().vocab_size
         for step in range(1, 6):
             results.append(session.engine.train_step(step, 1e-2, random_groups(run.train, vocab, step)))

@@ -93,7 +93,6 @@ def take_steps(session: Session, run: Run, numbers: Sequence[int]) -> list[StepR
     """Each with the tokens, the dropout and the poison of its number."""
     results = []
     for step in numbers:
-        torch.manual_seed(step)
         with poisoned(session.engine, POISON.get(step)):
             results.append(session.engine.train_step(step, 1e-2, random_groups(run.train, 2112, step)))
     return results
@@ -248,3 +247,36 @@ def test_train_step_with_a_loss_of_several_parts_and_more_refuses_groups(tmp_pat
         groups = [{key: value[row : row + 1] for key, value in batch.items()} for row in range(2)]
         with pytest.raises(UnsupportedModelError, match=r"loss function 2 times .* set train\.groups to 1"):
             session.engine.train_step(1, 1e-3, groups)
+
+
+def draws(session: Session, step: int, groups: Sequence[int]) -> dict[int, list[float]]:
+    """The random numbers that each group of a step begins with, in the order in which they are computed."""
+    found = {}
+    session.engine.begin_step(step, 1e-2)
+    for group in groups:
+        session.engine.begin_group(group)
+        found[group] = torch.rand(4).tolist()
+    session.engine.abandon()
+    return found
+
+
+def test_begin_group_random_numbers_depend_on_seed_step_and_group_alone(tmp_path: Path) -> None:
+    train = Run(model="untied", groups=3).train
+    with opened(exactness_config("untied"), tmp_path, PLACES["ram"], train, seed=7) as session:
+        first = draws(session, 2, (0, 1, 2))
+        torch.rand(1)
+        assert draws(session, 2, (2, 0, 1)) == first
+        others = draws(session, 3, (0, 1, 2))
+    with opened(exactness_config("untied"), tmp_path, PLACES["ram"], train, seed=8) as session:
+        seeded = draws(session, 2, (0, 1, 2))
+    numbers = [tuple(found) for step in (first, others, seeded) for found in step.values()]
+    assert len(set(numbers)) == 9
+
+
+def test_begin_group_without_a_seed_leaves_the_generators_alone(tmp_path: Path) -> None:
+    train = Run(model="untied", groups=3).train
+    with opened(exactness_config("untied"), tmp_path, PLACES["ram"], train, seed=None) as session:
+        torch.manual_seed(5)
+        found = draws(session, 1, (0, 1, 2))
+        torch.manual_seed(5)
+        assert list(found.values()) == [torch.rand(4).tolist() for _ in range(3)]

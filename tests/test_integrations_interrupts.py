@@ -33,7 +33,7 @@ def _one_thread() -> Iterator[None]:
 @contextlib.contextmanager
 def streamed_on(place: str, mount: Path) -> Iterator[Streamed]:
     config, numerics = exactness_config("tied"), NumericsConfig()
-    with opened(config, mount, PLACES[place], TRAIN, numerics=numerics, fused_loss=True) as session:
+    with opened(config, mount, PLACES[place], TRAIN, numerics=numerics, fused_loss=True, seed=None) as session:
         streamed = Streamed(session, TRAIN, has_logits=False)
         streamed.model.train()
         yield streamed

@@ -82,7 +82,7 @@ def streamed_gradients(
     """Loss and gradients of one streamed step: with beta1 = 0 the first moment is the gradient itself."""
     train = TrainConfig(steps=1, batch=BATCH, slices=slices, activations=activations, beta1=0.0, clip=1e9)
     options = {"compute_dtype": "fp32", "loss_chunk": CHUNK, "source": source, "tokens": TOKENS, **options}
-    with opened(config, mount, place, train, **options) as session:
+    with opened(config, mount, place, train, seed=None, **options) as session:
         torch.manual_seed(3)
         result = session.engine.train_step(1, 0.0, [batch or padded_batch()])
         return result.loss, read_parameters(session, Kind.EXP_AVG)

@@ -120,6 +120,7 @@ def opened(
     numerics: NumericsConfig = UNGUARDED,
     frozen: Sequence[str] = (),
     fp32_products: bool = False,
+    seed: int | None = 5,
     **model_options: Any,
 ) -> Iterator[Session]:
     """A loaded session with the least budgets under which the place holds.
@@ -136,6 +137,7 @@ def opened(
         numerics: the guard; without it and without clipping, updates run inside the backward.
         frozen: parameters that are not trained.
         fp32_products: products as on a CPU without bf16 instructions, whatever this machine's CPU has.
+        seed: of dropout, as in `megatier train`; None: as in loops of others, torch's generators are the caller's.
         model_options: of ModelConfig.
     """
     options = {"fused_loss": False, "loss_chunk": 20, **model_options}
@@ -156,7 +158,7 @@ def opened(
     tiers = replace(tiers, gpu=budgets.gpu, ram=budgets.ram)
     with (
         patch("megatier.session.machine.cpu_has_bf16", return_value=not fp32_products),
-        Session(skeleton, model, tiers, train, numerics, tokens, savepoints=place.savepoints) as session,
+        Session(skeleton, model, tiers, train, numerics, tokens, seed=seed, savepoints=place.savepoints) as session,
     ):
         session.load(source or Initialiser(session.model, 0))
         yield session
@@ -207,9 +209,8 @@ def random_groups(train: TrainConfig, vocab: int, step: int) -> list[Batch]:
     return [{"input_ids": part, "labels": wanted} for part, wanted in parts]
 
 
-def run_steps(session: Session, train: TrainConfig, num_steps: int = 5, seed: int = 5) -> list[StepResult]:
-    """Train on the same batches with the same dropout as every other run of as many groups."""
-    torch.manual_seed(seed)
+def run_steps(session: Session, train: TrainConfig, num_steps: int = 5) -> list[StepResult]:
+    """Train on the same batches as every other run of as many groups."""
     vocab = session.model.config.get_text_config().vocab_size
     return [session.engine.train_step(n, 1e-2, random_groups(train, vocab, n)) for n in range(1, num_steps + 1)]
 
@@ -304,12 +305,13 @@ class Run:
             "expert_parts": self.expert_parts,
             "gpu_direct": self.gpu_direct,
             "fp32_products": self.fp32_products,
+            "seed": self.seed,
         }
         with opened(config, mount, place, self.train, device=self.device, numerics=self.numerics, **options) as session:
             held = {tier for tier, size in session.placement.state_bytes.items() if size}
             assert held == {Tier(name) for name in place.tiers}, f"{self.place} lies on {held}"
             assert bool(session.placement.streamed) == bool(place.streamed and (self.clip or self.guard))
-            return outcome(session, run_steps(session, self.train, seed=self.seed))
+            return outcome(session, run_steps(session, self.train))
 
 
 def run_in_fresh_process(runs: Sequence[Run], mount: Path, compiled: Path | None = None) -> list[Outcome]:

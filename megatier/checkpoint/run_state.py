@@ -6,18 +6,14 @@ its checkpoint. Whatever differs is refused by name, unless the user accepts tha
 
 from __future__ import annotations
 
-import base64
 import json
 import platform
-import random
 from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import transformers
 
@@ -39,7 +35,7 @@ FREE = (
     "numerics.max_skips",
 )
 """Settings in other sections that change no number of the steps to come."""
-FIELDS = {"step": int, "config": dict, "environment": dict, "random": dict, "text": dict, "origin": dict}
+FIELDS = {"step": int, "config": dict, "environment": dict, "text": dict, "origin": dict}
 """The types of `RunState`, as JSON has them."""
 
 
@@ -52,8 +48,6 @@ class RunState:
     """The config, as `config.file.to_dict` gives it."""
     environment: dict[str, Any]
     """Libraries and devices, whose kernels decide bits."""
-    random: dict[str, Any]
-    """Random states of torch (CPU and GPU), Python and numpy."""
     text: dict[str, Any]
     """The position in the text: `PackedText.state` or `TextStream.state`."""
     origin: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +68,7 @@ class RunState:
         Args:
             step: the last step.
             config: the run.
-            device: the device whose random state and kernels count.
+            device: the device whose kernels count.
             text: position in the text.
             origin: model and tokenizer.
         """
@@ -82,7 +76,6 @@ class RunState:
             step=step,
             config=_plain(config),
             environment=environment(device),
-            random=random_states(device),
             text=text,
             origin=dict(origin),
         )
@@ -164,25 +157,6 @@ class RunState:
             raise DataError(
                 f"the text is not that of the checkpoint: {what}. Bring the old text back, or add --accept-changes."
             )
-
-    def set_random(self, device: torch.device) -> None:
-        """Go on drawing random numbers where the run stopped.
-
-        Raises:
-            CheckpointError: the states are damaged.
-        """
-        try:
-            torch.set_rng_state(_decoded(self.random["torch"]))
-
-            # A run on the CPU notes no state of a GPU.
-            if device.type == "cuda" and self.random["cuda"] is not None:
-                torch.cuda.set_rng_state(_decoded(self.random["cuda"]), device)
-            # JSON has lists where Python's generator wants a tuple.
-            kind, words, gauss = self.random["python"]
-            random.setstate((kind, tuple(words), None if gauss is None else float(gauss)))
-            np.random.set_state(_numpy_state(*self.random["numpy"]))
-        except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise CheckpointError(f"the checkpoint is damaged: its random states cannot be set ({error}).") from error
 
 
 def write_numbers(path: Path, config: RunConfig, origin: Mapping[str, str]) -> None:
@@ -278,32 +252,6 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def random_states(device: torch.device) -> dict[str, Any]:
-    """Return the random states of this process, as plain JSON."""
-    kind, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "torch": _encoded(torch.get_rng_state()),
-        "cuda": _encoded(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
-        "python": [kind, list(words), gauss],
-        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
-    }
-
-
-def _numpy_state(
-    name: str, keys: list[int], position: int, has_gauss: int, cached: float
-) -> tuple[str, npt.NDArray[np.uint32], int, int, float]:
-    """Return a state that numpy takes.
-
-    Raises:
-        ValueError: the position is outside the words.
-    """
-    # numpy would read a word behind the last one without a look.
-    if not 0 <= position <= len(keys):
-        raise ValueError(f"word {position} of {len(keys)} is next")
-    return name, np.array(keys, np.uint32), position, has_gauss, cached
-
-
 def _plain(config: RunConfig) -> dict[str, Any]:
     """Return a config as it looks after it was stored as JSON."""
     # JSON has no tuples and no paths. Without this every such setting would differ from the stored one.
@@ -326,12 +274,3 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
             yield f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
-
-
-def _encoded(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _decoded(text: str) -> torch.Tensor:
-    # A bytearray, because torch takes memory that it may write to.
-    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

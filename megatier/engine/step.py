@@ -29,6 +29,7 @@ from megatier.errors import NonFiniteError, UnsupportedModelError
 from megatier.guards.unbound import refused_outside
 from megatier.models.decoder import Unit, check_rows_are_apart
 from megatier.numerics.optimizer import AdamW
+from megatier.numerics.seeds import group_seed, seed_generators
 from megatier.ranks import Ranks
 
 REMEDY = "Lower train.learning_rate, set train.clip, or look at the data of this step."
@@ -80,6 +81,8 @@ class Engine:
         self._ranks = ranks
         self._is_learnt = options.slices == 1
         """Whether nodes know which of their arguments are cut into slices."""
+        self._step = 0
+        """The step that was begun last."""
         self._skips = 0
         """The number of steps in a row, up to now, that were left out."""
 
@@ -135,6 +138,8 @@ class Engine:
             step: 1, 2, ...
             rate: learning rate.
         """
+        self._step = step
+
         # At each step, since users and trainers may switch it on at any time.
         self.model.stop_checkpointing()
 
@@ -144,6 +149,7 @@ class Engine:
 
     def begin_group(self, group: int) -> None:
         """Say that the forward of a group follows, then its backward: group 0, 1, ..."""
+        self._seed_group(group)
         self.model.stage.gradients.begin_group(group)
 
     def measure(self, step: int) -> float:
@@ -273,6 +279,13 @@ class Engine:
         if self._ranks is None:
             return math.fsum(losses)
         return math.fsum(loss for found in self._ranks.agree(losses) for loss in found)
+
+    def _seed_group(self, group: int) -> None:
+        """Seed the random numbers of a group. Those of the same group are the same, whichever rank computes it."""
+        if self.options.seed is None:
+            return
+        number = group if self._ranks is None else self._ranks.groups_of(self.options.groups)[group]
+        seed_generators(group_seed(self.options.seed, self._step, number), self.options.device)
 
     def _skip(self, step: int, loss: float, norm: float, batch: Batch | None) -> StepResult:
         """Leave a step out. Nothing is clipped: the scalars of the step before stay, and no update will read them.

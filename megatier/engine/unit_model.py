@@ -57,6 +57,9 @@ class EngineOptions:
     """How to compile the units and the loss; None: not at all."""
     fp32_products: bool = False
     """Take bf16 products in fp32, for a CPU without bf16 instructions."""
+    seed: int | None = None
+    """Seed of the random numbers that a forward draws, for each step and group its own; None: torch's generators go on
+    as they are, as loops of others expect."""
     max_skips: int = 0
     """Steps in a row that may be left out because they are not finite (deferred mode); one more is an error."""
 

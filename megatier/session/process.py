@@ -1,12 +1,10 @@
-"""Process: the random numbers of a run, repeatable operations, how threads share the interpreter, and its memory."""
+"""Process: repeatable operations, how threads share the interpreter, and its memory."""
 
 from __future__ import annotations
 
 import os
-import random
 import sys
 
-import numpy as np
 import psutil
 import torch
 
@@ -16,13 +14,6 @@ from megatier.numerics.vector_math import warm
 SWITCH_SECONDS = 0.0005
 """Seconds after which the interpreter lets another thread run. Python's own 5 ms are longer than a piece of state takes
 to copy."""
-
-
-def seed(number: int) -> None:
-    """Seed every source of random numbers."""
-    torch.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number % (1 << 32))
 
 
 def share_interpreter() -> None:

@@ -79,6 +79,7 @@ class Session:
         tokens: int,
         run_id: str | None = None,
         *,
+        seed: int | None = None,
         savepoints: bool = False,
         reuses: bool = False,
         ranks: Ranks | None = None,
@@ -95,6 +96,7 @@ class Session:
             numerics: the guard.
             tokens: tokens per sequence.
             run_id: names the block files; None: random.
+            seed: of the random numbers that a forward draws; None: whoever calls it has seeded torch's generators.
             savepoints: whether one generation of what spills may be kept (`checkpoint.savepoint`).
             reuses: whether to take the block files that a savepoint kept, with the bytes in them.
             ranks: the ranks that share the state and compute the groups of a step. Budgets of RAM and NVMe are those of
@@ -127,7 +129,7 @@ class Session:
         self.schema = work.policy.schema
         self._dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         device = choose_device(tiers, ranks)
-        options = _engine_options(work, model_config, train, numerics, device)
+        options = _engine_options(work, model_config, train, numerics, device, seed)
         self.rates = measured_rates(tiers, device)
         self.io_threads = io_threads(tiers.io_threads, self.rates)
 
@@ -346,7 +348,12 @@ def _place(
 
 
 def _engine_options(
-    work: Workload, model: ModelConfig, train: TrainConfig, numerics: NumericsConfig, device: torch.device
+    work: Workload,
+    model: ModelConfig,
+    train: TrainConfig,
+    numerics: NumericsConfig,
+    device: torch.device,
+    seed: int | None,
 ) -> EngineOptions:
     """Turn the settings into options of the engine, and refuse those that the device cannot compute."""
     check_attention(model.attention, device)
@@ -360,5 +367,6 @@ def _engine_options(
         loss_chunk=model.loss_chunk,
         compilation=Compilation(model.saved_share) if compiles(model, device) else None,
         fp32_products=takes_fp32_products(model, device),
+        seed=seed,
         max_skips=numerics.max_skips if numerics.guard else 0,
     )

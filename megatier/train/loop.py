@@ -20,7 +20,7 @@ from megatier.ranks import Alone
 from megatier.report.figures import QueueBytes, StepReport, TierUse
 from megatier.report.metrics import format_seconds
 from megatier.report.report import Progress, print_moves
-from megatier.session.process import memory_bytes, seed
+from megatier.session.process import memory_bytes
 from megatier.session.session import Session
 from megatier.store.lanes import QUEUES
 from megatier.tier import Tier
@@ -97,12 +97,6 @@ class Loop:
             MegatierError: a step, an evaluation or a save failed.
         """
         train = self._config.train
-        if state is None:
-            # Only now, so that nothing that drew random numbers while the run was opened decides any of its own.
-            seed(train.seed)
-        else:
-            state.set_random(self._device)
-
         self._last_step = 0 if state is None else state.step
         first = self._last_step + 1
         stops = False

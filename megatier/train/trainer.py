@@ -213,6 +213,7 @@ def _open_session(
         config.numerics,
         config.data.sequence_length,
         directory.run_id,
+        seed=config.train.seed,
         savepoints=config.output.savepoint_every > 0,
         reuses=start.savepoint is not None,
         ranks=ranks,

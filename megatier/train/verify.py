@@ -96,9 +96,8 @@ def _run(device: str, directory: Path, placement: str, activations: str, clip: f
     # Without clipping and guard, updates run inside the backward.
     numerics = NumericsConfig(guard=clip is not None)
 
-    with Session(model, ModelConfig(config=MODEL), tiers, train, numerics, SEQUENCE_LENGTH) as session:
+    with Session(model, ModelConfig(config=MODEL), tiers, train, numerics, SEQUENCE_LENGTH, seed=0) as session:
         session.load(Initialiser(model, seed=0))
-        torch.manual_seed(0)
         for step in range(1, STEPS + 1):
             generator = torch.Generator().manual_seed(step)
             tokens = torch.randint(0, 512, (SEQUENCES, SEQUENCE_LENGTH), generator=generator)
