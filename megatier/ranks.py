@@ -169,12 +169,7 @@ class Ranks(Channel):
         Raises:
             ConfigError: the ranks cannot share them equally.
         """
-        if groups % self.size:
-            fitting = ", ".join(str(size) for size in range(1, groups + 1) if groups % size == 0)
-            raise ConfigError(
-                f"train.groups is {groups}, which {self.size} ranks cannot share equally. Start {fitting} of them, or "
-                f"set train.groups to a multiple of {self.size}; that is another sum, with other last digits."
-            )
+        check_groups(groups, self.size)
         return range(self.rank, groups, self.size)
 
     def leave(self) -> None:
@@ -208,6 +203,20 @@ class Alone:
     def exchange(self, sent: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
         """Return what this process has for itself."""
         return list(sent)
+
+
+def check_groups(groups: int, size: int) -> None:
+    """Refuse groups of a step that so many ranks cannot share equally.
+
+    Raises:
+        ConfigError: names the numbers of ranks that can.
+    """
+    if groups % size:
+        fitting = ", ".join(str(number) for number in range(1, groups + 1) if groups % number == 0)
+        raise ConfigError(
+            f"train.groups is {groups}, which {size} ranks cannot share equally. Start {fitting} of them, or set "
+            f"train.groups to a multiple of {size}; that is another sum, with other last digits."
+        )
 
 
 def join(device: str) -> Ranks | None:

@@ -14,7 +14,7 @@ from megatier import hardware
 from megatier.cli import main
 from megatier.config import file as config_file
 from megatier.measure.probe import cache_rates
-from megatier.schedule.rates import DriveRates, Rates, as_dict, read_rates
+from megatier.schedule.rates import ASSUMED, DriveRates, Rates, as_dict, read_rates
 from megatier.train.choices import fix_choices, plan_choices
 
 ROOT = Path(__file__).parent.parent
@@ -133,7 +133,7 @@ def test_plan_of_a_machine_that_was_not_measured_is_that_of_train(
     assert (config, prediction) == (fixed, None)
     assert document["chosen"] == {}
     assert document["budget_bytes"]["gpu"] == hardware.default_budgets("cpu").gpu_bytes
-    assert document["assumed_rates"].keys() == {field.name for field in fields(Rates)} - {"gpu_bytes"}
+    assert document["assumed_rates"].keys() == {field.name for field in fields(Rates)} - {"gpu_bytes", *ASSUMED}
     assert document["assumed_rates"]["drives"][0]["mixed_bytes_per_s"] == 2e9
     assert document["seconds"] > 0
 
@@ -252,3 +252,42 @@ def test_plan_activations_beyond_the_gpu_are_refused_with_figures(
     assert "GPU memory for activations, next to 4.9 GiB" in message
     assert "needs 254.4 GiB, there is 135.5 GiB" in message
     assert main(["plan", str(config), "--machine", H200, "--data.sequence_length", "262144"]) == 0
+
+
+def test_plan_of_ranks_names_them_and_what_is_assumed_of_their_links(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--ranks", "4", "--hosts", "2"]
+    assert plan(*words) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "4 ranks share the state. The figures are those of one rank, which has a GPU and one part in 2" in out
+    assert "│ ranks │" in out
+    assert "Assumed: a GPU gathers 25 GB/s from the others of its host" in out
+    assert "it receives 12.5 GB/s from other hosts" in out
+
+    assert plan(*words, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["ranks"], document["hosts"]) == (4, 2)
+    assert document["assumed_rates"] == ASSUMED
+    assert document["moved_bytes"]["ranks"] > 0
+    assert plan("--json") == 0
+    of_one = json.loads(capsys.readouterr().out)
+    assert (of_one["ranks"], of_one["assumed_rates"]) == (1, {})
+    assert [size // 2 for size in list(of_one["budget_bytes"].values())[1:]] == list(document["budget_bytes"].values())[
+        1:
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "2", "--train.groups", "1"], "1, which 2 ranks cannot share equally. Start 1 of them"),
+        (["--ranks", "4", "--train.groups", "2"], "Start 1, 2 of them, or set train.groups to a multiple of 4"),
+        (["--ranks", "3", "--hosts", "2"], "give a number of ranks that so many hosts share equally"),
+        (["--ranks", "0"], "give a number of ranks"),
+        (["--ranks", "2", "--tiers.ram", "256KiB", "--tiers.nvme", "[]"], "there is 256.0 KiB. Raise tiers.ram"),
+    ],
+)
+def test_plan_of_ranks_that_cannot_run_is_one_message(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(*words) == 2
+    assert message in capsys.readouterr().err

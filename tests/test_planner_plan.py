@@ -10,16 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_pool import POOL
+from rank_runs import RankRun, train_on_ranks
 from small_timelines import RATES
-from tiny_runs import BATCH, PLACES, TOKENS, exactness_config, one_thread, opened, random_groups
+from tiny_runs import (
+    BATCH,
+    PLACES,
+    TOKENS,
+    Place,
+    exactness_config,
+    least_budgets,
+    one_thread,
+    opened,
+    random_groups,
+)
 
 from megatier.config.data_section import DataConfig
-from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
 from megatier.errors import PlanError
 from megatier.models.decoder import build_skeleton
 from megatier.planner.plan import Plan, checkpoint_seconds, make_plan, pause_seconds
 from megatier.schedule.forecast import Forecast
-from megatier.schedule.rates import DriveRates, Rates
+from megatier.schedule.rates import DriveRates, Rates, World
 from megatier.schedule.sizes import Budgets
 from megatier.session.skeleton import skeleton_of
 from megatier.tier import Kind, Tier
@@ -112,6 +124,27 @@ def test_plan_foretells_the_order_and_the_bytes_of_a_real_run(
     assert plan.accesses == order
     assert plan.placement.homes == session.placement.homes
     assert Counter({queue: round(size) for queue, size in plan.forecast.moved_bytes.items()}) == demanded
+
+
+@pytest.mark.parametrize("name", ["gpu", "ram", "nvme"])
+def test_plan_of_ranks_foretells_the_bytes_of_a_real_run(name: str, tmp_path: Path) -> None:
+    """A step more demands as much as the plan says. The least budgets of a session are those of the plan."""
+    place = Place(tiers=(name,), gpu=64 * MIB if name == "gpu" else 0)
+    runs = [RankRun(model="untied", steps=steps) for steps in (3, 4)]
+    first, more = (POOL.run(train_on_ranks, 2, run, place, tmp_path)[0].demanded for run in runs)
+    step = {queue: size - first[queue] for queue, size in more.items()}
+
+    config = exactness_config("untied")
+    model = ModelConfig(config={"model_type": config.model_type}, fused_loss=False, loss_chunk=20)
+    nvme = (f"{tmp_path}:128MiB",) if name == "nvme" else ()
+    tiers = TiersConfig(device="cpu", nvme=nvme, state=place.tiers, io_threads=2, update_threads=2)
+    skeleton = build_skeleton(config, "sdpa")
+    least = least_budgets(skeleton, model, tiers, runs[0].train, NumericsConfig(), TOKENS, place, 2)
+    host = Budgets(least.gpu, 2 * least.ram, least.nvme)
+    settings = replace(run_config(runs[0].train, tiers), model=model)
+    plan = make_plan(skeleton, settings, RATES, host, compiles=False, world=World(2))
+    assert {queue: round(size) for queue, size in plan.forecast.moved_bytes.items()} == step
+    assert plan.tokens == runs[0].batch * TOKENS
 
 
 def test_plan_bytes_add_up_to_twelve_a_parameter() -> None:

@@ -17,7 +17,7 @@ from megatier.planner import search as searching
 from megatier.planner import trial as trials
 from megatier.planner.search import MARGIN, WORTH, changed, search
 from megatier.planner.trial import Trial
-from megatier.schedule.rates import DriveRates, Rates
+from megatier.schedule.rates import DriveRates, Rates, World
 from megatier.schedule.sizes import Budgets
 from megatier.session.skeleton import skeleton_of
 
@@ -86,6 +86,21 @@ def test_search_finds_what_trying_everything_finds(case: str) -> None:
         assert trial.compute_seconds <= trial.floor(placement) <= seconds[-1] + 1e-9
     choice = search(model, config, rates, budgets, compiles=True)
     assert min(seconds) <= choice.seconds <= min(seconds) / (1 - WORTH)
+
+
+def test_search_for_ranks_finds_what_trying_everything_finds() -> None:
+    rates, state, ram = CASES["short of RAM"]
+    rates = replace(rates, gather_bytes_per_s=1e10, scatter_bytes_per_s=1e10, ranks_slowdown=0.2)
+    config, budgets, world = config_of(state), Budgets(64 * MIB, ram, 512 * MIB), World(2)
+    model = skeleton_of(config.model)
+    trials = searching._trials(model, config, rates, budgets, compiles=True, fixed=frozenset(), world=world)
+    fitted = [(settings, searching._fitted(trial)) for settings, trial in trials]
+    assert {settings["train.groups"] for settings, _ in fitted} == {2, 4, 8}
+    assert {settings["tiers.streamed_share"] for settings, _ in fitted} == {0.0}
+    least = min(trial.forecast(trial.placed()).seconds for _, trial in fitted)
+    choice = search(model, config, rates, budgets, compiles=True, world=world)
+    assert least <= choice.seconds <= least / (1 - WORTH)
+    assert choice.trial.budgets.ram == ram // 2
 
 
 def test_search_cuts_no_mask_that_cannot_be_cut() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatier.errors import ConfigError
-from megatier.schedule.rates import DriveRates, Rates, as_dict, read_rates
+from megatier.schedule.rates import ALONE, ASSUMED, DriveRates, Rates, World, as_dict, read_rates
 
 RATES = Rates(
     drives=(
@@ -115,3 +115,42 @@ def test_rates_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> Non
 def test_rates_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none\.yaml: No such file or directory\."):
         read_rates(tmp_path / "none.yaml")
+
+
+LINKED = replace(
+    RATES, gather_bytes_per_s=300e9, scatter_bytes_per_s=200e9, network_bytes_per_s=50e9, ranks_slowdown=0.2
+)
+
+
+def test_rates_of_a_rank_are_its_gpu_and_its_part_of_the_host(tmp_path: Path) -> None:
+    assert LINKED.of_rank(ALONE) is LINKED
+    assert read_rates(written(tmp_path, json.dumps(as_dict(LINKED)))) == LINKED
+    of_two = LINKED.of_rank(World(2))
+    assert of_two.drives == tuple(drive.times(0.5) for drive in RATES.drives)
+    assert (of_two.update_parameters_per_s, of_two.memory_bytes_per_s) == (3e9, 100e9)
+    assert (of_two.to_gpu_bytes_per_s, of_two.flops_per_s) == (RATES.to_gpu_bytes_per_s, RATES.flops_per_s)
+    assert (of_two.gather_bytes_per_s, of_two.scatter_bytes_per_s) == (300e9, 200e9)
+    # A link carries no more than the rank's part of what RAM does.
+    assert LINKED.of_rank(World(8)).to_gpu_bytes_per_s == 25e9
+    # Two hosts share nothing.
+    assert LINKED.of_rank(World(4, 2)).memory_bytes_per_s == 100e9
+
+
+def test_rates_over_hosts_are_those_of_the_slower_of_links_and_network() -> None:
+    """Each of 16 GPUs gets 15 shards: 7 from its host, and 8 from the other one."""
+    rank = LINKED.of_rank(World(16, 2))
+    # A shard from the other host comes once to a host, over the network of one of its eight GPUs.
+    assert rank.gather_bytes_per_s == pytest.approx(300e9)
+    assert rank.scatter_bytes_per_s == pytest.approx(15 / (8 / 50e9))
+    slow = replace(LINKED, network_bytes_per_s=1e9).of_rank(World(16, 2))
+    assert slow.gather_bytes_per_s == pytest.approx(15 * 1e9)
+    alone_on_its_host = LINKED.of_rank(World(2, 2))
+    assert alone_on_its_host.gather_bytes_per_s == alone_on_its_host.scatter_bytes_per_s == 50e9
+
+
+def test_rates_of_links_that_are_not_known_are_assumed_by_name() -> None:
+    assert RATES.assumed(ALONE) == ()
+    assert RATES.assumed(World(2)) == ("gather_bytes_per_s", "scatter_bytes_per_s", "ranks_slowdown")
+    assert RATES.assumed(World(4, 2)) == tuple(ASSUMED)
+    assert LINKED.assumed(World(4, 2)) == ()
+    assert RATES.of_rank(World(2)).gather_bytes_per_s == ASSUMED["gather_bytes_per_s"]

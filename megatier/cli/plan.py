@@ -21,7 +21,7 @@ from megatier.errors import ConfigError, mib
 from megatier.hardware import device_for, mount_of
 from megatier.measure.probe import io_threads, rates_or_assumed
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
-from megatier.schedule.rates import Rates, as_dict, read_rates
+from megatier.schedule.rates import ASSUMED, Rates, World, as_dict, read_rates
 from megatier.schedule.sizes import Budgets
 
 if TYPE_CHECKING:
@@ -33,20 +33,24 @@ def run(argv: Sequence[str]) -> int:
     options, overrides = _parser().parse_known_args(argv)
     loaded = config_file.load(options.config, overrides)
     given = config_file.given(options.config, overrides)
+    world = _world(options.ranks, options.hosts)
+    if world.ranks > 1 and "train.groups" not in given:
+        loaded = replace(loaded, train=replace(loaded.train, groups=world.ranks))
     rates, assumed = _rates(loaded, options.machine)
     here = options.machine is None
 
-    # `megatier train` chooses settings only if the machine was measured, and so does a plan of its run.
-    searches = options.search or (here and not assumed)
+    # `megatier train` chooses settings only alone and on a machine that was measured, and so does a plan of its run.
+    searches = options.search or (here and not assumed and world.ranks == 1)
 
     with _nothing_collected():
-        plan, chosen = _planned(loaded, given, rates, here=here, searches=searches)
+        plan, chosen = _planned(loaded, given, rates, world, here=here, searches=searches)
 
     threads, why = io_threads(loaded.tiers.io_threads, rates)
     figures = as_dict(rates)
     document = plan.as_dict() | {
         "chosen": chosen,
-        "assumed_rates": {name: figures[name] for name in assumed},
+        "assumed_rates": {name: figures[name] for name in assumed}
+        | {name: ASSUMED[name] for name in rates.assumed(world)},
         "io_threads": threads if loaded.tiers.nvme else None,
     }
     if options.output is not None:
@@ -73,6 +77,8 @@ def run(argv: Sequence[str]) -> int:
     if assumed:
         said = _assumption(rates, assumed, loaded.tiers.nvme, searches=searches)
         console.print(said, markup=False, highlight=False)
+    if names := rates.assumed(world):
+        console.print(_links_assumption(names), markup=False, highlight=False)
     return 0
 
 
@@ -103,6 +109,15 @@ def _parser() -> argparse.ArgumentParser:
         "groups, slices, activations, saved and streamed share, generations and tiers.gpu, unless the file or the "
         "command line gives them",
     )
+    add(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="plan for N ranks, which share the state. Each has a GPU; tiers.ram, tiers.nvme and the machine's other "
+        "rates are those of a host",
+    )
+    add("--hosts", type=int, default=1, metavar="N", help="hosts that have equally many of the ranks (default: 1)")
     add("--output", type=Path, metavar="FILE.json", help="also write the plan as JSON")
     add("--picture", type=Path, metavar="FILE.svg", help="also draw the step as planned")
     add("--json", action="store_true", help="print the plan as one JSON document, and nothing else")
@@ -121,8 +136,19 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
+def _world(ranks: int, hosts: int) -> World:
+    """The ranks of a run, as the command line has them.
+
+    Raises:
+        ConfigError: there are none, or hosts cannot have equally many.
+    """
+    if ranks < 1 or hosts < 1 or ranks % hosts:
+        raise ConfigError(f"--ranks {ranks} --hosts {hosts}: give a number of ranks that so many hosts share equally.")
+    return World(ranks, hosts)
+
+
 def _planned(
-    loaded: RunConfig, given: frozenset[str], rates: Rates, *, here: bool, searches: bool
+    loaded: RunConfig, given: frozenset[str], rates: Rates, world: World, *, here: bool, searches: bool
 ) -> tuple[Plan, Mapping[str, Any]]:
     """The plan of a run, and the settings that were chosen for it, by dotted name.
 
@@ -130,6 +156,7 @@ def _planned(
         loaded: the run.
         given: dotted names of the settings that stay as they are.
         rates: the machine's.
+        world: the ranks of the run.
         here: whether this machine will run it. Budgets and choices are then those of `megatier train`.
         searches: whether settings are chosen.
     """
@@ -153,11 +180,11 @@ def _planned(
 
     chosen: Mapping[str, Any] = {}
     if searches:
-        chosen = search(model, loaded, rates, budgets, compiles=compiled, fixed=given).settings
+        chosen = search(model, loaded, rates, budgets, compiles=compiled, fixed=given, world=world).settings
         loaded = changed(loaded, chosen)
         budgets = replace(budgets, gpu=chosen.get("tiers.gpu", budgets.gpu))
 
-    return make_plan(model, loaded, rates, budgets, compiles=compiled), chosen
+    return make_plan(model, loaded, rates, budgets, compiles=compiled, world=world), chosen
 
 
 def _rates(loaded: RunConfig, machine: Path | None) -> tuple[Rates, tuple[str, ...]]:
@@ -251,6 +278,8 @@ def _sentences(plan: Plan) -> Iterator[str]:
     """What the tables do not say."""
     from megatier.tier import Tier
 
+    if plan.world.ranks > 1:
+        yield _ranks(plan.world)
     trained = f", {format_count(plan.num_trained)} of them trained" if plan.num_trained < plan.num_parameters else ""
     yield f"{format_count(plan.num_parameters)} parameters{trained}, {format_count(plan.tokens)} tokens a step."
     yield f"Bound by {plan.forecast.bound_by}; compute alone takes {plan.attainment:.0%} of the step."
@@ -279,6 +308,31 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if plan.written_bytes_per_step:
         day = mib(round(plan.written_bytes_per_day))
         yield f"A step writes {mib(round(plan.written_bytes_per_step))} to NVMe, which is {day} a day."
+
+
+def _ranks(world: World) -> str:
+    """A sentence about what the figures of several ranks are about."""
+    host = "the host" if world.hosts == 1 else f"one of {world.hosts} hosts"
+    share = "all" if world.host_ranks == 1 else f"one part in {world.host_ranks}"
+    return (
+        f"{world.ranks} ranks share the state. The figures are those of one rank, which has a GPU and {share} of the "
+        f"RAM, drives and processors of {host}. Tokens, parameters and the checkpoint are those of all ranks together."
+    )
+
+
+def _links_assumption(names: Sequence[str]) -> str:
+    """What a plan of several ranks takes for links that nobody measured."""
+    words = {
+        "gather_bytes_per_s": "a GPU gathers {:.0f} GB/s from the others of its host",
+        "scatter_bytes_per_s": "it receives {:.0f} GB/s of gradients from them",
+        "network_bytes_per_s": "it receives {:.1f} GB/s from other hosts",
+        "ranks_slowdown": "compute stands still meanwhile",
+    }
+    said = ", ".join(words[name].format(ASSUMED[name] / 1e9) for name in names)
+    return (
+        f"Links between GPUs were not measured, so the times are rough. Assumed: {said}. With NVLink, GPUs are about "
+        f"ten times as fast. Give {', '.join(names)} in the file of --machine."
+    )
 
 
 def _assumption(rates: Rates, assumed: Sequence[str], mounts: Sequence[str], *, searches: bool) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatier import hardware
 from megatier.schedule.jobs import UPDATE_BYTES
-from megatier.schedule.rates import WAVERING, DriveRates, Rates
+from megatier.schedule.rates import ASSUMED, WAVERING, DriveRates, Rates
 
 if TYPE_CHECKING:
     from megatier.measure.drive_probe import DriveFigures
@@ -259,7 +259,8 @@ def _is_whole(entry: object) -> bool:
         newer = {"io_threads", "first_write_bytes_per_s", *WAVERING}  # not in entries of older versions
         measured = [drive["rates"].keys() | newer for drive in entry["drives"] if drive["facts"]]
         drives_are_whole = measured == [rates] * len(entry["drives"])
-        return bool(entry["machine"]) and entry["links"].keys() == links and drives_are_whole
+        links_are_whole = entry["links"].keys() | ASSUMED.keys() == links
+        return bool(entry["machine"]) and links_are_whole and drives_are_whole
     except (AssertionError, AttributeError, KeyError, TypeError):
         return False
 

@@ -25,9 +25,10 @@ from megatier.schedule.forecast import QUEUES_OF_DISK, Forecast
 from megatier.schedule.jobs import HOST_SECONDS
 from megatier.schedule.moves import Moves, by_lane
 from megatier.schedule.placement import Placement, place
-from megatier.schedule.rates import DriveRates, Rates
+from megatier.schedule.rates import ALONE, DriveRates, Rates, World
 from megatier.schedule.sizes import Budgets
 from megatier.schedule.timeline import Access
+from megatier.session.workload import Workload
 from megatier.tier import Kind, Tier
 from megatier.trace.events import TraceEvent
 
@@ -63,14 +64,16 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A run on a machine."""
+    """A run on a machine. Of several ranks, bytes and seconds are those of one, unless another is said."""
 
     num_parameters: int
     """All parameters of the model."""
     num_trained: int
     """How many of them are trained."""
     tokens: int
-    """Tokens of a step."""
+    """Tokens of a step, of all ranks together."""
+    world: World
+    """The ranks of the run."""
     budgets: Budgets
     """Bytes that each tier may use."""
     accesses: tuple[Access, ...]
@@ -92,7 +95,7 @@ class Plan:
     compute_seconds: float
     """Seconds that a step's compute takes with nothing else going on."""
     checkpoint_bytes: int
-    """Bytes of one checkpoint."""
+    """Bytes of one checkpoint, of all ranks together."""
     checkpoint_seconds: float | None
     """Seconds of writing one, to a drive such as the first; None: no drive is known."""
     checkpoint_pause_seconds: float | None
@@ -110,7 +113,7 @@ class Plan:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second."""
+        """Tokens a second, of all ranks together."""
         return self.tokens / self.forecast.seconds
 
     @property
@@ -134,6 +137,8 @@ class Plan:
         return {
             "num_parameters": self.num_parameters,
             "num_trained": self.num_trained,
+            "ranks": self.world.ranks,
+            "hosts": self.world.hosts,
             "tokens_per_step": self.tokens,
             "seconds": made.seconds,
             "seconds_low": self.seconds_range[0],
@@ -172,50 +177,48 @@ class Plan:
         ]
 
 
-def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, *, compiles: bool) -> Plan:
+def make_plan(
+    model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, *, compiles: bool, world: World = ALONE
+) -> Plan:
     """Plan a run.
 
     Args:
         model: the skeleton.
         config: the run's settings.
-        rates: the machine's.
-        budgets: bytes of each tier.
+        rates: those of a host.
+        budgets: bytes of each tier of a host, and of each GPU.
         compiles: whether layers are compiled.
+        world: the ranks of the run.
 
     Raises:
+        ConfigError: the ranks cannot share the groups equally.
         PlanError: the run does not fit; names what is short.
         UnsupportedModelError: the model cannot be streamed.
     """
-    trial = Trial.of(model, cut_units(model, config.model.expert_parts), config, rates, budgets, compiles=compiles)
+    cut = cut_units(model, config.model.expert_parts)
+    trial = Trial.of(model, cut, config, rates, budgets, compiles=compiles, world=world)
     try:
         work = trial.work
         placement = trial.placed()
     except PlanError as short:
-        raise with_parts(short, model, config, rates, budgets, compiles=compiles) from short
+        raise with_parts(short, model, config, rates, budgets, compiles=compiles, world=world) from short
 
     made = trial.forecast(placement)
-    units = {spec.name: spec for spec in work.specs}
-    state: Counter[tuple[Tier, Kind]] = Counter()
-    for (name, kind), home in placement.homes.items():
-        state[home, kind] += units[name].elements_of(kind) * work.policy.schema.width(kind)
-
-    # Only gradients go to NVMe among these moves, so those bytes are the gradients that RAM does not take.
-    moves = Moves(units, placement, work.policy)
-    gradients = by_lane(move for unit in units for move in moves.gradients(unit))
-
     tokens = config.train.batch * config.data.sequence_length
+    drives = trial.rates.drives
     num_bytes = checkpoint_bytes(work.units)
-    written_s = checkpoint_seconds(num_bytes, placement.state_bytes.get(Tier.NVME, 0), rates.drives)
+    written_s = checkpoint_seconds(num_bytes // world.ranks, placement.state_bytes.get(Tier.NVME, 0), drives)
     resident = placement.state_bytes.get(Tier.GPU, 0) + placement.state_bytes.get(Tier.RAM, 0)
     return Plan(
         num_parameters=sum(tensor.num_elements for unit in work.units for tensor in unit.layout.tensors),
         num_trained=sum(tensor.num_elements for unit in work.units for tensor in unit.layout.trained.tensors),
         tokens=tokens,
-        budgets=budgets,
+        world=world,
+        budgets=trial.budgets,
         accesses=trial.accesses,
         placement=placement,
-        state_bytes=dict(state),
-        spilled_gradient_bytes=gradients["ram_to_nvme"],
+        state_bytes=_state_bytes(work, placement),
+        spilled_gradient_bytes=_spilled_gradient_bytes(work, placement),
         activations=trial.activations,
         mask_bytes=mask_bytes(config, work),
         forecast=made,
@@ -225,11 +228,28 @@ def make_plan(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: 
         checkpoint_seconds=written_s,
         checkpoint_pause_seconds=pause_seconds(written_s, made) if written_s is not None else None,
         savepoint_bytes=resident,
-        savepoint_seconds=checkpoint_seconds(resident, 0, rates.drives),
+        savepoint_seconds=checkpoint_seconds(resident, 0, drives),
         generation_bytes=generation_bytes(trial, placement),
         hidden_at=hidden_at(trial, placement, tokens),
         changes=_changes(trial, tokens, tokens / made.seconds, spills=bool(placement.spilled)),
     )
+
+
+def _state_bytes(work: Workload, placement: Placement) -> dict[tuple[Tier, Kind], int]:
+    """Bytes of state by tier and kind."""
+    units = {spec.name: spec for spec in work.specs}
+    state: Counter[tuple[Tier, Kind]] = Counter()
+    for (name, kind), home in placement.homes.items():
+        state[home, kind] += units[name].elements_of(kind) * work.policy.schema.width(kind)
+    return dict(state)
+
+
+def _spilled_gradient_bytes(work: Workload, placement: Placement) -> int:
+    """Bytes of gradients that a step writes to NVMe."""
+    # Only gradients go to NVMe among these moves, so those bytes are the gradients that RAM does not take.
+    units = {spec.name: spec for spec in work.specs}
+    moves = Moves(units, placement, work.policy)
+    return by_lane(move for unit in units for move in moves.gradients(unit))["ram_to_nvme"]
 
 
 def checkpoint_seconds(num_bytes: int, spilled_bytes: int, drives: Sequence[DriveRates]) -> float | None:

@@ -21,11 +21,12 @@ from megatier.models.experts import cut_units
 from megatier.planner.trial import Trial, with_parts
 from megatier.schedule.forecast import Forecast
 from megatier.schedule.placement import Placement
-from megatier.schedule.rates import Rates
+from megatier.schedule.rates import ALONE, Rates, World
 from megatier.schedule.sizes import Budgets
 from megatier.tier import Activations, Phase
 
 GROUPS = (1, 2, 4, 8)
+"""Groups of each rank."""
 SLICES = (1, 2, 4, 8)
 POLICIES = tuple(policy.value for policy in Activations)
 SHARES = (0.8, 0.5, 0.15, 0.0)
@@ -72,22 +73,24 @@ def search(
     *,
     compiles: bool,
     fixed: frozenset[str] = frozenset(),
+    world: World = ALONE,
 ) -> Choice:
     """Find the fastest settings that fit.
 
     Args:
         model: the skeleton.
         config: all settings that are not searched. The sequences of a step stay as in train.batch.
-        rates: the machine's.
-        budgets: bytes of each tier. That of the GPU counts only if its memory is not known.
+        rates: those of a host.
+        budgets: bytes of each tier of a host, and of each GPU. That of the GPU counts only if its memory is not known.
         compiles: whether layers are compiled.
         fixed: dotted names of settings that stay as they are in the config.
+        world: the ranks of the run.
 
     Raises:
         PlanError: no trial fits. This is the error of the last one.
         UnsupportedModelError: the model cannot be streamed.
     """
-    trials = _trials(model, config, rates, budgets, compiles=compiles, fixed=fixed)
+    trials = _trials(model, config, rates, budgets, compiles=compiles, fixed=fixed, world=world)
     best: Choice | None = None
     refused: PlanError | None = None
     seen: list[tuple[Mapping[tuple[str, Phase], float], Placement]] = []
@@ -120,7 +123,7 @@ def search(
 
     if best is None:
         assert refused is not None, "there is at least one trial"
-        raise with_parts(refused, model, config, rates, budgets, compiles=compiles)
+        raise with_parts(refused, model, config, rates, budgets, compiles=compiles, world=world)
     return best
 
 
@@ -134,25 +137,38 @@ def _choice(
 
 
 def _trials(
-    model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, *, compiles: bool, fixed: frozenset[str]
+    model: PreTrainedModel,
+    config: RunConfig,
+    rates: Rates,
+    budgets: Budgets,
+    *,
+    compiles: bool,
+    fixed: frozenset[str],
+    world: World = ALONE,
 ) -> Iterator[tuple[dict[str, Any], Trial]]:
     """Trials of all combinations that the batch allows and that differ from one another, the simplest first."""
     units = cut_units(model, config.model.expert_parts)
-    for computed in _computed(config, compiles, fixed):
-        trial = Trial.of(model, units, changed(config, computed), rates, budgets, compiles=compiles)
+    for computed in _computed(config, compiles, fixed, world.ranks):
+        trial = Trial.of(model, units, changed(config, computed), rates, budgets, compiles=compiles, world=world)
         # Where state lies changes nothing but the policy, so the skeleton is not read again.
-        for placed in _placed(config, budgets, fixed, defers=trial.work.policy.deferred):
+        streams = trial.work.policy.deferred and world.ranks == 1
+        for placed in _placed(config, budgets, fixed, streams=streams, defers=trial.work.policy.deferred):
             names = {name.partition(".")[2]: value for name, value in placed.items()}
             work = replace(trial.work, policy=replace(trial.work.policy, **names))
             yield computed | placed, replace(trial, work=work)
 
 
-def _computed(config: RunConfig, compiles: bool, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
+def _computed(config: RunConfig, compiles: bool, fixed: frozenset[str], ranks: int) -> Iterator[dict[str, Any]]:
     """Combinations of the settings that change what is computed.
 
     If the policy of activations or the saved share is fixed, it is combined with every value of the other.
     """
-    kinds = {"train.groups": GROUPS, "train.slices": SLICES, "train.activations": POLICIES, "model.saved_share": SHARES}
+    kinds: dict[str, Sequence[Any]] = {
+        "train.groups": [count * ranks for count in GROUPS],
+        "train.slices": SLICES,
+        "train.activations": POLICIES,
+        "model.saved_share": SHARES,
+    }
     is_free = fixed.isdisjoint({"train.activations", "model.saved_share"})
     for settings in _combined(config, kinds, fixed):
         groups, slices, policy, share = settings.values()
@@ -167,10 +183,12 @@ def _computed(config: RunConfig, compiles: bool, fixed: frozenset[str]) -> Itera
         yield settings
 
 
-def _placed(config: RunConfig, budgets: Budgets, fixed: frozenset[str], *, defers: bool) -> Iterator[dict[str, Any]]:
+def _placed(
+    config: RunConfig, budgets: Budgets, fixed: frozenset[str], *, streams: bool, defers: bool
+) -> Iterator[dict[str, Any]]:
     """Combinations of the settings that change where state lies and how it moves."""
     state = config.tiers.state
-    streams = defers and "ram" in state and "gpu" not in state
+    streams = streams and "ram" in state and "gpu" not in state
     spills = defers and "nvme" in state and budgets.nvme > 0
     if config.output.savepoint_every:
         fixed |= {"tiers.generations"}

@@ -1,4 +1,7 @@
-"""Trial: a run with given settings on a given machine, as far as a forecast needs it."""
+"""Trial: a run with given settings on a given machine, as far as a forecast needs it.
+
+If several ranks share the state, sizes, budgets and rates are those of one rank, which stands for all.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ from megatier.layout import Layout
 from megatier.models.decoder import Unit
 from megatier.models.experts import cut_units
 from megatier.planner.memory import ActivationBytes, activation_bytes, interpolated
+from megatier.ranks import check_groups
 from megatier.schedule.forecast import Forecast, floor, forecast
 from megatier.schedule.placement import Placement, place
-from megatier.schedule.rates import Rates
+from megatier.schedule.rates import ALONE, Rates, World
 from megatier.schedule.sizes import Budgets
 from megatier.schedule.timeline import Access
 from megatier.session.workload import Workload, advised
@@ -46,6 +50,8 @@ class Trial:
     """Bytes that the process may take of the GPU; None: not known."""
     rates: Rates
     """The machine's rates."""
+    world: World
+    """The ranks of the run."""
 
     @classmethod
     def of(
@@ -57,6 +63,7 @@ class Trial:
         budgets: Budgets,
         *,
         compiles: bool,
+        world: World = ALONE,
     ) -> Self:
         """Make a trial from a skeleton.
 
@@ -64,23 +71,31 @@ class Trial:
             model: the skeleton.
             units: all units of the model (`models.experts.cut_units`).
             config: the run's settings.
-            rates: the machine's.
-            budgets: bytes of each tier.
+            rates: those of a host.
+            budgets: bytes of each tier of a host, and of each GPU.
             compiles: whether layers are compiled.
+            world: the ranks of the run.
+
+        Raises:
+            ConfigError: the ranks cannot share the groups equally.
         """
+        check_groups(config.train.groups, world.ranks)
+        rates = rates.of_rank(world)
         head = _head(model, units)
         tokens = config.data.sequence_length
         savepoints = config.output.savepoint_every > 0
         sections = config.model, config.tiers, config.train, config.numerics
-        work = Workload.of(model, units, *sections, tokens, savepoints=savepoints)
+        work = Workload.of(model, units, *sections, tokens, savepoints=savepoints, ranks=world.ranks)
+        work = replace(work, policy=replace(work.policy, host_ranks=world.host_ranks))
         return cls(
             work=work,
             accesses=_accesses(head, config, work),
             seconds=_compute_seconds(model, head, config, work, rates, compiles),
             activations=activation_bytes(model, config, work, compiles=compiles),
-            budgets=budgets,
+            budgets=budgets.of_rank(world),
             gpu_bytes=config.tiers.gpu_limit or rates.gpu_bytes,
             rates=rates,
+            world=world,
         )
 
     def placed(self) -> Placement:
@@ -141,12 +156,20 @@ class Trial:
 
 
 def with_parts(
-    short: PlanError, model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, *, compiles: bool
+    short: PlanError,
+    model: PreTrainedModel,
+    config: RunConfig,
+    rates: Rates,
+    budgets: Budgets,
+    *,
+    compiles: bool,
+    world: World,
 ) -> PlanError:
     """A trial's refusal, which says so if more `model.expert_parts` would do (`workload.advised`)."""
 
     def place_with(parts: int) -> None:
-        Trial.of(model, cut_units(model, parts), config, rates, budgets, compiles=compiles).placed()
+        units = cut_units(model, parts)
+        Trial.of(model, units, config, rates, budgets, compiles=compiles, world=world).placed()
 
     return advised(short, model, config.model.expert_parts, place_with)
 
@@ -164,7 +187,7 @@ def _accesses(head: str, config: RunConfig, work: Workload) -> tuple[Access, ...
     back = [use for use in reversed(uses[first:]) if use[1] != head or not config.model.fused_loss]
 
     steps = []
-    for group in range(config.train.groups):
+    for group in range(work.policy.groups):
         steps += [Access(unit, Phase.FORWARD, group) for unit, _ in uses]
         steps += [Access(unit, Phase.BACKWARD, group) for unit, _ in back]
 

@@ -1,8 +1,8 @@
 """Forecast: how long a step takes on a machine with given rates, and what bounds it. Pure.
 
-The jobs are those that the player would play (`schedule.jobs`): the loads of the timeline, compute, gradients, AdamW on
-the CPU and on the GPU, state from and to NVMe. Three steps are simulated in a row, because a step's updates run under
-the next one. The last one counts.
+The jobs are those that the player would play (`schedule.jobs`, `schedule.rank_jobs`): the loads of the timeline,
+compute, gradients, AdamW on the CPU and on the GPU, state from and to NVMe. Three steps are simulated in a row, because
+a step's updates run under the next one. The last one counts.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from megatier.schedule.jobs import UPDATE_BYTES, StepJobs
 from megatier.schedule.placement import Placement
+from megatier.schedule.rank_jobs import LANES, RankJobs
 from megatier.schedule.rates import Rates
 from megatier.schedule.simulate import Lane, least_seconds, simulate
 from megatier.schedule.sizes import Policy, UnitSpec
-from megatier.schedule.timeline import Access, build
+from megatier.schedule.timeline import Access, Timeline, build, scatters_of
 from megatier.tier import Phase
 
 NUM_STEPS = 3
@@ -65,8 +66,11 @@ class Forecast:
         return max({**needs, "nvme": disk}.items(), key=lambda item: item[1])[0]
 
 
-def lanes_of(rates: Rates) -> dict[str, Lane]:
+def lanes_of(rates: Rates, ranks: int = 1) -> dict[str, Lane]:
     """The lanes of a machine, with the drives and the host's memory that they share.
+
+    One of several ranks has the rates of `Rates.of_rank`. While bytes come from other ranks, its compute is slower: the
+    two share the GPU's processors, of which collectives take the share `ranks_slowdown`.
 
     Drives that read 14 bytes and write 12 at the same time do 26 bytes in 26 / mixed seconds. Alone, the two would take
     14 / read and 12 / write. So each direction uses the share disk = (26 / mixed) / (14 / read + 12 / write) of the
@@ -82,6 +86,16 @@ def lanes_of(rates: Rates) -> dict[str, Lane]:
     def lane(rate: float, memory_bytes: float, **uses: float) -> Lane:
         return Lane(rate, {"memory": min(1.0, rate * memory_bytes / memory), **uses})
 
+    shared: dict[str, Lane] = {}
+    if ranks > 1:
+        assert rates.gather_bytes_per_s and rates.scatter_bytes_per_s and rates.ranks_slowdown
+        processors = {"processors": min(1.0, rates.ranks_slowdown)}
+        shared = {
+            "compute": Lane(1.0, {"processors": 1.0}),
+            "gather": Lane(rates.gather_bytes_per_s, processors),
+            "scatter": Lane(rates.scatter_bytes_per_s, processors),
+        }
+
     return {
         "host": Lane(1.0),
         "compute": Lane(1.0),
@@ -95,6 +109,7 @@ def lanes_of(rates: Rates) -> dict[str, Lane]:
         "update": lane(rates.update_parameters_per_s, UPDATE_BYTES),
         "update_nvme": lane(rates.update_parameters_per_s, UPDATE_BYTES),
         "update_gpu": Lane(rates.gpu_update_parameters_per_s),
+        **shared,
     }
 
 
@@ -114,38 +129,40 @@ def forecast(
         units: all units.
         placement: homes, slots.
         policy: groups, clipping.
-        rates: what the machine's links, drives and processors do.
+        rates: what the machine's links, drives and processors do; of several ranks, what one of them has.
 
     Raises:
         PlanError: a unit must be loaded and there is no GPU slot.
     """
-    jobs = StepJobs(compute_seconds, units, placement, policy)
-    timeline = build(accesses, placement, updates=policy.deferred, updated=placement.speculative)
+    jobs = _jobs(compute_seconds, units, placement, policy)
+    timeline = _timeline(accesses, placement, policy)
 
     # The first step has no updates to do. The second does those of the first; its last writes and its exchange reach
     # into the third, which is therefore as all later ones.
     ends = [jobs.step(timeline) for _ in range(NUM_STEPS)]
-    lanes = lanes_of(rates)
+    lanes = lanes_of(rates, policy.ranks)
     times = simulate(jobs.jobs, lanes)
     start = times[ends[-2]][1]
     stop = times[ends[-1]][1]
 
-    busy = dict.fromkeys(lanes, 0.0)
-    alone = dict.fromkeys(lanes, 0.0)
+    busy = dict.fromkeys((LANES.get(name, name) for name in lanes), 0.0)
+    alone = busy.copy()
     moved: dict[str, float] = {}
     spans = []
 
     # Busy seconds are counted by time: a job that runs in this step may belong to the one before.
     for job, (begin, end) in zip(jobs.jobs, times, strict=True):
         if end > start and begin < stop and end > begin:
-            busy[job.lane] += min(end, stop) - max(begin, start)
-            spans.append(LaneSpan(lane=job.lane, name=job.name, start=begin - start, end=end - start))
+            lane = LANES.get(job.lane, job.lane)
+            busy[lane] += min(end, stop) - max(begin, start)
+            spans.append(LaneSpan(lane=lane, name=job.name, start=begin - start, end=end - start))
 
     # Amounts are counted by job: one that belongs to this step may end in the next one.
     for job in jobs.jobs[ends[-2] + 1 : ends[-1] + 1]:
-        alone[job.lane] += job.amount / lanes[job.lane].rate
-        if "_to_" in job.lane:
-            moved[job.lane] = moved.get(job.lane, 0.0) + job.amount
+        lane = LANES.get(job.lane, job.lane)
+        alone[lane] += job.amount / lanes[job.lane].rate
+        if "_to_" in lane or lane == "ranks":
+            moved[lane] = moved.get(lane, 0.0) + job.amount
 
     return Forecast(seconds=stop - start, busy_seconds=busy, alone_seconds=alone, moved_bytes=moved, spans=tuple(spans))
 
@@ -164,7 +181,28 @@ def floor(
     to the next one (last writes, the exchange, updates in the backward) are not. Arguments and errors are those of
     `forecast`.
     """
-    jobs = StepJobs(compute_seconds, units, placement, policy)
+    jobs = _jobs(compute_seconds, units, placement, policy)
     jobs.follow_a_step()
-    jobs.step(build(accesses, placement, updates=policy.deferred, updated=placement.speculative))
-    return least_seconds(jobs.jobs, lanes_of(rates), "compute")
+    jobs.step(_timeline(accesses, placement, policy))
+    return least_seconds(jobs.jobs, lanes_of(rates, policy.ranks), "compute")
+
+
+def _jobs(
+    compute_seconds: Mapping[tuple[str, Phase], float],
+    units: Sequence[UnitSpec],
+    placement: Placement,
+    policy: Policy,
+) -> StepJobs:
+    """The jobs of no step yet, of a rank or of a process that is alone."""
+    return (RankJobs if policy.ranks > 1 else StepJobs)(compute_seconds, units, placement, policy)
+
+
+def _timeline(accesses: Sequence[Access], placement: Placement, policy: Policy) -> Timeline:
+    """The timeline of a step whose updates in the backward are not void."""
+    return build(
+        accesses,
+        placement,
+        updates=policy.deferred,
+        updated=placement.speculative,
+        scatters=scatters_of(accesses, placement, policy),
+    )

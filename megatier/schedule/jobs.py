@@ -7,7 +7,7 @@ The forecast simulates these jobs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatier.schedule.moves import Move, Moves, by_lane, stash, unstash
 from megatier.schedule.placement import Placement
@@ -62,6 +62,10 @@ class StepJobs:
         self._moves = Moves(self._units, placement, policy)
         self._begun: int | None = None
         """The end of the last step, which lets the present one begin; None: this is the first."""
+        self._uses: list[int] = []
+        """The job that computes, for each access of the step so far."""
+        self._arrivals: dict[str, int] = {}
+        """The job that brings a unit's weights to the GPU in the step, by unit."""
 
         # By unit, the last job that did something for it.
         self._grads: dict[str, int] = {}
@@ -93,67 +97,43 @@ class StepJobs:
 
     def step(self, timeline: Timeline) -> int:
         """Add a step; returns the job that ends it."""
-        uses: list[int] = []
-        """The job that computes, for each access so far."""
-        arrivals: dict[str, int] = {}
-        """The job that brings a unit's weights to the GPU, by unit."""
-        fed = {update.unit: update.load for update in timeline.updates if update.load is not None}
-        loads = {load.access: load for load in timeline.loads}
-
+        self._uses = []
+        self._arrivals = {}
         last_uses = timeline.last_uses()
         offloaded = self._offloaded(timeline)
 
         # Units that the last backward updated are due no more.
         self._updates = self._speculated
         self._speculated = {}
+        weights = self._weights(timeline)
 
         for index, access in enumerate(timeline.accesses):
             unit = self._units[access.unit]
-            load = loads.get(index)
-            # In the immediate mode the timeline has no updates: they follow the gradients, in `_ship`.
-            is_due = bool(timeline.updates) and self._begun is not None and unit.name not in self._updates
-            is_due = is_due and unit.num_trained > 0
-
-            # A unit's update comes before its load, because the load takes the new weights. A streamed unit is updated
-            # after its load, because AdamW works in the slot that the load fills.
-            if is_due and unit.name not in self._placement.streamed:
-                copied = self._update(unit, fed.get(unit.name), uses)
-                if copied is not None:
-                    arrivals[unit.name] = copied
-            elif unit.name in fed and fed[unit.name].access == index:
-                # In the first step there is nothing to update, so no update feeds the load.
-                load = fed[unit.name]
-
-            if load is not None:
-                arrivals[unit.name] = self._load(unit, load, uses)
-            if is_due and unit.name in self._placement.streamed:
-                self._update_streamed(unit, arrivals[unit.name])
-
-            before = uses[-1] if uses else self._begun
+            next(weights)
+            before = self._uses[-1] if self._uses else self._begun
             activation = self._offload(access, before) if (unit.name, access.group) in offloaded else None
 
             # The last use may be a forward: that of a fused head makes its gradient.
             makes_grad = last_uses[unit.name, access.group] == index and unit.num_trained > 0
-            uses.append(self._compute(access, arrivals.get(unit.name), activation, makes_grad=makes_grad))
+            self._uses.append(self._compute(access, activation, makes_grad=makes_grad))
             if makes_grad:
-                self._ship(unit, access.group, uses[-1], before)
+                self._hand_over(unit, access.group, self._uses[-1], before)
 
+        next(weights, None)
         self._exchange()
-        self._begun = self._add("host", "step", HOST_SECONDS, uses[-1], *self._sums, *self._immediate())
+        self._begun = self._add("host", "step", HOST_SECONDS, self._uses[-1], *self._sums, *self._awaited())
         return self._begun
 
     # ------------------------------------------------------------------ compute and activations
 
-    def _compute(self, access: Access, arrival: int | None, activation: int | None, *, makes_grad: bool) -> int:
+    def _compute(self, access: Access, activation: int | None, *, makes_grad: bool) -> int:
         """One use of a unit, when its weights and its activation are there and its update is over."""
         seconds = self._compute_seconds.get((access.unit, access.phase), 0.0)
         # In the immediate mode the update of this step comes after the use, and that of the last step is over.
+        arrival = self._arrivals.get(access.unit)
         needs = [self._begun, arrival, activation, self._updates.get(access.unit) if self._policy.deferred else None]
-
-        # A use that makes a gradient which leaves the GPU needs a slot for it.
-        is_shipped = makes_grad and self._placement.grad_homes[access.unit] is not Tier.GPU
-        if is_shipped and len(self._grad_slots) == SLOTS_MIN:
-            needs.append(self._grad_slots[0])
+        if makes_grad:
+            needs.append(self._grad_slot(access.unit))
         return self._add("compute", f"{access.unit} {access.phase} {access.group}", seconds, *needs)
 
     def _offloaded(self, timeline: Timeline) -> set[tuple[str, int]]:
@@ -199,7 +179,35 @@ class StepJobs:
 
     # ------------------------------------------------------------------ weights and updates
 
-    def _load(self, unit: UnitSpec, load: Load, uses: Sequence[int]) -> int:
+    def _weights(self, timeline: Timeline) -> Iterator[None]:
+        """Add updates and loads, and yield before each access when its weights are brought."""
+        fed = {update.unit: update.load for update in timeline.updates if update.load is not None}
+        loads = {load.access: load for load in timeline.loads}
+
+        for index, access in enumerate(timeline.accesses):
+            unit = self._units[access.unit]
+            load = loads.get(index)
+            # In the immediate mode the timeline has no updates: they follow the gradients, in `_ship`.
+            is_due = bool(timeline.updates) and self._begun is not None and unit.name not in self._updates
+            is_due = is_due and unit.num_trained > 0
+
+            # A unit's update comes before its load, because the load takes the new weights. A streamed unit is updated
+            # after its load, because AdamW works in the slot that the load fills.
+            if is_due and unit.name not in self._placement.streamed:
+                copied = self._update(unit, fed.get(unit.name))
+                if copied is not None:
+                    self._arrivals[unit.name] = copied
+            elif unit.name in fed and fed[unit.name].access == index:
+                # In the first step there is nothing to update, so no update feeds the load.
+                load = fed[unit.name]
+
+            if load is not None:
+                self._arrivals[unit.name] = self._load(unit, load)
+            if is_due and unit.name in self._placement.streamed:
+                self._update_streamed(unit, self._arrivals[unit.name])
+            yield
+
+    def _load(self, unit: UnitSpec, load: Load) -> int:
         """Bring weights to the GPU, as soon as their slot is free and they are updated; returns the last job."""
         # AdamW on a streamed unit works in the slot that this load fills, so it comes after.
         updated = None if unit.name in self._placement.streamed else self._updates.get(unit.name)
@@ -207,13 +215,13 @@ class StepJobs:
 
         # In pieces: one comes to RAM while the one before goes on to the GPU.
         pieces = self._num_pieces(unit.num_elements) if len(moves) > 1 else 1
-        return self._chain(moves, unit.name, self._slot_free(load, uses), updated, pieces=pieces)
+        return self._chain(moves, unit.name, self._slot_free(load), updated, pieces=pieces)
 
-    def _slot_free(self, load: Load, uses: Sequence[int]) -> int | None:
+    def _slot_free(self, load: Load) -> int | None:
         """The job after which the slot of a load is free."""
-        return uses[load.after_access] if load.after_access >= 0 else self._begun
+        return self._uses[load.after_access] if load.after_access >= 0 else self._begun
 
-    def _update(self, unit: UnitSpec, fed: Load | None, uses: Sequence[int]) -> int | None:
+    def _update(self, unit: UnitSpec, fed: Load | None) -> int | None:
         """Run AdamW where the unit's state is at home; returns the job that brings the weights it feeds, if any."""
         gradient = self._grads.get(unit.name)
         if self._placement.updater(unit.name) is Tier.GPU:
@@ -224,11 +232,9 @@ class StepJobs:
             self._updates[unit.name] = self._add("update", unit.name, unit.num_trained, self._begun, gradient)
             return None
 
-        return self._update_spilled(unit, gradient, fed, uses)
+        return self._update_spilled(unit, gradient, fed)
 
-    def _update_spilled(
-        self, unit: UnitSpec, gradient: int | None, fed: Load | None, uses: Sequence[int]
-    ) -> int | None:
+    def _update_spilled(self, unit: UnitSpec, gradient: int | None, fed: Load | None) -> int | None:
         """Run AdamW on a unit with bytes on NVMe, piece by piece: read, update, feed, write.
 
         Returns:
@@ -247,7 +253,7 @@ class StepJobs:
             updated = self._add("update_nvme", unit.name, amount / pieces, read)
             if fed is not None:
                 weights = self._moves.feed(unit.name)
-                copied = self._part(weights, unit.name, pieces, updated, self._slot_free(fed, uses))
+                copied = self._part(weights, unit.name, pieces, updated, self._slot_free(fed))
 
             self._chunks.append(self._part(self._moves.write_state(unit.name), unit.name, pieces, updated))
 
@@ -275,8 +281,14 @@ class StepJobs:
 
     # ------------------------------------------------------------------ gradients
 
-    def _ship(self, unit: UnitSpec, group: int, made: int, before: int | None) -> None:
-        """Move the gradient of a group to where it waits. In the immediate mode its update follows at once.
+    def _grad_slot(self, unit: str) -> int | None:
+        """The job that empties a slot in which a unit's gradient is made; None: a slot is free."""
+        # A gradient that stays on the GPU has a place of its own.
+        is_shipped = self._placement.grad_homes[unit] is not Tier.GPU
+        return self._grad_slots[0] if is_shipped and len(self._grad_slots) == SLOTS_MIN else None
+
+    def _hand_over(self, unit: UnitSpec, group: int, made: int, before: int | None) -> None:
+        """Move the gradient of a group to where it waits, after adding the sum of the groups before.
 
         Args:
             unit: the unit.
@@ -284,12 +296,15 @@ class StepJobs:
             made: the use that makes the gradient.
             before: the use before.
         """
-        is_last = group == self._policy.groups - 1
         if group and (fetched := self._moves.fetch_sum(unit.name)):
             arrived = self._chain(fetched, unit.name, self._grads[unit.name], before)
             # The addition takes next to no time, but the gradient is final only when the sum of the others has arrived.
             made = self._add("compute", f"{unit.name} sum", 0.0, made, arrived)
+        self._ship(unit, group, made)
 
+    def _ship(self, unit: UnitSpec, group: int, made: int) -> None:
+        """Move a sum of groups, or the gradient of one, to where it waits. In the immediate mode its update follows."""
+        is_last = group == self._policy.groups - 1
         self._grads[unit.name] = made
         if shipped := self._moves.ship(unit.name, is_last=is_last):
             # A GPU slot is free again when the gradient is where it waits, in RAM or on NVMe.
@@ -303,10 +318,10 @@ class StepJobs:
                 self._sums.append(self._grads[unit.name])
 
         if is_last and (not self._policy.deferred or unit.name in self._placement.speculative):
-            self._update(unit, None, ())
+            self._update(unit, None)
 
-    def _immediate(self) -> Iterable[int]:
-        """The updates that a step waits for: its own, if they run in its backward."""
+    def _awaited(self) -> Iterable[int | None]:
+        """What a step waits for in addition to compute and sums: its own updates, if they run in its backward."""
         return () if self._policy.deferred else self._updates.values()
 
     # ------------------------------------------------------------------ adding jobs

@@ -185,7 +185,7 @@ def _check_nvme(needed: int, generations: int, budgets: Budgets, policy: Policy)
         # A generation for speculation only saves time, so it is the first to go.
         if generations > 1 + policy.savepoints:
             remedy = f"Set tiers.generations to {generations - 1}. {remedy}"
-        raise PlanError("state on NVMe", needed, budgets.nvme, remedy)
+        raise PlanError("state on NVMe", needed * policy.host_ranks, budgets.nvme * policy.host_ranks, remedy)
 
 
 def _bytes_by_home(units: Iterable[UnitSpec], homes: Homes, policy: Policy) -> Counter[Tier]:

@@ -204,9 +204,10 @@ def _spill_some(
         if total_bytes(slots) <= room and max(updates, default=0) <= updated:
             return homes, passing, chunk
 
-    needed = used + total_bytes(slots)
+    needed = (used + total_bytes(slots)) * policy.host_ranks
+    had = budget * policy.host_ranks
     remedy = f"Raise tiers.ram to at least {at_least(needed)}{', or lower tiers.chunk' * bool(policy.chunk_elements)}."
-    raise PlanError("RAM slots for what comes from NVMe", needed, budget, remedy)
+    raise PlanError("RAM slots for what comes from NVMe", needed, had, remedy)
 
 
 def _fill_room(
@@ -274,24 +275,28 @@ def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budg
     if not waiting:  # no gradient counts
         other = ", set train.activations to recompute, or train on fewer tokens a step."
     elif policy.groups > 1:
-        sums = sum(grad_bytes(unit, policy) for unit in waiting)
+        sums = sum(grad_bytes(unit, policy) for unit in waiting) * policy.host_ranks
         what = f"gradients and activations in RAM, {at_least(sums)} of it for sums of groups,"
         other = ", let NVMe hold state (tiers.nvme, tiers.state), so that sums go there, or lower train.groups."
-    elif policy.deferred:
+    elif policy.deferred and policy.ranks == 1:
         other = ", or set train.clip to null and numerics.guard to off."
 
-    return PlanError(what, used, budgets.ram, f"Raise tiers.ram to at least {at_least(used)}{other}")
+    needed = used * policy.host_ranks
+    had = budgets.ram * policy.host_ranks
+    return PlanError(what, needed, had, f"Raise tiers.ram to at least {at_least(needed)}{other}")
 
 
 def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budgets, policy: Policy) -> PlanError:
     """The error that says why state finds no home, when NVMe takes none."""
     mount = ", or give tiers.nvme a mount." if Tier.NVME in policy.state else ", or add nvme to tiers.state."
+    host = policy.host_ranks
     if Tier.RAM in policy.state:
-        return PlanError("state in RAM", in_ram, budgets.ram, f"Raise tiers.ram to at least {at_least(in_ram)}{mount}")
+        remedy = f"Raise tiers.ram to at least {at_least(in_ram * host)}{mount}"
+        return PlanError("state in RAM", in_ram * host, budgets.ram * host, remedy)
 
     if Tier.NVME in policy.state:
         remedy = "The state has no other home: give tiers.nvme a mount, or add ram to tiers.state."
-        return PlanError("state on NVMe", spilled, budgets.nvme, remedy)
+        return PlanError("state on NVMe", spilled * host, budgets.nvme * host, remedy)
 
     needed = sum(state_bytes(unit, policy) + grad_bytes(unit, policy) for unit in units)
     remedy = f"Raise tiers.gpu to at least {at_least(needed)}, or add ram to tiers.state."

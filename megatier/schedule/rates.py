@@ -19,6 +19,23 @@ from megatier.config.values import parse_bytes, read_yaml
 from megatier.errors import ConfigError
 
 
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks of a run, and the hosts that have equally many of them."""
+
+    ranks: int = 1
+    hosts: int = 1
+
+    @property
+    def host_ranks(self) -> int:
+        """Ranks of one host, which share its RAM, its processors and its drives."""
+        return self.ranks // self.hosts
+
+
+ALONE = World()
+"""One process, which has all of the state."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriveRates:
     """One drive, through the store's own block files."""
@@ -67,6 +84,53 @@ class Rates:
     """Rate of the matrix products of a layer's forward and backward at the compute dtype, as models reach it."""
     gpu_bytes: float | None = None
     """Memory of the GPU; None: not known, so that a plan cannot say whether activations fit."""
+    gather_bytes_per_s: float | None = None
+    """Rate at which a GPU receives weights from the others of its host, while all of them do so; None: not known."""
+    scatter_bytes_per_s: float | None = None
+    """Rate at which a GPU receives gradients from the others of its host, while all of them do so; None: not known."""
+    network_bytes_per_s: float | None = None
+    """Rate at which a GPU receives bytes from other hosts, while all GPUs of its host do so; None: not known."""
+    ranks_slowdown: float | None = None
+    """Seconds that compute loses for each second of gathers and scatters beside it, at most 1; None: not known. It is
+    about 0.2 if copy engines move the bytes, and about 1 if kernels do."""
+
+    def assumed(self, world: World) -> tuple[str, ...]:
+        """The names of the rates that ranks need and that `of_rank` assumes because they are not known."""
+        needed = [name for name in ASSUMED if name != "network_bytes_per_s" or world.hosts > 1]
+        return tuple(name for name in needed if world.ranks > 1 and getattr(self, name) is None)
+
+    def of_rank(self, world: World) -> Rates:
+        """The machine as one of several ranks has it: a GPU of its own, and its part of what a host's ranks share.
+
+        The rates of gathers and scatters are then those from all other ranks, over links and network at the same time.
+        A gather brings each byte of other hosts to a host once, over all of its GPUs; a scatter brings what belongs to
+        the rank.
+        """
+        if world.ranks == 1:
+            return self
+
+        local = world.host_ranks
+        memory = self.memory_bytes_per_s / local
+        gather, scatter, network, slowdown = (getattr(self, name) or rate for name, rate in ASSUMED.items())
+        others = world.ranks - 1
+        if world.hosts > 1:
+            # Seconds for each byte of one shard: all links are at work at once, so the slower kind counts.
+            far = world.ranks - local
+            gather = others / max(others / gather, far / local / network)
+            scatter = others / max((local - 1) / scatter, far / network)
+
+        # A GPU's link is its own, but it carries no more than the rank's part of what RAM does.
+        return dataclasses.replace(
+            self.times(1 / local),
+            to_gpu_bytes_per_s=min(self.to_gpu_bytes_per_s, memory),
+            to_ram_bytes_per_s=min(self.to_ram_bytes_per_s, memory),
+            update_parameters_per_s=self.update_parameters_per_s / local,
+            memory_bytes_per_s=memory,
+            gather_bytes_per_s=gather,
+            scatter_bytes_per_s=scatter,
+            network_bytes_per_s=network,
+            ranks_slowdown=slowdown,
+        )
 
     @property
     def io_threads(self) -> int | None:
@@ -95,9 +159,18 @@ class Rates:
         return dataclasses.replace(self, drives=tuple(drives))
 
 
+ASSUMED = {
+    "gather_bytes_per_s": 25e9,
+    "scatter_bytes_per_s": 25e9,
+    "network_bytes_per_s": 12.5e9,
+    "ranks_slowdown": 1.0,
+}
+"""What is assumed of links between GPUs that were not measured: they are PCIe 4 with 16 lanes, the network has 100
+Gbit/s for each GPU, and kernels move the bytes. This is rather low: with NVLink, GPUs are ten times as fast."""
+
 FIELDS = {field.name for field in dataclasses.fields(Rates)}
 WAVERING = {"mixed_low_bytes_per_s", "mixed_high_bytes_per_s"}
-OPTIONAL = {"gpu_bytes", "io_threads", "first_write_bytes_per_s", *WAVERING}
+OPTIONAL = {"gpu_bytes", "io_threads", "first_write_bytes_per_s", *WAVERING, *ASSUMED}
 DRIVE_FIELDS = {field.name for field in dataclasses.fields(DriveRates)}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megatier.schedule.rates import World
 from megatier.state import ADAMW_BF16, StateSchema
 from megatier.tier import Kind, Tier, round_up
 
@@ -16,6 +17,10 @@ class Budgets:
     gpu: int
     ram: int
     nvme: int
+
+    def of_rank(self, world: World) -> Budgets:
+        """A rank's part of the budgets of a host. Each rank has a GPU of its own."""
+        return Budgets(self.gpu, self.ram // world.host_ranks, self.nvme // world.host_ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +60,8 @@ class Policy:
     """Groups of a step that one rank computes."""
     ranks: int = 1
     """Ranks that share the state. Sizes of units are those of a shard."""
+    host_ranks: int = 1
+    """Ranks of one host. Budgets are a rank's part of those of the host, which a refusal names."""
     slices: int = 1
     """Slices of a group."""
     chunk_elements: int | None = None

@@ -9,12 +9,13 @@ in the slots.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatier.errors import PlanError
 from megatier.schedule.placement import Placement
+from megatier.schedule.sizes import Policy
 from megatier.tier import Kind, Phase, Tier
 
 
@@ -143,6 +144,24 @@ def build(
     fed_loads = {update.load for update in planned}
     unfed = tuple(load for load in loads if load not in fed_loads)
     return Timeline(tuple(accesses), unfed, tuple(planned), tuple(scatters))
+
+
+def scatters_of(accesses: Sequence[Access], placement: Placement, policy: Policy) -> tuple[Scatter, ...]:
+    """The gradients that ranks scatter in a pass, as a run would record them; none if a rank is alone."""
+    if policy.ranks == 1:
+        return ()
+
+    # The last use of a unit in a group makes its gradient.
+    last = {(access.unit, access.group): index for index, access in enumerate(accesses)}
+    uses = Counter((access.unit, access.group) for access in accesses if access.phase is Phase.FORWARD)
+    made = []
+    for (unit, group), index in last.items():
+        # A sum of uses or slices has fp32 on its way, and so has what a fused head makes in the forward.
+        is_sum = uses[unit, group] * policy.slices > 1 or accesses[index].phase is Phase.FORWARD
+        if unit in placement.grad_homes:
+            made.append(Scatter(unit, group, index, 4 if is_sum else policy.schema.grad_width))
+
+    return tuple(sorted(made, key=lambda scatter: scatter.access))
 
 
 def _assign(accesses: Sequence[Access], resident: Container[str], num_slots: int) -> list[Load]:

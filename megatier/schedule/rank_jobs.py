@@ -1,0 +1,110 @@
+"""Jobs of one of several ranks that share the state, as the lane `ranks` orders them. Pure.
+
+One rank stands for all: each does the same at the same time. In the simulation two lanes, `gather` and `scatter`, stand
+for the lane `ranks`, because each has a rate of its own. Every collective waits for the one before, so only one of the
+two works at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from megatier.schedule.jobs import StepJobs
+from megatier.schedule.placement import Placement
+from megatier.schedule.sizes import Policy, UnitSpec
+from megatier.schedule.slots import SLOTS_MIN
+from megatier.schedule.timeline import Load, Scatter, Timeline
+from megatier.tier import Phase
+
+LANES = {"gather": "ranks", "scatter": "ranks"}
+"""The lane for which a lane of the simulation stands, where the two have different names."""
+
+
+class RankJobs(StepJobs):
+    """The jobs of one rank in some steps in a row."""
+
+    def __init__(
+        self,
+        compute_seconds: Mapping[tuple[str, Phase], float],
+        units: Sequence[UnitSpec],
+        placement: Placement,
+        policy: Policy,
+    ) -> None:
+        """See `StepJobs`."""
+        super().__init__(compute_seconds, units, placement, policy)
+        self._last: int | None = None
+        """The last collective."""
+        self._made: dict[tuple[str, int], int] = {}
+        """The job that made the gradient of a unit and group."""
+        self._gathers: deque[int] = deque(maxlen=SLOTS_MIN)
+        """The last gathers, each of which emptied a GPU slot for a shard."""
+        self._scatters: deque[int] = deque(maxlen=SLOTS_MIN)
+        """The last scatters, each of which emptied a GPU slot for the gradient of a group."""
+
+    def _weights(self, timeline: Timeline) -> Iterator[None]:
+        """Add updates and collectives, and yield before each access when all are there that may come before it."""
+        due = deque(update.unit for update in timeline.updates if self._begun is not None)
+        planned = deque(timeline.collectives())
+
+        for index in range(len(timeline.accesses) + 1):
+            while planned and self._waits_for(planned[0]) < index:
+                collective = planned.popleft()
+                if isinstance(collective, Scatter):
+                    self._scatter(collective)
+                    continue
+
+                # Updates come in the order of first uses, and so do the first loads, which take the new weights.
+                while collective.unit in due:
+                    self._update(self._units[due.popleft()], None)
+                self._arrivals[collective.unit] = self._gather(collective)
+
+            yield
+
+    def _waits_for(self, planned: Load | Scatter) -> int:
+        """Index of the access that must be over before a collective."""
+        return planned.after_access if isinstance(planned, Load) else planned.access
+
+    def _gather(self, load: Load) -> int:
+        """Bring this rank's shard to the GPU, if it is not at home there, and then those of all ranks together."""
+        unit = self._units[load.unit]
+        *own, gather = self._moves.load(unit.name)
+        updated = self._updates.get(unit.name)
+        arrived = updated
+        if own:
+            slot = self._gathers[0] if len(self._gathers) == SLOTS_MIN else None
+            pieces = self._num_pieces(unit.num_elements) if len(own) > 1 else 1
+            arrived = self._chain(own, unit.name, self._begun, slot, updated, pieces=pieces)
+
+        self._last = self._add("gather", unit.name, gather.num_bytes, self._last, arrived, self._slot_free(load))
+        self._gathers.append(self._last)
+        return self._last
+
+    def _hand_over(self, unit: UnitSpec, group: int, made: int, before: int | None) -> None:
+        """Leave the gradient to the lane `ranks`."""
+        self._made[unit.name, group] = made
+
+    def _scatter(self, scatter: Scatter) -> None:
+        """Send a group's gradient to the owners of its shards, and add what came to the sum of this rank's shard."""
+        unit = self._units[scatter.unit]
+        fetched = None
+        if scatter.group and (moves := self._moves.fetch_sum(unit.name)):
+            fetched = self._chain(moves, unit.name, self._grads[unit.name], self._last)
+
+        (move,) = self._moves.scatter(scatter)
+        made = self._made.pop((unit.name, scatter.group))
+        self._last = self._add("scatter", unit.name, move.num_bytes, self._last, made)
+        self._scatters.append(self._last)
+
+        # The addition takes next to no time, but it needs the sum of the groups before, or a slot for a new one.
+        slot = super()._grad_slot(unit.name)
+        self._last = self._add("scatter", f"{unit.name} sum", 0.0, self._last, fetched, slot)
+        self._ship(unit, scatter.group, self._last)
+
+    def _grad_slot(self, unit: str) -> int | None:
+        """The job that empties a slot in which a whole gradient of a group is made; None: a slot is free."""
+        return self._scatters[0] if len(self._scatters) == SLOTS_MIN else None
+
+    def _awaited(self) -> Iterable[int | None]:
+        """What a step waits for in addition to compute: the norm is known when the last gradient is added."""
+        return (self._last,)
