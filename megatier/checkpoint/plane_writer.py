@@ -21,7 +21,7 @@ from megatier.checkpoint.grid import Grid
 from megatier.errors import StepAbandonedError
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
-from megatier.numerics.optimizer import join_master, plane_dtype
+from megatier.numerics.masters import join_master, plane_dtype
 from megatier.play.generations import Generation
 from megatier.session.session import Session
 from megatier.store.arena import Arena

@@ -22,7 +22,8 @@ from megatier.integrations.chunk_store import ChunkStore
 from megatier.integrations.chunks import AHEAD, ChunkPlan, ElementRun, StateChunk
 from megatier.integrations.parameters import form_of, in_order, schema_of
 from megatier.numerics.adamw import adamw_threads, begin_adamw, step_scalars
-from megatier.numerics.optimizer import PIECE_ELEMENTS, SPAN_ELEMENTS, plane_dtype
+from megatier.numerics.masters import plane_dtype
+from megatier.numerics.optimizer import PIECE_ELEMENTS, SPAN_ELEMENTS
 from megatier.state import ADAMW_BF16
 from megatier.store.lease import Lease
 from megatier.tier import Kind, Tier

@@ -32,8 +32,6 @@ from megatier.errors import NonFiniteError
 from megatier.layout import Layout, TensorSlice
 from megatier.numerics.adamw import Planes, adamw_threads, begin_adamw, step_scalars
 from megatier.ranks import Ranks
-from megatier.state import StateSchema
-from megatier.tier import Kind
 from megatier.workers import Workers
 
 SPAN_ELEMENTS = 65_536
@@ -369,33 +367,4 @@ def _pieces(tensor: TensorSlice) -> Iterator[tuple[int, int]]:
     return pairwise([tensor.start, *range(border, tensor.stop, PIECE_ELEMENTS), tensor.stop])
 
 
-def plane_dtype(schema: StateSchema, kind: Kind) -> torch.dtype:
-    """The dtype of a plane's elements."""
-    found = getattr(torch, schema.dtype(kind))
-    assert isinstance(found, torch.dtype)
-    return found
-
-
-def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Write fp32 [n] on the CPU as weight bf16 [n] and remainder int16 [n], on one device; see `join_master`."""
-    if weight.is_cuda:
-        planes = torch.empty_like(weight, device="cpu"), torch.empty_like(remainder, device="cpu")
-        # Split by the C code on the CPU, so that there is one definition of the rounding.
-        split_master(master, *planes)
-        weight.copy_(planes[0])
-        remainder.copy_(planes[1])
-        return
-
-    _native.split(master.data_ptr(), weight.data_ptr(), remainder.data_ptr(), master.numel())
-
-
-def join_master(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
-    """Write the fp32 master of two planes, all flat [n], exactly; the master lies on the CPU."""
-    if weight.is_cuda:
-        # The weight is the high half of the master's bits. The sum wraps around in int32 as it does in C.
-        master.copy_(((weight.view(torch.int16).int() << 16) + remainder).view(torch.float32))
-        return
-    _native.join(weight.data_ptr(), remainder.data_ptr(), master.data_ptr(), weight.numel())
-
-
-__all__ = ["AdamW", "Hyperparameters", "join_master", "plane_dtype", "split_master"]
+__all__ = ["AdamW", "Hyperparameters"]

@@ -24,7 +24,8 @@ from megatier.measure.probe import io_threads
 from megatier.models.decoder import Unit, decays
 from megatier.models.experts import cut_units
 from megatier.numerics.compilation import Compilation
-from megatier.numerics.optimizer import AdamW, Hyperparameters, join_master, plane_dtype, split_master
+from megatier.numerics.masters import join_master, plane_dtype, split_master
+from megatier.numerics.optimizer import AdamW, Hyperparameters
 from megatier.play.player import Player
 from megatier.ranks import Ranks
 from megatier.schedule.placement import Placement, place
