@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_pool import POOL
 from rich.console import Console
 from tiny_runs import one_thread
 
@@ -67,3 +68,20 @@ def test_verify_one_placement_that_differs_fails(tmp_path: Path, monkeypatch: py
     assert not agrees
     assert "different" in report
     assert "NOT identical" in report
+
+
+def verify_on_ranks(directory: Path) -> tuple[bool, str]:
+    """Verify on this rank, in short runs."""
+    for name, value in {"STEPS": 1, "SEQUENCES": 2, "SEQUENCE_LENGTH": 8}.items():
+        setattr(verify, name, value)
+    return report_of(directory)
+
+
+def test_verify_on_two_ranks_finds_every_placement_equal_to_one_process(tmp_path: Path) -> None:
+    (agrees, report), (other_agrees, nothing) = POOL.run(verify_on_ranks, 2, tmp_path)
+    assert agrees
+    assert other_agrees
+    assert report.count("equal") == len(verify.RANK_PLACEMENTS) * 2
+    assert "8 runs of 1 steps on 2 ranks: bit-identical to one process" in report
+    assert nothing == ""
+    assert list(tmp_path.iterdir()) == []

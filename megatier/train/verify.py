@@ -12,10 +12,13 @@ from rich.table import Table
 from transformers import AutoConfig
 
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.hardware import device_for
 from megatier.models.decoder import build_skeleton
 from megatier.models.initialiser import Initialiser
+from megatier.ranks import Alone, Ranks
 from megatier.session.session import Session
 from megatier.tier import Activations, Tier
+from megatier.train.shared import joined
 
 STEPS = 5
 SEQUENCES = 4
@@ -44,8 +47,19 @@ CLIP = 3.22
 """Some of the steps are above it, and some below, so that some speculative updates are confirmed and some are void."""
 
 
+RANK_PLACEMENTS: dict[str, tuple[tuple[str, ...], int, int, float, int]] = {
+    "all on the gpu": (("gpu",), 64 << 20, 64 << 20, 0.0, 1),
+    "all in ram": (("ram",), 16 << 20, 64 << 20, 0.0, 1),
+    "all on nvme": (("nvme",), 16 << 20, 24 << 20, 0.0, 1),
+    "all on nvme, twice": (("nvme",), 16 << 20, 24 << 20, 0.0, 2),
+}
+"""The same for ranks, in bytes for each of them. Whole units pass through the GPU, so its budgets are larger."""
+
+
 def verify(device: str, directory: Path, console: Console) -> bool:
     """Train under every placement, activation policy and clipping mode, and print a table of the outcomes.
+
+    Under torchrun the ranks share the state under some placements, and each of them also trains alone.
 
     Args:
         device: auto, cuda or cpu.
@@ -56,6 +70,10 @@ def verify(device: str, directory: Path, console: Console) -> bool:
         Whether all outcomes are equal, within each clipping mode.
     """
     torch.use_deterministic_algorithms(True)
+    with joined(device_for(device)) as ranks:
+        if ranks is not None:
+            return _verify_ranks(device, directory, console if ranks.rank == 0 else Console(quiet=True), ranks)
+
     table = Table("state", "activations", "clip", "NVMe bytes", "digest", "")
     agree = True
     for clip in (CLIP, None):
@@ -63,7 +81,7 @@ def verify(device: str, directory: Path, console: Console) -> bool:
         expected = ""
         for name in PLACEMENTS:
             for activations in Activations:
-                digest, moved = _run(device, directory, name, activations, clip)
+                digest, moved = _run(device, directory, PLACEMENTS[name], activations, clip)
                 expected = expected or digest
                 agree &= digest == expected
                 verdict = "[green]equal[/]" if digest == expected else "[red]different[/]"
@@ -77,38 +95,98 @@ def verify(device: str, directory: Path, console: Console) -> bool:
     return agree
 
 
-def _run(device: str, directory: Path, placement: str, activations: str, clip: float | None) -> tuple[str, int]:
-    """Return a digest of losses, weights and moments after a few steps, and the bytes moved from and to NVMe."""
-    state, gpu, ram, share, generations = PLACEMENTS[placement]
+def _verify_ranks(device: str, directory: Path, console: Console, ranks: Ranks) -> bool:
+    """Train on all ranks under some placements, and on each rank alone, and print a table of the outcomes."""
+    table = Table("state", "processes", "clip", "NVMe bytes", "digest", "")
+    agree = True
+    for clip in (CLIP, None):
+        own = directory / f"alone-{ranks.rank}"
+        own.mkdir(parents=True, exist_ok=True)
+        expected, _ = _run(device, own, PLACEMENTS["all in ram"], Activations.KEEP, clip, groups=ranks.size)
+        own.rmdir()
+        mode = "global" if clip is not None else "off"
+        table.add_row("all in ram", "1", mode, "0.0 MB", expected, "")
+
+        for name, placement in RANK_PLACEMENTS.items():
+            digest, moved = _run(device, directory, placement, Activations.KEEP, clip, groups=ranks.size, ranks=ranks)
+            # Every rank compares, so a GPU that computes other bits than the others is found.
+            is_equal = all(ranks.agree(digest == expected))
+            agree &= is_equal
+            verdict = "[green]equal[/]" if is_equal else "[red]different[/]"
+            table.add_row(name, str(ranks.size), mode, f"{moved / 1e6:.1f} MB", digest, verdict)
+
+    console.print(table)
+    total = len(RANK_PLACEMENTS) * 2
+    outcome = "bit-identical to one process" if agree else "NOT identical; please report this with `megatier doctor`"
+    console.print(f"{total} runs of {STEPS} steps on {ranks.size} ranks: {outcome}", soft_wrap=True)
+    return agree
+
+
+def _run(
+    device: str,
+    directory: Path,
+    placement: tuple[tuple[str, ...], int, int, float, int],
+    activations: str,
+    clip: float | None,
+    *,
+    groups: int = 1,
+    ranks: Ranks | None = None,
+) -> tuple[str, int]:
+    """Return a digest of losses, weights and moments after a few steps, and the bytes moved from and to NVMe.
+
+    Args:
+        device: auto, cuda or cpu.
+        directory: holds the block files.
+        placement: one of `PLACEMENTS` or `RANK_PLACEMENTS`.
+        activations: the policy.
+        clip: the norm to clip to; None: off.
+        groups: groups of a step.
+        ranks: the ranks that share the state. Every one of them has to call it, and gets the same digest.
+    """
+    state, gpu, ram, share, generations = placement
+    on_host = 1 if ranks is None else ranks.local_size
     model = build_skeleton(AutoConfig.for_model(**MODEL), "sdpa")
     tiers = TiersConfig(
         device=device,  # type: ignore[arg-type]
         gpu=gpu,
-        ram=ram,
-        nvme=(f"{directory}:{NVME_BYTES}",),
+        ram=ram * on_host,
+        nvme=(f"{directory}:{NVME_BYTES * on_host}",),
         state=state,
         streamed_share=share,
         generations=generations,
     )
-    train = TrainConfig(steps=STEPS, batch=SEQUENCES, activations=activations, clip=clip, weight_decay=0.1)  # type: ignore[arg-type]
+    train = TrainConfig(
+        steps=STEPS,
+        batch=SEQUENCES * groups,
+        groups=groups,
+        activations=activations,  # type: ignore[arg-type]
+        clip=clip,
+        weight_decay=0.1,
+    )
     digest = hashlib.sha256()
 
     # Without clipping and guard, updates run inside the backward.
     numerics = NumericsConfig(guard=clip is not None)
 
-    with Session(model, ModelConfig(config=MODEL), tiers, train, numerics, SEQUENCE_LENGTH, seed=0) as session:
+    with Session(
+        model, ModelConfig(config=MODEL), tiers, train, numerics, SEQUENCE_LENGTH, seed=0, ranks=ranks
+    ) as session:
         session.load(Initialiser(model, seed=0))
         for step in range(1, STEPS + 1):
             generator = torch.Generator().manual_seed(step)
-            tokens = torch.randint(0, 512, (SEQUENCES, SEQUENCE_LENGTH), generator=generator)
-            result = session.engine.train_step(step, 1e-3, [{"input_ids": tokens, "labels": tokens}])
+            tokens = torch.randint(0, 512, (SEQUENCES * groups, SEQUENCE_LENGTH), generator=generator)
+            batches = [{"input_ids": part, "labels": part} for part in tokens.chunk(groups)]
+            result = session.engine.train_step(step, 1e-3, batches)
             digest.update(repr((result.loss, result.grad_norm)).encode())
 
         session.player.drain()
-        for unit in session.units:
+        crew = ranks or Alone()
+        for whole, unit in zip(session.wholes, session.units, strict=True):
+            # Ranks pad their shards to equal size, so what comes after the last parameter is left out.
+            stop = whole.layout.tensors[-1].stop
             for kind in session.schema.kinds:
-                plane = session.read_plane(unit, kind, 0, unit.layout.num_elements)
-                digest.update(plane.view(torch.uint8).numpy().tobytes())
+                shards = crew.agree(session.read_plane(unit, kind, 0, unit.layout.num_elements))
+                digest.update(torch.cat(shards)[:stop].view(torch.uint8).numpy().tobytes())
 
         # A placement that was not what its name says would compare nothing.
         if state == ("gpu", "ram", "nvme"):
