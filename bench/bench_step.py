@@ -272,8 +272,8 @@ def _bound(run: Run, deterministic: bool) -> dict[str, Any] | None:
     )
 
 
-def main() -> None:
-    """Measure, print, write."""
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--row", type=int, choices=ROWS, required=True)
     parser.add_argument("--warmup", type=int, default=2, help="steps before, which compile and record (default 2)")
@@ -285,7 +285,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file (default: bench/results/<machine>/row<N>.json)")
     parser.add_argument("--nvme", type=Path, help="directory for block files, on the drive to measure")
     parser.add_argument("--plan", type=Path, metavar="MACHINE", help="do not run: forecast the row on this machine")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = parse_arguments()
     run = changed(ROWS[options.row], options.set)
 
     if options.plan is not None:
@@ -296,7 +301,7 @@ def main() -> None:
         return
 
     if run.nvme and options.nvme is None:
-        parser.error(f"row {options.row} needs --nvme DIRECTORY")
+        sys.exit(f"row {options.row} needs --nvme DIRECTORY")
     set_cuda_defaults()
     ranks = join("cuda" if torch.cuda.is_available() else "cpu")
     name = f"row{options.row}"

@@ -93,14 +93,7 @@ class UnitModel:
         self._options = options
         self.stage = Stage(
             source=player.weights,
-            gradients=Gradients(
-                {unit.name: unit.layout.trained for unit in units if unit.layout.num_trained},
-                options.dtype,
-                player.gradients,
-                optimizer,
-                groups=options.groups // (1 if ranks is None else ranks.size),
-                is_shared=ranks is not None,
-            ),
+            gradients=_gradients(units, player, optimizer, options, ranks),
             dtype=options.dtype,
             device=options.device,
             slices=options.slices,
@@ -223,6 +216,20 @@ class UnitModel:
             guard(node)
 
         return node
+
+
+def _gradients(
+    units: Sequence[Unit], player: UnitPlayer, optimizer: AdamW, options: EngineOptions, ranks: Ranks | None
+) -> Gradients:
+    """What collects the gradients of the groups that this process computes."""
+    return Gradients(
+        {unit.name: unit.layout.trained for unit in units if unit.layout.num_trained},
+        options.dtype,
+        player.gradients,
+        optimizer,
+        groups=options.groups // (1 if ranks is None else ranks.size),
+        is_shared=ranks is not None,
+    )
 
 
 def num_learnt(batch: Batch) -> int:

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -22,7 +23,6 @@ from megatier.errors import PlanError
 from megatier.hardware import cores_usable
 from megatier.measure.probe import io_threads
 from megatier.models.decoder import Unit, decays
-from megatier.models.experts import cut_units
 from megatier.numerics.compilation import Compilation
 from megatier.numerics.masters import join_master, plane_dtype, split_master
 from megatier.numerics.optimizer import AdamW, Hyperparameters
@@ -100,28 +100,14 @@ class Session:
             seed: of the random numbers that a forward draws; None: whoever calls it has seeded torch's generators.
             savepoints: whether one generation of what spills may be kept (`checkpoint.savepoint`).
             reuses: whether to take the block files that a savepoint kept, with the bytes in them.
-            ranks: the ranks that share the state and compute the groups of a step. Budgets of RAM and NVMe are those of
-                a host, and divided among its ranks.
+            ranks: the ranks that share the state. Budgets of RAM and NVMe are those of a host, for all its ranks.
 
         Raises:
             PlanError, CapacityError, ConfigError, RunLockedError, UnsupportedModelError: the run cannot start.
         """
-
-        def work_in(parts: int) -> Workload:
-            return Workload.of(
-                model,
-                cut_units(model, parts),
-                model_config,
-                tiers,
-                train,
-                numerics,
-                tokens,
-                savepoints=savepoints,
-                ranks=1 if ranks is None else ranks.size,
-            )
-
-        if ranks is not None:
-            ranks.groups_of(train.groups)
+        settings = (model_config, tiers, train, numerics, tokens)
+        num_ranks = _count(ranks, train.groups)
+        work_in = partial(Workload.in_parts, model, *settings, savepoints=savepoints, ranks=num_ranks)
         work = work_in(model_config.expert_parts)
         self.model = model
         self.ranks = ranks
@@ -141,15 +127,9 @@ class Session:
             self.store, budgets = _open_store(opened, tiers, device, io, run_id, ranks)
             self.placement = _place(model, work, budgets, model_config.expert_parts, work_in)
             self.optimizer = self._open_optimizer(opened, work, tiers, train)
-            self.player = Player(self.store, work.specs, self.placement, work.policy, self.optimizer, ranks)
-            opened.callback(self.player.close)
-            self.engine = Engine(model, work.units, self.player, self.optimizer, options, ranks)
-            opened.callback(self.engine.close)
+            self._open_player(opened, work)
+            self._open_engine(opened, work, options)
             self._opened = opened.pop_all()
-
-        self.blocks = self.player.blocks
-        self.reader = self.player.reader
-        self.speculation = self.player.updates.speculation
 
     def __enter__(self) -> Self:
         return self
@@ -185,6 +165,19 @@ class Session:
         )
         opened.callback(optimizer.close)
         return optimizer
+
+    def _open_player(self, opened: ExitStack, work: Workload) -> None:
+        """Start the lanes that play the timeline, and name those of its parts that others use."""
+        self.player = Player(self.store, work.specs, self.placement, work.policy, self.optimizer, self.ranks)
+        opened.callback(self.player.close)
+        self.blocks = self.player.blocks
+        self.reader = self.player.reader
+        self.speculation = self.player.updates.speculation
+
+    def _open_engine(self, opened: ExitStack, work: Workload, options: EngineOptions) -> None:
+        """Install the nodes in the skeleton's modules."""
+        self.engine = Engine(self.model, work.units, self.player, self.optimizer, options, self.ranks)
+        opened.callback(self.engine.close)
 
     def load(self, source: WeightReader, progress: Callable[[Unit], None] = lambda _: None) -> None:
         """Fill the master weights of all units, piece by piece. Moments are zero already.
@@ -294,6 +287,18 @@ def _shares(tiers: TiersConfig, rates: Rates | None) -> tuple[float, ...]:
     """What each mount takes of a block in relation to the others, as its drive can do; empty: all take the same."""
     drives = rates.drives if rates is not None and len(tiers.mounts) > 1 else ()
     return tuple(drive.mixed_bytes_per_s for drive in drives)
+
+
+def _count(ranks: Ranks | None, groups: int) -> int:
+    """Return the number of ranks.
+
+    Raises:
+        ConfigError: they cannot share the groups of a step equally.
+    """
+    if ranks is None:
+        return 1
+    ranks.groups_of(groups)
+    return ranks.size
 
 
 def _open_store(

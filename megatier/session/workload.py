@@ -13,7 +13,7 @@ from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, Tra
 from megatier.drives.blockfile import IoOptions
 from megatier.errors import PlanError, UnsupportedModelError
 from megatier.models.decoder import Unit, decoder_layers
-from megatier.models.experts import most_parts
+from megatier.models.experts import cut_units, most_parts
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import GPU_SLOTS
 from megatier.state import ADAMW, StateSchema
@@ -99,6 +99,24 @@ class Workload:
         if ranks > 1:
             policy = replace(policy, deferred=True, groups=train.groups // ranks, ranks=ranks)
         return cls(units=units, specs=specs, activations=activations, policy=policy, options=options, rows=rows)
+
+    @classmethod
+    def in_parts(
+        cls,
+        model: PreTrainedModel,
+        model_config: ModelConfig,
+        tiers: TiersConfig,
+        train: TrainConfig,
+        numerics: NumericsConfig,
+        tokens: int,
+        parts: int,
+        *,
+        savepoints: bool,
+        ranks: int,
+    ) -> Self:
+        """Make the workload of a skeleton whose experts are cut into so many parts; see `of`."""
+        units = cut_units(model, parts)
+        return cls.of(model, units, model_config, tiers, train, numerics, tokens, savepoints=savepoints, ranks=ranks)
 
 
 def hidden_width(model: PreTrainedModel) -> int:

@@ -16,19 +16,20 @@ from megatier.session.session import Session
 from megatier.store.store import TieredStore
 from megatier.tier import Tier
 from megatier.train.outlet import say
+from megatier.train.save_plan import SavePlan
 
 
 def describe(
-    console: Console, config: RunConfig, session: Session, text: PackedText | TextStream, num_kept: int
+    console: Console, config: RunConfig, session: Session, text: PackedText | TextStream, plan: SavePlan
 ) -> None:
-    """Print what a run trains and what lies where.
+    """Print what a run trains, what lies where, and what it saves on its way.
 
     Args:
         console: what a person sees.
         config: the run.
         session: planned.
         text: the text that the run trains on.
-        num_kept: number of checkpoints that the run keeps; 0: it writes none.
+        plan: what the run saves.
     """
     if text.damaged is not None:
         say(console, f"{text.damaged} was damaged, so the text was tokenised again.")
@@ -42,11 +43,13 @@ def describe(
     if config.tiers.streamed_share:
         say(console, f"{len(placement.streamed)} units stream their state through the GPU to be updated there")
     if placement.spilled:
-        say(console, _safety(config, placement, num_kept))
+        say(console, _safety(config, placement, plan.num_kept))
     if count := sum(home is Tier.NVME for home in placement.grad_homes.values()):
         what = "sums of groups" if placement.sums_on_gpu else "gradients"
         say(console, f"{what} of {count} units lie on NVMe, because RAM is too short for them")
     print_placement(console, tier_states(session), placement.ranks)
+    if (promise := plan.promise()) is not None:
+        say(console, promise)
 
 
 def describe_positions(console: Console, model: PreTrainedModel, sequence_length: int) -> None:

@@ -60,6 +60,11 @@ def choices_of(
     return ranks.first(lambda: fix_choices(config)), None
 
 
+def console_of(ranks: Ranks | None, console: Console) -> Console:
+    """Return the console of a run, which is silent on all ranks but the first."""
+    return console if ranks is None or ranks.rank == 0 else Console(quiet=True)
+
+
 class SharedDirectory:
     """The run directory, which the first rank locks and writes. Use it as a context.
 

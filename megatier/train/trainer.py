@@ -50,7 +50,7 @@ from megatier.train.origin import Origin, origin_of
 from megatier.train.outlet import say
 from megatier.train.save_plan import SavePlan
 from megatier.train.saves import Record, Saves
-from megatier.train.shared import SharedDirectory, SharedText, choices_of, joined
+from megatier.train.shared import SharedDirectory, SharedText, choices_of, console_of, joined
 from megatier.train.start import Start
 from megatier.train.watchdog import Watchdog
 
@@ -88,9 +88,7 @@ def train(
     with ExitStack() as stack:
         ranks = stack.enter_context(joined(device_for(config.tiers.device)))
         config, expected = choices_of(config, given, ranks, console)
-        if ranks is not None and ranks.rank:
-            console = Console(quiet=True)
-
+        console = console_of(ranks, console)
         watchdog = stack.enter_context(_watchdog(config, expected, ranks))
         directory = stack.enter_context(SharedDirectory(config, ranks, resumes=resumes))
         start = Start.of(directory.path, accepts_changes=accepts_changes)
@@ -100,9 +98,7 @@ def train(
         forecast = None if expected is None else expected.forecast
         plan = SavePlan.of(config.output, session, forecast, is_done=start.step == config.train.steps)
         if directory.leads:
-            describe(console, config, session, text.own, plan.num_kept)
-        if (promise := plan.promise()) is not None:
-            say(console, promise)
+            describe(console, config, session, text.own, plan)
 
         # The settings of a run that is resumed are written down only now, when nothing refuses them any more.
         start.fill(session, source.reader, console)

@@ -155,19 +155,11 @@ def _run(
         streamed_share=share,
         generations=generations,
     )
-    train = TrainConfig(
-        steps=STEPS,
-        batch=SEQUENCES * groups,
-        groups=groups,
-        activations=activations,  # type: ignore[arg-type]
-        clip=clip,
-        weight_decay=0.1,
-    )
+    train = _settings(activations, clip, groups)
     digest = hashlib.sha256()
 
     # Without clipping and guard, updates run inside the backward.
     numerics = NumericsConfig(guard=clip is not None)
-
     with Session(
         model, ModelConfig(config=MODEL), tiers, train, numerics, SEQUENCE_LENGTH, seed=0, ranks=ranks
     ) as session:
@@ -180,18 +172,39 @@ def _run(
             digest.update(repr((result.loss, result.grad_norm)).encode())
 
         session.player.drain()
-        crew = ranks or Alone()
-        for whole, unit in zip(session.wholes, session.units, strict=True):
-            # Ranks pad their shards to equal size, so what comes after the last parameter is left out.
-            stop = whole.layout.tensors[-1].stop
-            for kind in session.schema.kinds:
-                shards = crew.agree(session.read_plane(unit, kind, 0, unit.layout.num_elements))
-                digest.update(torch.cat(shards)[:stop].view(torch.uint8).numpy().tobytes())
+        _add_state(digest, session)
 
-        # A placement that was not what its name says would compare nothing.
-        if state == ("gpu", "ram", "nvme"):
-            assert all(session.placement.state_bytes.get(tier) for tier in Tier), "this placement is meant to be mixed"
-        assert bool(session.placement.streamed) is bool(share and clip), "this placement is meant to stream"
+        _check_placement(session, state, streams=bool(share and clip))
         moved = session.store.moved_bytes
 
     return digest.hexdigest()[:8], moved["nvme_to_ram"] + moved["ram_to_nvme"]
+
+
+def _settings(activations: str, clip: float | None, groups: int) -> TrainConfig:
+    """Return the settings of a run, with the same sequences in each group."""
+    return TrainConfig(
+        steps=STEPS,
+        batch=SEQUENCES * groups,
+        groups=groups,
+        activations=activations,  # type: ignore[arg-type]
+        clip=clip,
+        weight_decay=0.1,
+    )
+
+
+def _check_placement(session: Session, state: tuple[str, ...], *, streams: bool) -> None:
+    """Make sure of a placement. One that was not what its name says would compare nothing."""
+    if state == ("gpu", "ram", "nvme"):
+        assert all(session.placement.state_bytes.get(tier) for tier in Tier), "this placement is meant to be mixed"
+    assert bool(session.placement.streamed) is streams, "this placement is meant to stream"
+
+
+def _add_state(digest: hashlib._Hash, session: Session) -> None:
+    """Add all weights and moments to a digest, whichever rank has them."""
+    crew = session.ranks or Alone()
+    for whole, unit in zip(session.wholes, session.units, strict=True):
+        # Ranks pad their shards to equal size, so what comes after the last parameter is left out.
+        stop = whole.layout.tensors[-1].stop
+        for kind in session.schema.kinds:
+            shards = crew.agree(session.read_plane(unit, kind, 0, unit.layout.num_elements))
+            digest.update(torch.cat(shards)[:stop].view(torch.uint8).numpy().tobytes())
