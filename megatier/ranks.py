@@ -94,19 +94,19 @@ class Channel:
             return error
         return MegatierError(f"rank {self.rank} failed: {error!r}")
 
-    def exchange(self, sent: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
-        """Give every rank some numbers, and return those that the ranks have for this one.
+    def exchange(self, sent: torch.Tensor, given: Sequence[int], taken: Sequence[int]) -> torch.Tensor:
+        """Give every rank some numbers, and return those that all ranks have for this one, in the order of the ranks.
 
         Args:
-            sent: fp32 [any] for each rank, on the CPU.
-            counts: how many each rank has for this one.
+            sent: fp32 [sum of given], on the CPU: what each rank is given, in their order.
+            given: how many numbers each rank is given.
+            taken: how many each rank has for this one.
         """
         import torch.distributed as dist
 
-        received = torch.empty(sum(counts))
-        sizes = [values.numel() for values in sent]
-        dist.all_to_all_single(received, torch.cat(list(sent)), list(counts), sizes, group=self._group)
-        return list(received.split(list(counts)))
+        received = torch.empty(sum(taken))
+        dist.all_to_all_single(received, sent, list(taken), list(given), group=self._group)
+        return received
 
 
 class Ranks(Channel):
@@ -200,9 +200,9 @@ class Alone:
         """Do what is inside, which fails for this process alone."""
         yield
 
-    def exchange(self, sent: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+    def exchange(self, sent: torch.Tensor, given: Sequence[int], taken: Sequence[int]) -> torch.Tensor:
         """Return what this process has for itself."""
-        return list(sent)
+        return sent
 
 
 def check_groups(groups: int, size: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
+from megatier.engine.step import StepResult
 from megatier.models.decoder import build_skeleton
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
@@ -99,8 +100,9 @@ def joined(device: str) -> Iterator[Ranks | None]:
             ranks.leave()
 
 
-def train_on_ranks(run: RankRun, place: Place, mount: Path) -> RankOutcome:
-    """Run on this rank, with the least budgets that hold the place. Call it on all."""
+@contextlib.contextmanager
+def session_on_ranks(run: RankRun, place: Place, mount: Path) -> Iterator[Session]:
+    """A session of this rank, without weights, with the least budgets that hold the place. Call it on all ranks."""
     family, options = {**MODELS, **NO_DROPOUT}[run.model]
     config = tiny_config(family, **{**options, "attention_dropout": run.dropout})
     model = ModelConfig(
@@ -114,15 +116,24 @@ def train_on_ranks(run: RankRun, place: Place, mount: Path) -> RankOutcome:
     skeleton = build_skeleton(config, model.attention)
     freeze(skeleton, run.frozen)
     with joined(run.device) as ranks, one_thread(), opened(skeleton, model, run, place, mount, ranks) as session:
+        yield session
+
+
+def train_step(session: Session, run: RankRun, step: int) -> StepResult:
+    """One step; the first one is step 1."""
+    vocab = session.model.config.get_text_config().vocab_size
+    return session.engine.train_step(step, run.learning_rate, random_groups(run.train, vocab, step))
+
+
+def train_on_ranks(run: RankRun, place: Place, mount: Path) -> RankOutcome:
+    """Run on this rank. Call it on all."""
+    with session_on_ranks(run, place, mount) as session:
         session.load(Initialiser(session.model, 0))
         before = session.store.moved_bytes.copy()
-        vocab = config.get_text_config().vocab_size
-        results = [
-            session.engine.train_step(n, run.learning_rate, random_groups(run.train, vocab, n))
-            for n in range(1, run.steps + 1)
-        ]
+        results = [train_step(session, run, step) for step in range(1, run.steps + 1)]
         session.player.drain()
-        moved = session.store.moved_bytes - before + (ranks.moved_bytes if ranks is not None else Counter())
+        others = Counter[str]() if session.ranks is None else session.ranks.moved_bytes
+        moved = session.store.moved_bytes - before + others
         return RankOutcome(
             losses=[result.loss for result in results],
             norms=[result.grad_norm for result in results],

@@ -30,10 +30,10 @@ def write(folder: Path, grid: Grid, values: Tensor, piece: int) -> list[int]:
         writer = ArrayWriter(files, folder, grid)
         for start in range(0, values.numel(), piece):
             part = values[start : start + piece]
-            for first, target in writer.rooms(part.numel()):
+            for first, target in writer.rooms(start, part.numel()):
                 target.copy_(part[first : first + target.numel()])
         files.flush()
-    return writer.checksums
+    return list(writer.checksums.values())
 
 
 def read(folder: Path, grid: Grid, checksums: list[int] | None = None) -> Tensor:

@@ -59,17 +59,16 @@ def test_first_gives_all_ranks_what_the_first_made_or_its_error() -> None:
     assert POOL.run(ask_first, 2) == [(10, str(NO_ROOM))] * 2
 
 
-def exchange(table: list[list[int]]) -> list[list[float]]:
+def exchange(table: list[list[int]]) -> list[float]:
     """The numbers that come, where rank r sends table[r][other] times its own number."""
-
     with joined("cpu") as ranks:
         assert ranks is not None
-        sent = [torch.full((count,), float(ranks.rank)) for count in table[ranks.rank]]
-        received = ranks.beside.exchange(sent, [row[ranks.rank] for row in table])
-        return [values.tolist() for values in received]
+        given = table[ranks.rank]
+        sent = torch.full((sum(given),), float(ranks.rank))
+        return ranks.beside.exchange(sent, given, [row[ranks.rank] for row in table]).tolist()
 
 
 def test_exchange_of_pieces_of_different_sizes_brings_each_to_its_rank() -> None:
-    table = [[0, 3, 0], [0, 0, 2], [1, 0, 0]]
-    assert POOL.run(exchange, 3, table) == [[[], [], [2.0]], [[0.0] * 3, [], []], [[], [1.0] * 2, []]]
-    assert POOL.run(exchange, 2, [[0, 0], [0, 0]]) == [[[], []]] * 2
+    table = [[0, 3, 0], [0, 0, 2], [1, 1, 0]]
+    assert POOL.run(exchange, 3, table) == [[2.0], [0.0, 0.0, 0.0, 2.0], [1.0, 1.0]]
+    assert POOL.run(exchange, 2, [[0, 0], [0, 0]]) == [[], []]

@@ -1,9 +1,9 @@
-"""Arrays in chunk files: written from front to back, and read in any order."""
+"""Arrays in chunk files, written and read in any order."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -13,14 +13,14 @@ from megatier.checkpoint.grid import ArrayChunk, Grid, StoredArray
 
 
 class ArrayWriter:
-    """An array that is written from its first element to its last.
+    """An array whose chunks are written as they become full. What fills a chunk may come in any order.
 
     Attributes:
-        checksums: CRC32C of each chunk that was filled, in the order of chunks.
+        checksums: CRC32C of each chunk that was filled, by its number.
     """
 
     def __init__(self, files: ChunkFiles, folder: Path, grid: Grid) -> None:
-        """Begin an array; nothing is written before its first chunk is full.
+        """Begin an array; nothing is written before a chunk is full.
 
         Args:
             files: staging buffers, which several arrays may share.
@@ -30,18 +30,16 @@ class ArrayWriter:
         self._files = files
         self._folder = folder
         self._grid = grid
-        self._chunks = grid.chunks()
-        self._chunk = ArrayChunk("", 0, 0)
-        self._staged: Staged | None = None
-        """The buffer of the chunk that is being filled; None between two chunks."""
-        self._filled = 0
-        """Number of elements in that buffer."""
-        self.checksums: list[int] = []
+        self._chunks = list(grid.chunks())
+        self._opened: dict[int, tuple[Staged, int]] = {}
+        """The buffers of chunks that are being filled, and how many elements they have, by the chunk's number."""
+        self.checksums: dict[int, int] = {}
 
-    def rooms(self, num_elements: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield buffers for the next elements, which the caller fills before it asks for the next buffer.
+    def rooms(self, first: int, num_elements: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield buffers for consecutive elements, which the caller fills before it asks for the next buffer.
 
         Args:
+            first: number of the first element in the array.
             num_elements: number of elements that the caller has.
 
         Yields:
@@ -50,25 +48,26 @@ class ArrayWriter:
         Raises:
             TransferError: an earlier write failed, or a file cannot be created.
         """
+        number = _number_of(self._chunks, first)
         done = 0
         while done < num_elements:
-            if self._staged is None:
-                self._chunk = next(self._chunks)
-                self._staged = self._files.stage()
-                self._filled = 0
-
             # A chunk may be filled by several calls, and a call may fill several chunks.
-            count = min(num_elements - done, self._chunk.num_elements - self._filled)
-            # Only when the caller comes back is the buffer filled, so it is counted after the yield.
-            yield done, self._staged.values(self._filled + count)[self._filled :]
-            self._filled += count
-            done += count
+            chunk = self._chunks[number]
+            start = first + done - chunk.start
+            stop = min(start + num_elements - done, chunk.num_elements)
+            staged, filled = self._opened.pop(number) if number in self._opened else (self._files.stage(), 0)
 
-            if self._filled == self._chunk.num_elements:
-                path = self._folder / self._chunk.key
+            # Only when the caller comes back is the buffer filled, so it is counted after the yield.
+            yield done, staged.values(stop)[start:]
+            filled += stop - start
+            done += stop - start
+            if filled < chunk.num_elements:
+                self._opened[number] = staged, filled
+            else:
+                path = self._folder / chunk.key
                 whole = self._grid.chunk_elements
-                self.checksums.append(self._files.write(self._staged, path, self._filled, whole))
-                self._staged = None
+                self.checksums[number] = self._files.write(staged, path, filled, whole)
+            number += 1
 
 
 class ArrayReader:
@@ -92,11 +91,15 @@ class ArrayReader:
         """
         stop = first + target.numel()
 
-        # The last chunk that begins at or before the first element.
-        index = bisect_right(self._chunks, first, key=lambda chunk: chunk.start) - 1
+        index = _number_of(self._chunks, first)
         while index < len(self._chunks) and (chunk := self._chunks[index]).start < stop:
             values = self._files.fetch(self._array, index, chunk)
             lower = max(first, chunk.start)
             upper = min(stop, chunk.start + chunk.num_elements)
             target[lower - first : upper - first] = values[lower - chunk.start : upper - chunk.start]
             index += 1
+
+
+def _number_of(chunks: Sequence[ArrayChunk], element: int) -> int:
+    """Return the number of the chunk that an element lies in: the last one that begins at or before it."""
+    return bisect_right(chunks, element, key=lambda chunk: chunk.start) - 1

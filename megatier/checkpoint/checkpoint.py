@@ -33,8 +33,9 @@ from megatier.checkpoint.manifest import METADATA_FILE, Manifest, digest_of, rea
 from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER
 from megatier.durable import REPLACED, discard, settle
 from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, TransferError
-from megatier.layout import TensorSlice
+from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit
+from megatier.ranks import Alone
 from megatier.session.session import Session
 from megatier.state import ADAMW_BF16, MASTERS
 
@@ -70,13 +71,13 @@ def arrays_of(units: Sequence[Unit]) -> dict[tuple[str, str], tuple[int, ...]]:
         (name, tensor.name): tensor.parameter_shape
         for name in ARRAYS
         for unit in units
-        for tensor in tensors_of(unit, name)
+        for tensor in tensors_of(unit.layout, name)
     }
 
 
-def tensors_of(unit: Unit, name: str) -> tuple[TensorSlice, ...]:
+def tensors_of(layout: Layout, name: str) -> tuple[TensorSlice, ...]:
     """Return the tensors of a unit that lie in arrays of a group: frozen ones have no moments."""
-    return unit.layout.tensors if name == MASTERS else unit.layout.trained.tensors
+    return layout.tensors if name == MASTERS else layout.trained.tensors
 
 
 def parameter_shapes(units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
@@ -261,24 +262,26 @@ def _open_arrays(path: Path, shapes: dict[tuple[str, str], tuple[int, ...]]) -> 
 def restore(session: Session, path: Path) -> None:
     """Fill the whole state of a run, also after something broke off while state was changed.
 
+    A rank reads the elements of its shards. It does not matter how many ranks have written them.
+
     Raises:
         CheckpointError: the arrays are not those of this model or checkpoint, or damaged.
         TransferError: the drive failed.
     """
     root = path.resolve()
-    shapes = arrays_of(session.units)
 
     # Looked at first, so that a run whose moments are missing is refused before its state is touched.
-    for name, parameter in shapes:
+    for name, parameter in arrays_of(session.wholes):
         if not (root / name / parameter).exists() and (root / "params" / parameter).exists():
             raise CheckpointError(
                 f"{path} has no moments of {parameter}, which was frozen in its run. Freeze it as before, or export "
                 "the checkpoint and begin a run with that model."
             )
 
-    # If something breaks off in here, the state is torn until it is loaded again.
-    with session.player.loading():
-        _fill(session, _open_arrays(path, shapes))
+    # If something breaks off in here, also on another rank, the state is torn until it is loaded again.
+    crew = session.ranks or Alone()
+    with session.player.loading(), crew.together():
+        _fill(session, _open_arrays(path, arrays_of(session.units)))
         session.player.drain()
 
 
@@ -287,7 +290,7 @@ def _fill(session: Session, arrays: dict[tuple[str, str], StoredArray]) -> None:
     with _files(arrays.values()) as files:
         for unit in session.units:
             for name, planes in session.schema.arrays.items():
-                if not (tensors := tensors_of(unit, name)):
+                if not (tensors := tensors_of(unit.layout, name)):
                     continue
 
                 places = [arrays[name, tensor.name] for tensor in tensors]
@@ -329,7 +332,7 @@ def open_masters(path: Path, units: Sequence[Unit]) -> Iterator[Callable[[Unit, 
 
 def _files(arrays: Iterable[StoredArray]) -> ChunkFiles:
     """Open staging buffers that take the chunks of these arrays."""
-    return ChunkFiles(max(array.grid.chunk_elements for array in arrays), NUM_THREADS)
+    return ChunkFiles(max((array.grid.chunk_elements for array in arrays), default=1), NUM_THREADS)
 
 
 def _grid(folder: Path, shape: tuple[int, ...]) -> Grid:

@@ -5,8 +5,11 @@ After `player.drain` the state of a step is home. It stays as it is until the up
 is copied first. A thread for each group of arrays (masters and both moments) fills chunks, and native threads write
 them; a unit may be updated when all of it lies in chunks.
 
+Several ranks write one checkpoint. Each writes the chunks that it owns (`chunk_owners`), and gets what others have of
+them when all are through with a unit. The first rank makes the folder, and makes it whole.
+
 This cannot be part of a deadlock: the lane takes no slots and waits for drives and copies alone, never for an update or
-for compute.
+for compute. It also waits for the same lane of other ranks, which goes through the same units.
 
 zarr writes the metadata and `chunkfile` the bytes. The folder has a hidden name until all of it is on the drive.
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
@@ -33,13 +36,16 @@ from megatier.checkpoint.checkpoint import (
     prune,
     remove_leftovers,
 )
+from megatier.checkpoint.chunk_owners import ChunkOwners
 from megatier.checkpoint.chunkfile import ChunkFiles
 from megatier.checkpoint.grid import Grid
 from megatier.checkpoint.manifest import METADATA_FILE, Manifest, checksum_of, digest_of, read_bytes
 from megatier.checkpoint.plane_writer import Buffers, PlaneWriter
 from megatier.durable import becoming, sync_tree
+from megatier.errors import ConfigError
 from megatier.models.decoder import Unit
 from megatier.play.generations import Generation
+from megatier.ranks import Alone, Channel
 from megatier.session.session import Session
 from megatier.store.transfer import Transfer
 from megatier.workers import Workers
@@ -74,8 +80,10 @@ class CheckpointWriter:
             num_kept: how many of the whole checkpoints are kept, this one included, at least 1; None: all.
         """
         self.step = step
-        self.num_bytes = checkpoint_bytes(session.units)
+        self.num_bytes = checkpoint_bytes(session.wholes)
         self.seconds = 0.0
+        self._crew: Channel | Alone = Alone() if session.ranks is None else session.ranks.beside
+        self._leads = self._crew.rank == 0
         self._session = session
         self._folder = folder
         self._num_kept = num_kept
@@ -116,29 +124,48 @@ class CheckpointWriter:
     # ------------------------------------------------------------------ the lane's side
 
     def _begin(self) -> None:
-        """Make the hidden folder, and allocate buffers and threads."""
+        """Make the hidden folder, on the first rank, and allocate buffers and threads."""
+        with self._crew.together():
+            if self._leads:
+                self._make_folder()
+
+        with self._crew.together():
+            if not self._partial.is_dir():
+                raise ConfigError(
+                    f"rank {self._crew.rank} does not see {self._partial}, which the first rank has made. Name an "
+                    "output.directory on a file system that all hosts share."
+                )
+            self._open_writers()
+
+    def _make_folder(self) -> None:
+        """Make the hidden folder, if there is room for the checkpoint."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         remove_leftovers(self._folder)
-        check_room(self._folder, self._session.units)
+        check_room(self._folder, self._session.wholes)
         self._partial.mkdir(mode=0o700)
 
-        units = self._session.units
-        layouts = [unit.layout for unit in units]
-        chunk_elements = max(Grid.of(shape).chunk_elements for shape in parameter_shapes(units).values())
-        num_shared = max(sum(tensor.whole is not None for tensor in layout.tensors) for layout in layouts)
+    def _open_writers(self) -> None:
+        """Allocate buffers, and start threads."""
+        wholes = self._session.wholes
+        chunk_elements = max(Grid.of(shape).chunk_elements for shape in parameter_shapes(wholes).values())
+        num_shared = max(sum(tensor.whole is not None for tensor in unit.layout.tensors) for unit in wholes)
 
-        # A chunk of each parameter that lies in several units may wait for its rest, which comes with the next unit.
-        num_staged = max(NUM_STAGED, num_shared + 1)
+        # A chunk of each parameter that lies in several units may wait for its rest, which comes with the next unit. On
+        # several ranks the next unit may begin another such chunk before that, and the ends of the shard's trained and
+        # frozen elements wait for those of other ranks.
+        num_open = num_shared if self._crew.size == 1 else 2 * num_shared + 2
+        num_staged = max(NUM_STAGED, num_open + 1)
 
         # The lane remembers its last item, which must not keep the writers and their buffers alive.
         self._opened.callback(self._writers.clear)
-        run_elements = min(RUN_ELEMENTS, max(layout.num_elements for layout in layouts))
+        run_elements = min(RUN_ELEMENTS, max(unit.layout.num_elements for unit in self._session.units))
         buffers = Buffers(self._session, run_elements)
         self._opened.callback(buffers.close)
 
+        owners = ChunkOwners(wholes, self._crew.rank, self._crew.size)
         for name, kinds in self._session.schema.arrays.items():
             files = self._opened.enter_context(ChunkFiles(chunk_elements, NUM_THREADS, num_staged))
-            self._writers.append(PlaneWriter(self._session, files, self._partial, name, kinds, buffers))
+            self._writers.append(PlaneWriter(self._session, files, self._partial, name, kinds, buffers, owners))
         self._workers = Workers(len(ARRAYS), "megatier-checkpoint")
 
         # Called first of all, because the threads fill what the others free.
@@ -146,26 +173,57 @@ class CheckpointWriter:
 
     def _write_unit(self, unit: Unit, generation: Generation) -> None:
         """Copy a unit's masters and moments into chunks, each in a thread of its own."""
-        self._workers.map(lambda writer: writer.write(unit, generation), self._writers)
+        with self._crew.together():
+            self._workers.map(lambda writer: writer.write(unit, generation), self._writers)
+
+        received = [writer.exchange(unit, self._crew) for writer in self._writers]
+        with self._crew.together():
+            for writer, values in zip(self._writers, received, strict=True):
+                writer.take(unit, values)
 
     def _finish(self, last: Transfer) -> None:
-        """Make the checkpoint whole, or leave nothing of it."""
-        with becoming(self._partial, self._target, "a checkpoint", replaces=True):
-            writers = list(self._writers)
-            try:
-                last.wait()
-                for writer in writers:
-                    writer.files.flush()
-            finally:
-                self._opened.close()
+        """Make the checkpoint whole, or leave nothing of it. The first rank does so when all ranks have written."""
+        with self._crew.together(), self._becoming():
+            with self._crew.together():
+                chunks = self._end_writing(last)
 
-            chunks = {node: values for writer in writers for node, values in writer.checksums.items()}
-            _write_metadata(self._partial, self._session.units, self.step, self._state, chunks)
+            written = self._crew.agree(chunks)
+            if self._leads:
+                _write_metadata(self._partial, self._session.wholes, self.step, self._state, _joined(written))
 
         # Only now: until this one is whole, the run may need an older one.
-        if self._num_kept is not None:
-            prune(self._folder, self._num_kept)
+        with self._crew.together():
+            if self._leads and self._num_kept is not None:
+                prune(self._folder, self._num_kept)
         self.seconds = time.perf_counter() - self._began
+
+    def _becoming(self) -> AbstractContextManager[None]:
+        """Give the folder its name in the end, on the first rank."""
+        return becoming(self._partial, self._target, "a checkpoint", replaces=True) if self._leads else nullcontext()
+
+    def _end_writing(self, last: Transfer) -> dict[str, dict[int, int]]:
+        """Wait until this rank has written all that it writes, and return the checksums by array and chunk."""
+        writers = list(self._writers)
+        try:
+            last.wait()
+            for writer in writers:
+                writer.files.flush()
+        finally:
+            self._opened.close()
+
+        # The first rank synchronises its host's files with the metadata.
+        if not self._leads:
+            sync_tree(self._partial)
+        return {node: values for writer in writers for node, values in writer.checksums.items()}
+
+
+def _joined(written: Sequence[Mapping[str, Mapping[int, int]]]) -> dict[str, list[int]]:
+    """Return the checksums of each array in the order of its chunks, from those that each rank has written."""
+    arrays: dict[str, dict[int, int]] = {}
+    for chunks in written:
+        for node, values in chunks.items():
+            arrays.setdefault(node, {}).update(values)
+    return {node: [values[number] for number in sorted(values)] for node, values in arrays.items()}
 
 
 def _in_order(session: Session) -> list[Unit]:

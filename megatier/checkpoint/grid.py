@@ -63,6 +63,16 @@ class Grid:
         """Number of elements of every chunk, padding included."""
         return math.prod(self.chunk_shape)
 
+    def bounds(self, element: int) -> tuple[int, int]:
+        """Return the elements [start, stop) of the chunk that an element lies in."""
+        if not self.shape:
+            return 0, 1
+
+        row = math.prod(self.shape[self.axis + 1 :])
+        above = element - element % (self.shape[self.axis] * row)
+        start = element - (element - above) % (self.rows * row)
+        return start, min(start + self.rows * row, above + self.shape[self.axis] * row)
+
     def chunks(self) -> Iterator[ArrayChunk]:
         """Yield every chunk, in the order of the array's elements."""
         if not self.shape:

@@ -5,9 +5,10 @@ Planes at home in RAM are read where they lie. Others pass through a few buffers
 
 from __future__ import annotations
 
-import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from megatier import _native
 from megatier.checkpoint.arrays import ArrayWriter
 from megatier.checkpoint.checkpoint import tensors_of
+from megatier.checkpoint.chunk_owners import ChunkOwners, sizes_of
 from megatier.checkpoint.chunkfile import ChunkFiles
 from megatier.checkpoint.grid import Grid
 from megatier.errors import StepAbandonedError
@@ -23,10 +25,14 @@ from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
 from megatier.numerics.masters import join_master, plane_dtype
 from megatier.play.generations import Generation
+from megatier.ranks import Alone, Channel
 from megatier.session.session import Session
 from megatier.store.arena import Arena
 from megatier.store.transfer import Transfer
 from megatier.tier import Kind, Tier, round_up
+
+Rooms = Callable[[int, int], Iterator[tuple[int, Tensor]]]
+"""Gives buffers for so many elements of a parameter, from a first one on; see `ArrayWriter.rooms`."""
 
 
 class Buffers:
@@ -70,7 +76,6 @@ class PlaneWriter:
 
     Attributes:
         files: the staging buffers and the threads that write.
-        checksums: CRC32C of each chunk, by the path of its array in the checkpoint.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class PlaneWriter:
         name: str,
         kinds: Sequence[Kind],
         buffers: Buffers,
+        owners: ChunkOwners,
     ) -> None:
         """Prepare the arrays of one group of a checkpoint.
 
@@ -91,6 +97,7 @@ class PlaneWriter:
             name: the group, such as `params`.
             kinds: kinds of state that the group's numbers are made of: one, or weight and remainder.
             buffers: for planes that are not at home in RAM.
+            owners: which rank writes which chunk.
         """
         self._reader = session.reader
         self._store = session.store
@@ -101,44 +108,86 @@ class PlaneWriter:
         self._kinds = kinds
         self._buffers = buffers
         self._schema = session.schema
+        self._owners = owners
         self._arrays: dict[str, ArrayWriter] = {}
-        """Arrays of parameters some parts of which are still to come, by the parameter's name."""
-        self.checksums: dict[str, list[int]] = {}
+        """By parameter. Of those that lie in several units, each unit brings its elements."""
+        self._sent = torch.empty(0)
+        """What other ranks write of the unit that was copied last."""
+
+    @property
+    def checksums(self) -> dict[str, dict[int, int]]:
+        """CRC32C of each chunk that was written here, by the path of its array in the checkpoint and its number."""
+        return {f"{self._name}/{name}": array.checksums for name, array in self._arrays.items()}
 
     def write(self, unit: Unit, generation: Generation) -> None:
         """Copy all elements of a unit into chunks, the last of which may still be on their way to the drive.
 
+        What other ranks write is copied for `exchange` instead.
+
         Args:
-            unit: the unit; one that holds a part of a parameter comes after those that hold the parts before it.
+            unit: the unit.
             generation: the generation of its state that is valid.
 
         Raises:
             TransferError, IntegrityError: reading or writing failed.
             StepAbandonedError: the session was closed meanwhile.
         """
-        tensors = tensors_of(unit, self._name)
-        writers = [self._array(tensor) for tensor in tensors]
+        targets = list(self._targets(unit))
 
         # Closed whatever happens, because the generator holds leases and transfers.
         with closing(self._runs(unit, generation)) as runs:
             for (start, stop), planes in runs:
-                for tensor, writer in zip(tensors, writers, strict=True):
-                    lower = max(start, tensor.start)
-                    upper = min(stop, tensor.stop)
-                    for first, target in writer.rooms(upper - lower) if lower < upper else ():
-                        _copy_fp32(planes, lower - start + first, target)
+                for tensor, (first, last), rooms in targets:
+                    lower = max(start, tensor.place(first))
+                    upper = min(stop, tensor.place(last))
+                    if lower >= upper:
+                        continue
+                    for done, target in rooms(tensor.offset + lower - tensor.start, upper - lower):
+                        _copy_fp32(planes, lower - start + done, target)
+
+    def _targets(self, unit: Unit) -> Iterator[tuple[TensorSlice, tuple[int, int], Rooms]]:
+        """Yield elements [first, last) of the parameters of a unit, each in its tensor, with what gives room for them.
+
+        The first ones of a tensor may be in a chunk that another rank writes.
+        """
+        pieces = list(chain.from_iterable(self._owners.sent(unit.name, self._name)))
+        sizes = [piece.num_elements for piece in pieces]
+        self._sent = torch.empty(sum(sizes))
+        sent = {piece.name: (piece, to) for piece, to in zip(pieces, self._sent.split(sizes), strict=True)}
+
+        for tensor in tensors_of(unit.layout, self._name):
+            first, last = tensor.elements
+            if tensor.name in sent:
+                piece, to = sent[tensor.name]
+                yield tensor, (first, piece.stop), partial(_room_in, to, first)
+                first = piece.stop
+            yield tensor, (first, last), self._array(tensor).rooms
 
     def _array(self, tensor: TensorSlice) -> ArrayWriter:
-        """Return the array of a parameter. The units that hold parts of it come in the order of its elements."""
-        array = self._arrays.pop(tensor.name, None)
-        if array is None:
-            array = ArrayWriter(self.files, self._folder / tensor.name, Grid.of(tensor.parameter_shape))
-            self.checksums[f"{self._name}/{tensor.name}"] = array.checksums
+        """Return the array of a parameter."""
+        if tensor.name not in self._arrays:
+            grid = Grid.of(tensor.parameter_shape)
+            self._arrays[tensor.name] = ArrayWriter(self.files, self._folder / tensor.name, grid)
+        return self._arrays[tensor.name]
 
-        # The last part makes the array whole. Until then it waits for the next unit.
-        if tensor.elements[1] < math.prod(tensor.parameter_shape):
-            self._arrays[tensor.name] = array
-        return array
+    def exchange(self, unit: Unit, channel: Channel | Alone) -> Tensor:
+        """Send other ranks what they write of a unit, and return what they have for this one. All ranks call it."""
+        given = self._owners.sent(unit.name, self._name)
+        taken = self._owners.received(unit.name, self._name)
+        received = channel.exchange(self._sent, sizes_of(given), sizes_of(taken))
+        self._sent = torch.empty(0)
+        return received
+
+    def take(self, unit: Unit, received: Tensor) -> None:
+        """Copy what other ranks have of a unit into the chunks that this rank has begun.
+
+        Raises:
+            TransferError: writing failed.
+        """
+        pieces = list(chain.from_iterable(self._owners.received(unit.name, self._name)))
+        for piece, values in zip(pieces, received.split([piece.num_elements for piece in pieces]), strict=True):
+            for first, target in self._arrays[piece.name].rooms(piece.start, piece.num_elements):
+                target.copy_(values[first : first + target.numel()])
 
     def _runs(self, unit: Unit, generation: Generation) -> Generator[tuple[tuple[int, int], list[Tensor]]]:
         """Yield runs of a unit's elements with their planes, valid until the next run, which is on its way."""
@@ -200,6 +249,11 @@ class PlaneWriter:
             found.append((target.view(dtype), transfer))
 
         return found
+
+
+def _room_in(values: Tensor, start: int, first: int, num_elements: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield the place of consecutive elements in a tensor whose own first element has the number `start`."""
+    yield 0, values[first - start : first - start + num_elements]
 
 
 def _copy_fp32(planes: Sequence[Tensor], first: int, target: Tensor) -> None:

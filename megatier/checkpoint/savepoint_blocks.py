@@ -181,9 +181,9 @@ def _spilled_extents(session: Session) -> list[Extent]:
 def _write_words(files: ChunkFiles, folder: Path, words: Tensor) -> list[int]:
     """Write int32 [n] as an array, and return the checksum of each of its files."""
     writer = ArrayWriter(files, folder, Grid.of(words.shape))
-    for first, target in writer.rooms(words.numel()):
+    for first, target in writer.rooms(0, words.numel()):
         target.view(torch.int32).copy_(words[first : first + target.numel()])
-    return writer.checksums
+    return list(writer.checksums.values())
 
 
 def _array(manifest: Manifest | None, folder: Path, node: str, num_bytes: int) -> StoredArray:

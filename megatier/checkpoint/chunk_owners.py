@@ -1,0 +1,97 @@
+"""The owner of each array chunk of a checkpoint: the rank that writes it. Pure arithmetic.
+
+Where several ranks share the state, a shard begins and ends anywhere in an array, so a chunk may have elements of
+several ranks. The rank that has the first of them owns the chunk, and the others send it theirs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatier.checkpoint.checkpoint import tensors_of
+from megatier.checkpoint.grid import Grid
+from megatier.models.decoder import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of a parameter that one rank has, in a chunk that another rank writes."""
+
+    name: str
+    """The parameter."""
+    start: int
+    """First element in the parameter."""
+    stop: int
+    """One past the last element."""
+    owner: int
+    """The rank that writes them."""
+
+    @property
+    def num_elements(self) -> int:
+        """The number of its elements."""
+        return self.stop - self.start
+
+
+class ChunkOwners:
+    """Which rank writes which chunk of every array, as one of the ranks sees it."""
+
+    def __init__(self, wholes: Sequence[Unit], rank: int, size: int) -> None:
+        """Look at what every rank has of every parameter.
+
+        Args:
+            wholes: the whole units.
+            rank: this rank.
+            size: the number of ranks.
+        """
+        self._layouts = {unit.name: unit.layout for unit in wholes}
+        self._rank = rank
+        self._size = size
+        self._runs: dict[str, list[tuple[int, int]]] = {}
+        """By parameter, in order: the first element of each run that one rank has, and the rank."""
+        for unit in wholes:
+            for other in range(size):
+                for tensor in unit.layout.shard(other, size).tensors:
+                    self._runs.setdefault(tensor.name, []).append((tensor.offset, other))
+        for runs in self._runs.values():
+            runs.sort()
+
+    def sent(self, unit: str, array: str) -> list[list[Piece]]:
+        """Return what this rank sends to each rank of its shard of a unit.
+
+        Args:
+            unit: name of the unit.
+            array: the group of arrays, such as `params`.
+        """
+        found = self._pieces(unit, array, self._rank)
+        return [[piece for piece in found if piece.owner == rank] for rank in range(self._size)]
+
+    def received(self, unit: str, array: str) -> list[list[Piece]]:
+        """Return what comes from each rank of its shard of a unit; see `sent`."""
+        found = [self._pieces(unit, array, rank) for rank in range(self._size)]
+        return [[piece for piece in pieces if piece.owner == self._rank] for pieces in found]
+
+    def _pieces(self, unit: str, array: str, rank: int) -> list[Piece]:
+        """Return all that a rank sends of its shard of a unit.
+
+        Of each parameter these are its first elements, if they lie in a chunk that begins before them, on another rank.
+        """
+        pieces = []
+        for tensor in tensors_of(self._layouts[unit].shard(rank, self._size), array):
+            start, stop = tensor.elements
+            first, last = Grid.of(tensor.parameter_shape).bounds(start)
+            owner = self._rank_of(tensor.name, first)
+            if owner != rank:
+                pieces.append(Piece(tensor.name, start, min(stop, last), owner))
+        return pieces
+
+    def _rank_of(self, name: str, element: int) -> int:
+        """The rank that has an element of a parameter."""
+        runs = self._runs[name]
+        return runs[bisect_right(runs, element, key=lambda run: run[0]) - 1][1]
+
+
+def sizes_of(pieces: Sequence[Sequence[Piece]]) -> list[int]:
+    """Return the number of elements that go to, or come from, each rank."""
+    return [sum(piece.num_elements for piece in found) for found in pieces]
