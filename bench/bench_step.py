@@ -35,7 +35,7 @@ from rows import RATE, ROWS, Run, changed, config_of
 from megatier.hardware import set_cuda_defaults
 from megatier.models.decoder import build_skeleton
 from megatier.planner.plan import make_plan
-from megatier.ranks import Ranks, join
+from megatier.ranks import Ranks, joined
 from megatier.report.picture import draw, lane_uses
 from megatier.schedule.rates import read_rates
 from megatier.schedule.sizes import Budgets
@@ -303,26 +303,24 @@ def main() -> None:
     if run.nvme and options.nvme is None:
         sys.exit(f"row {options.row} needs --nvme DIRECTORY")
     set_cuda_defaults()
-    ranks = join("cuda" if torch.cuda.is_available() else "cpu")
     name = f"row{options.row}"
-    if ranks is not None:
-        run = replace(run, batch=run.batch * ranks.size)
-        run = changed(run, [f"train.groups={ranks.size * run.train.get('groups', 1)}"])
-        name += f"_ranks{ranks.size}"
-    bound = _bound(run, options.deterministic) if options.bound else None
-    result, events = measure(
-        run,
-        options.warmup,
-        options.steps,
-        deterministic=options.deterministic,
-        bound=bound,
-        directory=options.nvme,
-        ranks=ranks,
-    )
-    if ranks is not None:
-        ranks.leave()
-        if ranks.rank:
-            return
+    with joined("cuda" if torch.cuda.is_available() else "cpu") as ranks:
+        if ranks is not None:
+            run = replace(run, batch=run.batch * ranks.size)
+            run = changed(run, [f"train.groups={ranks.size * run.train.get('groups', 1)}"])
+            name += f"_ranks{ranks.size}"
+        bound = _bound(run, options.deterministic) if options.bound else None
+        result, events = measure(
+            run,
+            options.warmup,
+            options.steps,
+            deterministic=options.deterministic,
+            bound=bound,
+            directory=options.nvme,
+            ranks=ranks,
+        )
+    if ranks is not None and ranks.rank:
+        return
 
     result["row"] = options.row
     picture = draw(events, f"{run.shape}, {run.batch} x {run.sequence} tokens, {run.what}")

@@ -206,6 +206,20 @@ class TimelineError(MegatierError):
     """A step used its units in another order than the first step did, or one that the first step left out."""
 
 
+class PeerError(MegatierError):
+    """Another rank failed, died or fell silent, so this one stops as well."""
+
+    def __init__(self, rank: int, host: str, cause: str) -> None:
+        """Name the rank that was the first, its host, and why; the cause is a sentence."""
+        self.rank = rank
+        self.host = host
+        self.cause = cause
+        super().__init__(
+            f"rank {rank} on {host} failed, and all ranks stop with it: {cause} Mend that, and start all ranks again; "
+            "what was saved is whole."
+        )
+
+
 class StallError(MegatierError):
     """A pass did not move on for so long that it never will."""
 

@@ -13,22 +13,31 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from megatier.errors import ConfigError, MegatierError
+from megatier.errors import ConfigError, MegatierError, PeerError, StepAbandonedError
+from megatier.peers import TICK_S, Member, Peers, cause_of
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Work
 
 T = TypeVar("T")
+Watch = Callable[[Callable[[], None]], Peers]
+"""Begins to watch the other ranks; takes what ends the collectives under way when one of them fails."""
 
 TIMEOUT = timedelta(days=1)
-"""How long a collective waits for a late rank. A rank that hangs is found by other means, and sooner."""
+"""How long a collective waits for a late rank. A rank that hangs is found by other means, and sooner (`peers`)."""
+STORE_TIMEOUT = timedelta(minutes=1)
+"""How long the first look of a rank waits for the first sign of life of all others."""
+TICK = timedelta(seconds=TICK_S)
 
 
 class Channel:
@@ -37,27 +46,44 @@ class Channel:
     Every rank has to call the same, in the same order.
     """
 
-    def __init__(self, rank: int, size: int, group: ProcessGroup | None) -> None:
+    def __init__(self, rank: int, size: int, group: ProcessGroup, peers: Peers) -> None:
         """Take what is known of this process.
 
         Args:
             rank: its number.
             size: the number of ranks.
-            group: a group of its own for this channel; None: the one that torch makes at the start.
+            group: a group of gloo, for this channel alone.
+            peers: knows whether another rank has failed.
         """
         self.rank = rank
         """The number of this rank, from 0."""
         self.size = size
         """The number of ranks."""
         self._group = group
+        self._peers = peers
 
     def agree(self, record: T | None) -> list[T]:
-        """Return the records of all ranks, in the order of the ranks, without those that are None."""
-        import torch.distributed as dist
+        """Return the records of all ranks, in the order of the ranks, without those that are None.
 
-        records: list[T | None] = [None] * self.size
-        dist.all_gather_object(records, record, group=self._group)
+        Raises:
+            PeerError: a rank has failed; so do all that call this.
+        """
+        own = torch.frombuffer(bytearray(pickle.dumps(record)), dtype=torch.uint8)
+        sizes = self._collect(torch.tensor([own.numel()])).tolist()
+        padded = torch.nn.functional.pad(own, (0, max(sizes) - own.numel()))
+        rows = self._collect(padded).view(self.size, -1)
+        records = [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
         return [found for found in records if found is not None]
+
+    def any(self, flag: bool) -> bool:
+        """Return whether a flag is set on any rank."""
+        return any(self.agree(flag))
+
+    def _collect(self, own: torch.Tensor) -> torch.Tensor:
+        """Return small tensors of one size, end to end in the order of the ranks."""
+        whole = own.new_empty(self.size * own.numel())
+        self._finish(_gather(whole, own, group=self._group, async_op=True), self._peers.check)
+        return whole
 
     def first(self, make: Callable[[], T]) -> T:
         """Return what the first rank makes, or raise its error. The others do not make any."""
@@ -105,19 +131,59 @@ class Channel:
         import torch.distributed as dist
 
         received = torch.empty(sum(taken))
-        dist.all_to_all_single(received, sent, list(taken), list(given), group=self._group)
+        work = dist.all_to_all_single(received, sent, list(taken), list(given), group=self._group, async_op=True)
+        self._finish(work, self._peers.check)
         return received
+
+    def _finish(self, work: Work | None, check: Callable[[float], None]) -> None:
+        """Wait until a collective of gloo has ended; NCCL's are ordered by the stream.
+
+        Raises:
+            PeerError: it will not end, or did not end well.
+        """
+        if work is None:
+            return
+        waited_s = 0.0
+        while not work.is_completed():
+            check(waited_s)
+            waited_s = TICK_S
+
+            # It raises when the time is over.
+            with contextlib.suppress(RuntimeError):
+                work.wait(TICK)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._peers.explain(error) from error
 
 
 class Ranks(Channel):
     """The ranks of a run as one of them sees them."""
 
     def __init__(
-        self, rank: int, size: int, local_rank: int, local_size: int, data: ProcessGroup, beside: ProcessGroup
+        self,
+        rank: int,
+        size: int,
+        local_rank: int,
+        local_size: int,
+        groups: tuple[ProcessGroup, ProcessGroup, ProcessGroup],
+        watched: Watch,
     ) -> None:
-        """Take what is known of this process; see `join`."""
-        super().__init__(rank, size, None)
-        self.beside = Channel(rank, size, beside)
+        """Take what is known of this process; see `joined`.
+
+        Args:
+            rank: its number.
+            size: the number of ranks.
+            local_rank: its number on its host.
+            local_size: the number of ranks there.
+            groups: for the thread that trains, for the lane `checkpoint`, and for weights and gradients.
+            watched: begins to watch the other ranks.
+        """
+        own, beside, self._data = groups
+        self._is_nccl = self._data.name() == "nccl"
+        self._is_given_up = False
+        super().__init__(rank, size, own, watched(self._stop))
+        self.beside = Channel(rank, size, beside, self._peers)
         """For the lane `checkpoint`, which works beside the thread that trains."""
         self.local_rank = local_rank
         """The number of this rank among those of its host."""
@@ -125,7 +191,6 @@ class Ranks(Channel):
         """The number of ranks of this host."""
         self.moved_bytes: Counter[str] = Counter()
         """The bytes that came from other ranks since the start, under the name `ranks`."""
-        self._data = data
 
     # ------------------------------------------------------------------ data
 
@@ -136,12 +201,9 @@ class Ranks(Channel):
             whole: uint8 [size * n], overwritten.
             own: uint8 [n], this rank's shard. Both lie on the device that computes.
         """
-        import torch.distributed as dist
-
-        # torch 2.13 has a new name for it, and warns of the old one.
         assert whole.numel() == self.size * own.numel()
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(whole, own, group=self._data)
+        self._check_data()
+        self._finish(_gather(whole, own, group=self._data, async_op=not self._is_nccl), self._check_data)
         self.moved_bytes["ranks"] += whole.numel() - own.numel()
 
     def scatter(self, received: torch.Tensor, sent: torch.Tensor) -> None:
@@ -154,8 +216,31 @@ class Ranks(Channel):
         import torch.distributed as dist
 
         assert received.numel() == sent.numel()
-        dist.all_to_all_single(received, sent, group=self._data)
+        self._check_data()
+        work = dist.all_to_all_single(received, sent, group=self._data, async_op=not self._is_nccl)
+        self._finish(work, self._check_data)
         self.moved_bytes["ranks"] += received.numel() - received.numel() // self.size
+
+    def give_up(self) -> None:
+        """End a gather or scatter that is under way, because this rank comes to none of those that follow."""
+        self._is_given_up = True
+        self._stop()
+
+    def _stop(self) -> None:
+        """Make NCCL end what is under way. Whoever waits for gloo looks for itself."""
+        if self._is_nccl:
+            self._data.abort()
+
+    def _check_data(self, waited_s: float = 0.0) -> None:
+        """Refuse to gather or scatter, or to wait for it, if it will not end; see `Peers.check`.
+
+        Raises:
+            PeerError: a rank has failed.
+            StepAbandonedError: this rank has given up.
+        """
+        self._peers.check(waited_s)
+        if self._is_given_up:
+            raise StepAbandonedError("the step was abandoned, and the other ranks are in it still")
 
     # ------------------------------------------------------------------ the thread that trains
 
@@ -172,11 +257,24 @@ class Ranks(Channel):
         check_groups(groups, self.size)
         return range(self.rank, groups, self.size)
 
+    # ------------------------------------------------------------------ the end
+
+    def failed(self) -> PeerError | None:
+        """The error that names the rank that failed first; None if none has."""
+        return self._peers.failed()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others why this rank ends, before anything is closed. What another rank has caused is no news."""
+        if not _comes_of_peers(error):
+            self._peers.fail(cause_of(error))
+
     def leave(self) -> None:
         """End the connection to the others. Every rank has to call it."""
         import torch.distributed as dist
 
-        dist.barrier()
+        self._peers.leave()
+        self._finish(dist.barrier(async_op=True), self._peers.check)
+        self._peers.end()
         dist.destroy_process_group()
 
 
@@ -190,6 +288,10 @@ class Alone:
     def agree(self, record: T) -> list[T]:
         """Return the only record."""
         return [record]
+
+    def any(self, flag: bool) -> bool:
+        """Return the only flag."""
+        return flag
 
     def first(self, make: Callable[[], T]) -> T:
         """Return what this process makes."""
@@ -219,16 +321,50 @@ def check_groups(groups: int, size: int) -> None:
         )
 
 
-def join(device: str) -> Ranks | None:
-    """Join the ranks that `torchrun` started; None in a process that was started alone.
+@contextlib.contextmanager
+def joined(device: str) -> Iterator[Ranks | None]:
+    """The ranks that `torchrun` started, while they run together; None in a process that was started alone.
 
     Args:
         device: what computes, "cuda" or "cpu". A rank has the GPU of its number on its host.
+
+    Raises:
+        PeerError: instead of all that came of the failure of another rank. An error of this rank's own is raised as it
+            is, and the others are told.
     """
+    ranks = _join(device)
+    if ranks is None:
+        yield None
+        return
+
+    try:
+        yield ranks
+        ranks.leave()
+    except BaseException as error:
+        ranks.fail(error)
+        first = ranks.failed() if _comes_of_peers(error) else None
+        if first is None:
+            raise
+        raise first from error
+
+
+def _comes_of_peers(error: BaseException) -> bool:
+    """Whether an error is what the failure of another rank has led to here."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, PeerError):
+            return True
+        found = found.__cause__ or found.__context__
+    return False
+
+
+def _join(device: str) -> Ranks | None:
+    """Join the ranks that `torchrun` started, if it did."""
     if (size := int(os.environ.get("WORLD_SIZE", "1"))) == 1:
         return None
 
     import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     rank = int(os.environ["RANK"])
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
@@ -238,6 +374,26 @@ def join(device: str) -> Ranks | None:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=TIMEOUT)
-    data = dist.new_group(backend="nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
     beside = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    return Ranks(rank, size, local_rank, local_size, data, beside)
+    data = dist.new_group(backend="nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
+    assert dist.group.WORLD is not None
+    groups = dist.group.WORLD, beside, data
+
+    # A store outlasts a run that is started again, so each has names of its own there.
+    told: list[tuple[Member, str] | None] = [None] * size
+    dist.all_gather_object(told, (Member.here(), secrets.token_hex(8)))
+    known = [found for found in told if found is not None]
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = PrefixStore(f"megatier {known[0][1]}", TCPStore(*address, timeout=STORE_TIMEOUT))
+    watched = partial(Peers, store, rank, [member for member, _ in known], groups)
+    return Ranks(rank, size, local_rank, local_size, groups, watched)
+
+
+def _gather(whole: torch.Tensor, own: torch.Tensor, *, group: ProcessGroup, async_op: bool) -> Work | None:
+    """Begin to bring the tensors of all ranks together."""
+    import torch.distributed as dist
+
+    # torch 2.13 has a new name for it, and warns of the old one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: Work | None = gather(whole, own, group=group, async_op=async_op)
+    return work

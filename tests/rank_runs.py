@@ -20,7 +20,7 @@ from megatier.engine.step import StepResult
 from megatier.models.decoder import build_skeleton
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
-from megatier.ranks import Ranks, join
+from megatier.ranks import Ranks, joined
 from megatier.session.session import Session
 from megatier.tier import Kind
 
@@ -87,17 +87,6 @@ class RankOutcome:
     demanded: dict[str, int]
     runs: dict[Kind, dict[str, list[tuple[int, Any]]]] = field(default_factory=dict)
     """By kind and parameter: runs of fp32 elements, each with its first element."""
-
-
-@contextlib.contextmanager
-def joined(device: str) -> Iterator[Ranks | None]:
-    """The ranks of this process, if it has others."""
-    ranks = join(device)
-    try:
-        yield ranks
-    finally:
-        if ranks is not None:
-            ranks.leave()
 
 
 @contextlib.contextmanager

@@ -6,10 +6,9 @@ import errno
 
 import torch
 from rank_pool import POOL
-from rank_runs import joined
 
 from megatier.errors import CapacityError, MegatierError, TransferError
-from megatier.ranks import Channel
+from megatier.ranks import Channel, joined
 
 FULL = TransferError("writing", "disk", "/mnt/a", 8, errno.ENOSPC)
 NO_ROOM = CapacityError("a checkpoint", 7, 5, "Free space.")

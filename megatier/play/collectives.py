@@ -19,6 +19,8 @@ Threads: compute hands gradients over (autograd's thread, in a backward). Everyt
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -68,6 +70,11 @@ class Handover:
         """Say that it will not come."""
         self._is_abandoned = not self._latch.is_set()
         self._latch.set()
+
+    @property
+    def is_given(self) -> bool:
+        """Whether it was handed over."""
+        return self._latch.is_set() and not self._is_abandoned
 
     def wait(self) -> None:
         """Wait until it is there.
@@ -122,6 +129,8 @@ class Collectives:
         """The GPU buffers in which compute makes gradients now, by unit, and the bytes of an element in each."""
         self._last: Transfer | None = None
         """The collective that was submitted last."""
+        self._failure: Exception | None = None
+        """Why the lane comes to no collective any more."""
         self.queue = Queue("ranks", blocks.store.clock)
         """The lane `ranks`."""
         recorder.busy["ranks"] = "ranks"
@@ -144,10 +153,10 @@ class Collectives:
         """
         if isinstance(planned, Load):
             assert own is not None
-            return self._append(planned.unit, partial(self._gather, planned.unit, planned), [own])
+            return self._append(planned.unit, partial(self._gather, planned.unit, planned, own), own)
 
         handover = self._handovers[planned.unit, planned.group] = Handover(planned)
-        handover.scattered = self._append(planned.unit, partial(self._scatter, handover), [])
+        handover.scattered = self._append(planned.unit, partial(self._scatter, handover))
         return handover.scattered
 
     def wait(self) -> None:
@@ -178,9 +187,11 @@ class Collectives:
                 self._hand_over(scatter.unit, scatter.group)
 
     def abandon(self) -> None:
-        """Give up what waits for compute."""
+        """Give up what waits for compute, or for other ranks."""
         for handover in self._handovers.values():
             handover.abandon()
+        if self._last is not None and not self._last.done():
+            self._ranks.give_up()
 
     def over(self) -> None:
         """Wait until every collective has ended, well or not."""
@@ -212,7 +223,7 @@ class Collectives:
     def gather(self, unit: str) -> Transfer:
         """Gather a unit's weights on demand, because no timeline says when."""
         self._check_order(f"gather {unit}")
-        return self._append(unit, partial(self._gather, unit, None), [])
+        return self._append(unit, partial(self._gather, unit, None, None))
 
     def take_grad(self, unit: str, *, fits: bool = False) -> torch.Tensor:
         """A GPU buffer for the whole unit's gradient of one group: uint8, contents unspecified.
@@ -237,6 +248,9 @@ class Collectives:
 
         It waits until the gradient of the group before was scattered from it.
         """
+        if self._failure is not None:
+            raise self._failure
+
         # Other ranks may be a whole group behind, and then the lane waits for them with that gradient.
         if (before := self._handed_last.pop(unit, None)) is not None:
             before.order()
@@ -294,20 +308,47 @@ class Collectives:
 
     # ------------------------------------------------------------------ the lane's side
 
-    def _append(self, unit: str, work: partial[None], after: list[Transfer]) -> Transfer:
-        """Append an item to the lane."""
-        self._last = self.queue.submit(unit, 0, work, after)
+    def _append(self, unit: str, work: partial[None], own: Transfer | None = None) -> Transfer:
+        """Append an item to the lane, behind what brings this rank's own shard, if anything does."""
+        self._last = self.queue.submit(unit, 0, work, behind=() if own is None else (own,))
         self._recorder.watch(self._last)
         return self._last
 
-    def _gather(self, unit: str, load: Load | None) -> None:
+    @contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """Inside, the lane is at one collective. If it fails, none after it begins: ranks would be at different ones.
+
+        Raises:
+            Exception: why one before it failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def _gather(self, unit: str, load: Load | None, own: Transfer | None) -> None:
         """Bring a unit's whole weights to a GPU slot."""
         busy = self._recorder.busy
-        if load is not None:
-            busy["ranks"] = "slot"
-            self._blocks.make_room(load, self._gate)
+        blocks = self._blocks
+        try:
+            with self._in_order():
+                if own is not None:
+                    own.order()
+                if load is not None:
+                    busy["ranks"] = "slot"
+                    blocks.make_room(load, self._gate)
 
-        busy["ranks"] = "ranks"
+                busy["ranks"] = "ranks"
+                self._gather_now(unit)
+        finally:
+            # The next load may need the slot of the shard, also if it fails for the same reason.
+            blocks.drop_shard(unit)
+
+    def _gather_now(self, unit: str) -> None:
+        """Gather a unit's weights, of which this rank's shard has come."""
         blocks = self._blocks
         with (
             self._store.lease(blocks.key(unit, Kind.WEIGHT), Tier.GPU, wait=True) as own,
@@ -318,25 +359,29 @@ class Collectives:
             for start, stop in blocks.gathered_spans(unit):
                 self._ranks.gather(whole.bytes[size * start : size * stop], own.bytes[start:stop])
 
-        # The next load may need the slot of the shard.
-        blocks.drop_shard(unit)
-
     def _scatter(self, handover: Handover) -> None:
         """Send a group's gradient to the owners of its shards, and add the pieces of this rank's shard to its sum."""
         scatter = handover.planned
         unit = scatter.unit
-        self._recorder.busy["ranks"] = "compute"
-        self._gradients.fetch_sum(unit)
-        handover.wait()
+        try:
+            with self._in_order():
+                self._recorder.busy["ranks"] = "compute"
+                self._gradients.fetch_sum(unit)
+                handover.wait()
 
-        self._recorder.busy["ranks"] = "ranks"
-        with self._store.lease(received_key(unit), Tier.GPU, fresh=True, wait=True) as received:
-            with self._store.lease(group_grad_key(unit), Tier.GPU) as made:
-                size = self._size(unit, scatter.width)
-                self._ranks.scatter(received.bytes[:size], made.bytes[:size])
-            self._store.evict(group_grad_key(unit), Tier.GPU)
-            self._add(scatter, received.bytes[:size], received.bytes[size:])
-        self._store.evict(received_key(unit), Tier.GPU)
+                self._recorder.busy["ranks"] = "ranks"
+                with self._store.lease(received_key(unit), Tier.GPU, fresh=True, wait=True) as received:
+                    size = self._size(unit, scatter.width)
+                    with self._store.lease(group_grad_key(unit), Tier.GPU) as made:
+                        self._ranks.scatter(received.bytes[:size], made.bytes[:size])
+                    self._store.evict(group_grad_key(unit), Tier.GPU)
+                    self._add(scatter, received.bytes[:size], received.bytes[size:])
+                self._store.evict(received_key(unit), Tier.GPU)
+        except Exception:
+            # Compute may wait for the slot. If it has not made this gradient yet, it makes none after it.
+            if handover.is_given:
+                self._store.evict(group_grad_key(unit), Tier.GPU)
+            raise
 
     def _add(self, scatter: Scatter, received: torch.Tensor, spare: torch.Tensor) -> None:
         """Add the pieces of all ranks to the sum of this rank's shard."""

@@ -137,6 +137,9 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # The other ranks may wait for this one, and closing for them.
+        if error is not None and self.ranks is not None:
+            self.ranks.fail(error)
         self.close()
 
     def close(self) -> None:

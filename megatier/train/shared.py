@@ -6,7 +6,7 @@ One process alone goes the same way, and has nobody to tell.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -20,23 +20,8 @@ from megatier.config.schema import RunConfig
 from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
 from megatier.planner.prediction import Prediction
-from megatier.ranks import Alone, Ranks, join
+from megatier.ranks import Alone, Ranks
 from megatier.train.choices import fix_choices, plan_choices
-
-
-@contextmanager
-def joined(device: str) -> Iterator[Ranks | None]:
-    """The ranks that this process is one of; None if it is alone.
-
-    Args:
-        device: what computes, "cuda" or "cpu".
-    """
-    ranks = join(device)
-    yield ranks
-
-    # After an error the others may be gone, and nobody waits for them.
-    if ranks is not None:
-        ranks.leave()
 
 
 def choices_of(

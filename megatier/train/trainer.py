@@ -35,7 +35,7 @@ from megatier.guards.unchanged import check_evaluates
 from megatier.hardware import device_for
 from megatier.models.decoder import check_stops_at_borders
 from megatier.planner.prediction import Prediction
-from megatier.ranks import Ranks
+from megatier.ranks import Ranks, joined
 from megatier.report.history import opening
 from megatier.report.metrics import MetricsLog
 from megatier.report.tensorboard import Scalars, load_tensorboard
@@ -50,7 +50,7 @@ from megatier.train.origin import Origin, origin_of
 from megatier.train.outlet import say
 from megatier.train.save_plan import SavePlan
 from megatier.train.saves import Record, Saves
-from megatier.train.shared import SharedDirectory, SharedText, choices_of, console_of, joined
+from megatier.train.shared import SharedDirectory, SharedText, choices_of, console_of
 from megatier.train.start import Start
 from megatier.train.watchdog import Watchdog
 

@@ -15,10 +15,9 @@ from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, Tra
 from megatier.hardware import device_for
 from megatier.models.decoder import build_skeleton
 from megatier.models.initialiser import Initialiser
-from megatier.ranks import Alone, Ranks
+from megatier.ranks import Alone, Ranks, joined
 from megatier.session.session import Session
 from megatier.tier import Activations, Tier
-from megatier.train.shared import joined
 
 STEPS = 5
 SEQUENCES = 4

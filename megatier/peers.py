@@ -1,0 +1,275 @@
+"""Peers: how a rank learns that another one failed, died or hangs, and how it tells the others why it fails itself.
+
+What is known goes over the store of `torch.distributed`, a small server of keys and values: that of torchrun, or one in
+the process of the first rank. A thread of each rank looks there once a second:
+
+- A rank that fails posts its cause before it closes anything. The first post is the one that all ranks name.
+- A rank that ends without a word is posted by the others of its machine, which the system tells at once.
+- A rank whose beat stands still is posted by whoever has looked often enough. Time is counted in looks: ranks that a
+  person stops and wakes together notice nothing.
+
+Only that thread uses the store. A server whose machine has stopped never answers, and the thread does not come back
+then. Whoever waits for another rank calls `check` meanwhile, which notices this as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+from megatier import _native
+from megatier.errors import MegatierError, PeerError
+
+LOOK_S = 1.0
+"""Seconds between two looks."""
+SILENT_LOOKS = 60
+"""A rank is silent if its beat stands still for so many looks. Python code of a library may hold up its thread."""
+BROKEN_LOOKS = 4
+"""The same, once a connection has broken."""
+ANSWER_S = 10.0
+"""How long a rank waits to learn why a connection broke, and for its own post."""
+TICK_S = 0.25
+"""How often whoever waits for another rank calls `check`."""
+
+FIRST = "first"
+LEFT = "left"
+DIED = "its process ended without a word. If the system killed it for want of memory, dmesg says so."
+SILENT = "it has given no sign of life. Its process was stopped, or its machine or network is gone."
+NO_STORE = "the store of all ranks, which torchrun or the first rank keeps, no longer answers."
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """The process of a rank."""
+
+    host: str
+    """The name of its machine, for people."""
+    machine: str
+    """What tells its machine and its process numbers from others."""
+    process: int
+    """The number of its process."""
+
+    @classmethod
+    def here(cls) -> Self:
+        """This process."""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return cls(socket.gethostname(), f"{boot} {Path('/proc/self/ns/pid').readlink()}", os.getpid())
+
+
+class Store(Protocol):
+    """A store of `torch.distributed`, as far as it is used here."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return a value."""
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Return values, once all of them are there."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether all keys have values."""
+
+    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
+        """Set a value if the one before was as expected."""
+
+
+class Peers:
+    """The other ranks of a run, as this one watches them. `end` stops that."""
+
+    def __init__(
+        self, store: Store, rank: int, members: Sequence[Member], held: object, stop: Callable[[], None]
+    ) -> None:
+        """Begin to watch.
+
+        Args:
+            store: a connection of its own, under a prefix of this run.
+            rank: this rank.
+            members: the processes of all ranks.
+            held: stays alive until this process ends, if a rank fails.
+            stop: makes collectives that are under way end; called when a rank has failed.
+        """
+        self._store = store
+        self._rank = rank
+        self._members = members
+        self._stop = stop
+        self._held = held
+        self._own: str | None = None
+        """The cause of this rank's failure, until it is posted."""
+        self._first: tuple[int, str] | None = None
+        """The rank that failed first, and why."""
+        self._known = _native.Latch()
+        """Set together with it."""
+        self._looked = _native.Latch()
+        """Set once this rank looks no more."""
+        self._is_leaving = False
+        self._has_ended = False
+        self._has_broken = False
+        self._waited_s = 0.0
+        """How long ranks were waited for since the last look ended."""
+        self._num_looks = 0
+        self._beats = [b""] * len(members)
+        self._still = [0] * len(members)
+        """For how many looks each beat has stood still."""
+
+        self._wake = os.eventfd(0)
+        self._poll = select.poll()
+        self._poll.register(self._wake, select.POLLIN)
+        self._processes: dict[int, int] = {}
+        """The ranks of this machine, by descriptors of their processes."""
+        self._dead: set[int] = set()
+        for number, member in enumerate(members):
+            if number != rank and member.machine == members[rank].machine:
+                self._watch(number, member.process)
+
+        # Every rank has a beat before anybody looks.
+        store.set(f"beat {rank}", "0")
+        self._thread = threading.Thread(target=self._run, name="megatier-peers", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ for everybody
+
+    def failed(self) -> PeerError | None:
+        """The error that names the rank that failed first; None if none has."""
+        if self._first is None:
+            return None
+        rank, cause = self._first
+        return PeerError(rank, self._members[rank].host, cause)
+
+    def check(self, waited_s: float = 0.0) -> None:
+        """Call this in a wait for another rank, every TICK_S.
+
+        Args:
+            waited_s: how long the caller has waited since it called last.
+
+        Raises:
+            PeerError: a rank has failed.
+        """
+        # Added up, because the clock goes on while this process is stopped.
+        self._waited_s += waited_s
+        if self._first is None and self._waited_s > SILENT_LOOKS * LOOK_S:
+            self._note((0, NO_STORE))
+        if (error := self.failed()) is not None:
+            raise error
+
+    def fail(self, cause: str) -> None:
+        """Post why this rank fails, unless another one failed before."""
+        self._own = cause
+        os.eventfd_write(self._wake, 1)
+        self._known.wait(ANSWER_S)
+
+    def explain(self, error: Exception) -> PeerError:
+        """Wait until it is known why a collective failed, and return the error that says so."""
+        self._has_broken = True
+        if not self._known.wait(ANSWER_S):
+            self.fail(sentence(f"its connection to another rank broke: {error}"))
+        return self.failed() or PeerError(self._rank, self._members[self._rank].host, NO_STORE)
+
+    def leave(self) -> None:
+        """Say that this rank has come to its end, and that its silence means nothing from now on."""
+        self._is_leaving = True
+        os.eventfd_write(self._wake, 1)
+
+    def end(self) -> None:
+        """Stop watching."""
+        self._has_ended = True
+        os.eventfd_write(self._wake, 1)
+        self._looked.wait(ANSWER_S)
+        if self._first is None:
+            for descriptor in (*self._processes, self._wake):
+                os.close(descriptor)
+
+    # ------------------------------------------------------------------ its thread
+
+    def _run(self) -> None:
+        """Look until this rank has left or any has failed."""
+        try:
+            while not self._has_ended and self._first is None:
+                self._wait(LOOK_S)
+                self._look()
+        except RuntimeError:
+            # If the store was in the process of a rank that died, that is why it is gone. The last ranks to leave may
+            # not find it any more.
+            self._wait(TICK_S)
+            if not self._is_leaving:
+                self._note((min(self._dead), DIED) if self._dead else (0, NO_STORE))
+
+        # A process group of gloo cannot be told to stop. To destroy it waits for the collectives under way, and so for
+        # ever; if this thread never ends, nobody destroys it.
+        self._looked.set()
+        if self._first is not None:
+            _native.Latch().wait()
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for the next look, and take note of processes that end meanwhile."""
+        for descriptor, _ in self._poll.poll(seconds * 1000):
+            if descriptor == self._wake:
+                os.eventfd_read(self._wake)
+            else:
+                self._dead.add(self._processes.pop(descriptor))
+                self._poll.unregister(descriptor)
+                os.close(descriptor)
+
+    def _look(self) -> None:
+        """Give a sign of life, post what is known here, and see what others have posted."""
+        if self._own is not None:
+            self._post(self._rank, self._own)
+
+        self._num_looks += 1
+        self._store.set(f"beat {self._rank}", LEFT if self._is_leaving else str(self._num_looks))
+        patience = BROKEN_LOOKS if self._has_broken else SILENT_LOOKS
+        for rank, beat in enumerate(self._store.multi_get([f"beat {rank}" for rank in range(len(self._members))])):
+            self._still[rank] = self._still[rank] + 1 if beat == self._beats[rank] else 0
+            self._beats[rank] = beat
+            if beat != LEFT.encode() and rank != self._rank and (rank in self._dead or self._still[rank] >= patience):
+                self._post(rank, DIED if rank in self._dead else SILENT)
+
+        if self._store.check([FIRST]):
+            rank, cause = json.loads(self._store.get(FIRST))
+            self._note((rank, cause))
+        self._waited_s = 0.0
+
+    def _post(self, rank: int, cause: str) -> None:
+        """Tell all ranks that one has failed, unless one has before."""
+        self._store.compare_set(FIRST, "", json.dumps([rank, cause]))
+
+    def _note(self, first: tuple[int, str]) -> None:
+        """Take note of the failure, and end what waits for it."""
+        self._first = first
+        self._stop()
+        self._known.set()
+
+    def _watch(self, rank: int, process: int) -> None:
+        """Have the system say when a process of this machine ends. Some containers do not allow it."""
+        with contextlib.suppress(PermissionError):
+            try:
+                descriptor = os.pidfd_open(process)
+            except ProcessLookupError:
+                self._dead.add(rank)
+                return
+            self._processes[descriptor] = rank
+            self._poll.register(descriptor, select.POLLIN)
+
+
+def cause_of(error: BaseException) -> str:
+    """What an error says, as a sentence."""
+    text = str(error)
+    kind = type(error).__name__
+    if not isinstance(error, MegatierError):
+        text = f"{kind}: {text}" if text else kind
+    return sentence(text)
+
+
+def sentence(text: str) -> str:
+    """A text with a full stop."""
+    text = text.strip()
+    return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,0 +1,89 @@
+"""One rank of a run in which rank 1 fails in its second step, or is told to.
+
+Usage: ranks.py FOLDER KIND PLACE, with the environment that torchrun gives. FOLDER/fault is made when it fails. Writes
+JSON: the error with which this rank ends, how long it took from there, and what is left on its drive.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from rank_runs import RankRun, train_on_ranks
+from tiny_runs import Place
+
+from megatier import peers
+from megatier.play.weights import UnitWeights
+from megatier.ranks import Ranks
+from megatier.tier import Phase
+
+CODES = {"EIO": errno.EIO, "full": errno.ENOSPC}
+
+
+def fail(folder: Path, kind: str, place: str) -> None:
+    """Fail, as the kind says."""
+    (folder / "fault").touch()
+    if kind in CODES:
+        op = "read" if kind == "EIO" else "write"
+        os.environ.update(FAULT_PATH="/blocks", FAULT_OP=op, FAULT_KIND=str(CODES[kind]))
+    elif kind == "error":
+        raise ValueError(f"odd in {place}")
+    elif kind == "exit":
+        os._exit(0)
+    else:
+        os.kill(os.getpid(), signal.Signals[kind])
+
+
+def inject(folder: Path, kind: str, place: str) -> None:
+    """Have this rank fail the next time that it comes to a place, in or after its second step."""
+    owner: Any = UnitWeights if place in ("forward", "backward") else Ranks
+    name = "enter" if owner is UnitWeights else place
+    real: Callable[..., Any] = getattr(owner, name)
+    phase = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD}.get(place)
+    left = 12
+
+    def enter(*arguments: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= phase is None or phase in arguments
+        if left == 0:
+            fail(folder, kind, place)
+        return real(*arguments, **options)
+
+    setattr(owner, name, enter)
+
+
+def main(folder: Path, kind: str, place: str) -> None:
+    rank = int(os.environ["RANK"])
+    peers.SILENT_LOOKS = 4
+    if rank == 1:
+        inject(folder, kind, place)
+
+    mount = folder / f"drive{rank}"
+    mount.mkdir()
+    error: BaseException | None = None
+    try:
+        train_on_ranks(RankRun(model="plain", steps=6), Place(tiers=("nvme",)), mount)
+    except Exception as found:
+        error = found
+    if error is not None and not (folder / "fault").exists():
+        raise error
+    ended = {
+        "error": type(error).__name__,
+        "text": str(error),
+        "rank": getattr(error, "rank", None),
+        "seconds": time.time() - (folder / "fault").stat().st_mtime,
+        "left": sorted(path.name for path in mount.rglob("*")),
+    }
+    sys.stdout.write(json.dumps(ended))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,113 @@
+"""A rank that fails, dies or hangs: all ranks end soon, and name the rank and the cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from conftest import FAULTS
+from warm_python import Process, WarmPython
+
+SOON_S = 10.0
+PLACES = ("forward", "backward", "gather", "scatter")
+
+
+@contextmanager
+def ranks(python: WarmPython, size: int, words: list[str | Path]) -> Iterator[list[Process]]:
+    """So many ranks of a program. The store is in this process, as it is in that of torchrun."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                python.start(
+                    words,
+                    {
+                        **os.environ,
+                        "RANK": str(rank),
+                        "WORLD_SIZE": str(size),
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": str(store.port),
+                        "TORCHELASTIC_USE_AGENT_STORE": "True",
+                    },
+                )
+            )
+            for rank in range(size)
+        ]
+
+
+def endings(python: WarmPython, folder: Path, kind: str, place: str) -> list[dict[str, Any] | int]:
+    """What each of two ranks says at its end, or the signal that ended it."""
+    found: list[dict[str, Any] | int] = []
+    with ranks(python, 2, [FAULTS / "ranks.py", folder, kind, place]) as started:
+        for process in started:
+            if found and kind == "SIGSTOP":
+                process.send_signal(signal.SIGKILL)
+            output, errors = process.communicate()
+            assert "Traceback" not in errors, errors
+            found.append(json.loads(output) if output else process.wait())
+    return found
+
+
+def check_other(ending: dict[str, Any] | int, cause: str) -> None:
+    """The rank that did not fail names the one that did, in time, and leaves nothing behind."""
+    assert isinstance(ending, dict)
+    assert (ending["error"], ending["rank"]) == ("PeerError", 1), ending["text"]
+    assert f"rank 1 on {socket.gethostname()} failed" in ending["text"]
+    assert cause in ending["text"]
+    assert ending["seconds"] < SOON_S
+    assert ending["left"] == []
+
+
+def cases(*usual: str) -> list[object]:
+    """All places. The default run takes some."""
+    return [place if place in usual else pytest.param(place, marks=pytest.mark.slow) for place in PLACES]
+
+
+@pytest.mark.parametrize("place", cases("forward", "scatter"))
+def test_rank_with_an_error_ends_all_ranks_with_it(place: str, tmp_path: Path, python: WarmPython) -> None:
+    other, failed = endings(python, tmp_path, "error", place)
+    check_other(other, f"ValueError: odd in {place}.")
+    assert isinstance(failed, dict)
+    assert (failed["error"], failed["text"], failed["left"]) == ("ValueError", f"odd in {place}", [])
+
+
+@pytest.mark.parametrize("place", cases("gather"))
+def test_rank_that_is_killed_ends_all_ranks(place: str, tmp_path: Path, python: WarmPython) -> None:
+    other, failed = endings(python, tmp_path, "SIGKILL", place)
+    check_other(other, "its process ended without a word")
+    assert failed == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("place", cases("backward"))
+def test_rank_that_is_stopped_ends_the_others_once_it_was_silent_for_long(
+    place: str, tmp_path: Path, python: WarmPython
+) -> None:
+    other, failed = endings(python, tmp_path, "SIGSTOP", place)
+    check_other(other, "it has given no sign of life")
+    assert failed == -signal.SIGKILL
+
+
+def check_drive(place: str, folder: Path, python: WarmPython, kind: str, cause: str) -> None:
+    """The rank whose drive fails ends with its own error, and the other one with that."""
+    other, failed = endings(python, folder, kind, place)
+    check_other(other, cause)
+    assert isinstance(failed, dict)
+    assert failed["error"] == "TransferError"
+
+
+@pytest.mark.parametrize("place", cases("forward"))
+def test_rank_whose_drive_cannot_be_read_ends_all_ranks(place: str, tmp_path: Path, python: WarmPython) -> None:
+    check_drive(place, tmp_path, python, "EIO", "Input/output error")
+
+
+@pytest.mark.parametrize("place", cases("backward"))
+def test_rank_whose_drive_is_full_ends_all_ranks(place: str, tmp_path: Path, python: WarmPython) -> None:
+    check_drive(place, tmp_path, python, "full", "No space left on device")
