@@ -214,6 +214,15 @@ def test_doctor_torch_that_does_not_load_fails(monkeypatch: pytest.MonkeyPatch, 
     )
 
 
+def test_plan_takes_nothing_down_before_its_process_ends() -> None:
+    code = "import atexit; from megatier.cli import main; atexit.register(lambda: print('taken down')); main()"
+    for words, lasts in (["--version"], True), (["plan", "/nowhere.yaml"], False):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+        assert ("taken down" in done.stdout) == lasts
+        assert done.returncode == (0 if lasts else 2)
+        assert bool(done.stderr) != lasts
+
+
 SHOWS_LOADED = """
 import atexit, sys
 from megatier import hardware
