@@ -22,7 +22,7 @@ from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
 from megatier.ranks import Ranks, joined
 from megatier.session.session import Session
-from megatier.tier import Kind
+from megatier.tier import Kind, Phase, Tier
 
 KINDS = (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 
@@ -132,6 +132,49 @@ def train_on_ranks(run: RankRun, place: Place, mount: Path) -> RankOutcome:
             demanded={name: size for name, size in session.player.demanded.items() if size},
             runs={kind: _runs(session, kind) for kind in KINDS},
         )
+
+
+def leave_units_out(place: Place, mount: Path, left_out: Sequence[Sequence[str]]) -> tuple[list[int], int]:
+    """Play passes by hand, of which each rank leaves out other units. Call it on all ranks.
+
+    Args:
+        place: where the state lies.
+        mount: a directory for NVMe.
+        left_out: what each rank leaves out in turn; the next pass gives it to the next rank.
+
+    Returns:
+        The numbers of units of each pass that have a gradient, and of slots for whole weights.
+    """
+    run = RankRun()
+    with session_on_ranks(run, place, mount) as session:
+        session.load(Initialiser(session.model, 0))
+        assert session.ranks is not None
+        rank, size = session.ranks.rank, session.ranks.size
+        final = []
+        for step in range(1 + len(left_out)):
+            missing = left_out[(step + rank) % len(left_out)] if step else ()
+            session.player.begin("train")
+            for group in range(run.groups // size):
+                _use_all(session, group, missing)
+            session.player.end()
+            session.player.drain_gradients()
+            final.append(len(session.player._grads.final))
+            session.player.drop_updates()
+
+        session.player.drain()
+        return final, session.placement.num_slots(Tier.GPU, Kind.GATHERED)
+
+
+def _use_all(session: Session, group: int, missing: Sequence[str]) -> None:
+    """Use all units of a group, forward and backward, but for those that are missing."""
+    player = session.player
+    units = [unit.name for unit in session.units if unit.name not in missing]
+    for unit in units:
+        player.weights.enter(unit, Phase.FORWARD, group).leave()
+    for unit in reversed(units):
+        player.weights.enter(unit, Phase.BACKWARD, group).leave()
+        player.gradients.take_grad(unit).zero_()
+        player.gradients.ship_grad(unit, group=group)
 
 
 def _runs(session: Session, kind: Kind) -> dict[str, list[tuple[int, Any]]]:

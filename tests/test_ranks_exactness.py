@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_pool import POOL
-from rank_runs import KINDS, RankOutcome, RankRun, together, train_on_ranks
+from rank_runs import KINDS, RankOutcome, RankRun, leave_units_out, together, train_on_ranks
 from tiny_runs import KIB, MIB, Place
 
 SIZES = (2, 4)
@@ -86,6 +86,16 @@ def test_two_ranks_that_spill_have_the_bits_of_one_process(name: str, tmp_path: 
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_two_ranks_that_update_in_the_backward_have_the_bits_of_one_process(clip: float | None, tmp_path: Path) -> None:
     check(RankRun(clip=clip), "nvme twice", 2, tmp_path)
+
+
+def test_units_in_a_row_that_one_rank_leaves_out_hold_nobody_up(tmp_path: Path) -> None:
+    """There are fewer slots than these units, so gathers stand between the scatters of what is left out."""
+    many = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"]
+    left_out = [many, [], ["model.layers.0"]]
+    for final, num_slots in POOL.run(leave_units_out, 2, PLACES["ram"], tmp_path, left_out):
+        assert num_slots == 2
+        # Only in the third pass do both ranks leave the same unit out.
+        assert final == [5, 5, 4, 5]
 
 
 @pytest.mark.gpu
