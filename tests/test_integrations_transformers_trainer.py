@@ -110,7 +110,12 @@ def test_trainer_ten_steps_agree_with_the_plain_trainer(tmp_path: Path) -> None:
 def test_trainer_on_a_gpu_agrees_with_the_plain_trainer(tmp_path: Path) -> None:
     """Products of a batch's rows are summed in another order where the loss is fused, on a GPU."""
     options: dict[str, Any] = {"use_cpu": False}
-    plain = Trainer(plain_model(exactness_config("plain")), arguments(tmp_path, **options), train_dataset=Rows(60))
+    on_one = arguments(tmp_path, **options)
+
+    # transformers would use all GPUs of the machine, with as many times the rows.
+    assert on_one.n_gpu
+    on_one._n_gpu = 1
+    plain = Trainer(plain_model(exactness_config("plain")), on_one, train_dataset=Rows(60))
     plain.train()
     with open_streamed(tmp_path, "cuda", compile=False) as streamed:
         trainer = MegatierTrainer(streamed, arguments(tmp_path, **options), train_dataset=Rows(60))

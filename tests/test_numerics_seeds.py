@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
         yield
     random.setstate(states[0])
     np.random.set_state(states[1])
