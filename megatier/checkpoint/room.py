@@ -41,8 +41,8 @@ class Room:
         """
         exported = 0
         if output.export:
-            exported = export_bytes(session.model, session.units, COMPUTE_DTYPES[output.export_dtype])
-        return cls(Path(output.directory), checkpoint_bytes(session.units), exported)
+            exported = export_bytes(session.model, session.wholes, COMPUTE_DTYPES[output.export_dtype])
+        return cls(Path(output.directory), checkpoint_bytes(session.wholes), exported)
 
     @property
     def free_bytes(self) -> int:

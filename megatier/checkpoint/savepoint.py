@@ -53,6 +53,7 @@ from megatier.errors import (
     TransferError,
 )
 from megatier.play.generations import Generation
+from megatier.ranks import Alone
 from megatier.session.session import Session
 
 FORMAT = 2
@@ -116,6 +117,10 @@ class Savepoint:
         Raises:
             SavepointError: blocks would lie elsewhere than they lay, or a file is missing.
         """
+        if session.ranks is not None:
+            reason = "one process made it, and several ranks cannot read it. Resume without torchrun."
+            raise SavepointError(str(self.path), reason, self.before)
+
         # The manifest says only what to compare with. Where bytes are read and written follows from this run's
         # placement.
         last = session.placement.generations
@@ -197,7 +202,7 @@ def drop_savepoint(session: Session, folder: Path) -> None:
     Raises:
         TransferError: it cannot be removed.
     """
-    remove_savepoints(folder)
+    (session.ranks or Alone()).first(lambda: remove_savepoints(folder))
     session.blocks.generations.release()
     _keep_files(session, False)
 

@@ -14,6 +14,7 @@ from megatier.checkpoint.savepoint import check_savepoint_room
 from megatier.config.schema import OutputConfig
 from megatier.errors import mib
 from megatier.planner.plan import checkpoint_seconds, pause_seconds
+from megatier.ranks import Alone
 from megatier.schedule.forecast import Forecast
 from megatier.session.session import Session
 from megatier.tier import Tier
@@ -34,7 +35,7 @@ class SavePlan:
 
     @classmethod
     def of(cls, output: OutputConfig, session: Session, expected: Forecast | None, *, is_done: bool) -> Self:
-        """Plan what a run saves.
+        """Plan what a run saves. The first rank looks at the drive for all.
 
         Args:
             output: the run's output.
@@ -47,7 +48,8 @@ class SavePlan:
             UnsupportedModelError: the model cannot be exported.
         """
         room = Room.of(output, session)
-        num_kept = _checked_count(output, session, room, is_done=is_done)
+        crew = session.ranks or Alone()
+        num_kept = crew.first(lambda: _checked_count(output, session, room, is_done=is_done))
         cost_s = expected_cost(session, expected)
         return cls(output=output, room=room, num_kept=num_kept, cost_s=cost_s, is_done=is_done)
 
@@ -86,8 +88,10 @@ def expected_cost(session: Session, expected: Forecast | None) -> float:
         session: the run, planned.
         expected: the planned step, if the machine was measured.
     """
-    num_bytes = checkpoint_bytes(session.units)
-    spilled = session.placement.state_bytes.get(Tier.NVME, 0)
+    # The ranks of a host share its drives.
+    local_size = (session.ranks or Alone()).local_size
+    num_bytes = checkpoint_bytes(session.wholes)
+    spilled = local_size * session.placement.state_bytes.get(Tier.NVME, 0)
     drives = () if session.rates is None else session.rates.drives
     written_s = checkpoint_seconds(num_bytes, spilled, drives)
     if written_s is None:

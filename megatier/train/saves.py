@@ -15,6 +15,7 @@ from megatier.checkpoint.run_state import RunState
 from megatier.checkpoint.savepoint import drop_savepoint, save_savepoint
 from megatier.config.schema import RunConfig
 from megatier.errors import CapacityError, MegatierError, TransferError, mib
+from megatier.ranks import Alone
 from megatier.report.metrics import format_seconds
 from megatier.session.session import Session
 from megatier.train.save_plan import SavePlan
@@ -30,7 +31,9 @@ Record = Callable[[Mapping[str, object]], None]
 
 
 class Saves:
-    """Checkpoints and savepoints of one process. Use it from the training thread.
+    """Checkpoints and savepoints of a run. Use it from the training thread, on all ranks alike.
+
+    What the clock or the drive decides, the first rank decides for all. It alone removes checkpoints.
 
     Attributes:
         writer: the checkpoint on its way; None: there is none.
@@ -59,6 +62,7 @@ class Saves:
         """
         self._config = config
         self._session = session
+        self._crew = session.ranks or Alone()
         self._text = text
         self._watchdog = watchdog
         self._record = record
@@ -125,13 +129,13 @@ class Saves:
 
     def _is_time(self, is_last: bool) -> bool:
         """Return whether a checkpoint is due by the clock."""
-        if self._pace is None:
+        if (pace := self._pace) is None:
             return False
 
         # Not before an export: if it goes well a checkpoint is needless, and if it fails one is written then.
         if is_last:
-            return self._pace.is_long() and not self._config.output.export
-        return self.writer is None and self._pace.is_due()
+            return self._crew.first(pace.is_long) and not self._config.output.export
+        return self.writer is None and self._crew.first(pace.is_due)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -156,7 +160,7 @@ class Saves:
         assert self._pace is not None
         self.end(say)
         self._pace.begin()
-        if not self._room.takes_another(self._num_kept):
+        if not self._crew.first(lambda: self._room.takes_another(self._num_kept)):
             free = mib(self._room.free_bytes)
             size = mib(self._room.checkpoint_bytes)
             say(f"step {step}: no checkpoint: {self._folder} takes {size} and has {free} free; tried again later")
@@ -177,7 +181,7 @@ class Saves:
             MegatierError: it failed, unless it found no room and nobody had asked for it.
         """
         writer = self.writer
-        if writer is None or not (waits or writer.is_over()):
+        if writer is None or not (waits or all(self._crew.agree(writer.is_over()))):
             return
 
         # No longer on its way whatever comes of it, so that an error is told once.
@@ -222,12 +226,12 @@ class Saves:
         because nobody knows which weights are still good.
         """
         self.end(say)
-        twin = None if self._has_learnt else last_checkpoint(self._folder)
+        twin = None if self._has_learnt else self._last(self._folder)
         if self._has_learnt or twin is not None:
             self._begin(step, say, prunes=False)
             self.end(say)
         if twin is not None:
-            remove(twin)
+            self._crew.first(lambda: remove(twin))
 
     # ------------------------------------------------------------------ savepoints
 
@@ -253,16 +257,15 @@ class Saves:
             what was saved before, and the block files of an older savepoint, stay.
         """
         for folder in (self._folder, self._savepoints):
-            if (last := last_checkpoint(folder)) is not None and step_of(last) == step:
+            if (last := self._last(folder)) is not None and step_of(last) == step:
                 return last
 
         # Without room all checkpoints but the last one go first, as they would go when this one is whole.
         try:
-            if not self._room.has_room_for_checkpoint:
-                prune(self._folder, 1)
+            self._crew.first(self._make_room)
             self._begin(step, say)
             self.end(say)
-            return last_checkpoint(self._folder)
+            return self._last(self._folder)
         except (MegatierError, OSError) as error:
             say(f"step {step}: no checkpoint: {error}")
 
@@ -273,7 +276,16 @@ class Saves:
         except (MegatierError, OSError) as error:
             say(f"step {step}: no savepoint: {error}")
             return None
-        return last_checkpoint(self._savepoints)
+        return self._last(self._savepoints)
+
+    def _make_room(self) -> None:
+        """Remove all checkpoints but the last one, if there is no room for another."""
+        if not self._room.has_room_for_checkpoint:
+            prune(self._folder, 1)
+
+    def _last(self, folder: Path) -> Path | None:
+        """Return the newest whole checkpoint or savepoint in a folder."""
+        return self._crew.first(lambda: last_checkpoint(folder))
 
     def _state(self, step: int) -> dict[str, Any]:
         """Return everything that is saved besides arrays."""

@@ -19,6 +19,7 @@ from megatier.checkpoint.run_directory import RunDirectory
 from megatier.config.schema import RunConfig
 from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
+from megatier.errors import ConfigError
 from megatier.planner.prediction import Prediction
 from megatier.ranks import Alone, Ranks
 from megatier.train.choices import fix_choices, plan_choices
@@ -36,10 +37,18 @@ def choices_of(
         given: dotted names of the settings that stay as they are.
         ranks: the ranks of the run.
         console: what a person sees.
+
+    Raises:
+        ConfigError: a setting is not for several ranks.
     """
     if ranks is None:
         return plan_choices(fix_choices(config), given, console)
 
+    if config.output.savepoint_every:
+        raise ConfigError(
+            "output.savepoint_every: several ranks make no savepoints yet. Set it to 0, and output.checkpoint_every to "
+            "save the run, or train without torchrun."
+        )
     if "train.groups" not in given:
         config = replace(config, train=replace(config.train, groups=ranks.size))
     return ranks.first(lambda: fix_choices(config)), None
