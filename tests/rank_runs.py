@@ -12,11 +12,13 @@ from typing import Any, Literal
 import torch
 from tiny_models import tiny_config
 from tiny_runs import MODELS, NO_DROPOUT, TOKENS, Place, least_budgets, one_thread, random_groups
+from tiny_vision import image_batch, text_batch, vision_config
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.step import StepResult
+from megatier.engine.unit_model import Batch
 from megatier.models.decoder import build_skeleton
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
@@ -43,6 +45,8 @@ class RankRun:
     frozen: tuple[str, ...] = ()
     learning_rate: float = 1e-2
     device: Literal["cpu", "cuda"] = "cpu"
+    images: tuple[str, ...] = ()
+    """For each step, which groups have images: a letter for each, "i" if it has. The model has a vision tower then."""
 
     @property
     def train(self) -> TrainConfig:
@@ -92,8 +96,11 @@ class RankOutcome:
 @contextlib.contextmanager
 def session_on_ranks(run: RankRun, place: Place, mount: Path) -> Iterator[Session]:
     """A session of this rank, without weights, with the least budgets that hold the place. Call it on all ranks."""
-    family, options = {**MODELS, **NO_DROPOUT}[run.model]
-    config = tiny_config(family, **{**options, "attention_dropout": run.dropout})
+    if run.images:
+        config = vision_config(run.model)
+    else:
+        family, options = {**MODELS, **NO_DROPOUT}[run.model]
+        config = tiny_config(family, **{**options, "attention_dropout": run.dropout})
     model = ModelConfig(
         config={"model_type": config.model_type},
         compute_dtype=run.dtype,  # type: ignore[arg-type]
@@ -110,8 +117,20 @@ def session_on_ranks(run: RankRun, place: Place, mount: Path) -> Iterator[Sessio
 
 def train_step(session: Session, run: RankRun, step: int) -> StepResult:
     """One step; the first one is step 1."""
-    vocab = session.model.config.get_text_config().vocab_size
-    return session.engine.train_step(step, run.learning_rate, random_groups(run.train, vocab, step))
+    if run.images:
+        groups = image_groups(run, step)
+    else:
+        groups = random_groups(run.train, session.model.config.get_text_config().vocab_size, step)
+    return session.engine.train_step(step, run.learning_rate, groups)
+
+
+def image_groups(run: RankRun, step: int) -> list[Batch]:
+    """One step's batches, with images in those of which the run says so."""
+    rows = run.batch // run.groups
+    return [
+        image_batch(run.model, rows, seed) if kind == "i" else text_batch(rows, seed=seed)
+        for seed, kind in enumerate(run.images[step - 1], 10 * step)
+    ]
 
 
 def train_on_ranks(run: RankRun, place: Place, mount: Path) -> RankOutcome:

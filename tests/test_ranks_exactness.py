@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -103,3 +105,29 @@ def test_units_in_a_row_that_one_rank_leaves_out_hold_nobody_up(tmp_path: Path) 
 @pytest.mark.parametrize("place", PLACES)
 def test_ranks_on_two_gpus_have_the_bits_of_one(place: str, tmp_path: Path) -> None:
     check(RankRun(device="cuda", groups=2, model="flash"), place, 2, tmp_path)
+
+
+LEFT_OUT = RankRun(model="qwen3_vl", steps=5, images=("iiii", "itti", "tttt", "titi", "iitt"))
+"""Two ranks have groups 0 and 2, and 1 and 3. In steps 2 to 5 they leave the tower out of different rounds, both of
+all, one of all, and both of the second.
+"""
+
+
+@pytest.mark.parametrize(("place", "size"), [("gpu", 4), ("nvme", 2)])
+def test_ranks_that_leave_a_vision_tower_out_have_the_bits_of_one_process(
+    place: str, size: int, tmp_path: Path
+) -> None:
+    check(LEFT_OUT, place, size, tmp_path)
+
+
+def test_rank_that_leaves_a_vision_tower_out_of_the_first_step_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    run = replace(LEFT_OUT, steps=1, images=("titi",))
+    with pytest.raises(AssertionError) as caught:
+        POOL.run(train_on_ranks, 2, run, PLACES["ram"], tmp_path)
+    assert re.findall(r"TimelineError: rank (\d) comes to", str(caught.value)) == ["0", "1"]
+
+
+def test_unit_that_the_first_step_left_out_is_refused_with_a_remedy_on_all_ranks(tmp_path: Path) -> None:
+    run = replace(LEFT_OUT, steps=2, images=("tttt", "itit"))
+    with pytest.raises(AssertionError, match="put an image into each batch of the first step"):
+        POOL.run(train_on_ranks, 2, run, PLACES["ram"], tmp_path)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from conftest import FAULTS
-from warm_python import Process, WarmPython
+from small_commands import command, metrics
+from warm_python import MEGATIER, Process, WarmPython
 
 SOON_S = 10.0
+START_S = 120.0
 PLACES = ("forward", "backward", "gather", "scatter")
 
 
@@ -111,3 +115,60 @@ def test_rank_whose_drive_cannot_be_read_ends_all_ranks(place: str, tmp_path: Pa
 @pytest.mark.parametrize("place", cases("backward"))
 def test_rank_whose_drive_is_full_ends_all_ranks(place: str, tmp_path: Path, python: WarmPython) -> None:
     check_drive(place, tmp_path, python, "full", "No space left on device")
+
+
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_train_of_which_a_rank_is_killed_ends_with_a_message_and_leaves_no_block_files(
+    number: int, tmp_path: Path, python: WarmPython
+) -> None:
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    with training(python, tmp_path, drive) as started:
+        started[number].send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+
+        # As torchrun does when a rank has died.
+        started[1 - number].send_signal(signal.SIGTERM)
+        output, errors = started[1 - number].communicate()
+
+    assert time.monotonic() - killed < SOON_S
+    assert started[1 - number].returncode == 2
+    assert re.search(
+        rf"^megatier: error: rank {number} on \S+ failed, .* its process ended without a word", errors, re.M
+    )
+    assert "Traceback" not in output + errors
+    assert [path.name.rpartition("-")[2] for path in drive.iterdir()] == [str(number)]
+
+
+@pytest.mark.parametrize("told", [[1], pytest.param([0, 1], marks=pytest.mark.slow)])
+def test_train_of_which_ranks_are_told_to_stop_stops_on_all_with_a_checkpoint(
+    told: list[int], tmp_path: Path, python: WarmPython
+) -> None:
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    with training(python, tmp_path, drive) as started:
+        for number in told:
+            started[number].send_signal(signal.SIGTERM)
+        for process in started:
+            assert process.wait() == 0, process.communicate()
+
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    last = max(record["step"] for record in metrics(tmp_path))
+    assert saved.name == f"step-{last:08d}"
+    assert list(drive.iterdir()) == []
+
+
+@contextmanager
+def training(python: WarmPython, folder: Path, drive: Path) -> Iterator[list[Process]]:
+    """Two ranks of `megatier train` that have done some steps of many."""
+    settings = {"tiers.state": "nvme", "tiers.nvme": f"{drive}:64MiB", "train.steps": 10_000, "train.groups": 2}
+    with ranks(python, 2, [MEGATIER, *command(folder, settings)]) as started:
+        wait_until(lambda: (folder / "run" / "metrics.jsonl").exists() and len(metrics(folder)) > 2)
+        yield started
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + START_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -116,7 +116,7 @@ class Loop:
 
                 # Asked once: a signal may come between two looks, and saving and breaking have to agree. So have all
                 # ranks, any of which may have been told to stop.
-                stops = any(self._crew.agree(stop.is_asked)) and not is_last
+                stops = self._crew.any(stop.is_asked) and not is_last
                 self._saves.after(step, progress.note, is_last=is_last, stops=stops)
                 if stops:
                     break
