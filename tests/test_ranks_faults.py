@@ -83,14 +83,14 @@ def test_rank_with_an_error_ends_all_ranks_with_it(place: str, tmp_path: Path, p
     assert (failed["error"], failed["text"], failed["left"]) == ("ValueError", f"odd in {place}", [])
 
 
-@pytest.mark.parametrize("place", cases("gather"))
+@pytest.mark.parametrize("place", [*cases("gather"), "checkpoint"])
 def test_rank_that_is_killed_ends_all_ranks(place: str, tmp_path: Path, python: WarmPython) -> None:
     other, failed = endings(python, tmp_path, "SIGKILL", place)
     check_other(other, "its process ended without a word")
     assert failed == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("place", cases("backward"))
+@pytest.mark.parametrize("place", [*cases("backward"), pytest.param("checkpoint", marks=pytest.mark.slow)])
 def test_rank_that_is_stopped_ends_the_others_once_it_was_silent_for_long(
     place: str, tmp_path: Path, python: WarmPython
 ) -> None:

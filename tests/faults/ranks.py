@@ -18,9 +18,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from rank_runs import RankRun, train_on_ranks
+from test_ranks_checkpoints import train_beside
 from tiny_runs import Place
 
 from megatier import peers
+from megatier.checkpoint.plane_writer import PlaneWriter
 from megatier.play.weights import UnitWeights
 from megatier.ranks import Ranks
 from megatier.tier import Phase
@@ -44,8 +46,8 @@ def fail(folder: Path, kind: str, place: str) -> None:
 
 def inject(folder: Path, kind: str, place: str) -> None:
     """Have this rank fail the next time that it comes to a place, in or after its second step."""
-    owner: Any = UnitWeights if place in ("forward", "backward") else Ranks
-    name = "enter" if owner is UnitWeights else place
+    owner: Any = UnitWeights if place in ("forward", "backward") else PlaneWriter if place == "checkpoint" else Ranks
+    name = {UnitWeights: "enter", PlaneWriter: "write"}.get(owner, place)
     real: Callable[..., Any] = getattr(owner, name)
     phase = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD}.get(place)
     left = 12
@@ -70,7 +72,10 @@ def main(folder: Path, kind: str, place: str) -> None:
     mount.mkdir()
     error: BaseException | None = None
     try:
-        train_on_ranks(RankRun(model="plain", steps=6), Place(tiers=("nvme",)), mount)
+        if place == "checkpoint":
+            train_beside(RankRun(model="plain", steps=4), Place(tiers=("nvme",)), mount, folder / "checkpoints")
+        else:
+            train_on_ranks(RankRun(model="plain", steps=6), Place(tiers=("nvme",)), mount)
     except Exception as found:
         error = found
     if error is not None and not (folder / "fault").exists():
@@ -80,7 +85,7 @@ def main(folder: Path, kind: str, place: str) -> None:
         "text": str(error),
         "rank": getattr(error, "rank", None),
         "seconds": time.time() - (folder / "fault").stat().st_mtime,
-        "left": sorted(path.name for path in mount.rglob("*")),
+        "left": sorted(path.name for where in (mount, folder / "checkpoints") for path in where.rglob("*")),
     }
     sys.stdout.write(json.dumps(ended))
 
