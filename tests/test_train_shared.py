@@ -132,6 +132,21 @@ def test_run_on_ranks_goes_on_from_its_checkpoint_with_other_numbers_of_ranks(fo
         assert figures(run) == losses
 
 
+def train_apart(folder: Path) -> None:
+    """Run a config in a directory that each rank has for itself."""
+    own = folder / os.environ["RANK"]
+    own.mkdir()
+    for name in ("run.yaml", "text.txt"):
+        shutil.copy(folder / name, own / name)
+    train_in(own, ())
+
+
+def test_rank_that_sees_another_run_directory_is_refused(folder: Path) -> None:
+    with pytest.raises(AssertionError, match="rank 1 does not see the run that the first rank has in run"):
+        POOL.run(train_apart, 2, folder)
+    assert not (folder / "0/run").exists()
+
+
 def test_train_on_ranks_with_savepoints_is_refused(folder: Path) -> None:
     with pytest.raises(AssertionError, match=r"output\.savepoint_every: several ranks make no savepoints yet"):
         POOL.run(train_in, 2, folder, ("--output.savepoint_every=2",))

@@ -5,6 +5,7 @@ One process alone goes the same way, and has nobody to tell.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 
-from megatier.checkpoint.run_directory import RunDirectory
+from megatier.checkpoint.run_directory import RUN_ID_FILE, RunDirectory
 from megatier.config.schema import RunConfig
 from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
@@ -72,18 +73,36 @@ class SharedDirectory:
         self._crew = ranks or Alone()
         self.path = Path(config.output.directory)
         self.leads = self._crew.rank == 0
-        self._opened = ExitStack()
         self._directory: RunDirectory | None = None
-        if self.leads:
-            self._directory = self._opened.enter_context(RunDirectory(config, resumes=resumes))
+        with ExitStack() as opened:
+            if self.leads:
+                self._directory = opened.enter_context(RunDirectory(config, resumes=resumes))
 
-        # The others read there only once it is locked.
-        self.run_id = self._crew.first(self._find_id)
-        """The name of the run's block files."""
+            # The others read there only once it is locked.
+            self.run_id = self._crew.first(self._find_id)
+            """The name of the run's block files."""
+            with self._crew.together():
+                self._check_is_shared()
+            self._opened = opened.pop_all()
 
     def _find_id(self) -> str:
         assert self._directory is not None
         return self._directory.run_id
+
+    def _check_is_shared(self) -> None:
+        """Refuse a rank that sees another directory, since all of them write checkpoints there.
+
+        Raises:
+            ConfigError: names the rank.
+        """
+        noted = ""
+        with contextlib.suppress(OSError):
+            noted = (self.path / RUN_ID_FILE).read_text()
+        if noted.split(" ")[0] != self.run_id:
+            raise ConfigError(
+                f"rank {self._crew.rank} does not see the run that the first rank has in {self.path}. Name an "
+                "output.directory on a file system that all hosts share, and start all ranks in one directory."
+            )
 
     def write_config(self, config: RunConfig) -> None:
         """Write the resolved config, on the first rank."""
