@@ -103,6 +103,8 @@ class Peers:
         self._members = members
         self._stop = stop
         self._held = held
+        self._error: BaseException | None = None
+        """The error with which this rank failed."""
         self._own: str | None = None
         """The cause of this rank's failure, until it is posted."""
         self._first: tuple[int, str] | None = None
@@ -145,6 +147,11 @@ class Peers:
         rank, cause = self._first
         return PeerError(rank, self._members[rank].host, cause)
 
+    def first_error(self) -> BaseException | None:
+        """The same, or this rank's own error if it was the first."""
+        is_own = self._first is not None and self._first[0] == self._rank and self._error is not None
+        return self._error if is_own else self.failed()
+
     def check(self, waited_s: float = 0.0) -> None:
         """Call this in a wait for another rank, every TICK_S.
 
@@ -161,8 +168,14 @@ class Peers:
         if (error := self.failed()) is not None:
             raise error
 
-    def fail(self, cause: str) -> None:
-        """Post why this rank fails, unless another one failed before."""
+    def fail(self, error: BaseException) -> None:
+        """Post why this rank fails, unless another one failed before, or has caused this."""
+        if not comes_of_peers(error):
+            self._error = self._error or error
+            self._fail(cause_of(error))
+
+    def _fail(self, cause: str) -> None:
+        """Have the cause posted, and wait for that."""
         self._own = cause
         os.eventfd_write(self._wake, 1)
         self._known.wait(ANSWER_S)
@@ -171,7 +184,7 @@ class Peers:
         """Wait until it is known why a collective failed, and return the error that says so."""
         self._has_broken = True
         if not self._known.wait(ANSWER_S):
-            self.fail(sentence(f"its connection to another rank broke: {error}"))
+            self._fail(sentence(f"its connection to another rank broke: {error}"))
         return self.failed() or PeerError(self._rank, self._members[self._rank].host, NO_STORE)
 
     def leave(self) -> None:
@@ -273,3 +286,13 @@ def sentence(text: str) -> str:
     """A text with a full stop."""
     text = text.strip()
     return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def comes_of_peers(error: BaseException) -> bool:
+    """Whether an error is what the failure of another rank has led to here."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, PeerError):
+            return True
+        found = found.__cause__ or found.__context__
+    return False

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from megatier.errors import ConfigError, MegatierError, PeerError, StepAbandonedError
-from megatier.peers import TICK_S, Member, Peers, cause_of
+from megatier.peers import TICK_S, Member, Peers, comes_of_peers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -114,6 +114,15 @@ class Channel:
         if errors := self.agree(None if error is None else self._told(error)):
             raise errors[0] from error
 
+    @contextlib.contextmanager
+    def talking(self) -> Iterator[None]:
+        """Inside, ranks wait for each other, so an error of one ends the run on all."""
+        try:
+            yield
+        except Exception as error:
+            self._peers.fail(error)
+            raise
+
     def _told(self, error: Exception) -> Exception:
         """Return an error as other ranks raise it. Of one that is not ours they get the words."""
         if isinstance(error, MegatierError | OSError):
@@ -169,18 +178,11 @@ class Ranks(Channel):
         groups: tuple[ProcessGroup, ProcessGroup, ProcessGroup],
         watched: Watch,
     ) -> None:
-        """Take what is known of this process; see `joined`.
+        """Take what is known of this process, a group for each thread that talks, and what begins to watch others."""
+        import torch.distributed as dist
 
-        Args:
-            rank: its number.
-            size: the number of ranks.
-            local_rank: its number on its host.
-            local_size: the number of ranks there.
-            groups: for the thread that trains, for the lane `checkpoint`, and for weights and gradients.
-            watched: begins to watch the other ranks.
-        """
         own, beside, self._data = groups
-        self._is_nccl = self._data.name() == "nccl"
+        self._is_nccl = dist.get_backend(self._data) == "nccl"
         self._is_given_up = False
         super().__init__(rank, size, own, watched(self._stop))
         self.beside = Channel(rank, size, beside, self._peers)
@@ -263,10 +265,13 @@ class Ranks(Channel):
         """The error that names the rank that failed first; None if none has."""
         return self._peers.failed()
 
+    def first_error(self) -> BaseException | None:
+        """The same, or this rank's own error if it was the first."""
+        return self._peers.first_error()
+
     def fail(self, error: BaseException) -> None:
-        """Tell the others why this rank ends, before anything is closed. What another rank has caused is no news."""
-        if not _comes_of_peers(error):
-            self._peers.fail(cause_of(error))
+        """Tell the others why this rank ends, before anything is closed."""
+        self._peers.fail(error)
 
     def leave(self) -> None:
         """End the connection to the others. Every rank has to call it."""
@@ -300,6 +305,11 @@ class Alone:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Do what is inside, which fails for this process alone."""
+        yield
+
+    @contextlib.contextmanager
+    def talking(self) -> Iterator[None]:
+        """Do what is inside, with nobody to wait for."""
         yield
 
     def exchange(self, sent: torch.Tensor, given: Sequence[int], taken: Sequence[int]) -> torch.Tensor:
@@ -342,20 +352,10 @@ def joined(device: str) -> Iterator[Ranks | None]:
         ranks.leave()
     except BaseException as error:
         ranks.fail(error)
-        first = ranks.failed() if _comes_of_peers(error) else None
+        first = ranks.first_error() if comes_of_peers(error) else None
         if first is None:
             raise
         raise first from error
-
-
-def _comes_of_peers(error: BaseException) -> bool:
-    """Whether an error is what the failure of another rank has led to here."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, PeerError):
-            return True
-        found = found.__cause__ or found.__context__
-    return False
 
 
 def _join(device: str) -> Ranks | None:

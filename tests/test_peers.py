@@ -87,8 +87,8 @@ def test_failure_is_told_to_all_ranks_and_the_first_counts(watch: Watch) -> None
     stopped = _native.Latch()
     watchers = [watch(0, stop=stopped.set), watch(1), watch(2)]
     watchers[2].check()
-    watchers[1].fail("no luck.")
-    watchers[2].fail("another reason.")
+    watchers[1].fail(DataError("no luck"))
+    watchers[2].fail(DataError("another reason"))
     first = 1, Member.here().host, "no luck."
     assert [fields(eventually(watcher.failed)) for watcher in watchers] == [first] * 3
     assert stopped.wait(SOON_S)

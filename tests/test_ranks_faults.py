@@ -75,7 +75,7 @@ def cases(*usual: str) -> list[object]:
     return [place if place in usual else pytest.param(place, marks=pytest.mark.slow) for place in PLACES]
 
 
-@pytest.mark.parametrize("place", cases("forward", "scatter"))
+@pytest.mark.parametrize("place", [*cases("forward"), "exchange"])
 def test_rank_with_an_error_ends_all_ranks_with_it(place: str, tmp_path: Path, python: WarmPython) -> None:
     other, failed = endings(python, tmp_path, "error", place)
     check_other(other, f"ValueError: odd in {place}.")

@@ -176,7 +176,8 @@ class CheckpointWriter:
         with self._crew.together():
             self._workers.map(lambda writer: writer.write(unit, generation), self._writers)
 
-        received = [writer.exchange(unit, self._crew) for writer in self._writers]
+        with self._crew.talking():
+            received = [writer.exchange(unit, self._crew) for writer in self._writers]
         with self._crew.together():
             for writer, values in zip(self._writers, received, strict=True):
                 writer.take(unit, values)

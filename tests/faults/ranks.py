@@ -1,4 +1,4 @@
-"""One rank of a run in which rank 1 fails in its second step, or is told to.
+"""One rank of a run in which rank 1 fails.
 
 Usage: ranks.py FOLDER KIND PLACE, with the environment that torchrun gives. FOLDER/fault is made when it fails. Writes
 JSON: the error with which this rank ends, how long it took from there, and what is left on its drive.
@@ -27,6 +27,15 @@ from megatier.play.weights import UnitWeights
 from megatier.ranks import Ranks
 from megatier.tier import Phase
 
+PLACES: dict[str, tuple[Any, str, Phase | None]] = {
+    "forward": (UnitWeights, "enter", Phase.FORWARD),
+    "backward": (UnitWeights, "enter", Phase.BACKWARD),
+    "gather": (Ranks, "gather", None),
+    "scatter": (Ranks, "scatter", None),
+    "checkpoint": (PlaneWriter, "write", None),
+    "exchange": (PlaneWriter, "exchange", None),
+}
+"""What a rank calls there, and with which phase if it matters."""
 CODES = {"EIO": errno.EIO, "full": errno.ENOSPC}
 
 
@@ -45,21 +54,19 @@ def fail(folder: Path, kind: str, place: str) -> None:
 
 
 def inject(folder: Path, kind: str, place: str) -> None:
-    """Have this rank fail the next time that it comes to a place, in or after its second step."""
-    owner: Any = UnitWeights if place in ("forward", "backward") else PlaneWriter if place == "checkpoint" else Ranks
-    name = {UnitWeights: "enter", PlaneWriter: "write"}.get(owner, place)
+    """Have this rank fail when it comes to a place for the twelfth time."""
+    owner, name, phase = PLACES[place]
     real: Callable[..., Any] = getattr(owner, name)
-    phase = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD}.get(place)
     left = 12
 
-    def enter(*arguments: Any, **options: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
         nonlocal left
         left -= phase is None or phase in arguments
         if left == 0:
             fail(folder, kind, place)
         return real(*arguments, **options)
 
-    setattr(owner, name, enter)
+    setattr(owner, name, call)
 
 
 def main(folder: Path, kind: str, place: str) -> None:
@@ -72,7 +79,7 @@ def main(folder: Path, kind: str, place: str) -> None:
     mount.mkdir()
     error: BaseException | None = None
     try:
-        if place == "checkpoint":
+        if place in ("checkpoint", "exchange"):
             train_beside(RankRun(model="plain", steps=4), Place(tiers=("nvme",)), mount, folder / "checkpoints")
         else:
             train_on_ranks(RankRun(model="plain", steps=6), Place(tiers=("nvme",)), mount)
@@ -80,12 +87,15 @@ def main(folder: Path, kind: str, place: str) -> None:
         error = found
     if error is not None and not (folder / "fault").exists():
         raise error
+
+    # The first rank removes what was written of a checkpoint.
+    written = [mount, folder / "checkpoints"] if rank == 0 else [mount]
     ended = {
         "error": type(error).__name__,
         "text": str(error),
         "rank": getattr(error, "rank", None),
         "seconds": time.time() - (folder / "fault").stat().st_mtime,
-        "left": sorted(path.name for where in (mount, folder / "checkpoints") for path in where.rglob("*")),
+        "left": sorted(path.name for where in written for path in where.rglob("*")),
     }
     sys.stdout.write(json.dumps(ended))
 
