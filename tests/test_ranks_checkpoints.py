@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rank_pool import POOL
 from rank_runs import RankRun, session_on_ranks, train_step
 from test_ranks_exactness import PLACES
@@ -72,7 +73,7 @@ def train_between(
 def alone(name: str, base: Path, last: int, chunks: int | None) -> tuple[list[tuple[float, float]], Path]:
     """Losses and norms of one process, and its checkpoint."""
     folder = base / f"alone {name} {last} {chunks}"
-    run = replace(RUNS[name], steps=last)
+    run = replace({**RUNS, "two GPUs": ON_GPUS}[name], steps=last)
     (figures,) = POOL.run(train_between, 1, run, PLACES["ram"], base, folder, (1, last), chunks)
     return figures, folder / f"step-{last:08d}"
 
@@ -83,6 +84,7 @@ RUNS = {
     "frozen": RankRun(steps=2, frozen=("model.embed_tokens", "model.layers.0.self_attn", "model.layers.1.mlp")),
     "expert parts": RankRun(steps=2, model="moe", expert_parts=3),
 }
+ON_GPUS = RankRun(device="cuda", groups=2, model="flash")
 CASES = [
     ("untied", "gpu, ram", 2, None),
     ("untied", "gpu, ram, nvme", 4, CHUNKS),
@@ -161,6 +163,17 @@ def test_checkpoint_that_ranks_write_beside_training_changes_no_bit_of_either(pl
     figures, _ = alone("untied", tmp_path.parent, 4, None)
     _, expected = alone("untied", tmp_path.parent, 2, CHUNKS)
     assert POOL.run(train_beside, 2, run, PLACES[place], tmp_path, folder) == [figures] * 2
+    assert digest(folder / "step-00000002") == digest(expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("place", ["gpu", "gpu, ram, nvme"])
+def test_checkpoint_that_two_gpus_write_beside_training_has_the_bytes_of_one(place: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    figures, _ = alone("two GPUs", tmp_path.parent, 4, None)
+    _, expected = alone("two GPUs", tmp_path.parent, 2, CHUNKS)
+    assert POOL.run(train_beside, 2, replace(ON_GPUS, steps=4), PLACES[place], tmp_path, folder) == [figures] * 2
     assert digest(folder / "step-00000002") == digest(expected)
 
 
