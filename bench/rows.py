@@ -123,6 +123,13 @@ ROWS = {
     14: Run(shape="8b", batch=128, what="1G parameters spill, nothing clipped", **SPILLED),
     15: replace(Run(shape="8b", batch=128, what="the same, updated in the backward", **SPILLED), **TWICE),
     16: replace(Run(shape="8b", batch=128, what="the same, always clipped", **SPILLED), **TWICE | CLIPPED),
+    17: Run(
+        shape="15b",
+        batch=16,
+        what="free, on two GPUs",
+        tiers=FREE | {"gpu": 92 * GIB, "ram": 200 * GIB},
+        model={"saved_share": 0.3},
+    ),
 }
 """The rows by number. 9 is the second half of row 8, and 11 to 16 have state on NVMe."""
 
