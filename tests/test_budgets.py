@@ -111,9 +111,9 @@ def run_watched() -> None:
     placement: list[TierState] = []
     show = report.print_placement
 
-    def note(console: Any, tiers: Any) -> None:
+    def note(console: Any, tiers: Any, num_ranks: int) -> None:
         placement.extend(tiers)
-        show(console, tiers)
+        show(console, tiers, num_ranks)
 
     description.__dict__["print_placement"] = note
     imported = resident("VmRSS")

@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -186,10 +187,22 @@ def test_run_whose_drive_has_no_room_when_a_checkpoint_is_due_goes_on_and_tries_
 def test_run_whose_drive_fills_up_while_a_checkpoint_by_time_is_written_goes_on_and_tries_again(
     tmp_path: Path, whole: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fill() -> None:
-        patch.setattr(chunkfile, "_create", lambda _: os.open("/dev/full", os.O_WRONLY))
+    found_no_room = threading.Event()
 
-    with pytest.MonkeyPatch.context() as patch, after_step(1, fill), after_step(3, patch.undo):
+    def create(_: object) -> int:
+        found_no_room.set()
+        return os.open("/dev/full", os.O_WRONLY)
+
+    def mend() -> None:
+        # The checkpoint is written beside the steps, and may come to its first file late.
+        assert found_no_room.wait(60)
+        patch.undo()
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        after_step(1, lambda: patch.setattr(chunkfile, "_create", create)),
+        after_step(3, mend),
+    ):
         assert main(command(tmp_path, SIX)) == 0
     assert re.search(r"step 2: no checkpoint, tried again later: .*No space left", capsys.readouterr().out)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]

@@ -54,7 +54,8 @@ SHAPES = {
     "15b": Shape(hidden=5120, ffn=13824, heads=40, kv_heads=8, layers=48, vocab=152064),
     "tiny": Shape(hidden=128, ffn=256, heads=4, kv_heads=2, layers=4, vocab=1024),
 }
-"""`15b` has the sizes of Qwen2.5-14B. `3b24` is 3b with 24 layers: what DeepSpeed's NVMe mode is measured on. `tiny` is for smoke runs on a CPU."""
+"""`15b` has the sizes of Qwen2.5-14B. `3b24` is 3b with 24 layers: what DeepSpeed's NVMe mode is measured on. `tiny` is
+for smoke runs on a CPU."""
 
 
 def llama_config(shape: Shape, sequence_length: int) -> PretrainedConfig:
