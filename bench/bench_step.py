@@ -7,7 +7,7 @@ bound of the same shape is measured in the same run, before the model is built.
 
 python bench/bench_step.py --row 1 [--steps 6]          writes bench/results/<machine>/row1.json
 python bench/bench_step.py --row 11 --nvme DIR          rows 11 to 16 need a directory on the drive
-python bench/bench_step.py --row 11 --plan MACHINE.yaml forecasts the row, without a GPU
+python bench/bench_step.py --row 11 --plan MACHINE.yaml forecasts the row, without a GPU; with --ranks N, on N GPUs
 
 Under torchrun the ranks share the state, and each computes as many sequences as the row has:
 
@@ -35,9 +35,9 @@ from rows import RATE, ROWS, Run, changed, config_of
 from megatier.hardware import set_cuda_defaults
 from megatier.models.decoder import build_skeleton
 from megatier.planner.plan import make_plan
-from megatier.ranks import Ranks, joined
+from megatier.ranks.ranks import Ranks, joined
 from megatier.report.picture import draw, lane_uses
-from megatier.schedule.rates import read_rates
+from megatier.schedule.rates import World, read_rates
 from megatier.schedule.sizes import Budgets
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
@@ -72,16 +72,28 @@ def fill(session: Session) -> None:
     session.player.drain()
 
 
-def forecast(run: Run, machine: Path) -> dict[str, Any]:
-    """Forecast the row as `megatier plan` does."""
+def forecast(run: Run, machine: Path, ranks: int) -> dict[str, Any]:
+    """Forecast the row as `megatier plan` does, on so many GPUs of one host."""
+    run = shared(run, ranks)
     config = config_of(run, True, Path())
     shape = SHAPES[run.shape]
     tiers = config.tiers
     model = build_skeleton(llama_config(shape, run.sequence), "sdpa")
     made = make_plan(
-        model, config, read_rates(machine), Budgets(tiers.gpu or 0, tiers.ram or 0, run.nvme), compiles=True
+        model,
+        config,
+        read_rates(machine),
+        Budgets(tiers.gpu or 0, tiers.ram or 0, run.nvme),
+        compiles=True,
+        world=World(ranks),
     )
     return made.as_dict() | {"what": run.what, "machine_file": machine.name}
+
+
+def shared(run: Run, ranks: int) -> Run:
+    """Return the row with as many sequences, and groups, for each of several ranks."""
+    groups = ranks * run.train.get("groups", 1)
+    return changed(replace(run, batch=ranks * run.batch), [f"train.groups={groups}"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,6 +297,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="JSON file (default: bench/results/<machine>/row<N>.json)")
     parser.add_argument("--nvme", type=Path, help="directory for block files, on the drive to measure")
     parser.add_argument("--plan", type=Path, metavar="MACHINE", help="do not run: forecast the row on this machine")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of the forecast (default 1)")
     return parser.parse_args()
 
 
@@ -294,7 +307,7 @@ def main() -> None:
     run = changed(ROWS[options.row], options.set)
 
     if options.plan is not None:
-        made = forecast(run, options.plan)
+        made = forecast(run, options.plan, options.ranks)
         path = options.output or RESULTS / options.plan.stem / "plans" / f"row{options.row}.json"
         write_row(made, path)
         print({key: made[key] for key in ("seconds", "tokens_per_s", "attainment", "bound_by", "hidden_at_tokens")})
@@ -306,8 +319,7 @@ def main() -> None:
     name = f"row{options.row}"
     with joined("cuda" if torch.cuda.is_available() else "cpu") as ranks:
         if ranks is not None:
-            run = replace(run, batch=run.batch * ranks.size)
-            run = changed(run, [f"train.groups={ranks.size * run.train.get('groups', 1)}"])
+            run = shared(run, ranks.size)
             name += f"_ranks{ranks.size}"
         bound = _bound(run, options.deterministic) if options.bound else None
         result, events = measure(

@@ -130,6 +130,14 @@ ROWS = {
         tiers=FREE | {"gpu": 92 * GIB, "ram": 200 * GIB},
         model={"saved_share": 0.3},
     ),
+    18: Run(
+        shape="32b",
+        batch=16,
+        what="GPUs and RAM of two, no drive",
+        tiers=FREE | {"gpu": 117 * GIB, "ram": 228 * GIB},
+        model={"saved_share": 0.0, "loss_chunk": 2048},
+        train={"slices": 4},
+    ),
 }
 """The rows by number. 9 is the second half of row 8, and 11 to 16 have state on NVMe."""
 

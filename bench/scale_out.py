@@ -110,11 +110,17 @@ def step_rows(rates: Rates) -> Iterator[str]:
     free: dict[str, Any] = {"state": ("gpu", "ram"), "gpu": 83 * GIB, "ram": 116 * GIB}
     in_ram: dict[str, Any] = {"state": ("ram",), "gpu": 66 * GIB, "ram": 116 * GIB}
 
+    half, most = ({**in_ram, "gpu": 69 * GIB, "streamed_share": share} for share in (0.54, 0.8))
+
     cases = (
         ("free, bytes between GPUs by copy engines", COPIES, free, False),
         ("free, by NCCL's kernels", KERNELS, free, False),
         ("no state on the GPU, by copy engines", COPIES, in_ram, False),
         ("the same, on a host that grows with its GPUs", COPIES, in_ram, True),
+        ("no state on the GPU, 0.54 of it streamed, by copy engines", COPIES, half, False),
+        ("the same, by NCCL's kernels", KERNELS, half, False),
+        ("no state on the GPU, 0.8 of it streamed, by copy engines", COPIES, most, False),
+        ("the same, by NCCL's kernels", KERNELS, most, False),
     )
     for name, links, tiers, grows in cases:
         seconds = [_step_seconds(replace(rates, **links), world, tiers, grows=grows) for world in WORLDS[:4]]

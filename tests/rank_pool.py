@@ -39,7 +39,7 @@ class RankPool:
         while len(self._workers) < size:
             self._start()
 
-        port = _free_port()
+        port = free_port()
         for rank, (_, pipe) in enumerate(self._workers[:size]):
             pipe.send((function, arguments, rank, size, port))
 
@@ -75,6 +75,7 @@ def _work(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    dist = torch.distributed
     while True:
         try:
             function, arguments, rank, size, port = pipe.recv()
@@ -88,13 +89,17 @@ def _work(pipe: Connection) -> None:
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
         )
+
+        # A run inside another program leaves it initialized.
+        if dist.is_initialized():
+            dist.destroy_process_group()
         try:
             pipe.send((False, function(*arguments)))
         except BaseException:
             pipe.send((True, f"rank {rank}:\n{traceback.format_exc()}"))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

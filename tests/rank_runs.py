@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import unittest.mock
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +24,7 @@ from megatier.engine.unit_model import Batch
 from megatier.models.decoder import build_skeleton
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
-from megatier.ranks import Ranks, joined
+from megatier.ranks.ranks import Ranks, joined
 from megatier.session.session import Session
 from megatier.tier import Kind, Phase, Tier
 
@@ -45,6 +47,8 @@ class RankRun:
     frozen: tuple[str, ...] = ()
     learning_rate: float = 1e-2
     device: Literal["cpu", "cuda"] = "cpu"
+    copies: bool = True
+    """Whether GPUs may read each other's memory."""
     images: tuple[str, ...] = ()
     """For each step, which groups have images: a letter for each, "i" if it has. The model has a vision tower then."""
 
@@ -70,7 +74,13 @@ def opened(
     numerics = NumericsConfig(guard=True)
     nvme = (f"{mount}:{size * 64}MiB",) if "nvme" in place.tiers else ()
     tiers = TiersConfig(
-        device=run.device, nvme=nvme, state=place.tiers, io_threads=2, update_threads=2, generations=place.generations
+        device=run.device,
+        nvme=nvme,
+        state=place.tiers,
+        io_threads=2,
+        update_threads=2,
+        streamed_share=place.streamed,
+        generations=place.generations,
     )
     least = least_budgets(skeleton, model, tiers, run.train, numerics, TOKENS, place, size)
     tiers = replace(tiers, gpu=least.gpu, ram=least.ram * size)
@@ -87,8 +97,12 @@ class RankOutcome:
     skipped: list[str | None]
     held: list[str]
     """Tiers that hold state."""
+    streamed: tuple[str, ...]
+    """Units whose state passes through the GPU."""
     moved: dict[str, int]
     demanded: dict[str, int]
+    way: str
+    """What moved weights and gradients between ranks."""
     runs: dict[Kind, dict[str, list[tuple[int, Any]]]] = field(default_factory=dict)
     """By kind and parameter: runs of fp32 elements, each with its first element."""
 
@@ -111,6 +125,7 @@ def session_on_ranks(run: RankRun, place: Place, mount: Path) -> Iterator[Sessio
     )
     skeleton = build_skeleton(config, model.attention)
     freeze(skeleton, run.frozen)
+    os.environ["NCCL_P2P_DISABLE"] = "0" if run.copies else "1"
     with joined(run.device) as ranks, one_thread(), opened(skeleton, model, run, place, mount, ranks) as session:
         yield session
 
@@ -147,10 +162,40 @@ def train_on_ranks(run: RankRun, place: Place, mount: Path) -> RankOutcome:
             norms=[result.grad_norm for result in results],
             skipped=[result.skipped for result in results],
             held=sorted(str(tier) for tier, size in session.placement.state_bytes.items() if size),
+            streamed=session.placement.streamed,
             moved={name: size for name, size in moved.items() if size},
             demanded={name: size for name, size in session.player.demanded.items() if size},
+            way="" if session.ranks is None else session.ranks.way,
             runs={kind: _runs(session, kind) for kind in KINDS},
         )
+
+
+def evaluate_on_ranks(run: RankRun, place: Place, mount: Path, num_batches: int) -> tuple[list[float], int]:
+    """Evaluate twice, before a step and after it, on batches that count fewer and fewer tokens. Call it on all ranks.
+
+    Returns:
+        Both held-out losses, and how many forwards this rank has run for them.
+    """
+    forwards = 0
+    with session_on_ranks(run, place, mount) as session:
+        session.load(Initialiser(session.model, 0))
+        batches = random_groups(replace(run.train, groups=num_batches, batch=2 * num_batches), 160, 9)
+        for number, batch in enumerate(batches):
+            batch["labels"][:, TOKENS - 2 * number :] = -100
+        nothing = {**batches[0], "labels": torch.full_like(batches[0]["labels"], -100)}
+        loss = session.engine.model.loss
+
+        def counted(*arguments: Any) -> Tensor:
+            nonlocal forwards
+            forwards += 1
+            return loss(*arguments)
+
+        losses = []
+        for step in (1, 2):
+            with unittest.mock.patch.object(session.engine.model, "loss", counted):
+                losses.append(session.engine.evaluate([nothing, *batches]))
+            train_step(session, run, step)
+        return losses, forwards
 
 
 def leave_units_out(place: Place, mount: Path, left_out: Sequence[Sequence[str]]) -> tuple[list[int], int]:

@@ -87,7 +87,7 @@ def streamed_on(
     """The session too, for what only a test asks; options are those of `opened`."""
     options = {"numerics": GUARDED, "fused_loss": fused_loss, "seed": None, **options}
     with opened(exactness_config(model), mount, PLACES[place], train, **options) as session:
-        streamed = Streamed(session, train, has_logits=not fused_loss)
+        streamed = Streamed(session, train, contextlib.ExitStack())
         streamed.model.train()
         yield session, streamed
 

@@ -82,7 +82,7 @@ def test_streams_events_and_threads_are_named_in_lanes_workers_and_what_watches_
     pattern = re.compile(r"threading\.Thread\b|torch\.cuda\.(Event|Stream|stream)\b")
     found = {str(path.relative_to(PACKAGE)) for path in FILES if pattern.search(path.read_text())}
     lanes = {"store/stream_clock.py", "store/queue.py", "store/lanes.py"}
-    assert found == lanes | {"workers.py", "train/watchdog.py", "peers.py"}
+    assert found == lanes | {"workers.py", "train/watchdog.py", "ranks/peers.py"}
 
 
 def test_locks_are_those_that_an_interrupt_cannot_leave_locked() -> None:

@@ -252,22 +252,31 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def with_digest(stored: dict[str, Any]) -> dict[str, Any]:
+    """A manifest that somebody changed who knows how to make its digest fit."""
+    found = {name: stored[name] for name in savepoint.FIELDS[stored["format"]]}
+    return {**stored, "digest": digest_of(found)}
+
+
 def test_savepoint_with_the_manifest_of_another_is_refused(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = last(kept) / "manifest.json"
     with put_back(path):
         stored = json.loads(path.read_text())
-        stored["manifest"]["step"] = stored["state"]["step"] = 2
-        stored["digest"] = digest_of({name: stored[name] for name in (*savepoint.FIELDS, "manifest")})
-        path.write_text(json.dumps(stored))
+        stored["parts"][0]["manifest"]["step"] = stored["state"]["step"] = 2
+        path.write_text(json.dumps(with_digest(stored)))
         check_refused(kept, "is of another savepoint: that of step 2", capsys)
 
 
-def test_savepoint_of_an_older_version_is_gone_on_from(tmp_path: Path, whole: dict[str, Any]) -> None:
+@pytest.mark.parametrize("number", [savepoint.UNBOUND_FORMAT, 2])
+def test_savepoint_of_an_older_version_is_gone_on_from(number: int, tmp_path: Path, whole: dict[str, Any]) -> None:
     run = ended(tmp_path, settings_of(tmp_path, SPREAD))
-    path = run / "savepoints" / "step-00000004" / "manifest.json"
+    folder = run / "savepoints" / "step-00000004"
+    for path in (folder / "rank-0").iterdir():
+        path.rename(folder / path.name)
+    (folder / "rank-0").rmdir()
+    path = folder / "manifest.json"
     stored = json.loads(path.read_text())
-    found = {name: stored[name] for name in savepoint.FIELDS}
-    path.write_text(json.dumps({"format": savepoint.UNBOUND_FORMAT, "digest": digest_of(found), **found}))
+    path.write_text(json.dumps(with_digest({"format": number, "state": stored["state"], **stored["parts"][0]})))
     assert main(["resume", str(run)]) == 0
     assert outcome_of(run) == whole
 
@@ -281,8 +290,16 @@ def test_savepoint_of_an_older_version_is_gone_on_from(tmp_path: Path, whole: di
         *({"generations": dict.fromkeys(["model.layers.3"], place)} for place in (-1, 2, 1 << 70, True, "0", None)),
         {"placement": "0"},
         {"placement": 3},
+        {"manifest": None},
+        {"manifest": {}},
         {"state": {}},
         {"state": None},
+        {"parts": []},
+        {"parts": [None]},
+        {"parts": [{}]},
+        {"parts": {}},
+        {"hosts": 2},
+        {"hosts": None},
     ],
     ids=str,
 )
@@ -293,9 +310,9 @@ def test_hostile_manifest_with_a_right_digest_is_refused(
     with put_back(path):
         stored = json.loads(path.read_text())
         for name, value in changes.items():
-            stored[name] = {**stored[name], **value} if isinstance(value, dict) and value else value
-        stored["digest"] = digest_of({name: stored[name] for name in (*savepoint.FIELDS, "manifest")})
-        path.write_text(json.dumps(stored))
+            tree = stored if name in stored else stored["parts"][0]
+            tree[name] = {**tree[name], **value} if isinstance(value, dict) and value else value
+        path.write_text(json.dumps(with_digest(stored)))
         check_refused(kept, "", capsys)
 
 

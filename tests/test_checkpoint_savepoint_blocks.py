@@ -108,7 +108,7 @@ def flip_each_chunk(path: Path) -> None:
     path.write_bytes(raw)
 
 
-WEIGHT = "state/model.layers.0/weight/c/0"
+WEIGHT = "rank-0/state/model.layers.0/weight/c/0"
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ WEIGHT = "state/model.layers.0/weight/c/0"
         ("manifest.json", link, r"manifest\.json cannot be read"),
         ("manifest.json", lambda path: path.write_text("[" * 100_000), r"manifest\.json is damaged: it is no JSON"),
         ("manifest.json", lambda path: path.write_text("{}"), "no savepoint that this version of megatier reads"),
-        ("checksums/c/0", flip, "checksums/c/0 is damaged: its checksum"),
-        ("checksums/c/0", cut, "checksums/c/0 has .* bytes instead of"),
+        ("rank-0/checksums/c/0", flip, "checksums/c/0 is damaged: its checksum"),
+        ("rank-0/checksums/c/0", cut, "checksums/c/0 has .* bytes instead of"),
         (WEIGHT, flip, f"{WEIGHT} is damaged: its checksum"),
         (WEIGHT, Path.unlink, f"{WEIGHT} cannot be read: No such file"),
         (WEIGHT, link, f"{WEIGHT} leads out of its checkpoint by a link"),
@@ -142,7 +142,7 @@ def test_savepoint_that_is_damaged_is_refused_by_name(
 def test_savepoint_with_two_blocks_exchanged_is_refused_by_name(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each file has its own checksum, which does not say where it belongs."""
     files: dict[int, list[Path]] = {}
-    for path in sorted(last(kept).glob("state/**/c/0")):
+    for path in sorted(last(kept).glob("rank-0/state/**/c/0")):
         files.setdefault(path.stat().st_size, []).append(path)
     one, other = next(paths[:2] for paths in files.values() if len(paths) > 1)
     with put_back(one), put_back(other):

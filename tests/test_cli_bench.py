@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -12,12 +14,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from rank_pool import POOL
 
 from megatier.cli import bench, main
 from megatier.drives.blockfile import FileBatch
-from megatier.measure import drive_probe, link_probe
+from megatier.measure import drive_probe, link_probe, rank_probe
 from megatier.measure.probe import cached_rates
-from megatier.schedule.rates import Rates, as_dict, read_rates
+from megatier.schedule.rates import Rates, World, as_dict, read_rates
 
 QUICK = ["--seconds", "0.01", "--size", "4MiB", "--threads", "1", "--device", "cpu"]
 
@@ -60,6 +63,67 @@ def test_bench_prints_writes_and_keeps(drive: Path, tmp_path: Path, capsys: pyte
     assert as_dict(rates) == report["rates"]
 
 
+def bench_on_ranks(folder: Path, hosts: int) -> int:
+    """Measure little on this rank. With two hosts, each rank has one for itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        small = functools.partial(link_probe.probe_links, copy_bytes=1 << 20, update_elements=1 << 16, matmul_size=64)
+        patch.setattr(link_probe, "probe_links", small if os.environ["RANK"] == "0" else None)
+        patch.setattr(rank_probe, "LAYER_BYTES", {"cpu": 1 << 20})
+        patch.setattr(rank_probe, "MATMUL_SIZE", {"cpu": 64})
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        if hosts == 2:
+            patch.setenv("LOCAL_WORLD_SIZE", "1")
+        return bench.run([*QUICK, "--output", str(folder / f"{hosts}.json")])
+
+
+def test_bench_on_ranks_measures_their_links_and_plans_use_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert POOL.run(bench_on_ranks, 2, tmp_path, 1) == [0, 0]
+    rates = cached_rates([], "cpu")
+    assert rates is not None
+    assert rates.assumed(World(2, 1)) == ()
+    assert rates.assumed(World(2, 2)) == ("network_bytes_per_s",)
+    assert 0 < (rates.ranks_slowdown or 0) <= 1
+    report = json.loads((tmp_path / "1.json").read_text())
+    assert (report["ranks"]["ranks"], report["ranks"]["hosts"], report["ranks"]["layer_bytes"]) == (2, 1, 1 << 20)
+    assert rates.gather_bytes_per_s == (1 << 19) / report["ranks"]["gather_seconds"]
+    assert read_rates(tmp_path / "1.json") == rates
+
+    words = ["plan", "examples/quickstart.yaml", "--ranks=2", "--tiers.device=cpu", "--tiers.nvme=[]", "--json"]
+    assert main([*words, "--tiers.gpu=64MiB", "--tiers.ram=64MiB"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["assumed_rates"] == {}
+    assert planned["chosen"]["train.groups"] % 2 == 0
+    assert planned["alone_seconds"]["ranks"] > 0
+
+    # What was measured between hosts joins it, and one process that measures leaves all of it as it is.
+    assert POOL.run(bench_on_ranks, 2, tmp_path, 2) == [0, 0]
+    assert main(["bench", *QUICK]) == 0
+    found = cached_rates([], "cpu")
+    assert found is not None
+    assert (found.gather_bytes_per_s, found.scatter_bytes_per_s) == (
+        rates.gather_bytes_per_s,
+        rates.scatter_bytes_per_s,
+    )
+    assert found.assumed(World(2, 2)) == ()
+
+
+def test_rank_figures_say_what_compute_loses() -> None:
+    figures = rank_probe.RankFigures(
+        ranks=2,
+        hosts=1,
+        layer_bytes=100,
+        gather_seconds=1.0,
+        scatter_seconds=2.0,
+        compute_share=0.5,
+        collective_share=0.8,
+    )
+    assert figures.slowdown == pytest.approx(0.625)
+    assert dataclasses.replace(figures, compute_share=1.1).slowdown == 0.01
+    assert dataclasses.replace(figures, compute_share=0.1).slowdown == 1
+
+
 def test_bench_json_is_all_of_stdout(drive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "bench.json"
     assert main(["bench", *QUICK, "--nvme", str(drive), "--json", "--output", str(output)]) == 0
@@ -67,7 +131,7 @@ def test_bench_json_is_all_of_stdout(drive: Path, tmp_path: Path, capsys: pytest
     kept = Path(document.pop("rates_file"))
     assert kept.is_file()
     assert document == json.loads(output.read_text())
-    assert {"measured", "machine", "rates", "drives", "links"} == document.keys()
+    assert {"measured", "machine", "rates", "drives", "links", "ranks"} == document.keys()
     assert main(["bench", *QUICK, "--nvme", str(drive), "--json", "--size", "big"]) == 2
     assert capsys.readouterr().out == ""
 

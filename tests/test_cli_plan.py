@@ -15,7 +15,8 @@ from megatier.cli import main
 from megatier.config import file as config_file
 from megatier.measure.probe import cache_rates
 from megatier.schedule.rates import ASSUMED, DriveRates, Rates, as_dict, read_rates
-from megatier.train.choices import fix_choices, plan_choices
+from megatier.train.choices import fix_choices
+from megatier.train.shared import choices_of
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = str(ROOT / "examples/quickstart.yaml")
@@ -128,9 +129,8 @@ def test_plan_of_a_machine_that_was_not_measured_is_that_of_train(
     assert main(["plan", *words, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     loaded, given = config_file.load(Path(words[0]), words[1:]), config_file.given(Path(words[0]), words[1:])
-    fixed = fix_choices(loaded)
-    config, prediction = plan_choices(fixed, given, Console(quiet=True))
-    assert (config, prediction) == (fixed, None)
+    config, prediction = choices_of(loaded, given, None, Console(quiet=True))
+    assert (config, prediction) == (fix_choices(loaded), None)
     assert document["chosen"] == {}
     assert document["budget_bytes"]["gpu"] == hardware.default_budgets("cpu").gpu_bytes
     assert document["assumed_rates"].keys() == {field.name for field in fields(Rates)} - {"gpu_bytes", *ASSUMED}
@@ -186,7 +186,7 @@ def test_plan_of_this_machine_is_that_of_train(
     assert main(["plan", *words, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     loaded, given = config_file.load(Path(words[0]), words[1:]), config_file.given(Path(words[0]), words[1:])
-    config, prediction = plan_choices(fix_choices(loaded), given, Console(quiet=True))
+    config, prediction = choices_of(loaded, given, None, Console(quiet=True))
     assert prediction is not None
     assert document["seconds"] == prediction.forecast.seconds
     assert document["budget_bytes"]["gpu"] == document["chosen"]["tiers.gpu"] == config.tiers.gpu

@@ -186,8 +186,9 @@ def test_directory_of_another_name_is_not_even_listed(name: str, tmp_path: Path)
     assert reasons(tmp_path) == []
 
 
-def test_leftover_of_bench_is_removed(tmp_path: Path) -> None:
-    make_left(tmp_path / "megatier-bench-0123456789ab")
+@pytest.mark.parametrize("name", ["megatier-bench-0123456789ab", f"{NAME}-11"])
+def test_leftover_of_bench_or_of_a_rank_is_removed(name: str, tmp_path: Path) -> None:
+    make_left(tmp_path / name)
     assert [each.stays for each in find_leftovers(tmp_path, remove=True)] == [""]
     assert not list(tmp_path.iterdir())
 

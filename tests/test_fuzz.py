@@ -137,8 +137,9 @@ def fuzz_state(draw: Draw, folder: Path) -> None:
 
 def fuzz_savepoint(draw: Draw, folder: Path) -> None:
     state = RunState.of(3, CONFIG, CPU, TEXT).to_dict()
-    tree: dict[str, Any] = {"state": state, "placement": "0" * 32, "generations": {"model.layers.0": 1, "lm_head": 0}}
-    tree["manifest"] = {"step": 3, "checksums": {"state/lm_head/weight": "00112233"}}
+    part: dict[str, Any] = {"placement": "0" * 32, "generations": {"model.layers.0": 1, "lm_head": 0}}
+    part["manifest"] = {"step": 3, "checksums": {"state/lm_head/weight": "00112233"}}
+    tree: dict[str, Any] = {"state": state, "hosts": 1, "parts": [part]}
     if draw.random() < 0.6:  # by somebody who knows how to make the digest fit
         tree = json.loads(json.dumps(harmed_tree(draw, tree)))
     tree |= {"format": savepoint.FORMAT, "digest": digest_of(tree)}
@@ -150,6 +151,7 @@ def fuzz_savepoint(draw: Draw, folder: Path) -> None:
     assert found is not None
     found.state.changes_of_tiers(CONFIG)
     found.state.check(found.state.changes(CONFIG, CPU))
+    found.check_ranks(None)
 
 
 def fuzz_array(draw: Draw, folder: Path) -> None:

@@ -34,7 +34,7 @@ def _one_thread() -> Iterator[None]:
 def streamed_on(place: str, mount: Path) -> Iterator[Streamed]:
     config, numerics = exactness_config("tied"), NumericsConfig()
     with opened(config, mount, PLACES[place], TRAIN, numerics=numerics, fused_loss=True, seed=None) as session:
-        streamed = Streamed(session, TRAIN, has_logits=False)
+        streamed = Streamed(session, TRAIN, contextlib.ExitStack())
         streamed.model.train()
         yield streamed
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from rank_pool import POOL
 from test_integrations_transformers_trainer import logged, open_streamed
+from test_ranks_streamed import open_streamed as ranks_streamed
 from tiny_runs import exactness_config, one_thread, plain_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer
@@ -18,6 +20,7 @@ from megatier.integrations.trl_trainer import StreamedTrl
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
+state = pytest.importorskip("accelerate.state")
 pytestmark = pytest.mark.filterwarnings("default")  # of TRL and datasets
 WORDS = [f"w{n}" for n in range(150)]
 
@@ -47,12 +50,14 @@ def texts(columns: dict[str, int]) -> Any:
     return datasets.Dataset(datasets.table.InMemoryTable.from_pydict(rows), fingerprint=str(columns))
 
 
-def run(make: Callable[..., Trainer], model: Any, kind: str, folder: Path) -> tuple[list[float], list[float]]:
-    """Ten steps of SFT or DPO; losses and norms."""
+def run(
+    make: Callable[..., Trainer], model: Any, kind: str, folder: Path, steps: int = 2
+) -> tuple[list[float], list[float]]:
+    """Ten steps of SFT or DPO, each of so many backwards on this rank; losses and norms."""
     config = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig}[kind](
         output_dir=str(folder),
         per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
+        gradient_accumulation_steps=steps,
         max_steps=10,
         learning_rate=1e-3,
         lr_scheduler_type="cosine",
@@ -91,3 +96,21 @@ def test_trl_over_a_fused_loss_is_refused(tmp_path: Path) -> None:
     streamed_class = type("StreamedTrainer", (StreamedTrl, trl.SFTTrainer), {})
     with open_streamed(tmp_path) as streamed, pytest.raises(ConfigError, match="fused_loss=False"):
         streamed_class(streamed)
+
+
+def run_on_ranks(kind: str, folder: Path) -> Any:
+    """The same on this rank, with four backwards on all ranks; and the weights."""
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    streamed_class = type("StreamedTrainer", (StreamedTrl, {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer}[kind]), {})
+    with ranks_streamed(compute_dtype="fp32", fused_loss=False) as streamed:
+        figures = run(streamed_class, streamed, kind, folder, streamed.accumulation_steps)
+        return figures, {name: value.numpy() for name, value in streamed.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_trl_on_ranks_has_the_numbers_of_one_process(kind: str, tmp_path: Path) -> None:
+    ((figures, weights),) = POOL.run(run_on_ranks, 1, kind, tmp_path / "1")
+    for size in (2, 4):
+        for found, has in POOL.run(run_on_ranks, size, kind, tmp_path / str(size)):
+            assert found == figures
+            assert [name for name in weights if (has[name] != weights[name]).any()] == []

@@ -96,7 +96,7 @@ def test_search_for_ranks_finds_what_trying_everything_finds() -> None:
     trials = searching._trials(model, config, rates, budgets, compiles=True, fixed=frozenset(), world=world)
     fitted = [(settings, searching._fitted(trial)) for settings, trial in trials]
     assert {settings["train.groups"] for settings, _ in fitted} == {2, 4, 8}
-    assert {settings["tiers.streamed_share"] for settings, _ in fitted} == {0.0}
+    assert {settings["tiers.streamed_share"] for settings, _ in fitted} == set(searching.STREAMED)
     least = min(trial.forecast(trial.placed()).seconds for _, trial in fitted)
     choice = search(model, config, rates, budgets, compiles=True, world=world)
     assert least <= choice.seconds <= least / (1 - WORTH)

@@ -10,19 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 from rank_pool import POOL
-from rank_runs import KINDS, RankOutcome, RankRun, leave_units_out, together, train_on_ranks
+from rank_runs import KINDS, RankOutcome, RankRun, evaluate_on_ranks, leave_units_out, together, train_on_ranks
 from tiny_runs import KIB, MIB, Place
 
 SIZES = (2, 4)
 PLACES = {
     "gpu": Place(tiers=("gpu",), gpu=64 * MIB),
     "ram": Place(tiers=("ram",)),
+    "ram, streamed": Place(tiers=("ram",), gpu=4 * MIB, streamed=0.7),
     "nvme": Place(tiers=("nvme",)),
     "nvme twice": Place(tiers=("nvme",), generations=2),
     "gpu, ram": Place(tiers=("gpu", "ram"), gpu=2 * MIB),
     "gpu, ram, nvme": Place(tiers=("gpu", "ram", "nvme"), gpu=2 * MIB, ram=512 * KIB),
 }
 """A shard has 65,536 elements at least, so these have more room than those of one process."""
+ALL_PLACES = PLACES | {"gpu, ram, streamed": Place(tiers=("gpu", "ram"), gpu=2 * MIB + 900 * KIB, streamed=1.0)}
+"""Of two ranks, the last one has two units at home on the GPU and streams one."""
 
 
 @cache
@@ -36,13 +39,14 @@ def alone(run: RankRun, mount: Path) -> RankOutcome:
 def check(run: RankRun, place: str, size: int, mount: Path) -> list[RankOutcome]:
     """Train on so many ranks, and compare everything with one process."""
     reference = alone(run, mount.parent)
-    outcomes: list[RankOutcome] = POOL.run(train_on_ranks, size, run, PLACES[place], mount)
+    outcomes: list[RankOutcome] = POOL.run(train_on_ranks, size, run, ALL_PLACES[place], mount)
     for outcome in outcomes:
         assert repr(outcome.losses) == repr(reference.losses)  # NaN is not equal to itself
         assert repr(outcome.norms) == repr(reference.norms)
         assert outcome.skipped == reference.skipped
         assert outcome.moved == outcome.demanded
-        assert set(outcome.held) == set(PLACES[place].tiers)
+        assert set(outcome.held) == set(ALL_PLACES[place].tiers)
+        assert bool(outcome.streamed) == (ALL_PLACES[place].streamed > 0)
 
     for kind in KINDS:
         expected = together([reference], kind)
@@ -80,6 +84,15 @@ def test_two_ranks_have_the_bits_of_one_process(name: str, tmp_path: Path) -> No
     check(RUNS[name], "ram", 2, tmp_path)
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_that_stream_state_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
+    check(RUNS[name], "ram, streamed", 2, tmp_path)
+
+
+def test_two_ranks_that_stream_beside_homes_on_the_gpu_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    check(RankRun(), "gpu, ram, streamed", 2, tmp_path)
+
+
 @pytest.mark.parametrize("name", ["tied", "frozen", "expert parts"])
 def test_two_ranks_that_spill_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
     check(RUNS[name], "nvme", 2, tmp_path)
@@ -88,6 +101,19 @@ def test_two_ranks_that_spill_have_the_bits_of_one_process(name: str, tmp_path: 
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_two_ranks_that_update_in_the_backward_have_the_bits_of_one_process(clip: float | None, tmp_path: Path) -> None:
     check(RankRun(clip=clip), "nvme twice", 2, tmp_path)
+
+
+@pytest.mark.parametrize("place", ["ram", "nvme"])
+def test_evaluation_is_dealt_over_ranks_and_has_the_bits_of_one_process(place: str, tmp_path: Path) -> None:
+    found = {size: POOL.run(evaluate_on_ranks, size, RankRun(), PLACES[place], tmp_path, 5) for size in (1, 2, 4)}
+    (expected, _), *_ = found[1]
+    assert len(set(expected)) == 2
+    for outcomes in found.values():
+        assert [losses for losses, _ in outcomes] == [expected] * len(outcomes)
+
+    # Rounds of one batch for each rank, twice; the batch without tokens that count is in none of them.
+    forwards = {size: {count for _, count in outcomes} for size, outcomes in found.items()}
+    assert forwards == {1: {10}, 2: {6}, 4: {4}}
 
 
 def test_units_in_a_row_that_one_rank_leaves_out_hold_nobody_up(tmp_path: Path) -> None:
@@ -100,11 +126,15 @@ def test_units_in_a_row_that_one_rank_leaves_out_hold_nobody_up(tmp_path: Path) 
         assert final == [5, 5, 4, 5]
 
 
+KERNELS = "NCCL's kernels (NCCL_P2P_DISABLE is set)"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("place", PLACES)
-def test_ranks_on_two_gpus_have_the_bits_of_one(place: str, tmp_path: Path) -> None:
-    check(RankRun(device="cuda", groups=2, model="flash"), place, 2, tmp_path)
+@pytest.mark.parametrize(("place", "way"), [(place, "copy engines") for place in PLACES] + [("gpu, ram", KERNELS)])
+def test_ranks_on_two_gpus_have_the_bits_of_one(place: str, way: str, tmp_path: Path) -> None:
+    outcomes = check(RankRun(device="cuda", groups=2, model="flash", copies=way != KERNELS), place, 2, tmp_path)
+    assert [outcome.way for outcome in outcomes] == [way, way]
 
 
 LEFT_OUT = RankRun(model="qwen3_vl", steps=5, images=("iiii", "itti", "tttt", "titi", "iitt"))
@@ -113,7 +143,7 @@ all, one of all, and both of the second.
 """
 
 
-@pytest.mark.parametrize(("place", "size"), [("gpu", 4), ("nvme", 2)])
+@pytest.mark.parametrize(("place", "size"), [("gpu", 4), ("nvme", 2), ("ram, streamed", 2)])
 def test_ranks_that_leave_a_vision_tower_out_have_the_bits_of_one_process(
     place: str, size: int, tmp_path: Path
 ) -> None:

@@ -8,12 +8,13 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import FAULTS
 from small_commands import command, metrics
@@ -25,8 +26,8 @@ PLACES = ("forward", "backward", "gather", "scatter")
 
 
 @contextmanager
-def ranks(python: WarmPython, size: int, words: list[str | Path]) -> Iterator[list[Process]]:
-    """So many ranks of a program. The store is in this process, as it is in that of torchrun."""
+def ranks(python: WarmPython, programs: Sequence[Sequence[str | Path]]) -> Iterator[list[Process]]:
+    """Ranks of a run, each with its program. The store is in this process, as it is in that of torchrun."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     with ExitStack() as stack:
         yield [
@@ -36,21 +37,22 @@ def ranks(python: WarmPython, size: int, words: list[str | Path]) -> Iterator[li
                     {
                         **os.environ,
                         "RANK": str(rank),
-                        "WORLD_SIZE": str(size),
+                        "WORLD_SIZE": str(len(programs)),
                         "MASTER_ADDR": "127.0.0.1",
                         "MASTER_PORT": str(store.port),
                         "TORCHELASTIC_USE_AGENT_STORE": "True",
                     },
                 )
             )
-            for rank in range(size)
+            for rank, words in enumerate(programs)
         ]
 
 
-def endings(python: WarmPython, folder: Path, kind: str, place: str) -> list[dict[str, Any] | int]:
+def endings(python: WarmPython, folder: Path, kind: str, place: str, *way: str) -> list[dict[str, Any] | int]:
     """What each of two ranks says at its end, or the signal that ended it."""
     found: list[dict[str, Any] | int] = []
-    with ranks(python, 2, [FAULTS / "ranks.py", folder, kind, place]) as started:
+    program: list[str | Path] = [FAULTS / "ranks.py", folder, kind, place, *way]
+    with ranks(python, [program, program]) as started:
         for process in started:
             if found and kind == "SIGSTOP":
                 process.send_signal(signal.SIGKILL)
@@ -97,6 +99,19 @@ def test_rank_that_is_stopped_ends_the_others_once_it_was_silent_for_long(
     other, failed = endings(python, tmp_path, "SIGSTOP", place)
     check_other(other, "it has given no sign of life")
     assert failed == -signal.SIGKILL
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", ["copies", "kernels"])
+@pytest.mark.parametrize("kind", ["error", "SIGKILL"])
+def test_rank_that_fails_on_a_gpu_ends_all_ranks(
+    kind: str, way: str, place: str, tmp_path: Path, python: WarmPython
+) -> None:
+    other, failed = endings(python, tmp_path, kind, place, way)
+    check_other(other, f"odd in {place}" if kind == "error" else "its process ended without a word")
+    assert failed == -signal.SIGKILL if kind == "SIGKILL" else isinstance(failed, dict)
 
 
 def check_drive(place: str, folder: Path, python: WarmPython, kind: str, cause: str) -> None:
@@ -162,7 +177,7 @@ def test_train_of_which_ranks_are_told_to_stop_stops_on_all_with_a_checkpoint(
 def training(python: WarmPython, folder: Path, drive: Path) -> Iterator[list[Process]]:
     """Two ranks of `megatier train` that have done some steps of many."""
     settings = {"tiers.state": "nvme", "tiers.nvme": f"{drive}:64MiB", "train.steps": 10_000, "train.groups": 2}
-    with ranks(python, 2, [MEGATIER, *command(folder, settings)]) as started:
+    with ranks(python, 2 * [[MEGATIER, *command(folder, settings)]]) as started:
         wait_until(lambda: (folder / "run" / "metrics.jsonl").exists() and len(metrics(folder)) > 2)
         yield started
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from megatier.report.figures import StepReport, TierUse
+from megatier.report.figures import SlowestRank, StepReport, TierUse
 from megatier.report.panel import WIDTH, Course, bound_of, panel, sparkline
 
 STALLS = {"ram_to_gpu": 0.05, "nvme_to_ram": 0.2}
@@ -52,6 +53,13 @@ def test_panel_has_a_row_for_every_figure_tier_and_lane_in_a_fixed_order() -> No
     assert rows[3] == ["bound", "by", "nvme_to_ram", "stalled", "250", "ms,", "25.0", "%"]
     assert rows[4][1:] == ["50.0", "%", "of", "10.0", "MiB"]
     assert rows[6][-3:] == ["busy", "25.0", "%"]
+
+
+def test_panel_of_several_ranks_names_the_slowest() -> None:
+    slowest = SlowestRank(rank=3, host="b", seconds=0.45, least_seconds=0.25)
+    rows = drawn(replace(report(STALLS), slowest=slowest), 100)
+    words = "slowest rank 3 on b 450 ms itself, the fastest 250 ms"
+    assert rows[4] == words.split()
 
 
 def test_panel_lane_that_began_under_the_step_before_is_busy_all_the_time() -> None:

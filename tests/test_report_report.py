@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from megatier.report.figures import QueueBytes, StepReport, TierState, TierUse
+from megatier.report.figures import QueueBytes, SlowestRank, StepReport, TierState, TierUse
 from megatier.report.report import Progress, print_moves, print_placement, step_line
 
 
@@ -39,6 +39,13 @@ def test_step_line_shows_every_figure() -> None:
 def test_step_line_of_a_planned_run_shows_attainment_and_what_bounds_it() -> None:
     line = step_line(replace(report(7), attainment=0.957, bound_by="nvme"), 20, 90)
     assert "s/step 0.500  attainment 96% (nvme)  ETA" in line
+
+
+def test_step_line_of_several_ranks_names_the_slowest() -> None:
+    slowest = SlowestRank(rank=3, host="b", seconds=0.45, least_seconds=0.25)
+    assert "  slowest rank 3 on b (450 ms, fastest 250 ms)  gpu" in step_line(
+        replace(report(7), slowest=slowest), 20, 90
+    )
 
 
 def test_step_line_without_norm_and_stalls_leaves_them_out() -> None:

@@ -144,6 +144,18 @@ def test_page_of_a_planned_run_compares_it_with_the_plan(run: Path) -> None:
     assert "Units with two generations, updated in the backward: 1." in page.section("What lies where")
 
 
+def test_page_of_several_ranks_names_the_slowest_ones(run: Path) -> None:
+    found = [(0, 2.0), (1, 1.5), (1, 1.25), (1, 1.125)]
+    slowest = [{"rank": rank, "host": "<b>", "seconds": seconds, "least_seconds": 1.0} for rank, seconds in found]
+    page = record(run, BEGINS, *(step(number, slowest_rank=one) for number, one in enumerate(slowest, 1)))
+
+    # The first step learns the order of units, and does not count.
+    waits = page.section("What compute waited for")
+    assert "|rank 1 on <b>|100.0 %|250 ms|" in waits
+    assert "rank 0" not in waits
+    assert "slowest" not in record(run, BEGINS, step(1), step(2, slowest_rank=None)).section("What compute waited for")
+
+
 def test_page_of_a_run_that_went_on_says_where_and_compares_the_last_process(run: Path) -> None:
     moved = {"nvme_to_ram": 1 << 20}
     last = step(3, moved_bytes=moved, demanded_bytes={"nvme_to_ram": 1000}, skipped="loss", loss="nan")

@@ -35,9 +35,13 @@ class Pass:
         return build(self.accesses, self.placement, updates=True, updated=updated, scatters=self.scatters)
 
 
-def placement(units: Sequence[str], trained: Set[str], on_gpu: Set[str], num_slots: int, ranks: int) -> Placement:
-    """Shards of some units on the GPU and of the others on NVMe."""
-    homes = {(unit, kind): Tier.GPU if unit in on_gpu else Tier.NVME for unit in units for kind in STATE_KINDS}
+def placement(
+    units: Sequence[str], trained: Set[str], on_gpu: Set[str], streamed: Set[str], num_slots: int, ranks: int
+) -> Placement:
+    """Shards of some units on the GPU, and of the others in RAM, or on NVMe if none is streamed."""
+    away = Tier.RAM if streamed else Tier.NVME
+    homes = {(unit, kind): Tier.GPU if unit in on_gpu else away for unit in units for kind in STATE_KINDS}
+    updated_there = on_gpu | streamed
     counts = {Kind.GATHERED: num_slots, Kind.WEIGHT: SLOTS_MIN, Kind.GROUP_GRAD: SLOTS_MIN, Kind.GRAD: SLOTS_MIN}
     return Placement(
         homes=homes,
@@ -45,16 +49,19 @@ def placement(units: Sequence[str], trained: Set[str], on_gpu: Set[str], num_slo
             SlotPlan(tier=Tier.GPU, kind=kind, slot_bytes=SIZE, num_slots=count) for kind, count in counts.items()
         ),
         chunk_elements=SIZE,
-        grad_homes={unit: Tier.GPU if unit in on_gpu else Tier.RAM for unit in sorted(trained)},
+        grad_homes={unit: Tier.GPU if unit in updated_there else Tier.RAM for unit in sorted(trained)},
         ranks=ranks,
+        streamed=tuple(unit for unit in units if unit in streamed),
     )
 
 
 def some_pass(rng: random.Random, ranks: int) -> Pass:
-    """Forward and backward in some groups, with units that are used twice, frozen, or at home on the GPU."""
+    """Forward and backward in some groups, with units that are used twice, frozen, streamed, or at home on the GPU."""
     units = [f"u{number}" for number in range(rng.randint(1, 7))]
     trained = {unit for unit in units if rng.random() < 0.8} or {units[0]}
     on_gpu = {unit for unit in units if rng.random() < 0.3}
+    share = rng.choice([0, 0.5, 1])
+    streamed = {unit for unit in units if unit in trained - on_gpu and rng.random() < share}
     forward = [*units, *rng.choices(units, k=rng.choice([0, 0, 1, 2]))]
     accesses = []
     for group in range(rng.randint(1, 3)):
@@ -70,7 +77,7 @@ def some_pass(rng: random.Random, ranks: int) -> Pass:
         for index, access in enumerate(accesses)
         if access.unit in trained and last_uses[access.unit, access.group] == index
     ]
-    where = placement(units, trained, on_gpu, rng.randint(1, len(units) + 1), ranks)
+    where = placement(units, trained, on_gpu, streamed, rng.randint(1, len(units) + 1), ranks)
     return Pass(tuple(accesses), tuple(scatters), where)
 
 
@@ -106,21 +113,41 @@ class Rank:
         self.shards: list[str] = []  # units in slots for shards
         self.grads: list[tuple[str, int]] = []  # gradients in slots for groups
         self.leaving: list[str] = []  # gradients of shards in slots on their way to RAM
+        self.returning: list[str] = []  # new shards of streamed units on their way to RAM
 
     def lanes(self) -> dict[str, Lane]:
         return {
             "update": self.updates(),
+            "update_gpu": self.updates_on_gpu(),
             "load": self.loads(),
             "ranks": self.ranks(),
             "gpu_to_ram": self.copies(),
+            "returns": self.returns(),
             "compute": self.computes(),
         }
 
     def updates(self) -> Lane:
-        """Updates wait for nothing of this pass."""
+        """Updates on the CPU wait for nothing of this pass."""
         for update in self.timeline.updates:
+            if self.placement.updater(update.unit) is Tier.RAM:
+                yield lambda: True
+                self.updated.add(update.unit)
+
+    def updates_on_gpu(self) -> Lane:
+        """A streamed unit is updated where its shard came to, behind all units at home there. The exchange is last."""
+        streamed = self.placement.streamed
+        on_gpu = [update.unit for update in self.timeline.updates if self.placement.updater(update.unit) is Tier.GPU]
+        for unit in sorted(on_gpu, key=lambda unit: unit in streamed):
             yield lambda: True
-            self.updated.add(update.unit)
+            if unit in streamed:
+                first = next(load.access for load in self.timeline.loads if load.unit == unit)
+                yield lambda first=first: first in self.arrived  # type: ignore[misc]
+                assert unit in self.shards, "its shard left before its update"
+                self.returning.append(unit)
+            self.updated.add(unit)
+
+        on_cpu = {update.unit for update in self.timeline.updates} - set(on_gpu)
+        yield lambda: on_cpu <= self.updated
 
     def is_updated(self, unit: str) -> bool:
         return unit in self.updated or unit not in self.placement.grad_homes
@@ -132,19 +159,25 @@ class Rank:
             unit = load.unit
             if len(before) == SLOTS_MIN:
                 yield lambda first=before[0]: first in self.gathered  # type: ignore[misc]
-            yield lambda unit=unit: self.is_updated(unit)  # type: ignore[misc]
+            if unit not in self.placement.streamed:
+                yield lambda unit=unit: self.is_updated(unit)  # type: ignore[misc]
             if self.placement.homes[unit, Kind.WEIGHT] is not Tier.GPU:
-                yield lambda: len(self.shards) < SLOTS_MIN
+                yield lambda unit=unit: self.has_room(unit)  # type: ignore[misc]
                 self.shards.append(unit)
                 yield lambda: True
             self.arrived.add(load.access)
             before = [*before, load.access][-SLOTS_MIN:]
+
+    def has_room(self, unit: str) -> bool:
+        """A shard that goes home keeps its slot, and comes again only after that."""
+        return unit not in self.returning and len({*self.shards, *self.returning}) < SLOTS_MIN
 
     def ranks(self) -> Lane:
         """One collective after the other; each is over when all ranks have come to it."""
         for number, planned in enumerate(self.collectives):
             if isinstance(planned, Load):
                 yield lambda access=planned.access: access in self.arrived  # type: ignore[misc]
+                yield lambda unit=planned.unit: self.is_updated(unit)  # type: ignore[misc]
                 yield lambda after=planned.after_access: self.used > after  # type: ignore[misc]
                 self.slots.pop(planned.evicts, None)
                 assert planned.slot not in self.slots.values(), "the slot is taken"
@@ -178,6 +211,12 @@ class Rank:
         for _ in shipped:
             yield lambda: bool(self.leaving)
             self.leaving.pop(0)
+
+    def returns(self) -> Lane:
+        for update in self.timeline.updates:
+            if update.unit in self.placement.streamed:
+                yield lambda: bool(self.returning)
+                self.returning.pop(0)
 
     def computes(self) -> Lane:
         """One access after the other. A gradient is handed over before the access is left, or after it."""

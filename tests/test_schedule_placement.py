@@ -317,6 +317,21 @@ def test_streamed_share_zero_or_no_clipping_streams_nothing() -> None:
             assert place(units, budgets, plain) == placement
 
 
+def test_ranks_that_stream_take_what_the_plan_says_and_no_more_than_the_budget() -> None:
+    seen: Counter[bool] = Counter()
+    for seed in range(100):
+        units, budgets, policy = streaming_case(seed)
+        case = units, replace(budgets, gpu=3 * budgets.gpu), replace(policy, ranks=2)
+        if (found := placed(case)) is None:
+            continue
+        placement = found[1]
+        planned = placement.state_bytes.get(Tier.GPU, 0) + placement.other_bytes[Tier.GPU]
+        assert taken(case, placement, Tier.GPU) == planned <= case[1].gpu
+        assert placement.num_slots(Tier.GPU, Kind.GATHERED) >= min(len(units), SLOTS_MIN)
+        seen[bool(placement.streamed)] += 1
+    assert seen[True] > 30
+
+
 IN_RAM = Policy(state=(Tier.RAM,), streamed_share=1.0)
 WIDE = [UnitSpec(name="embed", num_elements=96 << 10), *LAYERS[1:-1], UnitSpec(name="head", num_elements=96 << 10)]
 """Embedding and head are larger than most."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatier.errors import TransferError
-from megatier.trace.events import TraceEvent, stall_seconds, write_trace
+from megatier.trace.events import TraceEvent, own_seconds, stall_seconds, write_trace
 
 
 def test_stall_seconds_adds_up_by_cause() -> None:
@@ -20,6 +20,18 @@ def test_stall_seconds_adds_up_by_cause() -> None:
     ]
     assert stall_seconds(events) == {"nvme_to_ram": 1.5, "update": 0.25}
     assert stall_seconds([]) == {}
+
+
+def test_own_seconds_are_compute_and_waits_for_all_but_other_ranks() -> None:
+    events = [
+        TraceEvent(lane="stall", name="a", start_ns=0, end_ns=4 * 10**9, cause="ranks"),
+        TraceEvent(lane="stall", name="b", start_ns=0, end_ns=5 * 10**8, cause="update"),
+        TraceEvent(lane="update", name="b", start_ns=0, end_ns=3 * 10**9),
+        TraceEvent(lane="compute", name="a", start_ns=0, end_ns=10**9),
+        TraceEvent(lane="compute", name="b", start_ns=10**9, end_ns=2 * 10**9),
+    ]
+    assert own_seconds(events) == 2.5
+    assert own_seconds([]) == 0
 
 
 def test_write_trace_gives_one_named_track_per_lane(tmp_path: Path) -> None:

@@ -60,6 +60,25 @@ def test_wait_shorter_than_the_cost_of_asking_is_no_stall() -> None:
     assert [event.name for event in recorder.take([]) if event.lane == "stall"] == ["b"]
 
 
+def test_pause_inside_a_use_is_a_stall_and_no_compute() -> None:
+    recorder = Recorder()
+    recorder.pause("ranks", At(0), At(50_000))
+    recorder.pause("ranks", At(300_000), At(450_000))
+    recorder.pause("ranks", At(500_000), At(500_000 + STALL_NS_MIN - 1))
+    recorder.access(access("a"), "update", At(100_000), At(200_000), At(600_000))
+    recorder.access(access("b"), "update", At(700_000), At(700_000), At(800_000))
+    assert recorder.own_seconds() == pytest.approx((100 + 100 + 150 + 100) * 1e-6)
+    assert [(event.lane, event.cause, event.start_ns, event.end_ns) for event in recorder.take([])] == [
+        ("stall", "ranks", 0, 50_000),
+        ("stall", "update", 100_000, 200_000),
+        ("compute", "", 200_000, 300_000),
+        ("stall", "ranks", 300_000, 450_000),
+        ("compute", "", 450_000, 600_000),
+        ("compute", "", 700_000, 800_000),
+    ]
+    assert recorder.own_seconds() == 0
+
+
 def test_take_raises_the_error_of_a_failed_transfer() -> None:
     def fail() -> None:
         raise TransferError("read of block a", "nvme", "/mnt/blocks", 0, 5)

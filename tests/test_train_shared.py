@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import platform
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from rank_pool import POOL
 from rich.console import Console
+from transformers import PreTrainedModel
 
 from megatier.checkpoint import chunkfile
 from megatier.checkpoint.pace import Pace
 from megatier.config import file
-from megatier.train.loop import Loop
+from megatier.config.schema import RunConfig
+from megatier.errors import CapacityError, ExportError
+from megatier.planner.search import Choice, search
+from megatier.schedule.rates import Rates, World
+from megatier.schedule.sizes import Budgets
+from megatier.session import machine
+from megatier.session.session import Session
+from megatier.trace.recorder import Recorder
+from megatier.train import choices, export, shared, trainer
+from megatier.train.saves import Saves, Say
 from megatier.train.trainer import train
 
 CONFIG = """
@@ -73,11 +89,125 @@ def test_train_on_ranks_writes_the_files_of_one_process(folder: Path) -> None:
         assert {path.name for path in shared.iterdir()} == {path.name for path in alone.iterdir()}
 
 
+def train_with_a_slow_rank(folder: Path) -> None:
+    """Run the config of a folder; the last rank seems to take longest."""
+    rank = int(os.environ["RANK"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "own_seconds", lambda _: 0.5 + rank)
+        train_in(folder, ("--train.groups=4",))
+
+
+def test_train_on_ranks_records_the_slowest_rank_of_each_step(folder: Path) -> None:
+    for size, expected in ((4, {"rank": 3, "host": platform.node(), "seconds": 3.5, "least_seconds": 0.5}), (1, None)):
+        POOL.run(train_with_a_slow_rank, size, folder)
+        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+        found = [record["slowest_rank"] for record in map(json.loads, lines) if "loss" in record]
+        assert found == [expected] * 3
+        shutil.rmtree(folder / "run")
+
+
 def test_train_on_ranks_without_groups_computes_a_group_on_each(folder: Path) -> None:
     POOL.run(train_in, 2, folder, ())
     POOL.run(train_in, 1, folder, ("--train.groups=2", "--output.directory=alone"))
     assert figures(folder / "run") == figures(folder / "alone")
     assert "groups: 2" in (folder / "run/config.yaml").read_text()
+
+
+# ---------------------------------------------------------------------- choices
+
+RATES = Rates(
+    drives=(),
+    to_gpu_bytes_per_s=1e10,
+    to_ram_bytes_per_s=1e10,
+    update_parameters_per_s=1e9,
+    memory_bytes_per_s=1e11,
+    gpu_update_parameters_per_s=1e10,
+    flops_per_s=1e9,
+    gather_bytes_per_s=1e9,
+    scatter_bytes_per_s=1e9,
+    ranks_slowdown=0.5,
+)
+
+
+def train_measured(folder: Path, rates: Rates | None, words: tuple[str, ...], resumes: bool = False) -> tuple[str, Any]:
+    """Run the config of a folder on a machine with some rates; return what it says, and the tier budgets it plans with.
+
+    Only the first rank may look for rates, and the last one has the least budgets.
+    """
+    os.chdir(folder)
+    rank = int(os.environ["RANK"])
+    path = folder / ("run/config.yaml" if resumes else "run.yaml")
+    console = Console(file=io.StringIO(), width=200)
+    planned = []
+
+    def find(model: PreTrainedModel, config: RunConfig, rates: Rates, budgets: Budgets, **more: Any) -> Choice:
+        planned.append((budgets, more["world"]))
+        return search(model, config, rates, budgets, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choices, "cached_rates", lambda *_: rates if rank == 0 else 1 / 0)
+        patch.setattr(choices, "search", find)
+        patch.setattr(shared, "budgets_here", lambda *_: Budgets(48 << 20, (96 - rank) << 20, 0))
+        train(file.load(path, words), console, file.given(path, words), resumes=resumes)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue(), planned
+
+
+def test_train_on_ranks_on_a_measured_machine_takes_what_the_first_rank_plans(folder: Path) -> None:
+    words = ("--output.checkpoint_every=1", "--output.keep_checkpoints=3", "--model.saved_share=0.5")
+    (said, planned), (silent, none) = POOL.run(train_measured, 2, folder, RATES, words)
+    assert planned == [(Budgets(48 << 20, 95 << 20, 0), World(2, 1))]
+    assert (silent, none) == ("", [])
+
+    # What was chosen stands in the config.
+    [line] = [line for line in said.splitlines() if line.startswith("planned, ")]
+    chosen = dict(re.findall(r"--(\S+) (\S+)", line))
+    assert {"train.groups", "train.slices", "train.activations", "tiers.generations"} <= chosen.keys()
+    assert int(chosen["train.groups"]) % 2 == 0
+    recorded = yaml.safe_load((folder / "run/config.yaml").read_text())
+    for name, value in chosen.items():
+        section, _, key = name.partition(".")
+        assert str(recorded[section][key]) == value
+    records = [json.loads(text) for text in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    assert all(record["attainment"] > 0 for record in records if "loss" in record)
+
+    # So it goes on with the same numbers in one process, which plans for itself.
+    run = folder / "run"
+    model = (run / "model/model.safetensors").read_bytes()
+    losses = figures(run)
+    shutil.rmtree(run / "model")
+    shutil.rmtree(run / f"checkpoints/step-{3:08d}")
+    [(said, [(_, world)])] = POOL.run(train_measured, 1, folder, RATES, (), True)
+    assert world == World(1, 1)
+    assert re.search(r"^planned, [\d.]+ s a step$", said, re.MULTILINE)
+    assert (run / "model/model.safetensors").read_bytes() == model
+    assert figures(run) == losses
+
+
+def test_train_on_ranks_whose_links_were_not_measured_plans_nothing(folder: Path) -> None:
+    unmeasured = replace(RATES, gather_bytes_per_s=None)
+    (said, planned), _ = POOL.run(train_measured, 2, folder, unmeasured, ())
+    assert planned == []
+    assert "`torchrun ... -m megatier bench` would measure this machine" in said
+    assert "groups: 2" in (folder / "run/config.yaml").read_text()
+
+
+def test_train_on_ranks_that_fit_no_plan_is_tried_as_given_and_says_so(folder: Path) -> None:
+    (said, _), _ = POOL.run(train_measured, 2, folder, replace(RATES, gpu_bytes=1.0), ("--tiers.gpu=48MiB",))
+    assert "no plan fits by estimate" in said
+
+
+def train_with_too_much_ram(folder: Path) -> None:
+    """Run the config of a folder; the second rank's host has less RAM than the config says."""
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            patch.setattr(machine, "ram_total_bytes", lambda: 1 << 20)
+        train_in(folder, ())
+
+
+def test_rank_whose_host_has_too_little_ram_is_refused_on_all_ranks(folder: Path) -> None:
+    with pytest.raises(AssertionError, match=r"rank 0:\n[^$]*tiers\.ram is 96\.0 MiB, but this machine"):
+        POOL.run(train_with_too_much_ram, 2, folder)
 
 
 def test_train_on_ranks_that_cannot_share_the_groups_names_the_numbers_that_can(folder: Path) -> None:
@@ -147,28 +277,6 @@ def test_rank_that_sees_another_run_directory_is_refused(folder: Path) -> None:
     assert not (folder / "0/run").exists()
 
 
-def test_train_on_ranks_with_savepoints_is_refused(folder: Path) -> None:
-    with pytest.raises(AssertionError, match=r"output\.savepoint_every: several ranks make no savepoints yet"):
-        POOL.run(train_in, 2, folder, ("--output.savepoint_every=2",))
-
-
-def fail_in(folder: Path, words: tuple[str, ...]) -> None:
-    """Run the config of a folder, and break off after its last step."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loop, "report", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            train_in(folder, words)
-
-
-def test_ranks_do_not_go_on_from_a_savepoint(folder: Path) -> None:
-    POOL.run(fail_in, 1, folder, ("--train.groups=2", "--train.steps=2", "--output.savepoint_every=2"))
-    assert [path.name for path in (folder / "run/savepoints").iterdir()] == ["step-00000002"]
-    words = ("--output.savepoint_every=0",)
-    with pytest.raises(AssertionError, match="one process made it, and several ranks cannot read it"):
-        POOL.run(resume_in, 2, folder, words)
-    POOL.run(resume_in, 1, folder)
-
-
 def train_by_time(folder: Path, full: bool) -> None:
     """Run with checkpoints by a clock that only the first rank has; whose drive may be full."""
     is_first = os.environ["RANK"] == "0"
@@ -186,3 +294,112 @@ def test_checkpoint_by_time_is_made_or_left_out_as_the_first_rank_says(full: boo
     checkpoints = [path.name for path in (folder / "run/checkpoints").iterdir()]
     assert ("step-00000003" in checkpoints) is not full
     assert not full or checkpoints == []
+
+
+def test_train_on_ranks_with_too_little_ram_says_what_the_host_needs(folder: Path) -> None:
+    with pytest.raises(AssertionError, match=r"Raise tiers\.ram to at least") as refused:
+        POOL.run(train_in, 2, folder, ("--tiers.ram=4MiB",))
+    found = re.search(r"Raise tiers\.ram to at least ([\d.]+) (\w+)", str(refused.value))
+    assert found is not None
+    POOL.run(train_in, 2, folder, (f"--tiers.ram={found[1]}{found[2]}",))
+
+
+def train_with_an_export_that_fails(folder: Path, place: str) -> str:
+    """Train on this rank. The first rank cannot write, or the second one's last update fails; return the error."""
+    is_second = os.environ["RANK"] == "1"
+    before = export.export_end
+
+    def end(console: Console, config: RunConfig, session: Session, *others: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+
+            def fail(*_: object) -> None:
+                patch.undo()
+                raise CapacityError("the export", 2, 1, "Free space.")
+
+            if place == "write":
+                patch.setattr(export, "write_model", fail)
+            elif is_second:
+                patch.setattr(session.player, "drain", fail)
+            before(console, config, session, *others)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ExportError) as refused:
+        patch.setattr(trainer, "export_end", end)
+        train_in(folder, ())
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("place", ["write", "drain"])
+def test_export_that_fails_on_one_rank_ends_all_with_a_checkpoint(place: str, folder: Path) -> None:
+    first, second = POOL.run(train_with_an_export_that_fails, 2, folder, place)
+
+    # A run that fails leaves its process groups to the end of the process.
+    POOL.close()
+    assert first == second
+    assert "Free space." in first
+    assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+# ---------------------------------------------------------------------- started again by torchrun
+
+EACH_STEP = ("--output.checkpoint_every=1", "--train.steps=4")
+
+
+def fail_after(step: int, folder: Path, words: tuple[str, ...]) -> None:
+    """Run the config of a folder, and break off on all ranks before a step is saved, when the one before is."""
+    with pytest.MonkeyPatch.context() as patch:
+        real = Saves.after
+
+        def after(self: Saves, now: int, say: Say, **options: Any) -> None:
+            if now == step:
+                self.end(say)
+                raise ZeroDivisionError
+            real(self, now, say, **options)
+
+        patch.setattr(Saves, "after", after)
+        with pytest.raises(ZeroDivisionError):
+            train_in(folder, words)
+
+
+def train_again(folder: Path, words: tuple[str, ...], failures: tuple[int, ...]) -> str:
+    """Run the config of a folder as torchrun does when a rank has failed so often, as its host has seen it."""
+    said = Console(file=io.StringIO(), width=1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", str(failures[int(os.environ["RANK"])]))
+        patch.chdir(folder)
+        path = folder / "run.yaml"
+        train(file.load(path, words), said, file.given(path, words))
+    assert isinstance(said.file, io.StringIO)
+    return said.file.getvalue()
+
+
+@pytest.mark.parametrize(("failed_at", "size", "failures"), [(3, 2, (1, 1)), (1, 2, (0, 2)), (3, 1, (1,))])
+def test_run_that_torchrun_starts_again_goes_on_to_the_same_bits(
+    failed_at: int, size: int, failures: tuple[int, ...], folder: Path
+) -> None:
+    # Nobody gives train.groups, so it is the number of ranks that began the run.
+    POOL.run(fail_after, 2, failed_at, folder, EACH_STEP)
+    POOL.close()
+    said = POOL.run(train_again, size, folder, EACH_STEP, failures)[0]
+    begins = "There is no checkpoint yet, so the run begins again."
+    assert (begins if failed_at == 1 else "step-00000002: weights and moments in place") in said
+
+    POOL.run(train_in, 1, folder, (*EACH_STEP, "--train.groups=2", "--output.directory=alone"))
+    assert figures(folder / "run") == figures(folder / "alone")
+    for name in ("run", "alone"):
+        assert (folder / name / "model/model.safetensors").is_file()
+    model = "model/model.safetensors"
+    assert (folder / "run" / model).read_bytes() == (folder / "alone" / model).read_bytes()
+
+
+def test_run_that_failed_before_it_began_is_begun_when_torchrun_starts_it_again(folder: Path) -> None:
+    POOL.run(train_again, 2, folder, (), (1, 1))
+    assert (folder / "run/model/model.safetensors").is_file()
+
+
+def test_restart_does_not_go_on_with_a_run_of_other_numbers(folder: Path) -> None:
+    POOL.run(fail_after, 2, 3, folder, EACH_STEP)
+    POOL.close()
+    before = files_of(folder / "run")
+    with pytest.raises(AssertionError, match=r"numbers of this run would change .*: train\.seed was 0 and is 7"):
+        POOL.run(train_again, 2, folder, (*EACH_STEP, "--train.seed=7"), (1, 1))
+    assert files_of(folder / "run") == before

@@ -318,6 +318,7 @@ def test_train_metrics_have_every_figure_of_every_step(tmp_path: Path) -> None:
         "attainment",
         "stall_seconds",
         "busy_seconds",
+        "slowest_rank",
         "speculation",
         "moved_bytes",
         "demanded_bytes",

@@ -30,6 +30,7 @@ from megatier.models.experts import cut_units
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
 from megatier.schedule import placement
+from megatier.schedule.rates import World
 from megatier.schedule.sizes import Budgets
 from megatier.session.session import Session
 from megatier.session.skeleton import WeightReader
@@ -179,7 +180,9 @@ def least_budgets(
     With ranks, the budgets are those of one of them.
     """
     units = cut_units(skeleton, model.expert_parts)
-    work = Workload.of(skeleton, units, model, tiers, train, numerics, tokens, savepoints=place.savepoints, ranks=ranks)
+    work = Workload.of(
+        skeleton, units, model, tiers, train, numerics, tokens, savepoints=place.savepoints, world=World(ranks, ranks)
+    )
     budgets = Budgets(1, 1, sum(budget_bytes(mount) for mount in tiers.mounts))
     while True:
         try:

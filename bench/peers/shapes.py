@@ -52,10 +52,11 @@ SHAPES = {
     "3b24": Shape(hidden=2048, ffn=11008, heads=16, kv_heads=2, layers=24, vocab=151936),
     "8b": Shape(hidden=4096, ffn=14336, heads=32, kv_heads=8, layers=32, vocab=128256),
     "15b": Shape(hidden=5120, ffn=13824, heads=40, kv_heads=8, layers=48, vocab=152064),
+    "32b": Shape(hidden=5120, ffn=27648, heads=40, kv_heads=8, layers=64, vocab=152064),
     "tiny": Shape(hidden=128, ffn=256, heads=4, kv_heads=2, layers=4, vocab=1024),
 }
-"""`15b` has the sizes of Qwen2.5-14B. `3b24` is 3b with 24 layers: what DeepSpeed's NVMe mode is measured on. `tiny` is
-for smoke runs on a CPU."""
+"""`15b` and `32b` have the sizes of Qwen2.5-14B and Qwen2.5-32B. `3b24` is 3b with 24 layers: what DeepSpeed's NVMe
+mode is measured on. `tiny` is for smoke runs on a CPU."""
 
 
 def llama_config(shape: Shape, sequence_length: int) -> PretrainedConfig:

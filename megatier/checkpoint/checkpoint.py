@@ -35,7 +35,7 @@ from megatier.durable import REPLACED, discard, settle
 from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, TransferError
 from megatier.layout import Layout, TensorSlice
 from megatier.models.decoder import Unit
-from megatier.ranks import Alone
+from megatier.ranks.channel import Alone
 from megatier.session.session import Session
 from megatier.state import ADAMW_BF16, MASTERS
 

@@ -45,7 +45,7 @@ from megatier.durable import becoming, sync_tree
 from megatier.errors import ConfigError
 from megatier.models.decoder import Unit
 from megatier.play.generations import Generation
-from megatier.ranks import Alone, Channel
+from megatier.ranks.channel import Alone, Channel
 from megatier.session.session import Session
 from megatier.store.transfer import Transfer
 from megatier.workers import Workers

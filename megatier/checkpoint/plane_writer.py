@@ -25,7 +25,7 @@ from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
 from megatier.numerics.masters import join_master, plane_dtype
 from megatier.play.generations import Generation
-from megatier.ranks import Alone, Channel
+from megatier.ranks.channel import Alone, Channel
 from megatier.session.session import Session
 from megatier.store.arena import Arena
 from megatier.store.transfer import Transfer

@@ -1,18 +1,20 @@
 """Savepoints: a run's state kept where it lies on NVMe, with a folder for what lies in RAM or on the GPU.
 
     step-00000100/
-        manifest.json        which generation of each unit is kept, where blocks lie, what is no array, and the checksum
-                             of each other file by its place; with a digest
-        state/<block>/       blocks at home in RAM or on the GPU, as they are
-        checksums/           of every granule that is kept on NVMe, block after block
+        manifest.json            what is no array, and for each rank: which generation of each unit is kept, where
+                                 blocks lie, and the checksum of each file of its folder by its place; with a digest
+        rank-0/state/<block>/    blocks at home in RAM or on the GPU, as they are
+        rank-0/checksums/        of every granule that is kept on NVMe, block after block
+        rank-1/...
 
-A savepoint belongs to one run on its tiers and drives; the portable copy is a checkpoint. State that spills is not
-written again, because the updates after a savepoint write another generation (`Generations.advance`). Block files then
-outlive the process.
+A savepoint belongs to one run on its tiers and drives, with its number of ranks; the portable copy is a checkpoint.
+State that spills is not written again, because the updates after a savepoint write another generation
+(`Generations.advance`). Block files then outlive the process.
 
 Files are chunk files (`checkpoint.chunkfile`): raw words, each file with its CRC32C. They lie in the run directory, not
-on the mounts, so that one rename decides: the folder gets its name when all of it, and the block files, are on the
-drives. The savepoint before is dropped after that, and only updates after that overwrite its generation.
+on the mounts, so that one rename decides: the first rank gives the folder its name when all of it, and the block files
+of all ranks, are on the drives. The savepoint before is dropped after that, and only updates after that overwrite its
+generation.
 
 Nothing is unpickled, and the manifest leads nowhere: where blocks lie is compared with what the run has placed.
 """
@@ -23,7 +25,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -42,27 +44,51 @@ from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDE
 from megatier.checkpoint.run_state import RunState
 from megatier.checkpoint.savepoint_blocks import fingerprint, read_blocks, resident_bytes, verify_spilled, write_blocks
 from megatier.config.schema import RunConfig
-from megatier.durable import becoming
+from megatier.durable import becoming, sync_tree
 from megatier.errors import (
     CapacityError,
     CheckpointError,
     ConfigError,
     DamagedCheckpointError,
     IntegrityError,
+    PeerError,
     SavepointError,
     TransferError,
 )
 from megatier.play.generations import Generation
-from megatier.ranks import Alone
+from megatier.ranks.channel import Alone
+from megatier.ranks.ranks import Ranks
 from megatier.session.session import Session
 
-FORMAT = 2
+FORMAT = 3
 """The format that is written."""
-MANIFEST_FILE = "manifest.json"
-FIELDS = {"state": dict, "placement": str, "generations": dict}
-"""The fields of a manifest without those that all formats have, with their types."""
 UNBOUND_FORMAT = 1
 """The format of versions that wrote no checksums of files."""
+MANIFEST_FILE = "manifest.json"
+UNBOUND_PART = {"placement": str, "generations": dict}
+PART = {**UNBOUND_PART, "manifest": dict}
+"""The fields of what a rank has, with their types."""
+FIELDS: dict[int, dict[str, type]] = {
+    FORMAT: {"state": dict, "hosts": int, "parts": list},
+    2: {"state": dict, **PART},
+    UNBOUND_FORMAT: {"state": dict, **UNBOUND_PART},
+}
+"""The fields of a manifest by its format, without those that all formats have. In older ones the part of the only
+process stands beside the state."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What one rank has of a savepoint."""
+
+    folder: str
+    """Its folder in that of the savepoint; empty if an older version wrote it."""
+    placement: str
+    """Digest of where blocks lie."""
+    generations: dict[str, int]
+    """The place on NVMe that is kept, of each unit that spills."""
+    manifest: Manifest | None
+    """Checksums of the folder's files; None if an older version wrote it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,12 +99,10 @@ class Savepoint:
     before: str
     """Where the run goes on from without it, for messages."""
     state: RunState
-    placement: str
-    """Digest of where blocks lie."""
-    generations: dict[str, int]
-    """The place on NVMe that is kept, of each unit that spills."""
-    manifest: Manifest | None
-    """Checksums of the files; None if an older version wrote it."""
+    hosts: int
+    """The number of hosts whose ranks made it."""
+    parts: tuple[Part, ...]
+    """What each rank has of it."""
 
     @classmethod
     def last(cls, run: Path) -> Self | None:
@@ -97,18 +121,24 @@ class Savepoint:
             return None
         before = "its start" if checkpoint is None else str(checkpoint)
         with _refusing(path, before):
-            state, placement, generations, manifest = _read_manifest(path / MANIFEST_FILE)
-        return cls(
-            path=path,
-            before=before,
-            state=state,
-            placement=placement,
-            generations=generations,
-            manifest=manifest,
-        )
+            state, hosts, parts = _read_manifest(path / MANIFEST_FILE)
+        return cls(path=path, before=before, state=state, hosts=hosts, parts=tuple(parts))
+
+    def check_ranks(self, ranks: Ranks | None) -> None:
+        """Refuse another number of ranks or hosts than those that made it.
+
+        Raises:
+            SavepointError: names both.
+        """
+        crew = ranks or Alone()
+        made = f"ranks: {len(self.parts)}, hosts: {self.hosts}"
+        found = f"ranks: {crew.size}, hosts: {_num_hosts(crew)}"
+        if made != found:
+            reason = f"it is of other processes ({made}; now {found}). Start as many as there were."
+            raise SavepointError(str(self.path), reason, self.before)
 
     def check(self, session: Session, config: RunConfig) -> None:
-        """Allocate what the session planned, with the block files that were kept.
+        """Allocate what the session planned, with the block files that were kept. All ranks call it, as `restore`.
 
         Args:
             session: planned, and not sealed yet.
@@ -117,22 +147,22 @@ class Savepoint:
         Raises:
             SavepointError: blocks would lie elsewhere than they lay, or a file is missing.
         """
-        if session.ranks is not None:
-            reason = "one process made it, and several ranks cannot read it. Resume without torchrun."
-            raise SavepointError(str(self.path), reason, self.before)
+        crew = session.ranks or Alone()
+        part = self.parts[crew.rank]
 
         # The manifest says only what to compare with. Where bytes are read and written follows from this run's
         # placement.
         last = session.placement.generations
-        fits = all(type(place) is int and 0 <= place < last for place in self.generations.values())
-        lies = set(self.generations) == set(session.placement.spilled) and self.placement == fingerprint(session)
-        if not (fits and lies):
-            changes = "; ".join(self.state.changes_of_tiers(config)) or "by other settings, or rates of the drives"
-            reason = f"its blocks lay elsewhere ({changes}). Give it what it had."
-            raise SavepointError(str(self.path), reason, self.before)
+        fits = all(type(place) is int and 0 <= place < last for place in part.generations.values())
+        lies = set(part.generations) == set(session.placement.spilled) and part.placement == fingerprint(session)
+        with crew.together():
+            if not (fits and lies):
+                changes = "; ".join(self.state.changes_of_tiers(config)) or "by other settings, or rates of the drives"
+                reason = f"its blocks lay elsewhere ({changes}). Give it what it had."
+                raise SavepointError(str(self.path), reason, self.before)
 
-        with _refusing(self.path, self.before):
-            session.store.seal()
+            with _refusing(self.path, self.before):
+                session.store.seal()
 
     def restore(self, session: Session) -> None:
         """Fill the whole state of a run, and compare every byte that was kept with its checksum.
@@ -140,12 +170,14 @@ class Savepoint:
         Raises:
             SavepointError: something is damaged, or a drive failed.
         """
+        crew = session.ranks or Alone()
+        part = self.parts[crew.rank]
         blocks = session.blocks
-        blocks.generations.valid.update({unit: Generation(nvme=place) for unit, place in self.generations.items()})
+        blocks.generations.valid.update({unit: Generation(nvme=place) for unit, place in part.generations.items()})
         blocks.generations.keep()
 
-        with _refusing(self.path, self.before):
-            read_blocks(session, self.path.resolve(), self.manifest)
+        with crew.together(), _refusing(self.path, self.before):
+            read_blocks(session, self.path.resolve() / part.folder, part.manifest)
             verify_spilled(session)
 
             # Checksums are known of the generation that was kept alone. No update writes frozen weights, so they are
@@ -154,11 +186,11 @@ class Savepoint:
                 blocks.share_frozen(unit)
             session.player.drain()
 
-        prune(self.path.parent, 1)
+        crew.first(lambda: prune(self.path.parent, 1))
 
 
 def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str, Any]) -> int:
-    """Make a savepoint of a step whose updates are done, and drop the one before.
+    """Make a savepoint of a step whose updates are done, and drop the one before. All ranks call it.
 
     Args:
         session: the run, after `player.drain`.
@@ -167,33 +199,77 @@ def save_savepoint(session: Session, folder: Path, step: int, state: Mapping[str
         state: everything that is no array, as plain JSON.
 
     Returns:
-        The bytes written: what does not lie on NVMe, and the checksums of what does.
+        The bytes that all ranks wrote: what does not lie on NVMe, and the checksums of what does.
 
     Raises:
-        TransferError: writing failed. What was written is removed, and the savepoint before is whole.
+        TransferError: writing failed on a rank. What was written is removed, and the savepoint before is whole.
     """
-    target = folder / f"step-{step:08d}"
-    partial = folder / f".{target.name}{WRITING}"
     try:
-        with becoming(partial, target, "a savepoint"):
-            folder.mkdir(mode=0o700, exist_ok=True)
-            remove_leftovers(folder)
-            partial.mkdir(mode=0o700)
-            num_bytes, checksums = write_blocks(session, partial)
-            _write_manifest(session, partial / MANIFEST_FILE, state, Manifest(step, checksums))
-
-            # Before the folder gets its name: a savepoint whose block files go with the process would be lost.
-            _keep_files(session, True)
-    except BaseException:
-        # The savepoint before, if there is one, still needs the block files.
-        with contextlib.suppress(TransferError):
-            _keep_files(session, bool(checkpoints(folder)))
+        num_bytes = _write(session, folder / f"step-{step:08d}", step, state)
+    except BaseException as error:
+        _free_files(session, folder, error)
         raise
 
     # Only now: until the new one is whole, the run may have to go on from the generation that the one before keeps.
     session.blocks.generations.keep()
-    prune(folder, 1)
+    (session.ranks or Alone()).first(lambda: prune(folder, 1))
     return num_bytes
+
+
+def _write(session: Session, target: Path, step: int, state: Mapping[str, Any]) -> int:
+    """Write a savepoint whole, or leave nothing of it. The first rank gives it its name when all have written."""
+    crew = session.ranks or Alone()
+    partial = target.with_name(f".{target.name}{WRITING}")
+    named = becoming(partial, target, "a savepoint") if crew.rank == 0 else contextlib.nullcontext()
+    with crew.together(), named:
+        crew.first(lambda: _make_folder(partial))
+        with crew.together():
+            num_bytes, part = _write_part(session, partial, step)
+
+        written = crew.agree((num_bytes, part))
+        with crew.together():
+            if crew.rank == 0:
+                _write_manifest(partial / MANIFEST_FILE, state, _num_hosts(crew), [part for _, part in written])
+
+            # Before the folder gets its name: a savepoint whose block files go with the process would be lost.
+            _keep_files(session, True)
+    return sum(num_bytes for num_bytes, _ in written)
+
+
+def _make_folder(partial: Path) -> None:
+    partial.parent.mkdir(mode=0o700, exist_ok=True)
+    remove_leftovers(partial.parent)
+    partial.mkdir(mode=0o700)
+
+
+def _write_part(session: Session, partial: Path, step: int) -> tuple[int, dict[str, Any]]:
+    """Write what this rank has of a savepoint, and return the bytes, and the part as the manifest has it."""
+    crew = session.ranks or Alone()
+    folder = partial / _folder_of(crew.rank)
+    folder.mkdir(mode=0o700)
+    num_bytes, checksums = write_blocks(session, folder)
+
+    # The first rank synchronises its host's files when it gives the folder its name.
+    if crew.rank != 0:
+        sync_tree(folder)
+    valid = session.blocks.generations.valid
+    generations = {unit: valid[unit].nvme for unit in session.placement.spilled}
+    manifest = Manifest(step, checksums).to_dict()
+    return num_bytes, {"placement": fingerprint(session), "generations": generations, "manifest": manifest}
+
+
+def _free_files(session: Session, folder: Path, error: BaseException) -> None:
+    """Let the block files go with the run after a savepoint could not be made, unless there is one that needs them.
+
+    They stay as they are if the ranks cannot agree on that. One that fell away may have been the first, after it gave
+    the savepoint its name; one that an interrupt ends leaves the others in the midst of it.
+    """
+    crew = session.ranks or Alone()
+    if crew.size > 1 and not isinstance(error, Exception):
+        return
+    with contextlib.suppress(OSError, PeerError):
+        if not crew.first(lambda: bool(checkpoints(folder))):
+            _keep_files(session, False)
 
 
 def drop_savepoint(session: Session, folder: Path) -> None:
@@ -221,13 +297,14 @@ def remove_savepoints(folder: Path) -> None:
 
 
 def check_savepoint_room(session: Session, folder: Path) -> None:
-    """Refuse a run whose drive has no room for a savepoint while the one before is still there.
+    """Refuse a run whose drive has no room for a savepoint of all ranks while the one before is still there.
 
     Raises:
         CapacityError: there is less room.
     """
     # The one before is removed only when the next one is whole, so a run without any needs room for two.
-    needed = (1 + (not checkpoints(folder))) * resident_bytes(session)
+    num_parts = (session.ranks or Alone()).size
+    needed = (1 + (not checkpoints(folder))) * num_parts * resident_bytes(session)
     free = shutil.disk_usage(folder.parent).free
     if needed > free:
         remedy = "Free space there, set output.savepoint_every to 0, or name another output.directory."
@@ -251,41 +328,69 @@ def _refusing(path: Path, before: str) -> Iterator[None]:
         raise SavepointError(str(path), str(error), before) from error
 
 
-def _write_manifest(session: Session, path: Path, state: Mapping[str, Any], manifest: Manifest) -> None:
-    """Write the manifest of a savepoint.
+def _num_hosts(crew: Ranks | Alone) -> int:
+    return crew.size // crew.local_size
 
-    Raises:
-        OSError: the drive failed.
-    """
-    blocks = session.blocks
-    generations = {unit: blocks.generations.valid[unit].nvme for unit in session.placement.spilled}
-    lies = {"placement": fingerprint(session), "generations": generations}
-    found = {"state": state, **lies, "manifest": manifest.to_dict()}
+
+def _folder_of(rank: int) -> str:
+    return f"rank-{rank}"
+
+
+def _write_manifest(path: Path, state: Mapping[str, Any], hosts: int, parts: Sequence[Mapping[str, Any]]) -> None:
+    """Write the manifest of a savepoint."""
+    found = {"state": state, "hosts": hosts, "parts": parts}
     text = json.dumps({"format": FORMAT, "digest": digest_of(found), **found})
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
         file.write(text)
 
 
-def _read_manifest(path: Path) -> tuple[RunState, str, dict[str, int], Manifest | None]:
-    """Return a manifest's state, placement, generations, and the checksums of the savepoint's files.
+def _read_manifest(path: Path) -> tuple[RunState, int, list[Part]]:
+    """Return what the manifest of a savepoint says: the state, the number of hosts, and the part of each rank.
 
     Raises:
         CheckpointError: it is no manifest of ours, or damaged.
     """
     stored = read_json(path)
-    if stored.get("format") not in (FORMAT, UNBOUND_FORMAT):
-        raise CheckpointError(
-            f"{path} is no savepoint that this version of megatier reads (format {FORMAT}). Use the version that wrote "
-            "it."
-        )
+    if (number := stored.get("format")) not in tuple(FIELDS):
+        what = f"{path} is no savepoint that this version of megatier reads (format {FORMAT})"
+        raise CheckpointError(f"{what}. Use the version that wrote it.")
 
     # The digest covers what the format has, so an older one is read with its own fields.
-    fields = FIELDS if stored["format"] == UNBOUND_FORMAT else FIELDS | {"manifest": dict}
-    found = {name: stored.get(name) for name in fields}
-    if any(type(found[name]) is not kind for name, kind in fields.items()) or stored.get("digest") != digest_of(found):
-        raise DamagedCheckpointError(str(path), "is damaged: its digest is not that of its content")
+    found = _fields(path, stored, FIELDS[number])
+    if stored.get("digest") != digest_of(found):
+        raise _damaged(path)
 
-    manifest = Manifest.read(path, stored["manifest"]) if "manifest" in fields else None
+    state = RunState.read(found["state"])
+    if number != FORMAT:
+        fields = UNBOUND_PART if number == UNBOUND_FORMAT else PART
+        return state, 1, [_read_part(path, found, "", fields)]
+    parts = [_read_part(path, part, _folder_of(rank), PART) for rank, part in enumerate(found["parts"])]
+    return state, found["hosts"], parts
+
+
+def _read_part(path: Path, stored: Any, folder: str, fields: Mapping[str, type]) -> Part:  # noqa: ANN401
+    """Return the part that lies in a folder, as the manifest at a path has it.
+
+    Raises:
+        DamagedCheckpointError: it is none.
+    """
+    found = _fields(path, stored, fields)
+    manifest = Manifest.read(path, found["manifest"]) if "manifest" in found else None
     if manifest is not None and manifest.step != step_of(path.parent):
         raise DamagedCheckpointError(str(path), f"is of another savepoint: that of step {manifest.step}")
-    return RunState.read(stored["state"]), stored["placement"], stored["generations"], manifest
+    return Part(folder=folder, placement=found["placement"], generations=found["generations"], manifest=manifest)
+
+
+def _fields(path: Path, stored: Any, fields: Mapping[str, type]) -> dict[str, Any]:  # noqa: ANN401
+    """Return the fields of an object of JSON.
+
+    Raises:
+        DamagedCheckpointError: one is missing or of another type.
+    """
+    if not isinstance(stored, dict) or any(type(stored.get(name)) is not kind for name, kind in fields.items()):
+        raise _damaged(path)
+    return {name: stored[name] for name in fields}
+
+
+def _damaged(path: Path) -> DamagedCheckpointError:
+    return DamagedCheckpointError(str(path), "is damaged: its digest is not that of its content")

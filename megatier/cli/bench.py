@@ -25,6 +25,7 @@ from megatier.schedule.rates import Rates, as_dict
 if TYPE_CHECKING:
     from megatier.measure.drive_probe import DriveFigures
     from megatier.measure.link_probe import LinkFigures
+    from megatier.measure.rank_probe import RankFigures
 
 THREADS_MAX = 1024
 T = TypeVar("T")
@@ -44,13 +45,36 @@ def run(argv: Sequence[str]) -> int:
 
     hardware.set_cuda_defaults()
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
-    from megatier.measure.drive_probe import check_mount, probe_drive
-    from megatier.measure.link_probe import probe_links
-    from megatier.measure.probe import machine_facts, rates_of
-    from megatier.report.probe_picture import draw
+    from megatier.measure import rank_probe
+    from megatier.ranks.channel import Alone
+    from megatier.ranks.ranks import joined
 
     device = _device(options.device)
-    console = Console(quiet=options.json)
+    with joined(device) as ranks:
+        crew = ranks or Alone()
+        console = Console(quiet=options.json or crew.rank > 0)
+
+        # The first rank measures the host, and keeps all figures. The others wait meanwhile.
+        host = crew.first(lambda: _measured(options, mounts, sustained, threads, device, console))
+        between = None
+        if ranks is not None:
+            with console.status("measuring links between ranks"):
+                between = rank_probe.probe_ranks(ranks, device, seconds=options.seconds)
+            _print_ranks(console, between)
+        return crew.first(lambda: _end(options, device, console, *host, between))
+
+
+def _measured(
+    options: argparse.Namespace,
+    mounts: Sequence[MountBudget],
+    sustained: int,
+    threads: Sequence[int],
+    device: str,
+    console: Console,
+) -> tuple[list[DriveFigures], LinkFigures]:
+    """Measure what one process can, and print it."""
+    from megatier.measure.drive_probe import check_mount, probe_drive
+    from megatier.measure.link_probe import probe_links
 
     # All mounts are checked before the first one is measured, which takes minutes.
     for mount in mounts:
@@ -67,8 +91,24 @@ def run(argv: Sequence[str]) -> int:
     with console.status("measuring copies, AdamW and products"):
         links = probe_links(device, threads, seconds=options.seconds)
     _print_links(console, links)
+    return drives, links
+
+
+def _end(
+    options: argparse.Namespace,
+    device: str,
+    console: Console,
+    drives: Sequence[DriveFigures],
+    links: LinkFigures,
+    between: RankFigures | None,
+) -> int:
+    """Keep the rates, and write what was asked for; returns the exit code."""
+    from megatier.measure.probe import machine_facts, rates_of
+    from megatier.report.probe_picture import draw
 
     rates = rates_of(drives, links)
+    if between is not None:
+        rates = between.added_to(rates)
     if rates.io_threads is not None:
         _say(console, f"a run uses {rates.io_threads} I/O threads each way, unless tiers.io_threads says otherwise")
     if len(rates.drives) > len({drive.device for drive in drives}):
@@ -76,7 +116,7 @@ def run(argv: Sequence[str]) -> int:
 
     # Figures that are not to be believed are printed, but no plan is made from them.
     rates_file = _keep(console, dataclasses.replace(rates, drives=tuple(d.rates for d in drives if not d.flags)), links)
-    report = _report(machine_facts(device), rates, drives, links)
+    report = _report(machine_facts(device), rates, drives, links, between)
     _write(console, options, report, partial(draw, drives, links))
     if options.json:
         print_json(report | {"rates_file": None if rates_file is None else str(rates_file)})
@@ -242,6 +282,16 @@ def _print_links(console: Console, links: LinkFigures) -> None:
     _print(console, table, links.notes, links.flags)
 
 
+def _print_ranks(console: Console, between: RankFigures) -> None:
+    hosts = f" on {between.hosts} hosts" if between.hosts > 1 else ""
+    moved = between.layer_bytes * (between.ranks - 1) / between.ranks
+    table = Table(f"links between {between.ranks} ranks{hosts}", "a rank receives", title_justify="left")
+    table.add_row("gather", _rate(moved / between.gather_seconds))
+    table.add_row("scatter", _rate(moved / between.scatter_seconds))
+    table.add_row("compute loses, of their time", f"{between.slowdown:.0%}")
+    console.print(table)
+
+
 def _print(console: Console, table: Table, notes: Sequence[str], flags: Sequence[str]) -> None:
     console.print(table)
     for note in notes:
@@ -279,7 +329,13 @@ def _keep(console: Console, rates: Rates, links: LinkFigures) -> Path | None:
     return path
 
 
-def _report(facts: dict[str, Any], rates: Rates, drives: Sequence[DriveFigures], links: LinkFigures) -> dict[str, Any]:
+def _report(
+    facts: dict[str, Any],
+    rates: Rates,
+    drives: Sequence[DriveFigures],
+    links: LinkFigures,
+    between: RankFigures | None,
+) -> dict[str, Any]:
     """All that was measured, and on which machine."""
     software = {name: _version(name) for name in ("megatier", "torch")} | {"python": platform.python_version()}
     memory = {"ram_available_bytes": hardware.ram_available_bytes(), "huge_pages": hardware.transparent_huge_pages()}
@@ -289,6 +345,7 @@ def _report(facts: dict[str, Any], rates: Rates, drives: Sequence[DriveFigures],
         "rates": as_dict(rates),
         "drives": [dataclasses.asdict(drive) | {"bytes_per_s": _flows(drive)} for drive in drives],
         "links": dataclasses.asdict(links),
+        "ranks": None if between is None else dataclasses.asdict(between),
     }
 
 

@@ -39,8 +39,8 @@ def run(argv: Sequence[str]) -> int:
     rates, assumed = _rates(loaded, options.machine)
     here = options.machine is None
 
-    # `megatier train` chooses settings only alone and on a machine that was measured, and so does a plan of its run.
-    searches = options.search or (here and not assumed and world.ranks == 1)
+    # `megatier train` chooses settings only on a machine that was measured, and so does a plan of its run.
+    searches = options.search or (here and not assumed and not rates.assumed(world))
 
     with _nothing_collected():
         plan, chosen = _planned(loaded, given, rates, world, here=here, searches=searches)
@@ -78,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
         said = _assumption(rates, assumed, loaded.tiers.nvme, searches=searches)
         console.print(said, markup=False, highlight=False)
     if names := rates.assumed(world):
-        console.print(_links_assumption(names), markup=False, highlight=False)
+        console.print(_links_assumption(names, world, here=here), markup=False, highlight=False)
     return 0
 
 
@@ -320,8 +320,8 @@ def _ranks(world: World) -> str:
     )
 
 
-def _links_assumption(names: Sequence[str]) -> str:
-    """What a plan of several ranks takes for links that nobody measured."""
+def _links_assumption(names: Sequence[str], world: World, *, here: bool) -> str:
+    """What a plan of several ranks takes for links that nobody measured, and how to measure them."""
     words = {
         "gather_bytes_per_s": "a GPU gathers {:.0f} GB/s from the others of its host",
         "scatter_bytes_per_s": "it receives {:.0f} GB/s of gradients from them",
@@ -329,9 +329,13 @@ def _links_assumption(names: Sequence[str]) -> str:
         "ranks_slowdown": "compute stands still meanwhile",
     }
     said = ", ".join(words[name].format(ASSUMED[name] / 1e9) for name in names)
+    remedy = f"Give {', '.join(names)} in the file of --machine."
+    if here:
+        hosts = f"--nnodes {world.hosts} " if world.hosts > 1 else ""
+        remedy = f"Run `torchrun {hosts}--nproc-per-node {world.host_ranks} -m megatier bench` to measure them."
     return (
         f"Links between GPUs were not measured, so the times are rough. Assumed: {said}. With NVLink, GPUs are about "
-        f"ten times as fast. Give {', '.join(names)} in the file of --machine."
+        f"ten times as fast. {remedy}"
     )
 
 

@@ -71,6 +71,9 @@ class UnitPlayer(Protocol):
     def drain_gradients(self) -> None:
         """Wait until every gradient is summed and measured."""
 
+    def own_seconds(self) -> float:
+        """Seconds that this rank took itself since somebody took the events: compute, and waits for its own lanes."""
+
     def drain(self) -> None:
         """Finish every update and every write-back."""
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ from megatier.guards.unbound import refused_outside
 from megatier.models.decoder import Unit, check_rows_are_apart
 from megatier.numerics.optimizer import AdamW
 from megatier.numerics.seeds import group_seed, seed_generators
-from megatier.ranks import Ranks
+from megatier.ranks.channel import Alone
+from megatier.ranks.ranks import Ranks
 
 REMEDY = "Lower train.learning_rate, set train.clip, or look at the data of this step."
 """The advice of messages about numbers that are not finite."""
@@ -48,6 +49,8 @@ class StepResult:
     """The factor on the gradients: 1 if nothing was clipped, 0 if the step was left out."""
     skipped: str | None = None
     """If the step was left out, a parameter whose gradient was not finite; "loss" if the loss alone was not."""
+    own_seconds: tuple[float, ...] = ()
+    """Seconds that each rank took itself, in their order; what it waited for others does not count."""
 
 
 class Engine:
@@ -79,6 +82,7 @@ class Engine:
         self._player = player
         self._optimizer = optimizer
         self._ranks = ranks
+        self._crew = ranks or Alone()
         self._is_learnt = options.slices == 1
         """Whether nodes know which of their arguments are cut into slices."""
         self._step = 0
@@ -129,7 +133,11 @@ class Engine:
         ]
         norm = self.measure(step)
 
-        return self.finish_step(step, rate, norm, self._sum([loss.item() for loss in losses]), groups[0])
+        # Sums are exact and rounded once, so the order of the losses does not matter.
+        told = self._crew.agree(([loss.item() for loss in losses], self._player.own_seconds()))
+        loss = math.fsum(loss for found, _ in told for loss in found)
+        result = self.finish_step(step, rate, norm, loss, groups[0])
+        return replace(result, own_seconds=tuple(seconds for _, seconds in told))
 
     def begin_step(self, step: int, rate: float) -> None:
         """Start a step, and the updates of the one before.
@@ -214,21 +222,30 @@ class Engine:
         return self.model.stage.gradients.is_open
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Return the mean loss per counted token, on the weights of the last whole step. Modules keep their mode."""
+        """Return the mean loss per counted token, on the weights of the last whole step. Modules keep their mode.
+
+        Args:
+            batches: the same on all ranks, which compute them in rounds of one each.
+        """
         # Updates of the last step are still due: in training they would run ahead of the next forward.
         self._player.drain()
-        total = 0.0
-        tokens = 0
+        counted = [(batch, count) for batch in batches if (count := num_learnt(batch))]
+        rank = self._crew.rank
+        size = self._crew.size
+        losses = []
 
         with torch.no_grad(), self.model.in_eval_mode():
-            for batch in batches:
-                if not (count := num_learnt(batch)):
-                    continue
+            for first in range(0, len(counted), size):
+                # A gather takes all ranks. One that has no batch in the last round runs that of another, uncounted.
+                is_own = first + rank < len(counted)
+                batch, count = counted[first + rank if is_own else first]
                 with self.evaluation():
-                    total += self.model.loss(batch, None).item() * count
-                tokens += count
+                    loss = self.model.loss(batch, None).item()
+                if is_own:
+                    losses.append(loss * count)
 
-        return total / max(1, tokens)
+        total = math.fsum(loss for found in self._crew.agree(losses) for loss in found)
+        return total / max(1, sum(count for _, count in counted))
 
     @contextmanager
     def evaluation(self, name: str = "evaluate") -> Iterator[None]:
@@ -273,12 +290,6 @@ class Engine:
         self.model.check_outputs(loss)
         loss.backward()
         return loss.detach()
-
-    def _sum(self, losses: Sequence[float]) -> float:
-        """The exact sum of the losses of all groups, rounded once, so the order does not matter."""
-        if self._ranks is None:
-            return math.fsum(losses)
-        return math.fsum(loss for found in self._ranks.agree(losses) for loss in found)
 
     def _seed_group(self, group: int) -> None:
         """Seed the random numbers of a group. Those of the same group are the same, whichever rank computes it."""

@@ -28,7 +28,7 @@ from megatier.models.dtypes import names_in_fp32, place_buffers
 from megatier.numerics.compilation import Compilation
 from megatier.numerics.matmul import Fp32Products
 from megatier.numerics.optimizer import AdamW
-from megatier.ranks import Ranks
+from megatier.ranks.ranks import Ranks
 from megatier.tier import Activations
 
 Batch = Mapping[str, Tensor]

@@ -46,7 +46,17 @@ class MegatierStrategy(SingleDeviceStrategy):
     num_nodes = 1
 
     def __init__(self, streamed: Streamed) -> None:
-        """Take a streamed model, which stays open after the run."""
+        """Take a streamed model, which stays open after the run.
+
+        Raises:
+            ConfigError: several ranks share the model, all of which this strategy would give the same batches.
+        """
+        if streamed.num_ranks > 1:
+            raise ConfigError(
+                f"MegatierStrategy runs in one process, and {streamed.num_ranks} ranks share this model. Start it "
+                "without torchrun, or write the loop yourself over megatier.stream."
+            )
+
         # Lightning wants the number of the GPU, which the device of a streamed model does not have.
         is_cuda = streamed.device.type == "cuda"
         super().__init__(torch.device("cuda", torch.cuda.current_device()) if is_cuda else streamed.device)

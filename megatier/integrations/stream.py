@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Literal
 
@@ -13,12 +14,14 @@ from transformers import PreTrainedModel
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.config.values import require
 from megatier.errors import UnsupportedModelError
+from megatier.hardware import device_for
 from megatier.integrations.in_ram import InRam
 from megatier.integrations.streamed import Streamed
 from megatier.models.decoder import build_skeleton
 from megatier.models.folder import resolve
 from megatier.models.frozen import freeze
 from megatier.models.weights import SafetensorsFolder
+from megatier.ranks.ranks import joined
 from megatier.session.process import share_interpreter
 from megatier.session.session import Session
 from megatier.session.skeleton import WeightReader, read_model_config
@@ -44,11 +47,15 @@ def stream(
 ) -> Streamed:
     """Place a model and its AdamW state on the tiers, for any loop.
 
+    Under `torchrun` the ranks share the state: all of them call this alike. Budgets of RAM and NVMe are those of a
+    host, for all its ranks.
+
     Args:
         model: a folder in Hugging Face's format or a hub id, whose weights stream in; or a model in RAM, which is
             copied and stays as it is. Its parameters that require no gradient are frozen.
         tiers: budgets and mounts; None: taken from the machine, without NVMe.
-        accumulation_steps: backwards per `optimizer.step`, at least 1. Each is one pass over the units.
+        accumulation_steps: backwards per `optimizer.step`, at least 1. Each is one pass over the units. Under
+            `torchrun` each rank makes as many, and their gradients are all added.
         lr: learning rate; schedulers drive it, and the next three, in `optimizer.param_groups`.
         betas: decay of the moments.
         eps: added to the root of the second moment.
@@ -92,7 +99,7 @@ def _open(
         model: as for `stream`.
         tiers: budgets and mounts.
         computing: how the model computes. Its path is not read.
-        train: settings of the steps.
+        train: settings of the steps, with the groups of one rank.
         frozen: as for `stream`.
     """
     if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
@@ -113,15 +120,16 @@ def _open(
         reader = SafetensorsFolder(folder, skeleton)
     freeze(skeleton, frozen, "frozen")
 
-    # The guard: updates wait for the norm, because `optimizer.step` comes after the last backward.
-    share_interpreter()
-    session = Session(skeleton, computing, tiers, train, NumericsConfig(guard=True), tokens=1)
-
     # The session owns files on the drives, which nobody would remove if loading fails or is interrupted.
-    try:
+    share_interpreter()
+    with ExitStack() as opened:
+        ranks = opened.enter_context(joined(device_for(tiers.device), is_guest=True))
+        groups = train.groups * (1 if ranks is None else ranks.size)
+        train = replace(train, batch=groups, groups=groups)
+
+        # The guard: updates wait for the norm, because `optimizer.step` comes after the last backward.
+        session = Session(skeleton, computing, tiers, train, NumericsConfig(guard=True), tokens=1, ranks=ranks)
+        opened.enter_context(session)
         session.store.seal()
         session.load(reader)
-        return Streamed(session, train, has_logits=not session.engine.model.fuses_loss)
-    except BaseException:
-        session.close()
-        raise
+        return Streamed(session, train, opened.pop_all())

@@ -1,69 +1,227 @@
-"""The state of a streamed model between two steps: its masters as tensors, and its checkpoints."""
+"""The state of a streamed model between two steps: its masters as tensors, exports and checkpoints.
+
+Ranks share the state, so all of this is for all ranks to call alike. A call that one of them leaves out is an error on
+all of them.
+"""
 
 from __future__ import annotations
 
+import os
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from megatier.checkpoint.checkpoint import UNBOUND, is_bound, last_checkpoint, read_state, settle_replaced
+from megatier.checkpoint.checkpoint import (
+    UNBOUND,
+    is_bound,
+    last_checkpoint,
+    read_state,
+    restore,
+    settle_replaced,
+    step_of,
+)
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
-from megatier.errors import BlockNotFoundError, CapacityError, CheckpointError
+from megatier.errors import BlockNotFoundError, CapacityError, CheckpointError, StreamedModelError
 from megatier.hardware import ram_available_bytes
+from megatier.integrations.stream_optimizer import StreamedAdamW
 from megatier.layout import TensorSlice
 from megatier.models.decoder import Unit
 from megatier.models.experts import places_of
+from megatier.models.export import export
+from megatier.models.weights import chunks
+from megatier.ranks.channel import Alone
+from megatier.ranks.ranks import Ranks
 from megatier.session.session import Session
+from megatier.session.workload import COMPUTE_DTYPES
+from megatier.train.export import SHARD_BYTES
 
-Settings = list[dict[str, Any]]
+Settings = Sequence[Mapping[str, Any]]
 """The settings of each group of an optimizer, as plain JSON."""
 
 
-def read_master(session: Session, name: str) -> Tensor:
-    """Return the fp32 master of a parameter as a copy on the CPU; see `Streamed.read`."""
-    places = places_of(session.units)
-    if name not in places:
-        raise BlockNotFoundError(
-            f"{type(session.model).__name__} has no parameter {name!r}; a tied one has its first name"
-        )
-    return _read(session, places[name])
+class StreamedState(ABC):
+    """What a streamed model's state can be read as, written to and restored from, between two steps.
 
-
-def read_all(session: Session) -> dict[str, Tensor]:
-    """Return all masters and persistent buffers as copies on the CPU; see `Streamed.state_dict`."""
-    places = places_of(session.units)
-
-    # Checked before the first copy: a process that runs out of RAM half way is killed, and says nothing.
-    needed = 4 * sum(tensor.num_elements for parts in places.values() for _, tensor in parts)
-    if needed > (free := ram_available_bytes()):
-        raise CapacityError("ram", needed, free, "Write the weights to files with export(folder): that streams.")
-
-    state = session.model.state_dict(keep_vars=True)
-    buffers = {name: tensor.cpu() for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
-    return {name: _read(session, parts) for name, parts in places.items()} | buffers
-
-
-def save_state(session: Session, folder: Path, step: int, settings: Settings) -> Path:
-    """Write a checkpoint into a folder and return its path; see `Streamed.save`.
-
-    Args:
-        session: the model, all of whose updates are done.
-        folder: made if it is missing.
-        step: number of the last step.
-        settings: those of the optimizer.
+    Attributes:
+        model: the Hugging Face model.
+        optimizer: the optimizer, whose settings are saved too.
+        steps: number of steps so far.
     """
+
+    model: PreTrainedModel
+    optimizer: StreamedAdamW
+    steps: int
+
+    def __init__(self, session: Session) -> None:
+        """Take a session that is loaded."""
+        self._session = session
+        self._crew: Ranks | Alone = session.ranks or Alone()
+
+    @abstractmethod
+    def _check_between_steps(self, what: str) -> None:
+        """Refuse what cannot be done while a step is open.
+
+        Args:
+            what: the subject of the refusal.
+        """
+
+    def read(self, name: str) -> Tensor:
+        """Return the fp32 master of a parameter after all steps so far, as a copy on the CPU. All ranks get it.
+
+        Args:
+            name: the parameter's name in the model; a tied one has its first name.
+
+        Raises:
+            BlockNotFoundError: the model has no parameter of that name.
+            StreamedModelError: a step is open.
+        """
+        self._settle("Reading weights", f"read({name!r})")
+        places = places_of(self._session.wholes)
+        if name not in places:
+            raise BlockNotFoundError(
+                f"{type(self.model).__name__} has no parameter {name!r}; a tied one has its first name"
+            )
+        return self._read(places[name])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all fp32 masters by name, a tied one once, and persistent buffers, as copies on the CPU.
+
+        All ranks get all of them.
+
+        Raises:
+            CapacityError: they do not fit RAM; `export` and `save` stream.
+            StreamedModelError: a step is open.
+        """
+        self._settle("Reading weights", "state_dict()")
+        places = places_of(self._session.wholes)
+
+        # Checked before the first copy: a process that runs out of RAM half way is killed, and says nothing.
+        with self._crew.together():
+            needed = 4 * sum(tensor.num_elements for parts in places.values() for _, tensor in parts)
+            needed *= self._crew.local_size
+            if needed > (free := ram_available_bytes()):
+                raise CapacityError(
+                    "ram", needed, free, "Write the weights to files with export(folder): that streams."
+                )
+
+        state = self.model.state_dict(keep_vars=True)
+        buffers = {name: tensor.cpu() for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
+        return {name: self._read(parts) for name, parts in places.items()} | buffers
+
+    def export(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        dtype: Literal["bf16", "fp32"] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        """Write a folder that `from_pretrained` loads. The weights are written piece by piece, by the first rank.
+
+        Args:
+            folder: a new or empty folder.
+            dtype: type of the written weights; fp32 writes the masters, None takes the compute dtype.
+            tokenizer: a tokenizer to write into the folder too.
+
+        Raises:
+            ConfigError, CapacityError, TransferError: see `models.export.export`.
+        """
+        self._settle("An export", "export()")
+        session = self._session
+        written = session.engine.options.dtype if dtype is None else COMPUTE_DTYPES[dtype]
+        with self._crew.together(), session.reading_masters() as read:
+            if read is not None:
+                export(Path(folder), self.model, session.wholes, read, written, SHARD_BYTES, tokenizer)
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write a checkpoint, `step-...` in the folder: weights and moments in fp32, settings, the number of the step.
+
+        It takes the place of a checkpoint of the same step, which stays whole until the new one is on the drive. All
+        ranks write it together, so the folder has to be the same for all of them.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            CapacityError, TransferError: see `CheckpointWriter.wait`.
+        """
+        self._settle("A checkpoint", "save()")
+        path = Path(folder)
+        self._crew.first(lambda: _make_ready(path))
+        settings = self.optimizer.saved_settings()
+        return CheckpointWriter(self._session, path, self.steps, {"streamed": settings}).wait()
+
+    def restore(self, folder: str | os.PathLike[str]) -> None:
+        """Take the state of the last checkpoint of a folder, bit by bit. The tiers may be others than those it is from.
+
+        So may the number of ranks. This also mends a model that was interrupted while state was changed
+        (`TornStateError`).
+
+        Raises:
+            CheckpointError: there is no checkpoint, or it is of another model, or it is damaged.
+        """
+        # Not `_settle`: a torn state refuses to be drained. `loading` drains a whole one, and resets a torn one.
+        self._check_between_steps("Restoring a checkpoint")
+        self._meet("restore()")
+        checkpoint, settings = self._crew.first(lambda: _find_saved(Path(folder)))
+
+        # Settings and the number of the step belong to the state: if one of them cannot be taken, the state is torn.
+        with self._session.player.loading():
+            restore(self._session, checkpoint)
+            self.optimizer.take_saved_settings(settings)
+            self.steps = step_of(checkpoint)
+
+    def _settle(self, what: str, call: str) -> None:
+        """Finish all updates that are due, so that weights may be read.
+
+        Args:
+            what: the subject of the refusal, if a step is open.
+            call: what all ranks have to call.
+        """
+        self._check_between_steps(what)
+        self._meet(call)
+        self._session.player.drain()
+
+    def _meet(self, call: str) -> None:
+        """Wait until all ranks have come to the same call: they share the state, so each needs the others for it.
+
+        Raises:
+            StreamedModelError: another rank has come to another call.
+        """
+        for rank, other in enumerate(self._crew.agree(call)):
+            if other != call:
+                raise StreamedModelError(
+                    f"rank {self._crew.rank} has come to {call}, and rank {rank} to {other}. All ranks of a streamed "
+                    "model make the same calls in the same order: read, save and export outside of `if rank == 0`."
+                )
+
+    def _read(self, parts: Sequence[tuple[Unit, TensorSlice]]) -> Tensor:
+        """Read a whole parameter, whose parts may lie in several units (experts that were cut)."""
+        found = torch.empty(sum(tensor.num_elements for _, tensor in parts))
+        first = 0
+        for unit, tensor in parts:
+            for start, stop in chunks(tensor.num_elements):
+                found[first + start : first + stop] = self._session.read_whole(
+                    unit, tensor.start + start, tensor.start + stop
+                )
+            first += tensor.num_elements
+        return found.view(parts[0][1].parameter_shape)
+
+
+def _make_ready(folder: Path) -> None:
+    """Make a folder of checkpoints, and put back what a killed process has left half replaced."""
     folder.mkdir(parents=True, exist_ok=True)
 
     # A process that was killed between the two renames of a switch has left the old checkpoint under another name.
     settle_replaced(folder)
-    return CheckpointWriter(session, folder, step, {"streamed": settings}).wait()
 
 
-def find_saved(folder: Path) -> tuple[Path, Sequence[Mapping[str, Any]]]:
+def _find_saved(folder: Path) -> tuple[Path, Settings]:
     """Return the last checkpoint of a folder, and the settings of the optimizer that it was saved with.
 
     Raises:
@@ -78,11 +236,5 @@ def find_saved(folder: Path) -> tuple[Path, Sequence[Mapping[str, Any]]]:
 
     # The warning shows the line that called `Streamed.restore`.
     if not is_bound(checkpoint):
-        warnings.warn(UNBOUND.format(checkpoint), stacklevel=3)
+        warnings.warn(UNBOUND.format(checkpoint), stacklevel=5)
     return checkpoint, settings
-
-
-def _read(session: Session, parts: Sequence[tuple[Unit, TensorSlice]]) -> Tensor:
-    """Read a whole parameter, whose parts may lie in several units (experts that were cut)."""
-    found = [session.read_master(unit, tensor.start, tensor.stop) for unit, tensor in parts]
-    return (found[0] if len(found) == 1 else torch.cat(found)).view(parts[0][1].parameter_shape)

@@ -8,6 +8,9 @@
 The step is that of `engine.step`, cut at the user's calls. The first forward begins it, each forward with gradients
 begins a group, and `optimizer.step` ends it. Its updates run ahead of the next forward. Evaluations, checkpoints,
 exports and all else that reads weights wait for them.
+
+Under `torchrun` the processes are ranks, which share the state. Each makes forwards and backwards of its own rows, and
+`optimizer.step` adds up the gradients of all of them.
 """
 
 from __future__ import annotations
@@ -18,52 +21,65 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from torch import nn
 from transformers.utils.generic import ModelOutput
 
-from megatier.checkpoint.checkpoint import restore, step_of
 from megatier.config.schema import TrainConfig
 from megatier.engine.step import StepResult
 from megatier.errors import StreamedModelError
 from megatier.guards.unbound import refused_outside
 from megatier.integrations.stream_optimizer import StreamedAdamW
-from megatier.integrations.stream_state import find_saved, read_all, read_master, save_state
-from megatier.models.export import export
+from megatier.integrations.stream_state import StreamedState
 from megatier.session.session import Session
-from megatier.session.workload import COMPUTE_DTYPES
 from megatier.trace.events import TraceEvent, write_trace
-from megatier.train.export import SHARD_BYTES
+
+T = TypeVar("T")
 
 TRACED_STEPS = 3
 """How many of the last steps `Streamed.write_trace` writes."""
 
 
-class Streamed:
+class Streamed(StreamedState):
     """A model whose weights, gradients and state stream, for any loop. Use it from one thread.
+
+    Ranks make the same calls in the same order. A call that one of them leaves out is a `StreamedModelError` on all of
+    them, and an error that ends one of them is a `PeerError` on the others.
 
     Attributes:
         model: the Hugging Face model, for forwards; its parameters lie on meta. A forward with gradients is one group
             of a step and needs its backward. A forward under `torch.no_grad` is an evaluation.
         optimizer: the optimizer that schedulers, trainers and loops take.
         clip: global gradient norm to clip to, read by `optimizer.step`; None: off.
-        accumulation_steps: number of backwards per `optimizer.step`.
+        accumulation_steps: number of backwards per `optimizer.step` that this process makes.
+        groups: number of backwards per `optimizer.step` that all ranks make together, whose gradients are added.
+        rank: number of this process among the ranks, from 0.
+        num_ranks: number of ranks, 1 without `torchrun`.
         steps: number of steps that `optimizer.step` has ended, those that were left out included.
         last: result of the last step: its norm, its clip coefficient, and whether it was left out. Its loss is NaN,
             because only the loop knows the loss. None before the first step.
     """
 
-    def __init__(self, session: Session, train: TrainConfig, *, has_logits: bool) -> None:
-        """Take over a loaded session, which `close` ends; `stream` makes one."""
-        self._session = session
+    def __init__(self, session: Session, train: TrainConfig, opened: contextlib.ExitStack) -> None:
+        """Take over a loaded session; `stream` makes one.
+
+        Args:
+            session: the session.
+            train: settings of the steps.
+            opened: ends the session, and the connection to other ranks; `close` does so.
+        """
+        super().__init__(session)
+        self._opened = opened
         self._engine = session.engine
-        self._has_logits = has_logits
         self.model = session.model
+        self.rank = self._crew.rank
+        self.num_ranks = self._crew.size
+        self.groups = train.groups
+        self.accumulation_steps = train.groups // self.num_ranks
         self.clip = train.clip
-        self.accumulation_steps = train.groups
         self.optimizer = StreamedAdamW(self, train)
 
         self.steps = 0
@@ -77,6 +93,8 @@ class Streamed:
         self._events: list[tuple[int, list[TraceEvent]]] = []
         """The last steps by number, with what happened in them."""
         self._is_closed = False
+        self._has_parted = False
+        """Whether this rank has left a step half-way, in which the others are still."""
 
         # A function, no method: accelerate would bind a method to the model.
         self.model.forward = _entering(self._forward, self.model.forward)
@@ -85,14 +103,32 @@ class Streamed:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._is_closed = True
+            self._opened.__exit__(kind, error, trace)
 
     def close(self) -> None:
-        """Free the memory and remove the block files. The weights go with them. Closing twice is safe."""
-        if not self._is_closed:
+        """Free the memory and remove the block files. The weights go with them. Closing twice is safe.
+
+        Ranks close together. After an error leave the `with` block by it instead, so that the others know.
+
+        Raises:
+            StreamedModelError: other ranks need this one still.
+        """
+        if self._is_closed:
+            return
+
+        # An error in here is told to the other ranks, and then all is closed nevertheless.
+        with self._opened:
+            if self.num_ranks > 1:
+                self._check_between_steps("Closing")
             self._is_closed = True
-            self._session.close()
+            self._meet("close()")
 
     @property
     def device(self) -> torch.device:
@@ -102,7 +138,12 @@ class Streamed:
     @property
     def has_logits(self) -> bool:
         """Whether the model gives logits as well as the loss."""
-        return self._has_logits
+        return not self._engine.model.fuses_loss
+
+    def all_of(self, value: T) -> list[T]:
+        """Return what each rank gives, in the order of the ranks: losses to add up, for example. Any object will do."""
+        self._meet("all_of()")
+        return self._crew.agree(value)
 
     # ------------------------------------------------------------------ a step
 
@@ -118,6 +159,7 @@ class Streamed:
         # Trainers ask for the norm before `optimizer.step` asks again. The pass can be ended only once.
         if self._norm is None:
             self._check_whole()
+            self._meet("optimizer.step()")
 
             # A step whose pass has ended cannot be measured again, so whatever fails here gives the step up.
             try:
@@ -153,10 +195,14 @@ class Streamed:
         return self.last
 
     def abandon(self) -> None:
-        """Forget the forwards and backwards since the last step. No weight changes."""
+        """Forget the forwards and backwards since the last step. No weight changes.
+
+        Several ranks cannot go on after that, because the others are in the step still.
+        """
         if self._groups:
             self._groups = 0
             self._norm = None
+            self._has_parted = self.num_ranks > 1
             self._engine.abandon()
 
     def drop_gradients(self) -> None:
@@ -183,7 +229,7 @@ class Streamed:
             run = refused_outside(self.model)
         else:
             # It reads the weights of the last step, whose updates may still wait for the next forward.
-            self._settle("An evaluation")
+            self._settle("An evaluation", "a forward without gradients")
             run = self._engine.evaluation(evaluation)
 
         # A forward that failed or was interrupted can have no backward, and its group cannot be repeated by itself.
@@ -205,7 +251,7 @@ class Streamed:
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Run the model's own forward as a group of a step, or as an evaluation."""
-        if not self._has_logits and kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
+        if not self.has_logits and kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
             raise StreamedModelError(
                 "the model was opened with fused_loss and gives no logits: pass labels, or call megatier.stream with "
                 "fused_loss=False."
@@ -221,7 +267,7 @@ class Streamed:
 
     def _without_logits(self, outputs: Any) -> Any:  # noqa: ANN401
         """Return the model's outputs, without logits if it has none."""
-        if self._has_logits:
+        if self.has_logits:
             return outputs
 
         # Head and loss are one node, so hidden states stand under the name of logits, where a metric would take them.
@@ -242,6 +288,8 @@ class Streamed:
                 f"accumulation_steps is {self.accumulation_steps}, and that many backwards were made. Call "
                 "optimizer.step(), or give megatier.stream the right number."
             )
+
+        self._meet("a forward with gradients")
 
         # The settings that stand now count for speculative updates; `finish_step` voids those if they have changed.
         if not self._groups:
@@ -271,85 +319,11 @@ class Streamed:
     def _check_open(self) -> None:
         if self._is_closed:
             raise StreamedModelError("this streamed model is closed; open it anew with megatier.stream.")
-
-    # ------------------------------------------------------------------ weights and state
-
-    def read(self, name: str) -> Tensor:
-        """Return the fp32 master of a parameter after all steps so far, as a copy on the CPU.
-
-        Args:
-            name: the parameter's name in the model; a tied one has its first name.
-
-        Raises:
-            BlockNotFoundError: the model has no parameter of that name.
-            StreamedModelError: a step is open.
-        """
-        self._settle("Reading weights")
-        return read_master(self._session, name)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return all fp32 masters by name, a tied one once, and persistent buffers, as copies on the CPU.
-
-        Raises:
-            CapacityError: they do not fit RAM; `export` and `save` stream.
-            StreamedModelError: a step is open.
-        """
-        self._settle("Reading weights")
-        return read_all(self._session)
-
-    def export(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        dtype: Literal["bf16", "fp32"] | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-    ) -> None:
-        """Write a folder that `from_pretrained` loads. The weights are written piece by piece.
-
-        Args:
-            folder: a new or empty folder.
-            dtype: type of the written weights; fp32 writes the masters, None takes the compute dtype.
-            tokenizer: a tokenizer to write into the folder too.
-
-        Raises:
-            ConfigError, CapacityError, TransferError: see `models.export.export`.
-        """
-        self._settle("An export")
-        units, read = self._session.units, self._session.read_master
-        written = self._engine.options.dtype if dtype is None else COMPUTE_DTYPES[dtype]
-        export(Path(folder), self.model, units, read, written, SHARD_BYTES, tokenizer)
-
-    def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write a checkpoint, `step-...` in the folder: weights and moments in fp32, settings, the number of the step.
-
-        It takes the place of a checkpoint of the same step, which stays whole until the new one is on the drive.
-
-        Returns:
-            The path of the checkpoint.
-
-        Raises:
-            CapacityError, TransferError: see `CheckpointWriter.wait`.
-        """
-        self._settle("A checkpoint")
-        return save_state(self._session, Path(folder), self.steps, self.optimizer.saved_settings())
-
-    def restore(self, folder: str | os.PathLike[str]) -> None:
-        """Take the state of the last checkpoint of a folder, bit by bit. The tiers may be others than those it is from.
-
-        This also mends a model that was interrupted while state was changed (`TornStateError`).
-
-        Raises:
-            CheckpointError: there is no checkpoint, or it is of another model, or it is damaged.
-        """
-        # Not `_settle`: a torn state refuses to be drained. `loading` drains a whole one, and resets a torn one.
-        self._check_between_steps("Restoring a checkpoint")
-        checkpoint, settings = find_saved(Path(folder))
-
-        # Settings and the number of the step belong to the state: if one of them cannot be taken, the state is torn.
-        with self._session.player.loading():
-            restore(self._session, checkpoint)
-            self.optimizer.take_saved_settings(settings)
-            self.steps = step_of(checkpoint)
+        if self._has_parted:
+            raise StreamedModelError(
+                "this rank has left a step half-way, in which the other ranks are still. Start all ranks again, from "
+                "the last Streamed.save."
+            )
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write moves, updates, uses and stalls of the last three steps, for Perfetto.
@@ -358,15 +332,6 @@ class Streamed:
             TransferError: the drive is full or gone.
         """
         write_trace(Path(path), self._events)
-
-    def _settle(self, what: str) -> None:
-        """Finish all updates that are due, so that weights may be read.
-
-        Args:
-            what: the subject of the refusal, if a step is open.
-        """
-        self._check_between_steps(what)
-        self._session.player.drain()
 
     def _check_between_steps(self, what: str) -> None:
         self._check_open()

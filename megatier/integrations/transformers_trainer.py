@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
@@ -48,14 +48,69 @@ class StreamedTraining(Base):
             ConfigError: an argument of the Trainer asks for something that a streamed model does not have.
         """
         self.streamed = model
+        self._losses: list[Tensor] = []
+        """Losses of the step's backwards of this rank."""
 
-        # Two places: the Trainer and accelerate then move nothing, and split no batch over several GPUs.
+        # Two places: the Trainer then splits no batch over the GPUs that one process sees. accelerate would refuse them
+        # under torchrun.
         model.model.hf_device_map = {"streamed": "disk", "bound": str(model.device)}  # type: ignore[assignment]
         super().__init__(model.model, *args, **kwargs)
+        del model.model.hf_device_map
         self._check_arguments()
 
         # The update clips by the exact norm. In TrainingArguments 0 means off.
         model.clip = self.args.max_grad_norm or None
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model alone: its weights come to the device by themselves."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:  # noqa: ANN401
+        """Have accelerate prepare the forward (autocast), and wrap nothing around the model: ranks need no DDP."""
+        wrapped = super()._wrap_model(model, training, dataloader)
+        prepared: nn.Module = self.accelerator.prepare_model(wrapped, device_placement=False, evaluation_mode=True)
+        return prepared
+
+    def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the Trainer's
+        """Return the Trainer's loss; in training, this rank's part of the mean over ranks, since a step adds up."""
+        found = super().compute_loss(model, *args, **kwargs)
+        if not torch.is_grad_enabled() or self.streamed.num_ranks == 1:
+            return found
+        if isinstance(found, tuple):
+            return found[0] / self.streamed.num_ranks, *found[1:]
+        return found / self.streamed.num_ranks
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - the Trainer's
+        """Make a forward and backward, and return what it adds to the loss that is logged: that of all ranks.
+
+        The Trainer adds up what this returns. So the losses of the other groups are added here, in the order in which
+        one process would add them.
+        """
+        own: Tensor = super().training_step(*args, **kwargs)
+        if self.streamed.num_ranks == 1:
+            return own
+
+        self._losses.append(own)
+        if len(self._losses) < self.streamed.accumulation_steps:
+            return torch.zeros_like(own)
+        found = self.streamed.all_of(torch.stack(self._losses).cpu())
+        self._losses.clear()
+        losses = torch.stack(found, dim=1).flatten().to(own.device)
+
+        # The Trainer looks at what is returned, and leaves a loss that is not finite out of its logs.
+        if not losses.isfinite().all():
+            return losses.sum()
+        for loss in losses[:-1]:
+            self._tr_loss += loss
+        return losses[-1]
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the Trainer's
+        """Evaluate a batch as one process does: its loss is the mean over its own tokens, not those of other ranks."""
+        given = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = False
+        try:
+            return super().prediction_step(*args, **kwargs)
+        finally:
+            self.args.average_tokens_across_devices = given
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Return the streamed model's own optimizer, with the settings of TrainingArguments."""
@@ -73,12 +128,13 @@ class StreamedTraining(Base):
         """Return the Trainer's own loader, whose batches must make whole steps.
 
         Raises:
-            ConfigError: the last step of an epoch would have fewer backwards than the others.
+            ConfigError: the last step of an epoch would have fewer backwards than the others, or rows twice.
         """
         loader = super().get_train_dataloader()
         steps = self.args.gradient_accumulation_steps
         try:
             rest = len(loader) % steps
+            self._check_even(loader)
         except TypeError:  # an iterable dataset does not say how many there are
             rest = 0
 
@@ -90,6 +146,22 @@ class StreamedTraining(Base):
                 "train_dataset.select(range(...)), or choose another per_device_train_batch_size."
             )
         return loader
+
+    def _check_even(self, loader: DataLoader[Any]) -> None:
+        """Refuse rows that ranks cannot share equally: accelerate would give some of them twice.
+
+        Raises:
+            ConfigError: names how many rows are too many.
+            TypeError: the dataset does not say how many rows it has.
+        """
+        size = self.args.per_device_train_batch_size * self.streamed.num_ranks
+        rows = len(loader.dataset)  # type: ignore[arg-type]
+        if self.streamed.num_ranks > 1 and not self.args.dataloader_drop_last and rows % size:
+            raise ConfigError(
+                f"train_dataset has {rows} rows, no multiple of per_device_train_batch_size times the ranks ({size}), "
+                f"and accelerate would give some of them twice. Leave {rows % size} rows out, for example by "
+                "train_dataset.select(range(...)), or set dataloader_drop_last."
+            )
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
         """Return the exact norm, by which the update clips; no gradient is scaled here."""
@@ -105,12 +177,15 @@ class StreamedTraining(Base):
         # An export wants an empty folder, and the Trainer's may hold files already. So the export gets a folder of
         # its own, and its files move from there.
         export = folder / ".export"
-        discard(export)  # left by a process that was killed
+        if self.args.should_save:
+            discard(export)  # left by a process that was killed
         self.streamed.export(export)
+        if not self.args.should_save:
+            return
+
         for file in export.iterdir():
             file.replace(folder / file.name)
         export.rmdir()
-
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         torch.save(self.args, folder / "training_args.bin")
@@ -140,7 +215,19 @@ class StreamedTraining(Base):
         given = args.gradient_accumulation_steps
         gives_optimizer = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         wants_logits = self.compute_metrics is not None and not self.streamed.has_logits
+        shares = self.streamed.num_ranks > 1
         refusals = (
+            (
+                args.world_size != self.streamed.num_ranks,
+                f"the Trainer has {args.world_size} processes, and megatier.stream {self.streamed.num_ranks}: start "
+                "both by torchrun.",
+            ),
+            (
+                shares and getattr(args.accelerator_config, "split_batches", False),
+                "split_batches cuts a batch over the ranks, which are groups of a step here; leave it out, and set "
+                "per_device_train_batch_size to the rows of one rank.",
+            ),
+            (shares and args.save_on_each_node, "save_on_each_node: all ranks write one folder; leave it out."),
             (
                 given != declared,
                 f"gradient_accumulation_steps is {given}, and megatier.stream was told accumulation_steps={declared}; "

@@ -98,7 +98,9 @@ def cache_path() -> Path:
 
 
 def cache_rates(rates: Rates, device: str, path: Path | None = None) -> Path:
-    """Keep rates for `cached_rates`, in place of those that this machine had. Drives that were not measured now stay.
+    """Keep rates for `cached_rates`, in place of those that this machine had.
+
+    Drives, and links between ranks, that were not measured now stay.
 
     Args:
         rates: the rates that were measured here now. Those of a drive are in full, and its directory is there.
@@ -118,10 +120,14 @@ def cache_rates(rates: Rates, device: str, path: Path | None = None) -> Path:
     measured_now = [drive["facts"] for drive in drives]
     entries = _entries(path)
     before = [drive for entry in entries if entry["machine"] == machine for drive in entry["drives"]]
+    links = {name: value for name, value in dataclasses.asdict(rates).items() if name != "drives"}
+    kept = [entry["links"] for entry in entries if entry["machine"] == machine]
+    for name in ASSUMED:
+        links[name] = links[name] or next((each[name] for each in kept if each.get(name)), None)
     entry = {
         "machine": machine,
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-        "links": {name: value for name, value in dataclasses.asdict(rates).items() if name != "drives"},
+        "links": links,
         "drives": drives + [drive for drive in before if drive["facts"] not in measured_now],
     }
     others = [entry for entry in entries if entry["machine"] != machine]

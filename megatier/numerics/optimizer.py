@@ -31,7 +31,7 @@ from megatier import _native
 from megatier.errors import NonFiniteError
 from megatier.layout import Layout, TensorSlice
 from megatier.numerics.adamw import Planes, adamw_threads, begin_adamw, step_scalars
-from megatier.ranks import Ranks
+from megatier.ranks.ranks import Ranks
 from megatier.workers import Workers
 
 SPAN_ELEMENTS = 65_536

@@ -151,8 +151,7 @@ def _trials(
     for computed in _computed(config, compiles, fixed, world.ranks):
         trial = Trial.of(model, units, changed(config, computed), rates, budgets, compiles=compiles, world=world)
         # Where state lies changes nothing but the policy, so the skeleton is not read again.
-        streams = trial.work.policy.deferred and world.ranks == 1
-        for placed in _placed(config, budgets, fixed, streams=streams, defers=trial.work.policy.deferred):
+        for placed in _placed(config, budgets, fixed, defers=trial.work.policy.deferred):
             names = {name.partition(".")[2]: value for name, value in placed.items()}
             work = replace(trial.work, policy=replace(trial.work.policy, **names))
             yield computed | placed, replace(trial, work=work)
@@ -183,12 +182,10 @@ def _computed(config: RunConfig, compiles: bool, fixed: frozenset[str], ranks: i
         yield settings
 
 
-def _placed(
-    config: RunConfig, budgets: Budgets, fixed: frozenset[str], *, streams: bool, defers: bool
-) -> Iterator[dict[str, Any]]:
+def _placed(config: RunConfig, budgets: Budgets, fixed: frozenset[str], *, defers: bool) -> Iterator[dict[str, Any]]:
     """Combinations of the settings that change where state lies and how it moves."""
     state = config.tiers.state
-    streams = streams and "ram" in state and "gpu" not in state
+    streams = defers and "ram" in state and "gpu" not in state
     spills = defers and "nvme" in state and budgets.nvme > 0
     if config.output.savepoint_every:
         fixed |= {"tiers.generations"}

@@ -18,7 +18,7 @@ from megatier.layout import Layout
 from megatier.models.decoder import Unit
 from megatier.models.experts import cut_units
 from megatier.planner.memory import ActivationBytes, activation_bytes, interpolated
-from megatier.ranks import check_groups
+from megatier.ranks.ranks import check_groups
 from megatier.schedule.forecast import Forecast, floor, forecast
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import ALONE, Rates, World
@@ -85,8 +85,7 @@ class Trial:
         tokens = config.data.sequence_length
         savepoints = config.output.savepoint_every > 0
         sections = config.model, config.tiers, config.train, config.numerics
-        work = Workload.of(model, units, *sections, tokens, savepoints=savepoints, ranks=world.ranks)
-        work = replace(work, policy=replace(work.policy, host_ranks=world.host_ranks))
+        work = Workload.of(model, units, *sections, tokens, savepoints=savepoints, world=world)
         return cls(
             work=work,
             accesses=_accesses(head, config, work),

@@ -19,7 +19,7 @@ Threads: compute hands gradients over (autograd's thread, in a backward). Everyt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -32,10 +32,11 @@ from megatier.play.gate import Gate
 from megatier.play.gradients import UnitGradients
 from megatier.play.optimizer import Optimizer
 from megatier.play.passes import Pass
-from megatier.ranks import Ranks
+from megatier.ranks.ranks import Ranks
 from megatier.schedule.timeline import Load, Scatter
 from megatier.store.lease import Lease
 from megatier.store.queue import Queue
+from megatier.store.stream_clock import Instant
 from megatier.store.transfer import Transfer, mark
 from megatier.tier import Kind, Tier
 from megatier.trace.recorder import Recorder
@@ -144,15 +145,14 @@ class Collectives:
         if played.trains:
             self._handed.clear()
 
-    def submit(self, planned: Load | Scatter, own: Transfer | None = None) -> Transfer:
+    def submit(self, planned: Load | Scatter, own: Sequence[Transfer] = ()) -> Transfer:
         """Append a planned collective to the lane.
 
         Args:
             planned: a load to gather for, or a scatter.
-            own: the item that brings this rank's own shard, for a load.
+            own: for a load, the items that bring this rank's own shard and, if it is streamed, update it.
         """
         if isinstance(planned, Load):
-            assert own is not None
             return self._append(planned.unit, partial(self._gather, planned.unit, planned, own), own)
 
         handover = self._handovers[planned.unit, planned.group] = Handover(planned)
@@ -223,7 +223,7 @@ class Collectives:
     def gather(self, unit: str) -> Transfer:
         """Gather a unit's weights on demand, because no timeline says when."""
         self._check_order(f"gather {unit}")
-        return self._append(unit, partial(self._gather, unit, None, None))
+        return self._append(unit, partial(self._gather, unit, None, ()))
 
     def take_grad(self, unit: str, *, fits: bool = False) -> torch.Tensor:
         """A GPU buffer for the whole unit's gradient of one group: uint8, contents unspecified.
@@ -244,14 +244,13 @@ class Collectives:
         return False
 
     def _make(self, unit: str, width: int) -> torch.Tensor:
-        """Lease a buffer for a unit's gradient of one group, with so many bytes for each element.
-
-        It waits until the gradient of the group before was scattered from it.
-        """
+        """Lease a buffer for a unit's gradient of one group, once the one before was scattered from it."""
         if self._failure is not None:
             raise self._failure
 
         # Other ranks may be a whole group behind, and then the lane waits for them with that gradient.
+        cause = self._recorder.busy["ranks"]
+        asked = Instant(self._store.clock)
         if (before := self._handed_last.pop(unit, None)) is not None:
             before.order()
 
@@ -259,6 +258,7 @@ class Collectives:
         with self._store.tear.call:
             lease = self._store.lease(group_grad_key(unit), Tier.GPU, fresh=True, wait=True)
             self._buffers[unit] = lease, width
+        self._recorder.pause(cause, asked, Instant(self._store.clock))
         return lease.bytes[: self._size(unit, width)]
 
     def _hand_over(self, unit: str, group: int) -> None:
@@ -308,9 +308,9 @@ class Collectives:
 
     # ------------------------------------------------------------------ the lane's side
 
-    def _append(self, unit: str, work: partial[None], own: Transfer | None = None) -> Transfer:
-        """Append an item to the lane, behind what brings this rank's own shard, if anything does."""
-        self._last = self.queue.submit(unit, 0, work, behind=() if own is None else (own,))
+    def _append(self, unit: str, work: partial[None], own: Sequence[Transfer] = ()) -> Transfer:
+        """Append an item to the lane, behind what brings and updates this rank's own shard, if anything does."""
+        self._last = self.queue.submit(unit, 0, work, behind=own)
         self._recorder.watch(self._last)
         return self._last
 
@@ -329,14 +329,15 @@ class Collectives:
             self._failure = error
             raise
 
-    def _gather(self, unit: str, load: Load | None, own: Transfer | None) -> None:
+    def _gather(self, unit: str, load: Load | None, own: Sequence[Transfer]) -> None:
         """Bring a unit's whole weights to a GPU slot."""
         busy = self._recorder.busy
         blocks = self._blocks
         try:
             with self._in_order():
-                if own is not None:
-                    own.order()
+                # AdamW on the GPU is waited for as well: NCCL's kernel would spin on processors that AdamW needs.
+                for transfer in own:
+                    transfer.wait()
                 if load is not None:
                     busy["ranks"] = "slot"
                     blocks.make_room(load, self._gate)

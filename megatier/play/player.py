@@ -27,7 +27,7 @@ from megatier.play.optimizer import Optimizer
 from megatier.play.passes import Orders, Pass
 from megatier.play.updates import Updates
 from megatier.play.weights import UnitWeights
-from megatier.ranks import Ranks
+from megatier.ranks.ranks import Ranks
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Moves
 from megatier.schedule.placement import Placement
@@ -35,7 +35,7 @@ from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.timeline import Access, Load, Timeline
 from megatier.store.queue import Queue
 from megatier.store.store import TieredStore
-from megatier.store.transfer import Transfer, mark
+from megatier.store.transfer import mark
 from megatier.tier import Kind, Tier
 from megatier.trace.events import TraceEvent
 from megatier.trace.recorder import Recorder
@@ -137,6 +137,10 @@ class Player:
         """The events that ended since the last call. It does not wait for moves in flight, which may outlast a step."""
         return self.recorder.take(self._store.take_log())
 
+    def own_seconds(self) -> float:
+        """Seconds since then that this rank took itself: compute, and waits for its own lanes. The device is idle."""
+        return self.recorder.own_seconds()
+
     # ------------------------------------------------------------------ passes
 
     def begin(self, name: str) -> None:
@@ -194,31 +198,31 @@ class Player:
         # updates and loads come in the order of the accesses that they serve. So whatever is ahead of an item in its
         # lane serves an earlier access, and waits for less.
         self._demand.begin_pass(timeline, trains=self._pass.trains)
-        streamed = [update for update in timeline.updates if update.unit in self._placement.streamed]
+        streamed = {update.unit: update for update in timeline.updates if update.unit in self._placement.streamed}
         gradients = mark(self._store.clock, "gradients")
 
         # a. Updates of units that are not streamed wait for gradients of the last step, which are made, and for readers
         #    on the lane `checkpoint`, which waits for drives alone. One that feeds a load for access k waits for
         #    accesses before k too. On the lane `update_gpu`, units at home there so come before all streamed ones.
         for update in timeline.updates:
-            if update.unit not in self._placement.streamed:
+            if update.unit not in streamed:
                 self.updates.submit(update, gradients)
 
         # b. A load for access k waits for accesses before k and for its unit's update. It looks for that update as soon
         #    as the lane comes to it. So the updates were submitted first: else it would find that of the last step, and
         #    bring weights that are about to change.
-        #    If ranks share the state, scatters stand between the loads, in the order that all ranks have.
-        first_loads: dict[str, Transfer] = {}
+        # c. A streamed unit is updated in the slot into which its weights are loaded: its update waits for its first
+        #    load, and no load waits for the update.
+        #    If ranks share the state, that load brings a shard, and the gather waits for the update. Scatters stand
+        #    between the gathers, in the order that all ranks have.
         for planned in timeline.collectives():
             if isinstance(planned, Load):
-                first_loads.setdefault(planned.unit, self.weights.submit(planned))
+                brought = self.weights.submit(planned)
+                if (due := streamed.pop(planned.unit, None)) is not None:
+                    self.updates.submit(due, gradients, brought)
+                self.weights.gather(planned, brought)
             elif self._collectives is not None:
                 self._collectives.submit(planned)
-
-        # c. A streamed unit is updated in the slot into which its weights are loaded: its update waits for that load,
-        #    and no load waits for the update.
-        for update in streamed:
-            self.updates.submit(update, gradients, first_loads[update.unit])
 
         # d. The exchange comes last in its lane and waits for the CPU's update lanes, which never wait for it.
         if self._pass.trains:

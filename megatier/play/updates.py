@@ -220,7 +220,7 @@ class Updates:
 
         # Their updates brought weights into GPU slots, and a pass begins with empty ones.
         for name in self._placement.streamed:
-            self._blocks.drop_weights(name)
+            self._blocks.drop_shard(name)
 
     def forget(self) -> None:
         """Forget every update: all have ended, and the state is overwritten next."""
@@ -251,7 +251,7 @@ class Updates:
             self.submit(Update(unit, None), gradients)
             self._demand.add(moves.update(unit))
             if unit in self._placement.streamed:
-                self._demand.add(moves.load(unit))
+                self._demand.add(moves.bring(unit))
         self.submit_exchange(goes_home=True, comes_again=False)
 
     def _all(self) -> list[Transfer]:

@@ -203,18 +203,34 @@ class UnitWeights:
         self._gathers.clear()
 
     def submit(self, load: Load) -> Transfer:
-        """Append a load of the present pass to the lane."""
-        if self._collectives is None:
-            transfer = self.queue.submit(load.unit, 0, partial(self._load, load))
-        else:
-            # A shard needs a slot. That of the gather before the last one is free when that is over.
-            before = [self._gathers[0]] if len(self._gathers) == SLOTS_MIN else []
-            own = self.queue.submit(load.unit, 0, partial(self._bring, load.unit), behind=before)
-            transfer = self._collectives.submit(load, own)
-            self._gathers.append(transfer)
+        """Append a load of the present pass to the lane; returns what brings all that this rank has of the weights.
 
+        `gather` follows, once the update of a streamed unit was submitted.
+        """
+        if self._collectives is None:
+            transfer = self._pass.loads[load.access] = self.queue.submit(load.unit, 0, partial(self._load, load))
+            return transfer
+
+        # A shard needs a slot. That of the gather before the last one is free when that is over.
+        before = [self._gathers[0]] if len(self._gathers) == SLOTS_MIN else []
+        return self.queue.submit(load.unit, 0, partial(self._bring, load.unit), behind=before)
+
+    def gather(self, load: Load, own: Transfer) -> None:
+        """Append the gather of a load to the lane `ranks`, if ranks share the state.
+
+        Args:
+            load: the load.
+            own: what `submit` returned: it brings this rank's shard.
+        """
+        if self._collectives is None:
+            return
+
+        # A streamed unit is updated where its shard came to. Any other one is updated before that.
+        streamed = load.unit in self._blocks.placement.streamed
+        update = self._updates.of(load.unit) if streamed else None
+        transfer = self._collectives.submit(load, [own] if update is None else [own, update])
+        self._gathers.append(transfer)
         self._pass.loads[load.access] = transfer
-        return transfer
 
     def pass_over(self, access: Access | None) -> None:
         """Use and leave the accesses that this pass leaves out.

@@ -16,6 +16,21 @@ class TierUse:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SlowestRank:
+    """The rank for which the others waited in a step. What a rank takes itself is compute, and waits for its own lanes.
+
+    What it waits for a collective does not count: another rank may be late there.
+    """
+
+    rank: int
+    host: str
+    seconds: float
+    """Seconds that it took itself."""
+    least_seconds: float
+    """Seconds that the fastest rank took itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
     """A finished step."""
 
@@ -37,6 +52,8 @@ class StepReport:
     """What should bound the step, as planned."""
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds that each lane was busy."""
+    slowest: SlowestRank | None = None
+    """The slowest of the ranks; None: this process is alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

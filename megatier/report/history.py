@@ -20,7 +20,7 @@ import torch
 from megatier.errors import ConfigError
 from megatier.files import open_regular
 from megatier.planner.prediction import Prediction
-from megatier.report.figures import TierState
+from megatier.report.figures import SlowestRank, TierState
 from megatier.session.session import Session
 from megatier.tier import STATE_KINDS, Kind
 
@@ -80,6 +80,8 @@ class Step:
     """Bytes per queue since the step before, as the placement demands them."""
     resident_bytes: float | None
     gpu_bytes: float | None
+    slowest: SlowestRank | None
+    """The slowest of the ranks; None: one process trained alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,6 +291,7 @@ def _expected(found: Mapping[str, Any]) -> Expected:
 
 def _step(step: int, record: Mapping[str, Any], moved: Mapping[str, float], demanded: Mapping[str, float]) -> Step:
     skipped = record.get("skipped")
+    slowest = record.get("slowest_rank")
     return Step(
         step=step,
         loss=float(record["loss"]),
@@ -302,6 +305,16 @@ def _step(step: int, record: Mapping[str, Any], moved: Mapping[str, float], dema
         demanded_bytes=demanded,
         resident_bytes=_optional(record.get("resident_bytes")),
         gpu_bytes=_optional(record.get("gpu_bytes")),
+        slowest=None if slowest is None else _slowest(slowest),
+    )
+
+
+def _slowest(found: Mapping[str, Any]) -> SlowestRank:
+    return SlowestRank(
+        rank=round(_figure(found["rank"])),
+        host=_text(found["host"]),
+        seconds=_figure(found["seconds"]),
+        least_seconds=_figure(found["least_seconds"]),
     )
 
 

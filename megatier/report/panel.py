@@ -92,6 +92,10 @@ def panel(report: StepReport, num_steps: int, seconds_left: float, losses: Cours
     shares = f"{format_seconds(stalled)}, {format_share(stalled, report.seconds)}"
     _row(grid, "bound by", Text(bound_of(report)), f"stalled {shares}")
 
+    if (slowest := report.slowest) is not None:
+        words = f"{format_seconds(slowest.seconds)} itself, the fastest {format_seconds(slowest.least_seconds)}"
+        _row(grid, "slowest", Text(f"rank {slowest.rank} on {slowest.host}"), words)
+
     for use in report.tiers:
         share = format_share(use.used_bytes, use.budget_bytes)
         _row(grid, use.tier, _bar(use.used_bytes, use.budget_bytes), f"{share} of {mib(use.budget_bytes)}")

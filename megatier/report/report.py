@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from megatier.errors import mib
-from megatier.report.figures import QueueBytes, StepReport, TierState
+from megatier.report.figures import QueueBytes, SlowestRank, StepReport, TierState
 from megatier.report.metrics import format_seconds, format_share
 from megatier.report.panel import Course, panel
 
@@ -135,6 +135,7 @@ def _figures(report: StepReport, num_steps: int, seconds_left: float) -> list[tu
         *([("attainment", f"{report.attainment:.0%} ({report.bound_by})")] if report.attainment is not None else []),
         ("ETA", format_seconds(seconds_left)),
         ("stalled", _stalls(report.stall_seconds)),
+        *([("slowest", _slowest(report.slowest))] if report.slowest is not None else []),
     ]
     return figures + [(use.tier, format_share(use.used_bytes, use.budget_bytes)) for use in report.tiers]
 
@@ -146,6 +147,12 @@ def _stalls(seconds: Mapping[str, float]) -> str:
         return "0 ms"
     named = ", ".join(f"{cause} {format_seconds(value)}" for value, cause in causes)
     return f"{format_seconds(sum(seconds.values()))} ({named})"
+
+
+def _slowest(slowest: SlowestRank) -> str:
+    """Return which rank the others waited for, and how long it and the fastest took themselves."""
+    seconds = f"{format_seconds(slowest.seconds)}, fastest {format_seconds(slowest.least_seconds)}"
+    return f"rank {slowest.rank} on {slowest.host} ({seconds})"
 
 
 def _table(title: str, first: str, *others: str) -> Table:

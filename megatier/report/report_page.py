@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from megatier.report.recorded_run import RecordedRun, amount_of, tokens_per_s, t
 from megatier.store.lanes import QUEUES
 from megatier.tier import Tier
 
+RANKS_SHOWN = 8
+"""Number of the slowest ranks that are shown."""
 SAVED_SHOWN = 10
 """Number of checkpoints, and of savepoints, that are shown."""
 NO_STEP = "No step is on file yet."
@@ -53,7 +56,7 @@ def _sections(run: RecordedRun) -> Iterator[str]:
     yield section("The plan against what happened", _plan(run))
     yield section("Memory", _memory(run))
     yield section("What moved", _moves(run))
-    yield section("What compute waited for", _stalls(run))
+    yield section("What compute waited for", _stalls(run) + _slowest(run))
     yield section("A step", _timeline(run))
     yield section("What lies where", _placement(run))
     yield section("Checkpoints and savepoints", _saved(run))
@@ -214,6 +217,24 @@ def _stalls(run: RecordedRun) -> str:
     lines = [Line(cause, run.points(amount_of(lambda step: step.stall_seconds, cause), scale)) for cause in causes]
     columns = "waited for", "in all", "share of the time", "longest in a step"
     return _row(table(columns, rows), chart.draw(f"stalled, {unit} a step", lines))
+
+
+def _slowest(run: RecordedRun) -> str:
+    """Return which ranks the others waited for; empty if one process trained alone."""
+    found = [step.slowest for step in run.steady if step.slowest is not None]
+    if not found:
+        return ""
+
+    behind: dict[str, list[float]] = defaultdict(list)
+    for slowest in found:
+        behind[f"rank {slowest.rank} on {slowest.host}"].append(slowest.seconds - slowest.least_seconds)
+    often = sorted(behind.items(), key=lambda item: -len(item[1]))[:RANKS_SHOWN]
+    rows = [(name, format_share(len(more), len(found)), format_seconds(median(more))) for name, more in often]
+    words = (
+        "All ranks end a step together. The slowest one takes longest itself: it computes, or waits for its own "
+        "lanes, while the others wait for it."
+    )
+    return table(("slowest", "share of the steps", "longer than the fastest, median"), rows) + note(words)
 
 
 # ---------------------------------------------------------------------- plan, step, placement

@@ -263,11 +263,11 @@ class StepJobs:
         (self._speculated if is_speculative else self._updates)[unit.name] = updated
         return copied
 
-    def _update_streamed(self, unit: UnitSpec, arrival: int) -> None:
-        """Run AdamW on the GPU, when weights, gradient and state are there. The new weights go home at once."""
+    def _update_streamed(self, unit: UnitSpec, arrival: int) -> int:
+        """Run AdamW on the GPU, when weights, gradient and state are there; returns the job that takes weights home."""
         needs = [arrival, self._grads.get(unit.name), self._states.get(unit.name)]
         self._updates[unit.name] = self._add("update_gpu", unit.name, unit.num_trained, *needs)
-        self._chain(self._moves.return_weights(unit.name), unit.name, self._updates[unit.name])
+        return self._chain(self._moves.return_weights(unit.name), unit.name, self._updates[unit.name])
 
     def _exchange(self) -> None:
         """Move streamed state home when the CPU is through with its own updates, and to the GPU again."""

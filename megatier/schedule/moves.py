@@ -55,11 +55,15 @@ class Moves:
     # ------------------------------------------------------------------ weights
 
     def load(self, unit: str) -> tuple[Move, ...]:
-        """Moves that bring a unit's weights to a GPU slot, if no update feeds them."""
+        """Moves that bring a unit's weights, whole, to a GPU slot, if no update feeds them."""
+        size = block_bytes(self._units[unit], Kind.WEIGHT, self._policy)
+        return (*self.bring(unit), *self._from_others(size))
+
+    def bring(self, unit: str) -> tuple[Move, ...]:
+        """Moves that bring what this rank has of a unit's weights to a GPU slot, unless it is at home there."""
         size = block_bytes(self._units[unit], Kind.WEIGHT, self._policy)
         home = self._placement.homes[unit, Kind.WEIGHT]
-        own = self._up(home, size) if home is not Tier.GPU else ()
-        return (*own, *self._from_others(size))
+        return self._up(home, size) if home is not Tier.GPU else ()
 
     def feed(self, unit: str) -> tuple[Move, ...]:
         """Moves that bring the weights that an update has just written to RAM slots to a GPU slot."""

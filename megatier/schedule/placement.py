@@ -88,11 +88,12 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     on_gpu = _choose_gpu(units, budgets.gpu - shared, policy)
     rest = [unit for unit in units if unit.name not in on_gpu]
     homed = sum(state_bytes(unit, policy) + grad_bytes(unit, policy) for unit in units if unit.name in on_gpu)
-    streamed = _choose_streamed(rest, homed, budgets, policy)
+    streamed = _choose_streamed(rest, homed + shared, budgets, policy)
     slots = gpu_slots(rest, homed + shared, streamed, budgets.gpu, policy)
 
     # Whole weights take what is left, so that few of them have to be gathered a second time.
-    slots += collective_slots(units, budgets.gpu - homed - total_bytes(slots), policy)
+    waiting = sum(grad_bytes(unit, policy) for unit in streamed)
+    slots += collective_slots(units, budgets.gpu - homed - waiting - total_bytes(slots), policy)
 
     # RAM next. The gradient of a streamed unit stays on the GPU, where its update needs it.
     names = tuple(unit.name for unit in streamed)
@@ -233,14 +234,12 @@ def _choose_streamed(rest: Sequence[UnitSpec], homed: int, budgets: Budgets, pol
 
     Args:
         rest: units that are not at home on the GPU.
-        homed: bytes of the GPU taken by those that are.
+        homed: bytes of the GPU taken by those that are, and by what ranks need to send each other.
         budgets: bytes of each tier.
         policy: the share wanted, and all that decides sizes.
     """
-    # Where ranks share the state, the slot of a shard is given back as soon as the shard was gathered.
     able = trained(rest)
-    streams = policy.deferred and policy.streamed_share and policy.ranks == 1
-    if not (streams and able and Tier.RAM in policy.state):
+    if not (policy.deferred and policy.streamed_share and able and Tier.RAM in policy.state):
         return []
 
     # All slots are as large as those of the largest unit that may be chosen.

@@ -37,14 +37,15 @@ class RankJobs(StepJobs):
         """The last collective."""
         self._made: dict[tuple[str, int], int] = {}
         """The job that made the gradient of a unit and group."""
-        self._gathers: deque[int] = deque(maxlen=SLOTS_MIN)
-        """The last gathers, each of which emptied a GPU slot for a shard."""
+        self._shards: deque[tuple[int, ...]] = deque(maxlen=SLOTS_MIN)
+        """The jobs that emptied the GPU slot of each of the last shards."""
         self._scatters: deque[int] = deque(maxlen=SLOTS_MIN)
         """The last scatters, each of which emptied a GPU slot for the gradient of a group."""
 
     def _weights(self, timeline: Timeline) -> Iterator[None]:
         """Add updates and collectives, and yield before each access when all are there that may come before it."""
         due = deque(update.unit for update in timeline.updates if self._begun is not None)
+        streamed = {unit for unit in self._placement.streamed if unit in due}
         planned = deque(timeline.collectives())
 
         for index in range(len(timeline.accesses) + 1):
@@ -56,8 +57,10 @@ class RankJobs(StepJobs):
 
                 # Updates come in the order of first uses, and so do the first loads, which take the new weights.
                 while collective.unit in due:
-                    self._update(self._units[due.popleft()], None)
-                self._arrivals[collective.unit] = self._gather(collective)
+                    if (unit := due.popleft()) not in streamed:
+                        self._update(self._units[unit], None)
+                self._arrivals[collective.unit] = self._gather(collective, updates=collective.unit in streamed)
+                streamed.discard(collective.unit)
 
             yield
 
@@ -65,19 +68,30 @@ class RankJobs(StepJobs):
         """Index of the access that must be over before a collective."""
         return planned.after_access if isinstance(planned, Load) else planned.access
 
-    def _gather(self, load: Load) -> int:
-        """Bring this rank's shard to the GPU, if it is not at home there, and then those of all ranks together."""
+    def _gather(self, load: Load, *, updates: bool) -> int:
+        """Bring this rank's shard to the GPU, if it is not at home there, and then those of all ranks together.
+
+        Args:
+            load: what is gathered.
+            updates: whether the unit is streamed and its update is due: then AdamW works on the shard that has come.
+        """
         unit = self._units[load.unit]
         *own, gather = self._moves.load(unit.name)
         updated = self._updates.get(unit.name)
         arrived = updated
         if own:
-            slot = self._gathers[0] if len(self._gathers) == SLOTS_MIN else None
+            slot = self._shards[0] if len(self._shards) == SLOTS_MIN else ()
             pieces = self._num_pieces(unit.num_elements) if len(own) > 1 else 1
-            arrived = self._chain(own, unit.name, self._begun, slot, updated, pieces=pieces)
+            arrived = self._chain(own, unit.name, self._begun, *slot, updated, pieces=pieces)
+
+        returned: tuple[int, ...] = ()
+        if updates:
+            assert arrived is not None
+            returned = (self._update_streamed(unit, arrived),)
+            arrived = self._updates[unit.name]
 
         self._last = self._add("gather", unit.name, gather.num_bytes, self._last, arrived, self._slot_free(load))
-        self._gathers.append(self._last)
+        self._shards.append((self._last, *returned))
         return self._last
 
     def _hand_over(self, unit: UnitSpec, group: int, made: int, before: int | None) -> None:

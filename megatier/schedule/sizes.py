@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from megatier.schedule.rates import World
 from megatier.state import ADAMW_BF16, StateSchema
@@ -21,6 +22,11 @@ class Budgets:
     def of_rank(self, world: World) -> Budgets:
         """A rank's part of the budgets of a host. Each rank has a GPU of its own."""
         return Budgets(self.gpu, self.ram // world.host_ranks, self.nvme // world.host_ranks)
+
+    @classmethod
+    def least(cls, found: Sequence[Budgets]) -> Self:
+        """What every one of several ranks, or hosts, has."""
+        return cls(min(each.gpu for each in found), min(each.ram for each in found), min(each.nvme for each in found))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,8 @@ from megatier.config.schema import ModelConfig, TiersConfig
 from megatier.errors import ConfigError, mib
 from megatier.hardware import cpu_has_bf16, default_budgets, ram_total_bytes, set_cuda_defaults
 from megatier.measure.probe import cached_rates
-from megatier.ranks import Ranks
-from megatier.schedule.rates import Rates
+from megatier.ranks.ranks import Ranks
+from megatier.schedule.rates import ALONE, Rates, World
 
 
 def choose_device(tiers: TiersConfig, ranks: Ranks | None = None) -> torch.device:
@@ -28,6 +28,11 @@ def choose_device(tiers: TiersConfig, ranks: Ranks | None = None) -> torch.devic
     if not available or tiers.device == "cpu":
         return torch.device("cpu")
     return torch.device("cuda") if ranks is None else torch.device("cuda", ranks.local_rank)
+
+
+def world_of(ranks: Ranks | None) -> World:
+    """The ranks of a run, and the hosts that have equally many of them."""
+    return ALONE if ranks is None else World(ranks.size, ranks.size // ranks.local_size)
 
 
 def check_attention(attention: str, device: torch.device) -> None:

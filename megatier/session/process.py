@@ -10,6 +10,7 @@ import torch
 
 from megatier.config.schema import RunConfig
 from megatier.numerics.vector_math import warm
+from megatier.ranks.ranks import Ranks
 
 SWITCH_SECONDS = 0.0005
 """Seconds after which the interpreter lets another thread run. Python's own 5 ms are longer than a piece of state takes
@@ -35,7 +36,11 @@ def make_repeatable(config: RunConfig) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def memory_bytes(device: torch.device) -> dict[str, int]:
-    """Bytes that the process holds now in RAM, and that torch has reserved on the GPU (without libraries' own)."""
-    gpu_bytes = {"gpu_bytes": torch.cuda.memory_reserved(device)} if device.type == "cuda" else {}
-    return {"resident_bytes": psutil.Process().memory_info().rss, **gpu_bytes}
+def memory_bytes(device: torch.device, ranks: Ranks | None) -> dict[str, int]:
+    """Bytes that the process holds now in RAM, and that torch has taken on the GPU (without libraries' own)."""
+    resident_bytes = psutil.Process().memory_info().rss
+    if device.type != "cuda":
+        return {"resident_bytes": resident_bytes}
+
+    shared_bytes = 0 if ranks is None else ranks.shared_bytes
+    return {"resident_bytes": resident_bytes, "gpu_bytes": torch.cuda.memory_reserved(device) + shared_bytes}

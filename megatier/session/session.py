@@ -27,7 +27,7 @@ from megatier.numerics.compilation import Compilation
 from megatier.numerics.masters import join_master, plane_dtype, split_master
 from megatier.numerics.optimizer import AdamW, Hyperparameters
 from megatier.play.player import Player
-from megatier.ranks import Ranks
+from megatier.ranks.ranks import Ranks, check_groups
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import Rates
 from megatier.schedule.sizes import Budgets
@@ -40,9 +40,10 @@ from megatier.session.machine import (
     limit_gpu,
     measured_rates,
     takes_fp32_products,
+    world_of,
 )
 from megatier.session.pieces import assemble, within
-from megatier.session.shards import Read, reading_masters, shards_of
+from megatier.session.shards import Read, WholeMasters, reading_masters, shards_of
 from megatier.session.skeleton import WeightReader
 from megatier.session.workload import COMPUTE_DTYPES, Workload, advised
 from megatier.store.store import TieredStore
@@ -106,8 +107,9 @@ class Session:
             PlanError, CapacityError, ConfigError, RunLockedError, UnsupportedModelError: the run cannot start.
         """
         settings = (model_config, tiers, train, numerics, tokens)
-        num_ranks = _count(ranks, train.groups)
-        work_in = partial(Workload.in_parts, model, *settings, savepoints=savepoints, ranks=num_ranks)
+        world = world_of(ranks)
+        check_groups(train.groups, world.ranks)
+        work_in = partial(Workload.in_parts, model, *settings, savepoints=savepoints, world=world)
         work = work_in(model_config.expert_parts)
         self.model = model
         self.ranks = ranks
@@ -265,6 +267,12 @@ class Session:
         """What reads masters of `wholes`, as `read_master` does of `units`; see `shards.reading_masters`."""
         return reading_masters(self.ranks, self.wholes, self.units, self.read_master)
 
+    def read_whole(self, whole: Unit, start: int, stop: int) -> Tensor:
+        """Elements of one of `wholes`, as `read_master` reads those of `units`. Every rank calls it alike."""
+        if self.ranks is None:
+            return self.read_master(whole, start, stop)
+        return WholeMasters(self.ranks, self.wholes, self.units, self.read_master).share(whole.name, start, stop)
+
     def read_plane(self, unit: Unit, kind: Kind, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of one kind of a unit's state, flat, on the CPU, in the kind's dtype.
 
@@ -292,18 +300,6 @@ def _shares(tiers: TiersConfig, rates: Rates | None) -> tuple[float, ...]:
     return tuple(drive.mixed_bytes_per_s for drive in drives)
 
 
-def _count(ranks: Ranks | None, groups: int) -> int:
-    """Return the number of ranks.
-
-    Raises:
-        ConfigError: they cannot share the groups of a step equally.
-    """
-    if ranks is None:
-        return 1
-    ranks.groups_of(groups)
-    return ranks.size
-
-
 def _open_store(
     opened: ExitStack,
     tiers: TiersConfig,
@@ -326,12 +322,17 @@ def _open_store(
     if device.type == "cuda":
         limit_gpu(tiers.gpu_limit)
 
-    store = TieredStore.open(gpu=gpu, ram=ram, nvme=nvme, device=str(device), run_id=run_id, options=options)
+    allocate = None
+    if ranks is not None and device.type == "cuda":
+        allocate = ranks.memory
+        opened.callback(ranks.drop_memory)
+    store = TieredStore.open(
+        gpu=gpu, ram=ram, nvme=nvme, device=str(device), run_id=run_id, options=options, allocate=allocate
+    )
     opened.enter_context(store)
     budgets = Budgets(gpu, ram, store.usage(Tier.NVME)["budget"])
     if ranks is not None:
-        found = ranks.agree(budgets)
-        budgets = Budgets(min(b.gpu for b in found), min(b.ram for b in found), min(b.nvme for b in found))
+        budgets = Budgets.least(ranks.agree(budgets))
     return store, budgets
 
 
@@ -353,7 +354,10 @@ def _place(
     try:
         return place(work.specs, budgets, work.policy)
     except PlanError as short:
-        raise advised(short, model, parts, lambda n: place(work_in(n).specs, budgets, work.policy)) from short
+        refusal = advised(short, model, parts, lambda n: place(work_in(n).specs, budgets, work.policy))
+        if refusal is short:
+            raise
+        raise refusal from short
 
 
 def _engine_options(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatier.models.decoder import Unit
-from megatier.ranks import Ranks
+from megatier.ranks.ranks import Ranks
 
 Read = Callable[[Unit, int, int], Tensor]
 """Reads elements [start, stop) of a unit's masters, as flat fp32 on the CPU."""
@@ -44,9 +44,12 @@ class WholeMasters:
 
     def read(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a whole unit's masters, flat, on the CPU. The first rank calls it."""
-        pieces = self._ranks.agree(self._answer(self._ranks.first(lambda: (unit.name, start, stop))))
+        return self.share(*self._ranks.first(lambda: (unit.name, start, stop)))
+
+    def share(self, unit: str, start: int, stop: int) -> Tensor:
+        """The same for every rank. All of them call it alike."""
         whole = torch.empty(stop - start)
-        for first, values in (piece for found in pieces for piece in found):
+        for first, values in self._pieces(unit, start, stop):
             whole[first - start : first - start + values.numel()] = values
         return whole
 
@@ -57,19 +60,22 @@ class WholeMasters:
     def serve(self) -> None:
         """Answer the first rank until it has all that it wants."""
         while (asked := self._ranks.first(lambda: ("", 0, 0))) is not None:
-            self._ranks.agree(self._answer(asked))
+            self._pieces(*asked)
 
-    def _answer(self, asked: tuple[str, int, int]) -> list[tuple[int, Tensor]]:
-        """What this rank has of the elements asked for: runs, each with its first element in the whole unit."""
-        name, start, stop = asked
-        runs = self._wholes[name].layout.shard_runs(self._ranks.rank, self._ranks.size)
+    def _pieces(self, unit: str, start: int, stop: int) -> list[tuple[int, Tensor]]:
+        """What all ranks have of the elements asked for: runs, each with its first element in the whole unit."""
+        with self._ranks.talking():
+            return [piece for found in self._ranks.agree(self._own_pieces(unit, start, stop)) for piece in found]
+
+    def _own_pieces(self, unit: str, start: int, stop: int) -> list[tuple[int, Tensor]]:
+        """What this rank has of them."""
         found = []
-        for first, last, own in runs:
+        for first, last, own in self._wholes[unit].layout.shard_runs(self._ranks.rank, self._ranks.size):
             lower = max(first, start)
             upper = min(last, stop)
             if lower < upper:
                 shift = own - first
-                found.append((lower, self._read(self._shards[name], lower + shift, upper + shift)))
+                found.append((lower, self._read(self._shards[unit], lower + shift, upper + shift)))
         return found
 
 

@@ -14,6 +14,7 @@ from megatier.drives.blockfile import IoOptions
 from megatier.errors import PlanError, UnsupportedModelError
 from megatier.models.decoder import Unit, decoder_layers
 from megatier.models.experts import cut_units, most_parts
+from megatier.schedule.rates import ALONE, World
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import GPU_SLOTS
 from megatier.state import ADAMW, StateSchema
@@ -53,7 +54,7 @@ class Workload:
         tokens: int,
         *,
         savepoints: bool = False,
-        ranks: int = 1,
+        world: World = ALONE,
     ) -> Self:
         """Make the workload of a skeleton.
 
@@ -66,9 +67,9 @@ class Workload:
             numerics: the guard, for which updates wait as they do for clipping.
             tokens: tokens per sequence.
             savepoints: whether one generation of what spills may be kept.
-            ranks: the ranks that share the state and compute the groups of a step.
+            world: the ranks that share the state and compute the groups of a step, and their hosts.
         """
-        units = tuple(replace(unit, layout=unit.layout.padded(ranks)) for unit in units)
+        units = tuple(replace(unit, layout=unit.layout.padded(world.ranks)) for unit in units)
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         options = IoOptions(
             num_threads=tiers.io_threads or IoOptions().num_threads,
@@ -84,9 +85,9 @@ class Workload:
         specs = tuple(
             UnitSpec(
                 name=u.name,
-                num_elements=u.layout.num_elements // ranks,
+                num_elements=u.layout.num_elements // world.ranks,
                 activation_bytes=hidden_bytes if u.name in offloaded else 0,
-                frozen_elements=(u.layout.num_elements - u.layout.num_trained) // ranks,
+                frozen_elements=(u.layout.num_elements - u.layout.num_trained) // world.ranks,
             )
             for u in units
         )
@@ -96,8 +97,14 @@ class Workload:
         )
 
         # The norm is known when all ranks are through, so no update runs inside the backward.
-        if ranks > 1:
-            policy = replace(policy, deferred=True, groups=train.groups // ranks, ranks=ranks)
+        if world.ranks > 1:
+            policy = replace(
+                policy,
+                deferred=True,
+                groups=train.groups // world.ranks,
+                ranks=world.ranks,
+                host_ranks=world.host_ranks,
+            )
         return cls(units=units, specs=specs, activations=activations, policy=policy, options=options, rows=rows)
 
     @classmethod
@@ -112,11 +119,11 @@ class Workload:
         parts: int,
         *,
         savepoints: bool,
-        ranks: int,
+        world: World,
     ) -> Self:
         """Make the workload of a skeleton whose experts are cut into so many parts; see `of`."""
         units = cut_units(model, parts)
-        return cls.of(model, units, model_config, tiers, train, numerics, tokens, savepoints=savepoints, ranks=ranks)
+        return cls.of(model, units, model_config, tiers, train, numerics, tokens, savepoints=savepoints, world=world)
 
 
 def hidden_width(model: PreTrainedModel) -> int:

@@ -15,8 +15,10 @@ import mmap
 import os
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,6 +33,8 @@ HUGE_PAGE_BYTES = 2 << 20
 POPULATE_BYTES = 256 << 20
 """The bytes that one thread touches at a time."""
 
+Allocate = Callable[[int], torch.Tensor]
+"""Gives uint8 [n] of device memory, which the current stream fills with zeros."""
 
 _MAPPINGS: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 """All mappings of this process."""
@@ -56,13 +60,16 @@ class Arena:
     that.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, *, pin: bool = False) -> None:
+    def __init__(
+        self, num_bytes: int, device: torch.device, *, pin: bool = False, allocate: Allocate | None = None
+    ) -> None:
         """Allocate the memory and touch every page. The kernel is asked for huge pages, and may give others.
 
         Args:
             num_bytes: the size, which is rounded up to a page.
             device: "cuda" takes device memory in one allocation, "cpu" a private anonymous mapping.
             pin: page-lock an arena on the CPU for the CUDA driver.
+            allocate: gives device memory; None: torch does.
 
         Raises:
             CapacityError: the operating system or the driver refused the memory.
@@ -72,7 +79,7 @@ class Arena:
         self.pinned = False
         """Whether the memory is page-locked, so that copies from and to a CUDA device run asynchronously."""
         try:
-            self.bytes = self._device_bytes(device) if device.type == "cuda" else self._mapped_bytes()
+            self.bytes = self._device_bytes(device, allocate) if device.type == "cuda" else self._mapped_bytes()
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             tier = "gpu" if device.type == "cuda" else "ram"
             raise CapacityError(tier, self.num_bytes, 0, f"The system refused the memory ({error}).") from error
@@ -90,9 +97,12 @@ class Arena:
             raise CapacityError("ram", self.num_bytes, 0, remedy)
         self.pinned = True
 
-    def _device_bytes(self, device: torch.device) -> torch.Tensor:
-        filled = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
-        torch.cuda.synchronize(device)  # the lanes copy on other streams, which do not wait for the one that fills
+    def _device_bytes(self, device: torch.device, allocate: Allocate | None) -> torch.Tensor:
+        zeros = partial(torch.zeros, dtype=torch.uint8, device=device)
+        filled = (allocate or zeros)(self.num_bytes)
+
+        # The lanes copy on other streams, which do not wait for the one that fills.
+        torch.cuda.synchronize(device)
         return filled
 
     def _mapped_bytes(self) -> torch.Tensor:

@@ -12,16 +12,22 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatier.errors import CapacityError
-from megatier.store.arena import Arena, SlotPool
+from megatier.store.arena import Allocate, Arena, SlotPool
 from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 
 
 class Reservation:
     """The budgets, homes, slots and arenas of one store."""
 
-    def __init__(self, budgets: Mapping[Tier, int]) -> None:
-        """Take budgets in bytes per tier. Bytes on NVMe are only counted here; `BlockFiles` reserves them."""
+    def __init__(self, budgets: Mapping[Tier, int], allocate: Allocate | None = None) -> None:
+        """Take the budgets.
+
+        Args:
+            budgets: bytes per tier. Those on NVMe are only counted here; `BlockFiles` reserves them.
+            allocate: gives the memory of the gpu tier on a CUDA device; None: torch does.
+        """
         self._budgets = dict(budgets)
+        self._allocate = allocate
         self._homes: Counter[tuple[Tier, Kind]] = Counter()
         """The bytes at home in each tier, by kind."""
         self._wanted: dict[tuple[Tier, Kind | None], tuple[int, int]] = {}
@@ -77,7 +83,7 @@ class Reservation:
             if size:
                 pin = device.type == "cuda" and tier is Tier.RAM
                 where = device if tier is Tier.GPU else torch.device("cpu")
-                self._arenas[tier] = Arena(size, where, pin=pin)
+                self._arenas[tier] = Arena(size, where, pin=pin, allocate=self._allocate)
 
     def pool(self, tier: Tier, spec: BlockSpec, num_bytes: int) -> SlotPool:
         """Return the slots through which a block's bytes pass: those of its kind, or else those of all other kinds.

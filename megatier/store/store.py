@@ -37,6 +37,7 @@ from megatier.config.values import parse_bytes, parse_list, parse_mount
 from megatier.drives.blockfile import BlockFiles, IoOptions
 from megatier.drives.gds import GpuReader, IoPath
 from megatier.errors import LastCopyError
+from megatier.store.arena import Allocate
 from megatier.store.blocks import Blocks
 from megatier.store.copies import Copies
 from megatier.store.fills import Fills
@@ -53,14 +54,16 @@ from megatier.tier import BlockSpec, Kind, Tier
 class TieredStore:
     """Blocks of bytes over three tiers. The head of this file describes it."""
 
-    def __init__(self, budgets: dict[Tier, int], files: BlockFiles | None, device: torch.device) -> None:
+    def __init__(
+        self, budgets: dict[Tier, int], files: BlockFiles | None, device: torch.device, allocate: Allocate | None = None
+    ) -> None:
         """Take bytes per tier, the files on NVMe, and the device of the gpu tier. `open` is easier to call."""
         self.device = device
         """The device of the gpu tier."""
         self.files = files
         """The block files on NVMe; None without mounts."""
         self._reader = GpuReader(files, device) if files is not None and files.options.gpu_direct else None
-        self._reservation = Reservation(budgets)
+        self._reservation = Reservation(budgets, allocate)
         self._lanes = Lanes(device)
         self._blocks = Blocks(self._reservation, files)
         self.extents = self._blocks.extents
@@ -90,6 +93,7 @@ class TieredStore:
         device: str = "cpu",
         run_id: str | None = None,
         options: IoOptions | None = None,
+        allocate: Allocate | None = None,
     ) -> TieredStore:
         """Open a store with byte budgets.
 
@@ -100,6 +104,7 @@ class TieredStore:
             device: the device of the gpu tier.
             run_id: names the directory on each mount. It is random if not given.
             options: how block files are accessed.
+            allocate: gives the memory of the gpu tier on a CUDA device; None: torch does.
 
         Raises:
             ConfigError: a size or a mount is not usable.
@@ -109,7 +114,8 @@ class TieredStore:
         mounts = [parse_mount(text) for text in parse_list(nvme)]
         files = BlockFiles(mounts, run_id or secrets.token_hex(6), options or IoOptions()) if mounts else None
         try:
-            return cls(budgets | {Tier.NVME: files.capacity_bytes if files else 0}, files, torch.device(device))
+            budgets[Tier.NVME] = files.capacity_bytes if files else 0
+            return cls(budgets, files, torch.device(device), allocate)
         except BaseException:
             if files is not None:
                 files.close()

@@ -45,6 +45,17 @@ def stall_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
     return dict(total)
 
 
+def own_seconds(events: Iterable[TraceEvent]) -> float:
+    """Sum up the seconds that a rank took itself: those of compute, and of its waits for all but other ranks."""
+    found = (event.seconds for event in events if event.lane == "compute" or _waits_for_own(event))
+    return sum(found)
+
+
+def _waits_for_own(event: TraceEvent) -> bool:
+    """Return whether compute waited for a lane that does not wait for other ranks."""
+    return event.lane == "stall" and event.cause != "ranks"
+
+
 def busy_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
     """Sum up, by lane, the seconds with at least one event. Stalls are left out: compute does nothing in them."""
     total: dict[str, int] = {}

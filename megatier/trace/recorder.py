@@ -10,10 +10,13 @@ from collections.abc import Iterable
 from megatier.schedule.timeline import Access
 from megatier.store.stream_clock import Instant
 from megatier.store.transfer import Transfer
-from megatier.trace.events import TraceEvent
+from megatier.trace.events import TraceEvent, own_seconds
 
 STALL_NS_MIN = 20_000
 """Waits shorter than this are the cost of asking, not a stall."""
+
+Pause = tuple[str, Instant, Instant]
+"""A wait of compute within a use: its cause, when it began, and when compute went on."""
 
 
 class Recorder:
@@ -27,8 +30,10 @@ class Recorder:
         self.busy: dict[str, str] = {}
         """Per lane, the queue or wait that it is at now: the cause of a stall that waits for this lane. Each lane
         writes its own entry."""
-        self._accesses: list[tuple[Access, str, Instant, Instant, Instant]] = []
+        self._accesses: list[tuple[Access, str, Instant, Instant, Instant, list[Pause]]] = []
         """Uses whose end the device may not have reached yet."""
+        self._pauses: list[Pause] = []
+        """Waits of compute since the last use that was noted."""
         self._transfers: list[Transfer] = []
         """Moves of the store that had not ended when they were last looked at."""
         self._watched: list[Transfer] = []
@@ -37,7 +42,12 @@ class Recorder:
 
     def access(self, access: Access, cause: str, asked: Instant, entered: Instant, left: Instant) -> None:
         """Note one use of a unit: when compute asked, had the weights, and gave them back."""
-        self._accesses.append((access, cause, asked, entered, left))
+        self._accesses.append((access, cause, asked, entered, left, self._pauses))
+        self._pauses = []
+
+    def pause(self, cause: str, asked: Instant, resumed: Instant) -> None:
+        """Note a wait of compute in the present use, or before the next one: when it asked, and when it went on."""
+        self._pauses.append((cause, asked, resumed))
 
     def work(self, lane: str, unit: str, start_ns: int, end_ns: int) -> None:
         """Note what a lane of the host did from one time to another."""
@@ -57,7 +67,7 @@ class Recorder:
         accesses = self._accesses
         self._accesses = []
         for used in accesses:
-            if used[-1].passed():
+            if used[4].passed():
                 self._note_access(*used)
             else:
                 self._accesses.append(used)
@@ -69,6 +79,11 @@ class Recorder:
                 self._note_transfer(transfer)
             else:
                 self._transfers.append(transfer)
+
+    def own_seconds(self) -> float:
+        """The seconds that this rank took itself, of the events since `take`. Nothing is waited for."""
+        self.collect(())
+        return own_seconds(self._events)
 
     def take(self, transfers: Iterable[Transfer]) -> list[TraceEvent]:
         """The events that ended since the last call, in the order of their starts. All others belong to the next call.
@@ -102,16 +117,29 @@ class Recorder:
         self._events = []
         return sorted(events, key=lambda event: event.start_ns)
 
-    def _note_access(self, access: Access, cause: str, asked: Instant, entered: Instant, left: Instant) -> None:
-        start_ns = asked.ns()
-        middle_ns = entered.ns()
-        end_ns = left.ns()
-        if middle_ns - start_ns >= STALL_NS_MIN:
-            stall = TraceEvent(lane="stall", name=access.unit, start_ns=start_ns, end_ns=middle_ns, cause=cause)
-            self._events.append(stall)
-
+    def _note_access(
+        self, access: Access, cause: str, asked: Instant, entered: Instant, left: Instant, pauses: Iterable[Pause]
+    ) -> None:
         name = f"{access.unit} {access.phase} {access.group}"
-        self._events.append(TraceEvent(lane="compute", name=name, start_ns=middle_ns, end_ns=end_ns))
+        from_ns = entered.ns()
+        self._note_stall(access.unit, cause, asked.ns(), from_ns)
+        for waits_for, begun, resumed in pauses:
+            until_ns = begun.ns()
+            is_long = self._note_stall(access.unit, waits_for, until_ns, resumed.ns())
+
+            # Compute stands still in it, unless it lies before the use.
+            if is_long and until_ns >= from_ns:
+                self._events.append(TraceEvent(lane="compute", name=name, start_ns=from_ns, end_ns=until_ns))
+                from_ns = resumed.ns()
+        self._events.append(TraceEvent(lane="compute", name=name, start_ns=from_ns, end_ns=left.ns()))
+
+    def _note_stall(self, unit: str, cause: str, start_ns: int, end_ns: int) -> bool:
+        """Note a wait of compute, and return whether it was long enough for that."""
+        is_long = end_ns - start_ns >= STALL_NS_MIN
+        if is_long:
+            stall = TraceEvent(lane="stall", name=unit, start_ns=start_ns, end_ns=end_ns, cause=cause)
+            self._events.append(stall)
+        return is_long
 
     def _note_transfer(self, transfer: Transfer) -> None:
         transfer.wait()

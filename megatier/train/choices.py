@@ -1,6 +1,6 @@
 """The choices that a config leaves open, made before the run begins: by the machine, and by the planner if it can.
 
-The planner can choose if `megatier bench` has measured the machine.
+The planner can choose if `megatier bench` has measured the machine, and for several ranks the links between them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from megatier.planner.plan import hidden_at
 from megatier.planner.prediction import Prediction
 from megatier.planner.search import Choice, changed, search
 from megatier.report.metrics import wavering
-from megatier.schedule.rates import Rates
+from megatier.schedule.rates import Rates, World
 from megatier.schedule.sizes import Budgets
 from megatier.session.machine import budgets_of, choose_device, compiles
 from megatier.session.skeleton import skeleton_of
+from megatier.train.outlet import say
 
 
 def fix_choices(config: RunConfig, model: PreTrainedModel | None = None) -> RunConfig:
@@ -63,7 +64,9 @@ def with_true_loss(config: RunConfig, model: PreTrainedModel | None = None) -> R
     return replace(config, model=replace(config.model, fused_loss=fused))
 
 
-def plan_choices(config: RunConfig, given: frozenset[str], console: Console) -> tuple[RunConfig, Prediction | None]:
+def plan_choices(
+    config: RunConfig, given: frozenset[str], budgets: Budgets, world: World, console: Console
+) -> tuple[RunConfig, Prediction | None]:
     """Return the config with the settings that make the simulated step shortest, and the step that they should make.
 
     If nothing fits by estimate the config stays as it is, and the run itself says what is short.
@@ -71,6 +74,8 @@ def plan_choices(config: RunConfig, given: frozenset[str], console: Console) -> 
     Args:
         config: the run.
         given: dotted names of the settings that stay as they are.
+        budgets: the least bytes of each tier that any host has, and any GPU.
+        world: the ranks of the run.
         console: what a person sees.
 
     Returns:
@@ -78,15 +83,16 @@ def plan_choices(config: RunConfig, given: frozenset[str], console: Console) -> 
     """
     device = choose_device(config.tiers)
     rates = rates_here(config.tiers, device)
-    if rates is None:
-        if device.type == "cuda":
-            console.print("`megatier bench` would measure this machine and let the planner choose what is not given")
+    if rates is None or rates.assumed(world):
+        if rates is not None or device.type == "cuda":
+            command = "megatier bench" if world.ranks == 1 else "torchrun ... -m megatier bench"
+            say(console, f"`{command}` would measure this machine and let the planner choose what is not given")
         return config, None
 
-    budgets = budgets_here(config.tiers, device)
     compiled = compiles(config.model, device)
+    model = skeleton_of(config.model)
     try:
-        choice = search(skeleton_of(config.model), config, rates, budgets, compiles=compiled, fixed=given)
+        choice = search(model, config, rates, budgets, compiles=compiled, fixed=given, world=world)
     except PlanError as error:
         console.print(f"no plan fits by estimate, so the settings stay as they are: {error}", highlight=False)
         return config, None

@@ -48,6 +48,8 @@ def describe(
         what = "sums of groups" if placement.sums_on_gpu else "gradients"
         say(console, f"{what} of {count} units lie on NVMe, because RAM is too short for them")
     print_placement(console, tier_states(session), placement.ranks)
+    if session.ranks is not None:
+        say(console, f"weights and gradients go between ranks by {session.ranks.way}")
     if (promise := plan.promise()) is not None:
         say(console, promise)
 

@@ -26,7 +26,7 @@ from megatier.data.tokenizer import load_tokenizer
 from megatier.errors import CheckpointError, DamagedCheckpointError, ExportError, MegatierError, mib
 from megatier.models.decoder import Unit, find_units
 from megatier.models.export import export
-from megatier.ranks import Alone
+from megatier.ranks.channel import Alone
 from megatier.report.history import read_what_there_is
 from megatier.session.session import Session
 from megatier.session.skeleton import open_model
@@ -118,20 +118,37 @@ def export_end(
     step = config.train.steps
     folder = directory / MODEL_FOLDER
     dtype = config.output.export_dtype
+    crew = session.ranks or Alone()
     error: Exception | None = None
     try:
-        session.player.drain()
-        with session.reading_masters() as read:
-            if read is not None:
-                write_model(console, folder, session.model, session.wholes, read, tokenizer, dtype)
+        with crew.together():
+            session.player.drain()
     except (MegatierError, OSError) as found:
         error = found
+    else:
+        error = _write_end(console, session, folder, tokenizer, dtype)
 
-    # The first rank writes, and all of them save what it could not write.
-    crew = session.ranks or Alone()
+    # The first rank has written, and all of them save what it could not write.
     if (reason := crew.first(lambda: None if error is None else str(error))) is not None:
         saved = saves.keep_end(step, say)
         raise ExportError(reason, step, _way_on(directory, saved)) from error
+
+
+def _write_end(
+    console: Console, session: Session, folder: Path, tokenizer: PreTrainedTokenizerBase, dtype: str
+) -> Exception | None:
+    """Write the model of a session, on the first rank; return what stopped it there.
+
+    An error of another rank is raised: the first one waits for what that rank has of the model, so the run ends.
+    """
+    with session.reading_masters() as read:
+        if read is None:
+            return None
+        try:
+            write_model(console, folder, session.model, session.wholes, read, tokenizer, dtype)
+        except (MegatierError, OSError) as error:
+            return error
+    return None
 
 
 def _way_on(directory: Path, saved: Path | None) -> str:

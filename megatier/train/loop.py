@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 
@@ -16,8 +18,8 @@ from megatier.errors import NonFiniteError, mib
 from megatier.numerics.learning_rate import learning_rate
 from megatier.planner.prediction import Prediction
 from megatier.play.speculation import Speculation
-from megatier.ranks import Alone
-from megatier.report.figures import QueueBytes, StepReport, TierUse
+from megatier.ranks.channel import Alone
+from megatier.report.figures import QueueBytes, SlowestRank, StepReport, TierUse
 from megatier.report.metrics import format_seconds
 from megatier.report.report import Progress, print_moves
 from megatier.session.process import memory_bytes
@@ -80,6 +82,7 @@ class Loop:
         self._saves = saves
         self._last_step = 0
         self._crew = session.ranks or Alone()
+        self._hosts = self._crew.agree(platform.node())
         self._device = session.engine.options.device
         self._moved_before = session.store.moved_bytes.copy()
         self.traced: list[tuple[int, list[TraceEvent]]] = []
@@ -193,6 +196,7 @@ class Loop:
             attainment=None if forecast is None else forecast.seconds / seconds,
             bound_by="" if forecast is None else forecast.bound_by,
             busy_seconds=busy_seconds(events),
+            slowest=self._slowest(result.own_seconds),
         )
         progress.update(report)
         if result.skipped is not None:
@@ -201,6 +205,13 @@ class Loop:
 
         self._record(self._figures(report, result))
         self._correct(step, events, progress)
+
+    def _slowest(self, seconds: Sequence[float]) -> SlowestRank | None:
+        """Return the rank that took longest itself in a step, from the seconds of each; None if there is one alone."""
+        if len(seconds) < 2:
+            return None
+        rank = seconds.index(max(seconds))
+        return SlowestRank(rank=rank, host=self._hosts[rank], seconds=seconds[rank], least_seconds=min(seconds))
 
     def _figures(self, report: StepReport, result: StepResult) -> dict[str, object]:
         """Return the record of a step, whose names `report.history` knows."""
@@ -217,9 +228,10 @@ class Loop:
             "attainment": report.attainment,
             "stall_seconds": report.stall_seconds,
             "busy_seconds": report.busy_seconds,
+            "slowest_rank": None if report.slowest is None else asdict(report.slowest),
             "speculation": OUTCOMES[self._session.speculation.outcome],
             **self._moves(),
-            **memory_bytes(self._device),
+            **memory_bytes(self._device, self._session.ranks),
             "nvme_path": nvme_path(self._session.store),
         }
 

@@ -14,7 +14,7 @@ from megatier.checkpoint.savepoint import check_savepoint_room
 from megatier.config.schema import OutputConfig
 from megatier.errors import mib
 from megatier.planner.plan import checkpoint_seconds, pause_seconds
-from megatier.ranks import Alone
+from megatier.ranks.channel import Alone
 from megatier.schedule.forecast import Forecast
 from megatier.session.session import Session
 from megatier.tier import Tier

@@ -15,7 +15,7 @@ from megatier.checkpoint.run_state import RunState
 from megatier.checkpoint.savepoint import drop_savepoint, save_savepoint
 from megatier.config.schema import RunConfig
 from megatier.errors import CapacityError, MegatierError, TransferError, mib
-from megatier.ranks import Alone
+from megatier.ranks.channel import Alone
 from megatier.report.metrics import format_seconds
 from megatier.session.session import Session
 from megatier.train.save_plan import SavePlan

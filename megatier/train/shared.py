@@ -6,6 +6,7 @@ One process alone goes the same way, and has nobody to tell.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,14 +17,18 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 
-from megatier.checkpoint.run_directory import RUN_ID_FILE, RunDirectory
+from megatier.checkpoint.run_directory import CONFIG_FILE, RUN_ID_FILE, RunDirectory
+from megatier.config.file import from_dict, given_in, load, to_dict
 from megatier.config.schema import RunConfig
 from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
 from megatier.errors import ConfigError
 from megatier.planner.prediction import Prediction
-from megatier.ranks import Alone, Ranks
-from megatier.train.choices import fix_choices, plan_choices
+from megatier.ranks.channel import Alone
+from megatier.ranks.ranks import Ranks
+from megatier.schedule.sizes import Budgets
+from megatier.session.machine import choose_device, world_of
+from megatier.train.choices import budgets_here, fix_choices, plan_choices
 
 
 def choices_of(
@@ -31,7 +36,8 @@ def choices_of(
 ) -> tuple[RunConfig, Prediction | None]:
     """Return the config with the choices that it leaves open, and the step that is expected if a plan made them.
 
-    Ranks compute a group each unless the config says otherwise.
+    The first rank plans for all, with what every rank and host has. Without a plan each rank computes one group, unless
+    the config says otherwise.
 
     Args:
         config: the run.
@@ -40,19 +46,51 @@ def choices_of(
         console: what a person sees.
 
     Raises:
-        ConfigError: a setting is not for several ranks.
+        ConfigError: a budget is not for this machine.
     """
-    if ranks is None:
-        return plan_choices(fix_choices(config), given, console)
-
-    if config.output.savepoint_every:
-        raise ConfigError(
-            "output.savepoint_every: several ranks make no savepoints yet. Set it to 0, and output.checkpoint_every to "
-            "save the run, or train without torchrun."
-        )
-    if "train.groups" not in given:
+    if ranks is not None and "train.groups" not in given:
         config = replace(config, train=replace(config.train, groups=ranks.size))
-    return ranks.first(lambda: fix_choices(config)), None
+
+    crew = ranks or Alone()
+    with crew.together():
+        own = budgets_here(config.tiers, choose_device(config.tiers, ranks))
+    budgets = Budgets.least(crew.agree(own))
+    return crew.first(lambda: plan_choices(fix_choices(config), given, budgets, world_of(ranks), console))
+
+
+def run_before_restart(
+    config: RunConfig, given: frozenset[str], ranks: Ranks | None
+) -> tuple[RunConfig, frozenset[str]] | None:
+    """Return the run that `torchrun` has started again after a rank failed, and the settings that stay as they are.
+
+    It has the settings that it was begun with, with those of its command on top, as `megatier resume` lays them there.
+    So the number of ranks may be another one now.
+
+    Args:
+        config: the run, as its command has it.
+        given: dotted names of the settings that the command gives.
+        ranks: the ranks of the run.
+
+    Returns:
+        None if nothing was started again, or nothing was begun before.
+
+    Raises:
+        ConfigError: the stored config cannot be read.
+    """
+    crew = ranks or Alone()
+
+    # Each host's torchrun counts for itself, and one that came later has seen no failure.
+    if not crew.any(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0):
+        return None
+    path = Path(config.output.directory) / CONFIG_FILE
+    stored = crew.first(lambda: to_dict(load(path)) if path.is_file() else None)
+    if stored is None:
+        return None
+
+    words = to_dict(config)
+    for section, _, name in (dotted.partition(".") for dotted in sorted(given | {"output.directory"})):
+        stored[section][name] = words[section][name]
+    return from_dict(stored), given_in(stored)
 
 
 def console_of(ranks: Ranks | None, console: Console) -> Console:

@@ -35,7 +35,8 @@ from megatier.guards.unchanged import check_evaluates
 from megatier.hardware import device_for
 from megatier.models.decoder import check_stops_at_borders
 from megatier.planner.prediction import Prediction
-from megatier.ranks import Ranks, joined
+from megatier.ranks.channel import Alone
+from megatier.ranks.ranks import Ranks, joined
 from megatier.report.history import opening
 from megatier.report.metrics import MetricsLog
 from megatier.report.tensorboard import Scalars, load_tensorboard
@@ -50,7 +51,7 @@ from megatier.train.origin import Origin, origin_of
 from megatier.train.outlet import say
 from megatier.train.save_plan import SavePlan
 from megatier.train.saves import Record, Saves
-from megatier.train.shared import SharedDirectory, SharedText, choices_of, console_of
+from megatier.train.shared import SharedDirectory, SharedText, choices_of, console_of, run_before_restart
 from megatier.train.start import Start
 from megatier.train.watchdog import Watchdog
 
@@ -74,7 +75,7 @@ def train(
         console: what a person sees.
         given: dotted names of the settings that stay as they are (`config.file.given`).
         resumes: go on with the run in `output.directory` from its last checkpoint or savepoint, or from its beginning
-            if it has none.
+            if it has none. So does every run that `torchrun --max-restarts` starts again.
         accepts_changes: go on although numeric choices, text or libraries are not those of the checkpoint.
 
     Raises:
@@ -87,11 +88,14 @@ def train(
 
     with ExitStack() as stack:
         ranks = stack.enter_context(joined(device_for(config.tiers.device)))
+        if not resumes and (before := run_before_restart(config, given, ranks)) is not None:
+            config, given = before
+            resumes = True
         config, expected = choices_of(config, given, ranks, console)
         console = console_of(ranks, console)
         watchdog = stack.enter_context(_watchdog(config, expected, ranks))
         directory = stack.enter_context(SharedDirectory(config, ranks, resumes=resumes))
-        start = Start.of(directory.path, accepts_changes=accepts_changes)
+        start = (ranks or Alone()).first(lambda: Start.of(directory.path, accepts_changes=accepts_changes))
         source = _open_source(config, directory, start, console, resumes=resumes)
 
         session, text = _open_session(stack, config, source, directory, start, ranks)
@@ -199,7 +203,9 @@ def _open_session(
     The session takes the block files of a savepoint, if the run goes on from one, or new ones.
     """
     # A savepoint that is older than the last checkpoint is void from here on, because its block files are made anew.
-    if start.savepoint is None and directory.leads:
+    if start.savepoint is not None:
+        start.savepoint.check_ranks(ranks)
+    elif directory.leads:
         remove_savepoints(directory.path / SAVEPOINT_FOLDER)
     session = Session(
         source.model,

@@ -15,7 +15,8 @@ from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, Tra
 from megatier.hardware import device_for
 from megatier.models.decoder import build_skeleton
 from megatier.models.initialiser import Initialiser
-from megatier.ranks import Alone, Ranks, joined
+from megatier.ranks.channel import Alone
+from megatier.ranks.ranks import Ranks, joined
 from megatier.session.session import Session
 from megatier.tier import Activations, Tier
 
@@ -49,6 +50,7 @@ CLIP = 3.22
 RANK_PLACEMENTS: dict[str, tuple[tuple[str, ...], int, int, float, int]] = {
     "all on the gpu": (("gpu",), 64 << 20, 64 << 20, 0.0, 1),
     "all in ram": (("ram",), 16 << 20, 64 << 20, 0.0, 1),
+    "in ram, streamed": (("ram",), 64 << 20, 64 << 20, 0.8, 1),
     "all on nvme": (("nvme",), 16 << 20, 24 << 20, 0.0, 1),
     "all on nvme, twice": (("nvme",), 16 << 20, 24 << 20, 0.0, 2),
 }
@@ -157,7 +159,7 @@ def _run(
     train = _settings(activations, clip, groups)
     digest = hashlib.sha256()
 
-    # Without clipping and guard, updates run inside the backward.
+    # Without clipping and guard, updates run inside the backward, unless ranks share the state.
     numerics = NumericsConfig(guard=clip is not None)
     with Session(
         model, ModelConfig(config=MODEL), tiers, train, numerics, SEQUENCE_LENGTH, seed=0, ranks=ranks
@@ -173,7 +175,8 @@ def _run(
         session.player.drain()
         _add_state(digest, session)
 
-        _check_placement(session, state, streams=bool(share and clip))
+        defers = clip is not None or ranks is not None
+        _check_placement(session, state, streams=share > 0 and defers)
         moved = session.store.moved_bytes
 
     return digest.hexdigest()[:8], moved["nvme_to_ram"] + moved["ram_to_nvme"]

@@ -1,7 +1,8 @@
 """One rank of a run in which rank 1 fails.
 
-Usage: ranks.py FOLDER KIND PLACE, with the environment that torchrun gives. FOLDER/fault is made when it fails. Writes
-JSON: the error with which this rank ends, how long it took from there, and what is left on its drive.
+Usage: ranks.py FOLDER KIND PLACE [WAY], with the environment that torchrun gives. WAY is "copies" or "kernels" on GPUs.
+FOLDER/fault is made when it fails. Writes JSON: the error with which this rank ends, how long it took from there, and
+what is left on its drive.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,10 @@ from rank_runs import RankRun, train_on_ranks
 from test_ranks_checkpoints import train_beside
 from tiny_runs import Place
 
-from megatier import peers
 from megatier.checkpoint.plane_writer import PlaneWriter
 from megatier.play.weights import UnitWeights
-from megatier.ranks import Ranks
+from megatier.ranks import peers
+from megatier.ranks.ranks import Ranks
 from megatier.tier import Phase
 
 PLACES: dict[str, tuple[Any, str, Phase | None]] = {
@@ -69,7 +71,7 @@ def inject(folder: Path, kind: str, place: str) -> None:
     setattr(owner, name, call)
 
 
-def main(folder: Path, kind: str, place: str) -> None:
+def main(folder: Path, kind: str, place: str, way: str = "") -> None:
     rank = int(os.environ["RANK"])
     peers.SILENT_LOOKS = 4
     if rank == 1:
@@ -82,7 +84,10 @@ def main(folder: Path, kind: str, place: str) -> None:
         if place in ("checkpoint", "exchange"):
             train_beside(RankRun(model="plain", steps=4), Place(tiers=("nvme",)), mount, folder / "checkpoints")
         else:
-            train_on_ranks(RankRun(model="plain", steps=6), Place(tiers=("nvme",)), mount)
+            run = RankRun(model="plain", steps=6)
+            if way:
+                run = replace(run, model="flash", device="cuda", copies=way == "copies")
+            train_on_ranks(run, Place(tiers=("nvme",)), mount)
     except Exception as found:
         error = found
     if error is not None and not (folder / "fault").exists():

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatier import _native, peers
+from megatier import _native
 from megatier.errors import DataError, PeerError
-from megatier.peers import DIED, NO_STORE, SILENT, Member, Peers, cause_of
+from megatier.ranks import peers
+from megatier.ranks.peers import DIED, NO_STORE, SILENT, Member, Peers, cause_of, comes_of_peers
 
 SOON_S = 20.0
 AWAY = Member("far", "another machine", 1)
@@ -169,3 +170,12 @@ def test_cause_is_a_sentence_with_the_kind_of_a_foreign_error() -> None:
     assert cause_of(DataError("row 3 is odd")) == "row 3 is odd."
     assert cause_of(ValueError("odd")) == "ValueError: odd."
     assert cause_of(KeyboardInterrupt()) == "KeyboardInterrupt."
+
+
+def test_error_that_was_raised_from_itself_comes_of_no_peer() -> None:
+    error = ValueError("odd")
+    error.__cause__ = error
+    assert not comes_of_peers(error)
+    error.__cause__ = KeyError("odd")
+    error.__cause__.__context__ = PeerError(1, "host", "It died.")
+    assert comes_of_peers(error)

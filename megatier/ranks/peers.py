@@ -96,7 +96,7 @@ class Peers:
             rank: this rank.
             members: the processes of all ranks.
             held: stays alive until this process ends, if a rank fails.
-            stop: makes collectives that are under way end; called when a rank has failed.
+            stop: makes collectives that are under way end; called again and again once a rank has failed.
         """
         self._store = store
         self._rank = rank
@@ -219,8 +219,9 @@ class Peers:
         # A process group of gloo cannot be told to stop. To destroy it waits for the collectives under way, and so for
         # ever; if this thread never ends, nobody destroys it.
         self._looked.set()
-        if self._first is not None:
-            _native.Latch().wait()
+        while self._first is not None:
+            self._stop()
+            _native.Latch().wait(TICK_S)
 
     def _wait(self, seconds: float) -> None:
         """Wait for the next look, and take note of processes that end meanwhile."""
@@ -290,9 +291,12 @@ def sentence(text: str) -> str:
 
 def comes_of_peers(error: BaseException) -> bool:
     """Whether an error is what the failure of another rank has led to here."""
+    # A chain may lead back into itself, since Python lets an error be raised from itself.
+    seen: list[BaseException] = []
     found: BaseException | None = error
-    while found is not None:
+    while found is not None and found not in seen:
         if isinstance(found, PeerError):
             return True
+        seen.append(found)
         found = found.__cause__ or found.__context__
     return False

@@ -1,15 +1,15 @@
-"""What ranks send and tell each other: shards, records, pieces of different sizes, and errors that all raise."""
+"""What ranks tell each other: records, pieces of different sizes, and errors that all raise."""
 
 from __future__ import annotations
 
 import errno
 
-import pytest
 import torch
 from rank_pool import POOL
 
-from megatier.errors import CapacityError, ConfigError, MegatierError, TransferError
-from megatier.ranks import Channel, check_groups, joined
+from megatier.errors import CapacityError, MegatierError, TransferError
+from megatier.ranks.channel import Channel
+from megatier.ranks.ranks import joined
 
 FULL = TransferError("writing", "disk", "/mnt/a", 8, errno.ENOSPC)
 NO_ROOM = CapacityError("a checkpoint", 7, 5, "Free space.")
@@ -74,23 +74,6 @@ def test_exchange_of_pieces_of_different_sizes_brings_each_to_its_rank() -> None
     assert POOL.run(exchange, 2, [[0, 0], [0, 0]]) == [[], []]
 
 
-def move_bytes() -> tuple[list[int], list[int], int]:
-    """What comes of a gather and of a scatter, and the bytes that came from others."""
-    with joined("cpu") as ranks:
-        assert ranks is not None
-        own = torch.tensor([10 * ranks.rank, 10 * ranks.rank + 1], dtype=torch.uint8)
-        whole = torch.empty(2 * ranks.size, dtype=torch.uint8)
-        ranks.gather(whole, own)
-        received = torch.empty(ranks.size, dtype=torch.uint8)
-        ranks.scatter(received, torch.arange(ranks.size, dtype=torch.uint8) + 10 * ranks.rank)
-        return whole.tolist(), received.tolist(), ranks.moved_bytes["ranks"]
-
-
-def test_gather_has_all_shards_and_scatter_gives_each_rank_its_pieces() -> None:
-    whole = [0, 1, 10, 11, 20, 21]
-    assert POOL.run(move_bytes, 3) == [(whole, [rank, 10 + rank, 20 + rank], 4 + 2) for rank in range(3)]
-
-
 def talk() -> tuple[list[str], list[bool], list[float], list[int]]:
     with joined("cpu") as ranks:
         assert ranks is not None
@@ -103,9 +86,3 @@ def talk() -> tuple[list[str], list[bool], list[float], list[int]]:
 def test_records_flags_totals_and_groups_come_in_the_order_of_the_ranks() -> None:
     shared = ["a1", "aa2001"], [False, True, True], [1.0, 2.0, 2.0]
     assert POOL.run(talk, 3) == [(*shared, [rank, rank + 3]) for rank in range(3)]
-
-
-def test_groups_that_ranks_cannot_share_equally_are_refused_with_the_numbers_that_can() -> None:
-    check_groups(6, 3)
-    with pytest.raises(ConfigError, match=r"train\.groups is 6, which 4 ranks cannot .* Start 1, 2, 3, 6 of them"):
-        check_groups(6, 4)

@@ -1,0 +1,164 @@
+"""Probe of the links between ranks: what gathers and scatters move, and what they cost compute beside them.
+
+All ranks measure at the same time, with the lane and the collectives of a run. A collective takes all ranks, so they
+agree how many they make.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from megatier.measure.link_probe import MATMUL_SIZE
+from megatier.measure.link_traffic import LAUNCHES_IN_A_ROW
+from megatier.ranks.ranks import Ranks
+from megatier.schedule.rates import Rates
+from megatier.store.queue import Queue
+from megatier.store.stream_clock import StreamClock
+from megatier.store.transfer import Transfer
+from megatier.tier import PAGE_BYTES
+
+LAYER_BYTES = {"cuda": 436_000_000, "cpu": 32_000_000}
+"""Bytes that a gather or scatter is about. On a GPU they are those of a layer of an 8B model in bf16."""
+WARM_UPS = 2
+"""Collectives before the first that counts, since the first one makes connections."""
+SLOWDOWN_MIN = 0.01
+"""The least that collectives are taken to cost compute: it is below what can be measured, and not 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFigures:
+    """What ranks move between them while all of them do so."""
+
+    ranks: int
+    hosts: int
+    layer_bytes: int
+    """Bytes of a whole layer, of which each rank has an equal part."""
+    gather_seconds: float
+    """Seconds of gathering a layer."""
+    scatter_seconds: float
+    """Seconds of scattering as many bytes."""
+    compute_share: float
+    """Products that a rank does beside collectives, as a share of those that it does alone."""
+    collective_share: float
+    """Collectives beside products, as a share of those that go on alone."""
+
+    @property
+    def slowdown(self) -> float:
+        """Seconds that compute loses for each second that the collectives beside it would take alone, at most 1."""
+        return min(1.0, max(SLOWDOWN_MIN, (1 - self.compute_share) / self.collective_share))
+
+    def added_to(self, rates: Rates) -> Rates:
+        """Return the rates of a host with those of the links.
+
+        Ranks of one host say what its own links do. Those of several hosts say what the network does, which is what a
+        scatter waits for there.
+        """
+        part = self.layer_bytes / self.ranks
+        if self.hosts > 1:
+            far = (self.ranks - self.ranks // self.hosts) * part
+            return replace(rates, network_bytes_per_s=far / self.scatter_seconds, ranks_slowdown=self.slowdown)
+        others = (self.ranks - 1) * part
+        return replace(
+            rates,
+            gather_bytes_per_s=others / self.gather_seconds,
+            scatter_bytes_per_s=others / self.scatter_seconds,
+            ranks_slowdown=self.slowdown,
+        )
+
+
+def probe_ranks(
+    ranks: Ranks, device: str, *, seconds: float, layer_bytes: int | None = None, matmul_size: int | None = None
+) -> RankFigures:
+    """Measure gathers, scatters, and both beside products. Every rank has to call it.
+
+    Args:
+        ranks: the ranks that measure.
+        device: "cuda" or "cpu".
+        seconds: the time of each measurement.
+        layer_bytes: the bytes that a collective is about; None: as fits the device.
+        matmul_size: the rows and columns of the product; None: as fits the device.
+    """
+    own_bytes = max(1, (layer_bytes or LAYER_BYTES[device]) // ranks.size // PAGE_BYTES) * PAGE_BYTES
+    # What other ranks read lies in the memory that they may read by copy engines.
+    num_bytes = (1 + ranks.size) * own_bytes
+    memory = ranks.memory(num_bytes) if device == "cuda" else torch.zeros(num_bytes, dtype=torch.uint8)
+    own, whole = memory[:own_bytes], memory[own_bytes:]
+    received = torch.empty_like(whole)
+    gather = partial(ranks.gather, whole, own)
+    scatter = partial(ranks.scatter, received, whole)
+
+    clock = StreamClock() if device == "cuda" else None
+    with closing(Queue("ranks", clock)) as lane:
+        gather_s = _seconds_each(ranks, lane, gather, seconds)
+        scatter_s = _seconds_each(ranks, lane, scatter, seconds)
+        product = _product(device, matmul_size or MATMUL_SIZE[device])
+        end = time.perf_counter() + seconds
+        alone_per_s = _products_per_s(product, device, lambda: time.perf_counter() > end)
+
+        # All begin together.
+        count = max(1, round(seconds / (gather_s + scatter_s)))
+        ranks.agree(None)
+        moves = _submit(lane, [gather, scatter] * count)
+        beside_per_s = _products_per_s(product, device, moves[-1].done)
+        beside_s = _span_s(moves)
+
+    ranks.drop_memory()
+    shares = [beside_per_s / alone_per_s, count * (gather_s + scatter_s) / beside_s]
+    compute, collective = (min(found) for found in zip(*ranks.agree(shares), strict=True))
+    return RankFigures(
+        ranks=ranks.size,
+        hosts=ranks.size // ranks.local_size,
+        layer_bytes=ranks.size * own_bytes,
+        gather_seconds=gather_s,
+        scatter_seconds=scatter_s,
+        compute_share=compute,
+        collective_share=collective,
+    )
+
+
+def _seconds_each(ranks: Ranks, lane: Queue, work: Callable[[], None], seconds: float) -> float:
+    """Return the seconds of one collective of many in a row, on the rank that takes longest."""
+    _span_s(_submit(lane, [work] * WARM_UPS))
+    once_s = max(ranks.agree(_span_s(_submit(lane, [work])))) or seconds
+    count = max(1, round(seconds / once_s))
+    return max(ranks.agree(_span_s(_submit(lane, [work] * count)))) / count
+
+
+def _submit(lane: Queue, works: Sequence[Callable[[], None]]) -> list[Transfer]:
+    return [lane.submit("layer", 0, work) for work in works]
+
+
+def _span_s(moves: Sequence[Transfer]) -> float:
+    """Wait for moves, and return the seconds from the start of the first to the end of the last."""
+    for move in moves:
+        move.wait()
+    return (moves[-1].span_ns()[1] - moves[0].span_ns()[0]) / 1e9
+
+
+def _product(device: str, size: int) -> Callable[[], object]:
+    """Return what multiplies two matrices, in bf16 on cuda and in fp32 on the CPU."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return partial(torch.mm, left, right, out=torch.empty_like(left))
+
+
+def _products_per_s(product: Callable[[], object], device: str, until: Callable[[], bool]) -> float:
+    """Return how often a second it can be done, until something is true."""
+    in_a_row = LAUNCHES_IN_A_ROW if device == "cuda" else 1
+    done = 0
+    began = time.perf_counter()
+    while not done or not until():
+        for _ in range(in_a_row):
+            product()
+
+        # Not the whole device, on which collectives run too.
+        if device == "cuda":
+            torch.cuda.current_stream().synchronize()
+        done += in_a_row
+    return done / (time.perf_counter() - began)

@@ -1,0 +1,1 @@
+"""Several processes that train one model: what they tell each other, what they move, and how one ends them all."""

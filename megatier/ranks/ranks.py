@@ -1,0 +1,351 @@
+"""Ranks: the processes of one run, each with a GPU of its own, and what they tell and send each other.
+
+Weights and gradients go as bytes, unchanged: `gather` and `scatter`, in an order that is the same on all ranks.
+Everything small goes as Python objects: `agree`. What a checkpoint needs of other ranks goes by a channel of its own,
+`beside`. All three have process groups of their own, so none waits for another. This file, `channel` and `pulls` alone
+import `torch.distributed`, and one process alone never does.
+
+Threads: one thread at a time gathers and scatters (the lane `ranks`), and the lane `checkpoint` uses its channel. The
+thread that trains calls everything else; in a pass that is recorded, it is the thread that computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatier.errors import ConfigError, MegatierError, PeerError, StepAbandonedError
+from megatier.ranks.channel import Channel, gather_into
+from megatier.ranks.peers import Member, Peers, Store, comes_of_peers
+from megatier.ranks.pulls import Board, Pulls, StreamSigns, allocate, hindrance, views
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Watch = Callable[[Callable[[], None]], Peers]
+"""Begins to watch the other ranks; takes what ends the collectives under way when one of them fails."""
+
+TIMEOUT = timedelta(days=1)
+"""How long a collective waits for a late rank. A rank that hangs is found by other means, and sooner (`peers`)."""
+STORE_TIMEOUT = timedelta(minutes=1)
+"""How long the first look of a rank waits for the first sign of life of all others."""
+MEET_S = 0.01
+"""How often a rank looks whether all others have come."""
+
+
+class Ranks(Channel):
+    """The ranks of a run as one of them sees them."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        local_rank: int,
+        local_size: int,
+        groups: tuple[ProcessGroup, ProcessGroup, ProcessGroup],
+        watched: Watch,
+    ) -> None:
+        """Take what is known of this process, and what begins to watch the others.
+
+        Args:
+            rank: its number.
+            size: the number of ranks.
+            local_rank: its number among those of its host.
+            local_size: the number of ranks of this host.
+            groups: one of gloo for each thread that talks: the one that trains, and the lane `checkpoint`; and the one
+                by which weights and gradients go.
+            watched: begins to watch.
+        """
+        import torch.distributed as dist
+
+        self._groups = groups
+        own, beside, self._data = groups
+        self._is_nccl = dist.get_backend(self._data) == "nccl"
+        self._is_given_up = False
+        self._is_aborted = False
+        self._pulls: Pulls | None = None
+        self.way = "NCCL's kernels" if self._is_nccl else "gloo"
+        """What moves weights and gradients between ranks."""
+        self.shared_bytes = 0
+        """Bytes of the GPU memory that other GPUs may read. torch's pool does not count them."""
+        super().__init__(rank, size, own, watched(self._stop))
+        self.beside = Channel(rank, size, beside, self._peers)
+        """For the lane `checkpoint`, which works beside the thread that trains."""
+        self.local_rank = local_rank
+        """The number of this rank among those of its host."""
+        self.local_size = local_size
+        """The number of ranks of this host."""
+        self.moved_bytes: Counter[str] = Counter()
+        """The bytes that came from other ranks since the start, under the name `ranks`."""
+
+    # ------------------------------------------------------------------ data
+
+    def memory(self, num_bytes: int) -> torch.Tensor:
+        """Allocate the GPU tier, so that the other GPUs of the host can read it by copy engines, if they can at all.
+
+        Every rank has to call it, for as many bytes. What is gathered and scattered from now on has to lie in it. `way`
+        says how it goes, and why, if not by copy engines.
+
+        Returns:
+            uint8 [num_bytes] on this rank's GPU, zeros.
+
+        Raises:
+            torch.OutOfMemoryError: the GPU has no room.
+        """
+        self.drop_memory()
+        found = hindrance(self.local_rank, self.local_size) if self.local_size == self.size else "several hosts"
+        if found := next(iter(self.agree(found)), None):
+            self.way = f"NCCL's kernels ({found})"
+            return torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+
+        memory = allocate(num_bytes)
+        self.shared_bytes = num_bytes
+        pulls: Pulls | None = None
+        try:
+            pulls = self._open_pulls(memory)
+            found = None if pulls.work() else "a trial of copies between GPUs failed"
+        except PeerError:
+            raise
+        except (MegatierError, OSError, RuntimeError) as error:
+            # A container may forbid what this needs, and NCCL finds other ways.
+            found = str(error).partition("\n")[0]
+
+        if found := next(iter(self.agree(found)), None):
+            self.way = f"NCCL's kernels ({found})"
+            if pulls is not None:
+                pulls.release()
+                torch.cuda.synchronize()
+                pulls.close()
+            return memory
+
+        self._pulls = pulls
+        self.way = "copy engines"
+        return memory
+
+    def _open_pulls(self, memory: torch.Tensor) -> Pulls:
+        """Share this rank's memory with the others of its host."""
+        name = self.first(lambda: f"megatier-{secrets.token_hex(8)}")
+        signs: StreamSigns | None = None
+        try:
+            with self.together():
+                signs = StreamSigns(Board(name, self.rank, self.size), self._check_data)
+            return Pulls(self.rank, views(memory, self._group), signs)
+        except (MegatierError, OSError, RuntimeError):
+            if signs is not None:
+                signs.close()
+            raise
+        finally:
+            Board.unlink(name)
+
+    def drop_memory(self) -> None:
+        """Let go of the memory, which nobody reads any more."""
+        self.shared_bytes = 0
+        if self._pulls is not None:
+            self._pulls.close()
+            self._pulls = None
+
+    def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+        """Bring the shards of all ranks together, in the order of the ranks.
+
+        Args:
+            whole: uint8 [size * n], overwritten.
+            own: uint8 [n], this rank's shard. Both lie on the device that computes.
+        """
+        assert whole.numel() == self.size * own.numel()
+        self._check_data()
+        if self._pulls is not None:
+            self._pulls.gather(whole, own)
+        else:
+            self.finish(gather_into(whole, own, group=self._data, async_op=not self._is_nccl), self._check_data)
+        self.moved_bytes["ranks"] += whole.numel() - own.numel()
+
+    def scatter(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """Give every rank its shard of this rank's bytes, and take this rank's shard of the bytes of all.
+
+        Args:
+            received: uint8 [size * n], overwritten: piece r is what rank r sent.
+            sent: uint8 [size * n]: piece r goes to rank r.
+        """
+        import torch.distributed as dist
+
+        assert received.numel() == sent.numel()
+        self._check_data()
+        if self._pulls is not None:
+            self._pulls.scatter(received, sent)
+        else:
+            work = dist.all_to_all_single(received, sent, group=self._data, async_op=not self._is_nccl)
+            self.finish(work, self._check_data)
+        self.moved_bytes["ranks"] += received.numel() - received.numel() // self.size
+
+    def give_up(self) -> None:
+        """End a gather or scatter that is under way, because this rank comes to none of those that follow."""
+        self._is_given_up = True
+        self._stop()
+
+    def _stop(self) -> None:
+        """End what is under way on a GPU. Whoever waits for gloo looks for itself."""
+        if self._pulls is not None:
+            self._pulls.release()
+        elif self._is_nccl and not self._is_aborted:
+            self._is_aborted = True
+            self._data.abort()
+
+    def _check_data(self, waited_s: float = 0.0) -> None:
+        """Refuse to gather or scatter, or to wait for it, if it will not end; see `Peers.check`.
+
+        Raises:
+            PeerError: a rank has failed.
+            StepAbandonedError: this rank has given up.
+        """
+        self._peers.check(waited_s)
+        if self._is_given_up:
+            raise StepAbandonedError("the step was abandoned, and the other ranks are in it still")
+
+    # ------------------------------------------------------------------ the thread that trains
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the flat tensors of all ranks, end to end in the order of the ranks. They may differ in length."""
+        return torch.cat(self.agree(values.cpu()))
+
+    def groups_of(self, groups: int) -> range:
+        """The groups of a step that this rank computes: in round j, rank r has group j * size + r.
+
+        Raises:
+            ConfigError: the ranks cannot share them equally.
+        """
+        check_groups(groups, self.size)
+        return range(self.rank, groups, self.size)
+
+    # ------------------------------------------------------------------ the end
+
+    def failed(self) -> PeerError | None:
+        """The error that names the rank that failed first; None if none has."""
+        return self._peers.failed()
+
+    def first_error(self) -> BaseException | None:
+        """The same, or this rank's own error if it was the first."""
+        return self._peers.first_error()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others why this rank ends, before anything is closed."""
+        self._peers.fail(error)
+
+    def leave(self) -> None:
+        """End the connection to the others. Every rank has to call it."""
+        import torch.distributed as dist
+
+        self._peers.leave()
+        self.finish(dist.barrier(group=self._group, async_op=True), self._peers.check)
+        self._peers.end()
+        for group in self._groups:
+            dist.destroy_process_group(group)
+
+
+def check_groups(groups: int, size: int) -> None:
+    """Refuse groups of a step that so many ranks cannot share equally.
+
+    Raises:
+        ConfigError: names the numbers of ranks that can.
+    """
+    if groups % size:
+        fitting = ", ".join(str(number) for number in range(1, groups + 1) if groups % number == 0)
+        raise ConfigError(
+            f"train.groups is {groups}, which {size} ranks cannot share equally. Start {fitting} of them, or set "
+            f"train.groups to a multiple of {size}; that is another sum, with other last digits."
+        )
+
+
+@contextlib.contextmanager
+def joined(device: str, *, is_guest: bool = False) -> Iterator[Ranks | None]:
+    """The ranks that `torchrun` started, while they run together; None in a process that was started alone.
+
+    Args:
+        device: what computes, "cuda" or "cpu". A rank has the GPU of its number on its host.
+        is_guest: whether the program around may use `torch.distributed` itself, before, meanwhile and afterwards. Then
+            it stays initialized: torch cannot initialize it twice with the store of one torchrun.
+
+    Raises:
+        PeerError: instead of all that came of the failure of another rank. An error of this rank's own is raised as it
+            is, and the others are told.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        yield None
+        return
+
+    import torch.distributed as dist
+
+    ranks = _join(device, is_guest=is_guest)
+    try:
+        yield ranks
+        ranks.leave()
+        if not is_guest:
+            dist.destroy_process_group()
+    except BaseException as error:
+        ranks.fail(error)
+        first = ranks.first_error() if comes_of_peers(error) else None
+        if first is None:
+            raise
+        raise first from error
+
+
+def _join(device: str, *, is_guest: bool) -> Ranks:
+    """Join the ranks that `torchrun` started."""
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore, rendezvous  # type: ignore[attr-defined]
+
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+
+    # The program around finds a default group that takes tensors of its device. This run has groups of its own.
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if is_guest and device == "cuda" else "gloo"
+        store, _, _ = next(rendezvous("env://"))
+        met = PrefixStore(_meet(store, rank, size), store)
+        dist.init_process_group(backend, store=met, rank=rank, world_size=size, timeout=TIMEOUT)
+    own = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    beside = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    data = dist.new_group(backend="nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
+    groups = own, beside, data
+
+    # Runs may follow each other in one process, so each has names of its own in the store.
+    told: list[tuple[Member, str] | None] = [None] * size
+    dist.all_gather_object(told, (Member.here(), secrets.token_hex(8)), group=own)
+    known = [found for found in told if found is not None]
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    watching = PrefixStore(f"megatier {known[0][1]}", TCPStore(*address, timeout=STORE_TIMEOUT))
+    watched = partial(Peers, watching, rank, [member for member, _ in known], groups)
+    return Ranks(rank, size, local_rank, local_size, groups, watched)
+
+
+def _meet(store: Store, rank: int, size: int) -> str:
+    """Return a name that all ranks have, and that no earlier start of them had.
+
+    torchrun keeps its store when it starts the ranks again. There they would find the addresses of processes that have
+    ended. So the first rank puts a new name there, and every other rank answers the name that it finds with a word of
+    its own. A rank goes by a name that has come back with its word: an old name cannot have it.
+    """
+    word = secrets.token_hex(8)
+    if rank == 0:
+        store.set("megatier", word)
+        store.set(f"{word} met", " ".join(store.get(f"{word} {other}").decode() for other in range(1, size)))
+        return word
+
+    while True:
+        name = store.get("megatier").decode()
+        store.set(f"{name} {rank}", word)
+        if store.check([f"{name} met"]) and word in store.get(f"{name} met").decode():
+            return name
+        time.sleep(MEET_S)

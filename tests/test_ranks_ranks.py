@@ -1,0 +1,107 @@
+"""What ranks send each other: shards and pieces of gradients."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import POOL
+
+from megatier.errors import ConfigError
+from megatier.ranks import ranks as rank_module
+from megatier.ranks.pulls import Board, Pulls
+from megatier.ranks.ranks import check_groups, joined
+
+
+def move_bytes() -> tuple[list[int], list[int], int]:
+    """What comes of a gather and of a scatter, and the bytes that came from others."""
+    with joined("cpu") as ranks:
+        assert ranks is not None
+        own = torch.tensor([10 * ranks.rank, 10 * ranks.rank + 1], dtype=torch.uint8)
+        whole = torch.empty(2 * ranks.size, dtype=torch.uint8)
+        ranks.gather(whole, own)
+        received = torch.empty(ranks.size, dtype=torch.uint8)
+        ranks.scatter(received, torch.arange(ranks.size, dtype=torch.uint8) + 10 * ranks.rank)
+        return whole.tolist(), received.tolist(), ranks.moved_bytes["ranks"]
+
+
+def test_gather_has_all_shards_and_scatter_gives_each_rank_its_pieces() -> None:
+    whole = [0, 1, 10, 11, 20, 21]
+    assert POOL.run(move_bytes, 3) == [(whole, [rank, 10 + rank, 20 + rank], 4 + 2) for rank in range(3)]
+
+
+class FakeSigns:
+    """Signs of a GPU that can be had on some ranks."""
+
+    def __init__(self, board: Board, check: object) -> None:
+        if board.rank == 1 and os.environ["REFUSED"] == "signs":
+            raise OSError("no driver")
+
+    def release(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def share_memory(refused: str) -> tuple[str, int]:
+    """What moves bytes if one step of sharing memory is refused, and the size of the memory."""
+
+    def views(memory: torch.Tensor, group: object) -> list[torch.Tensor]:
+        if refused == "views":
+            raise RuntimeError("pidfd_getfd: Operation not permitted\nmore of it")
+        return [memory, memory]
+
+    with joined("cpu") as ranks, pytest.MonkeyPatch.context() as patch:
+        assert ranks is not None
+        patch.setenv("REFUSED", refused)
+        patch.setattr(rank_module, "hindrance", lambda *_: None)
+        patch.setattr(rank_module, "allocate", lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8))
+        patch.setattr(rank_module, "StreamSigns", FakeSigns)
+        patch.setattr(rank_module, "views", views)
+        patch.setattr(Pulls, "work", lambda _: refused != "trial" or ranks.rank == 0)
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        memory = ranks.memory(100)
+        assert ranks.shared_bytes == memory.numel()
+        ranks.drop_memory()
+        assert ranks.shared_bytes == 0
+        return ranks.way, memory.numel()
+
+
+@pytest.mark.parametrize(
+    ("refused", "way"),
+    [
+        ("nothing", "copy engines"),
+        ("signs", "NCCL's kernels (no driver)"),
+        ("views", "NCCL's kernels (pidfd_getfd: Operation not permitted)"),
+        ("trial", "NCCL's kernels (a trial of copies between GPUs failed)"),
+    ],
+)
+def test_memory_that_cannot_be_shared_on_one_rank_is_read_by_kernels_on_all(refused: str, way: str) -> None:
+    assert POOL.run(share_memory, 2, refused) == [(way, 100)] * 2
+
+
+def move_bytes_by(port: int) -> tuple[list[int], list[int], int]:
+    """The same, by a store that is there already, as that of torchrun is when it starts ranks again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_PORT", str(port))
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        return move_bytes()
+
+
+def test_ranks_that_are_started_again_find_each_other_by_the_same_store() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    for size in (2, 2, 3):
+        found = POOL.run(move_bytes_by, size, store.port)
+        assert [received for _, received, _ in found] == [[rank + 10 * r for r in range(size)] for rank in range(size)]
+
+        # They are other processes the next time.
+        POOL.close()
+
+
+def test_groups_that_ranks_cannot_share_equally_are_refused_with_the_numbers_that_can() -> None:
+    check_groups(6, 3)
+    with pytest.raises(ConfigError, match=r"train\.groups is 6, which 4 ranks cannot .* Start 1, 2, 3, 6 of them"):
+        check_groups(6, 4)

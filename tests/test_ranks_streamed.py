@@ -1,0 +1,215 @@
+"""Somebody else's loop over a streamed model on several ranks: the numbers of one process, and errors, no hangs."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import POOL
+from test_train_shared import files_of
+from tiny_runs import exactness_config, plain_model
+from torch import Tensor
+
+import megatier
+from megatier.config.schema import TiersConfig
+from megatier.errors import CheckpointError, ConfigError, MegatierError, StreamedModelError
+from megatier.integrations.streamed import Streamed
+
+GROUPS = 4
+TIERS = TiersConfig(device="cpu", gpu=8 << 20, ram=32 << 20, update_threads=2, io_threads=2)
+
+
+def open_streamed(nvme: tuple[str, ...] = (), **options: Any) -> Streamed:
+    """A tiny model on this rank, of the steps of GROUPS backwards on all ranks."""
+    size = int(os.environ["WORLD_SIZE"])
+    tiers = replace(TIERS, nvme=nvme, state=("nvme",) if nvme else TIERS.state)
+    chosen = {"accumulation_steps": GROUPS // size, "lr": 1e-2, "clip": 0.5, **options}
+    return megatier.stream(plain_model(exactness_config("plain")), tiers=tiers, **chosen)
+
+
+def rows(step: int, group: int) -> Tensor:
+    """The rows of a group."""
+    return torch.randint(3, 160, (2, 16), generator=torch.Generator().manual_seed(100 * step + group))
+
+
+def train(streamed: Streamed, first: int, last: int) -> list[tuple[float, float]]:
+    """Loss and norm of some steps."""
+    figures = []
+    for step in range(first, last + 1):
+        losses = []
+        for group in range(streamed.rank, streamed.groups, streamed.num_ranks):
+            tokens = rows(step, group)
+            loss = streamed.model(input_ids=tokens, labels=tokens).loss / streamed.groups
+            loss.backward()
+            losses.append(loss.item())
+        streamed.optimizer.step()
+        assert streamed.last is not None
+        figures.append((math.fsum(chain(*streamed.all_of(losses))), streamed.last.grad_norm))
+    return figures
+
+
+def run_loop(folder: Path, options: dict[str, Any]) -> tuple[list[tuple[float, float]], float, dict[str, Any]]:
+    """Train, evaluate, save and export on this rank; the figures, an evaluation and the weights."""
+    with open_streamed(**options) as streamed:
+        figures = train(streamed, 1, 3)
+        with torch.no_grad():
+            held_out = streamed.model(input_ids=rows(0, 0), labels=rows(0, 0)).loss.item()
+        streamed.save(folder / "saved")
+        streamed.export(folder / "model")
+        weights = {name: value.numpy() for name, value in streamed.state_dict().items()}
+        assert (streamed.read("model.norm.weight").numpy() == weights["model.norm.weight"]).all()
+        return figures, held_out, weights
+
+
+def go_on(folder: Path) -> list[tuple[float, float]]:
+    """Train two more steps from what was saved, on this rank."""
+    with open_streamed() as streamed:
+        streamed.restore(folder / "saved")
+        assert streamed.steps == 3
+        return train(streamed, 4, 5)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused_loss": False, "compute_dtype": "fp32"}, {"clip": None}])
+def test_loop_on_ranks_has_the_numbers_and_files_of_one_process(options: dict[str, Any], tmp_path: Path) -> None:
+    (alone,) = POOL.run(run_loop, 1, tmp_path / "1", options)
+    files = files_of(tmp_path / "1")
+    for size in (2, 4):
+        for figures, held_out, weights in POOL.run(run_loop, size, tmp_path / str(size), options):
+            assert (figures, held_out) == alone[:2]
+            assert [name for name in alone[2] if (weights[name] != alone[2][name]).any()] == []
+        found = files_of(tmp_path / str(size))
+        assert found.keys() == files.keys()
+        assert [name for name in files if found[name] != files[name]] == []
+
+
+def test_loop_on_ranks_goes_on_from_what_another_number_of_ranks_saved(tmp_path: Path) -> None:
+    POOL.run(run_loop, 2, tmp_path, {"nvme": (f"{tmp_path}:64MiB",)})
+    (alone,) = POOL.run(go_on, 1, tmp_path)
+    assert POOL.run(go_on, 4, tmp_path) == [alone] * 4
+
+
+def open_twice() -> list[float]:
+    """Open a model on this rank, and another one when it is closed."""
+    found = []
+    for _ in range(2):
+        with open_streamed() as streamed:
+            found.append(train(streamed, 1, 1)[0][1])
+    return found
+
+
+def test_model_is_opened_on_ranks_again_after_another_was_closed() -> None:
+    first, second = POOL.run(open_twice, 2)
+    assert first == second == [first[0]] * 2
+
+
+def join_program() -> bool:
+    """Open a model in a program that uses torch.distributed itself, on this rank; whether the program still can."""
+    dist: Any = torch.distributed
+    dist.init_process_group("gloo")
+    told: list[Any] = [None, None]
+    with open_streamed() as streamed:
+        train(streamed, 1, 1)
+        dist.all_gather_object(told, dist.get_rank())
+    dist.all_gather_object([None, None], "still")
+    return told == [0, 1]
+
+
+def test_loop_leaves_the_process_group_of_the_program_around_it_alone() -> None:
+    assert POOL.run(join_program, 2) == [True, True]
+
+
+# ---------------------------------------------------------------------- misuse
+
+
+def use_alone(call: str) -> str:
+    """Make a call on the first rank alone; return what ends this rank."""
+    try:
+        with open_streamed() as streamed:
+            train(streamed, 1, 2)
+            if streamed.rank == 0:
+                {  # type: ignore[no-untyped-call]
+                    "read": lambda: streamed.read("model.norm.weight"),
+                    "state_dict": streamed.state_dict,
+                    "export": lambda: streamed.export("nowhere"),
+                    "save": lambda: streamed.save("nowhere"),
+                    "train": lambda: train(streamed, 3, 3),
+                }[call]()
+    except MegatierError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("call", ["read", "state_dict", "export", "save", "train"])
+def test_call_that_one_rank_makes_alone_is_an_error_on_all(call: str) -> None:
+    first, second = POOL.run(use_alone, 2, call)
+    POOL.close()
+    assert "and rank 1 to close()" in first
+    assert "rank 1 has come to close(), and rank 0 to " in second
+    assert ("forward" if call == "train" else call) in first
+
+
+def leave_step(way: str) -> str:
+    """Leave a step half-way on the second rank; return what ends this rank."""
+    try:
+        with open_streamed() as streamed:
+            train(streamed, 1, 2)
+            loss = streamed.model(input_ids=rows(3, 0), labels=rows(3, 0)).loss
+            if streamed.rank == 1:
+                if way == "drop":
+                    streamed.abandon()
+                if way == "break":
+                    int("my own")
+                if way != "close":
+                    streamed.model(input_ids=rows(3, 0), labels=rows(3, 0))
+            else:
+                loss.backward()
+                streamed.model(input_ids=rows(3, 0), labels=rows(3, 0))
+    except (MegatierError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("way", "cause"),
+    [
+        ("drop", "this rank has left a step half-way"),
+        ("break", "my own"),
+        ("close", "Closing in the middle of a step"),
+        ("forward", "the last forward has had no backward"),
+    ],
+)
+def test_rank_that_leaves_a_step_ends_all_with_its_cause(way: str, cause: str) -> None:
+    first, second = POOL.run(leave_step, 2, way)
+    POOL.close()
+    assert "rank 1 on " in first
+    assert cause in first
+    assert cause in second
+
+
+def fail_together(folder: Path) -> list[str]:
+    """Calls that fail on all ranks alike, after which training goes on."""
+    (folder / "full").mkdir(exist_ok=True)
+    (folder / "full/file").touch()
+    with open_streamed() as streamed:
+        with pytest.raises(ConfigError) as no_export:
+            streamed.export(folder / "full")
+        with pytest.raises(CheckpointError) as no_restore:
+            streamed.restore(folder / "full")
+        refused = [str(no_export.value), str(no_restore.value)]
+        with pytest.raises(StreamedModelError, match="after 0 of 2 backwards"):
+            streamed.optimizer.step()
+        train(streamed, 1, 2)
+    return refused
+
+
+def test_call_that_fails_on_the_first_rank_fails_on_all_and_training_goes_on(tmp_path: Path) -> None:
+    first, second = POOL.run(fail_together, 2, tmp_path)
+    assert first == second
+    assert "is not empty" in first[0]
+    assert "holds no checkpoint" in first[1]

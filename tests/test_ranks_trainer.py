@@ -1,0 +1,117 @@
+"""MegatierTrainer on several ranks: the losses, norms, weights and checkpoints of one process that accumulates."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import POOL
+from test_integrations_transformers_trainer import Rows, arguments, logged
+from test_ranks_streamed import GROUPS, open_streamed
+
+from megatier.errors import ConfigError
+
+state = pytest.importorskip("accelerate.state")
+
+from megatier.integrations.transformers_trainer import MegatierTrainer  # noqa: E402 - needs accelerate
+
+LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
+SAVES = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 6}
+
+
+def prepare(folder: Path, options: dict[str, Any]) -> Any:
+    """Arguments of this rank, for steps of GROUPS backwards on all ranks."""
+    # accelerate keeps for the process what it found in its first run.
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    steps = GROUPS // int(os.environ["WORLD_SIZE"])
+    return arguments(folder, **{"gradient_accumulation_steps": steps, **SAVES, **options})
+
+
+def fit(folder: Path, options: dict[str, Any], resumed: str | None = None) -> tuple[dict[str, list[float]], Any]:
+    """Train on this rank; what was logged, and the weights."""
+    args = prepare(folder / "run", options)
+    is_fused = not {"bf16", "label_smoothing_factor"} & options.keys()
+    with open_streamed(compute_dtype="fp32", fused_loss=is_fused) as streamed:
+        trainer = MegatierTrainer(streamed, args, train_dataset=Rows(64), eval_dataset=Rows(16))
+        trainer.train(resume_from_checkpoint=resumed)
+        weights = {name: value.numpy() for name, value in streamed.state_dict().items()}
+        return {key: logged(trainer, key) for key in LOGGED}, weights
+
+
+def check(found: list[Any], expected: Any) -> None:
+    """Compare what all ranks have with one process."""
+    figures, weights = expected
+    for own, has in found:
+        assert own == figures
+        assert [name for name in weights if (has[name] != weights[name]).any()] == []
+
+
+@pytest.mark.parametrize("options", [{}, {"logging_steps": 3}, {"bf16": True}, {"label_smoothing_factor": 0.1}])
+def test_trainer_on_ranks_logs_and_saves_what_one_process_does(options: dict[str, Any], tmp_path: Path) -> None:
+    (alone,) = POOL.run(fit, 1, tmp_path / "1", options)
+    for size in (2, 4):
+        check(POOL.run(fit, size, tmp_path / str(size), options), alone)
+        for name in ("model.safetensors", "trainer_state.json"):
+            found = tmp_path / f"{size}/run/checkpoint-4" / name
+            assert (
+                name != "model.safetensors"
+                or found.read_bytes() == (tmp_path / "1/run/checkpoint-4" / name).read_bytes()
+            )
+            assert found.exists()
+
+
+def test_trainer_on_ranks_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    (alone,) = POOL.run(fit, 1, tmp_path / "1", {})
+    POOL.run(fit, 2, tmp_path, {})
+    check(POOL.run(fit, 2, tmp_path, {}, str(tmp_path / "run/checkpoint-2")), alone)
+
+
+def refuse(folder: Path, num_rows: int, options: dict[str, Any]) -> str:
+    """What the Trainer says to rows or arguments on this rank."""
+    args = prepare(folder, options)
+    with open_streamed(compute_dtype="fp32") as streamed, pytest.raises(ConfigError) as error:
+        MegatierTrainer(streamed, args, train_dataset=Rows(num_rows), eval_dataset=Rows(8)).train()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "options", "message"),
+    [
+        (63, {}, "63 rows, no multiple of per_device_train_batch_size times the ranks (4)"),
+        (12, {}, "3 batches, no multiple of gradient_accumulation_steps (2)"),
+        (64, {"accelerator_config": {"split_batches": True}}, "split_batches"),
+        (64, {"save_on_each_node": True}, "save_on_each_node"),
+    ],
+)
+def test_trainer_on_ranks_refuses_what_they_cannot_share(
+    num_rows: int, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    for found in POOL.run(refuse, 2, tmp_path, num_rows, options):
+        assert message in found
+
+
+def fail_loss(folder: Path) -> list[float]:
+    """Train with one loss that is not finite on the second rank."""
+    args = prepare(folder, {"max_steps": 2, "save_strategy": "no"})
+
+    class Poisoned(MegatierTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().compute_loss(*args, **kwargs)
+            is_due = torch.is_grad_enabled() and self.state.global_step == 1 and self.args.process_index == 1
+            return found * float("nan") if is_due else found
+
+    with open_streamed(compute_dtype="fp32") as streamed:
+        trainer = Poisoned(streamed, args, train_dataset=Rows(64), eval_dataset=Rows(16))
+        trainer.train()
+        assert streamed.last is not None
+        assert streamed.last.skipped
+        return logged(trainer, "loss")
+
+
+def test_loss_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all(tmp_path: Path) -> None:
+    first, second = POOL.run(fail_loss, 2, tmp_path)
+    assert first == second
+    assert all(torch.tensor(first).isfinite())
