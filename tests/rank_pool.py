@@ -41,7 +41,7 @@ class RankPool:
 
         port = free_port()
         for rank, (_, pipe) in enumerate(self._workers[:size]):
-            pipe.send((function, arguments, rank, size, port))
+            pipe.send((function, arguments, dict(os.environ), rank, size, port))
 
         answers = []
         for _, pipe in self._workers[:size]:
@@ -78,9 +78,14 @@ def _work(pipe: Connection) -> None:
     dist = torch.distributed
     while True:
         try:
-            function, arguments, rank, size, port = pipe.recv()
+            function, arguments, environment, rank, size, port = pipe.recv()
         except EOFError:
             return
+
+        # The environment is that of the test that asks, not of the test that started this process: a directory for
+        # caches that an earlier test set holds what that test measured.
+        os.environ.clear()
+        os.environ.update(environment)
         os.environ.update(
             RANK=str(rank),
             WORLD_SIZE=str(size),
