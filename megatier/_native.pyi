@@ -100,9 +100,9 @@ def accumulate(accumulator: int, source: int, num_elements: int, first: bool) ->
     """fp32: accumulator += source; first: accumulator = source."""
 
 def sum_squares(address: int, num_elements: int, is_bf16: bool, partials: int) -> None:
-    """fp64 sums of squares, one per span of 65,536 elements (the last may be shorter), in a fixed order.
+    """fp64 sums of squares, one per tile of 65,536 elements (the last may be shorter), in a fixed order.
 
-    Within a span lane l of 256 adds elements l, l + 256, ... in turn; then the lanes fold: lane l += lane l + 128,
+    Within a tile lane l of 256 adds elements l, l + 256, ... in turn; then the lanes fold: lane l += lane l + 128,
     then + 64, ... + 1.
     A square of an fp32 number is exact in fp64, so fused multiply-add cannot change a bit.
     """

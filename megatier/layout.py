@@ -23,7 +23,7 @@ CHECKED_ELEMENTS = 32 << 10
 """Trained and frozen parameters of one unit share no granule, which is 64 KiB of bf16."""
 SHARD_ELEMENTS = 64 << 10
 """A shard begins at a multiple of this. It is a multiple of everything that is counted from a unit's start: alignment,
-pages, checksummed chunks, and the spans of the norm."""
+pages, checksummed granules, and the tiles of the norm."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,8 @@ static inline float fp32_one(float value) { return value; }
 #define SUM_SQUARES_BODY(name, type, as_float)                                                      \
     ISA_BODY name##_body(const type *values, size_t n, double *partials)                            \
     {                                                                                               \
-        for (size_t start = 0; start < n; start += SUM_SPAN_ELEMENTS) {                             \
-            size_t stop = n - start < SUM_SPAN_ELEMENTS ? n : start + SUM_SPAN_ELEMENTS;            \
+        for (size_t start = 0; start < n; start += SUM_TILE_ELEMENTS) {                             \
+            size_t stop = n - start < SUM_TILE_ELEMENTS ? n : start + SUM_TILE_ELEMENTS;            \
             double lanes[SUM_LANES] = {0};                                                          \
             for (size_t row = start; row < stop; row += SUM_LANES) {                                \
                 size_t count = stop - row < SUM_LANES ? stop - row : SUM_LANES;                     \
@@ -66,7 +66,7 @@ static inline float fp32_one(float value) { return value; }
             for (size_t half = SUM_LANES / 2; half; half /= 2)                                      \
                 for (size_t lane = 0; lane < half; lane++)                                          \
                     lanes[lane] += lanes[lane + half];                                              \
-            partials[start / SUM_SPAN_ELEMENTS] = lanes[0];                                         \
+            partials[start / SUM_TILE_ELEMENTS] = lanes[0];                                         \
         }                                                                                           \
     }                                                                                               \
     ISA_DISPATCH(name, (const type *values, size_t n, double *partials), (values, n, partials))

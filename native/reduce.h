@@ -45,7 +45,7 @@ static inline float join_one(uint16_t weight, int16_t remainder)
     return float_of(((uint32_t)weight << 16) + (uint32_t)(int32_t)remainder);
 }
 
-#define SUM_SPAN_ELEMENTS 65536
+#define SUM_TILE_ELEMENTS 65536
 #define SUM_LANES 256
 
 void copy(void *target, const void *source, size_t num_bytes);
@@ -55,7 +55,7 @@ void join(const uint16_t *weight, const int16_t *remainder, float *master, size_
 /* Round to nearest even; target may be source. */
 void round_bf16(const float *source, uint16_t *target, size_t num_elements);
 void accumulate(float *accumulator, const float *source, size_t num_elements);
-/* One fp64 per span of SUM_SPAN_ELEMENTS; the order of additions is that of _native.pyi. */
+/* One fp64 per tile of SUM_TILE_ELEMENTS; the order of additions is that of _native.pyi. */
 void sum_squares_fp32(const float *values, size_t num_elements, double *partials);
 void sum_squares_bf16(const uint16_t *values, size_t num_elements, double *partials);
 /* As exact as one rounding allows; a value or a running sum that is not finite gives the plain sum. */

@@ -104,10 +104,10 @@ def test_accumulate_adds_or_starts(isa: str) -> None:
 def sum_squares_by_definition(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     partials = []
     for start in range(0, len(values), 65_536):
-        span = values[start : start + 65_536]
+        tile = values[start : start + 65_536]
         lanes = np.zeros(256)
-        for row in range(0, len(span), 256):
-            squares = span[row : row + 256] ** 2
+        for row in range(0, len(tile), 256):
+            squares = tile[row : row + 256] ** 2
             lanes[: len(squares)] += squares
         for half in (128, 64, 32, 16, 8, 4, 2, 1):
             lanes[:half] += lanes[half : 2 * half]

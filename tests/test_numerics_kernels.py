@@ -217,7 +217,7 @@ def test_update_beyond_2_to_the_31_elements_reaches_the_end(kernels: ModuleType,
 
 
 def sum_on_cpu(values: Tensor, first: int = 0) -> Tensor:
-    """Of a piece whose first element has this number: up to the next span, then span by span."""
+    """Of a piece whose first element has this number: up to the next tile, then tile by tile."""
     parts = []
     for piece in (values[: -first % 65_536], values[-first % 65_536 :]):
         parts.append(torch.empty(-(-piece.numel() // 65_536), dtype=torch.float64))
@@ -246,7 +246,7 @@ def test_sum_squares_equals_the_c_sum(kernels: ModuleType, dtype: torch.dtype, n
 @bf16_or_fp32
 @pytest.mark.parametrize("first", [1, 128, 65_408, 65_535, 131_072, (1 << 31) + 200_000])
 @pytest.mark.parametrize("num_elements", [0, 1, 128, 65_537, 200_003])
-def test_sum_squares_of_a_piece_counts_spans_from_where_it_lies(
+def test_sum_squares_of_a_piece_counts_tiles_from_where_it_lies(
     kernels: ModuleType, dtype: torch.dtype, first: int, num_elements: int
 ) -> None:
     values = torch.randn(num_elements, generator=torch.Generator().manual_seed(5)).to(dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatier import _native
 from megatier.layout import Layout, TensorSlice
-from megatier.numerics.optimizer import SPAN_ELEMENTS, AdamW, Hyperparameters
+from megatier.numerics.optimizer import TILE_ELEMENTS, AdamW, Hyperparameters
 from megatier.tier import Kind
 
 LAYOUT = Layout.of([("norm", (70,)), ("weight", (5, 13)), ("bias", (3,)), ("other", (200,))])
@@ -70,9 +70,9 @@ def measuring(layouts: Mapping[str, Layout], dtype: torch.dtype) -> AdamW:
 
 
 def random_layout(draw: random.Random) -> Layout:
-    """Tensors within a span, over several spans, and of more than one native call; some that are whole spans."""
+    """Tensors within a tile, over several tiles, and of more than one native call; some that are whole tiles."""
     sizes = [draw.choice([draw.randint(1, 3_000), draw.randint(1, 300_000), 65_536, 131_072]) for _ in range(9)]
-    return Layout.of([(f"weight{number}", (size,)) for number, size in enumerate([*sizes, 65 * SPAN_ELEMENTS + 77])])
+    return Layout.of([(f"weight{number}", (size,)) for number, size in enumerate([*sizes, 65 * TILE_ELEMENTS + 77])])
 
 
 def clipped(layout: Layout, first: int, last: int) -> Layout:
@@ -97,7 +97,7 @@ def test_measure_of_the_parts_of_a_unit_gives_the_sums_of_the_whole(seed: int) -
     draw = random.Random(seed)
     dtype = draw.choice([torch.bfloat16, torch.float32])
     layout = random_layout(draw)
-    size = draw.randint(1, 20) * SPAN_ELEMENTS
+    size = draw.randint(1, 20) * TILE_ELEMENTS
     borders = [*range(0, layout.num_elements, size), layout.num_elements]
     parts = {f"part{first}": clipped(layout, first, last) for first, last in pairwise(borders)}
     optimizer = measuring({"whole": layout, **parts}, dtype)
@@ -112,8 +112,8 @@ def test_measure_of_the_parts_of_a_unit_gives_the_sums_of_the_whole(seed: int) -
     assert torch.equal(found.sort().values, sums_of(optimizer, "whole").sort().values)
 
 
-def test_measure_sums_what_a_tensor_has_of_each_span_of_its_unit() -> None:
-    layout = Layout.of([("short", (100,)), ("long", (2, SPAN_ELEMENTS)), ("last", (5,))])
+def test_measure_sums_what_a_tensor_has_of_each_tile_of_its_unit() -> None:
+    layout = Layout.of([("short", (100,)), ("long", (2, TILE_ELEMENTS)), ("last", (5,))])
     optimizer = measuring({"unit": layout}, torch.float32)
     optimizer.begin_step(1, 1e-3)
     grad = torch.randn(layout.num_elements, generator=torch.Generator().manual_seed(1))

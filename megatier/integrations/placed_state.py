@@ -23,7 +23,7 @@ from megatier.integrations.chunks import AHEAD, ChunkPlan, ElementRun, StateChun
 from megatier.integrations.parameters import form_of, in_order, schema_of
 from megatier.numerics.adamw import adamw_threads, begin_adamw, step_scalars
 from megatier.numerics.masters import plane_dtype
-from megatier.numerics.optimizer import PIECE_ELEMENTS, SPAN_ELEMENTS
+from megatier.numerics.optimizer import PIECE_ELEMENTS, TILE_ELEMENTS
 from megatier.state import ADAMW_BF16
 from megatier.store.lease import Lease
 from megatier.tier import Kind, Tier
@@ -280,13 +280,13 @@ def _planes(run: ElementRun, chunk: Tensor) -> Iterator[tuple[Kind, Tensor]]:
 
 
 def _sum_squares(grad: Tensor) -> Tensor:
-    """Return the sums of squares of a flat tensor, fp64 [spans]."""
+    """Return the sums of squares of a flat tensor, fp64 [tiles]."""
     if grad.is_cuda:
         from megatier.numerics import kernels  # Triton comes with torch's CUDA builds alone
 
         return kernels.sum_squares(grad)
 
-    sums = torch.empty(-(-grad.numel() // SPAN_ELEMENTS), dtype=torch.float64)
+    sums = torch.empty(-(-grad.numel() // TILE_ELEMENTS), dtype=torch.float64)
     _native.sum_squares(grad.data_ptr(), grad.numel(), grad.dtype is torch.bfloat16, sums.data_ptr())
     return sums
 

@@ -26,10 +26,10 @@ BLOCK_ELEMENTS = 1024
 BLOCK_WARPS = 8
 """4 elements a thread: 16 bytes of an fp32 plane and 8 of a 16-bit one, so that no data move between threads."""
 
-SPAN_ELEMENTS = tl.constexpr(65_536)
+TILE_ELEMENTS = tl.constexpr(65_536)
 """Elements under one partial sum of squares, as in native/reduce.h."""
 LANES = tl.constexpr(256)
-"""Sums that each span takes side by side, as in native/reduce.h."""
+"""Sums that each tile takes side by side, as in native/reduce.h."""
 LANE_WARPS = 4
 ROWS_AHEAD = tl.constexpr(16)
 """Rows of lanes that are loaded before the first is added."""
@@ -65,21 +65,21 @@ def adamw(planes: Planes, segments: Sequence[tuple[int, int, float]], scalars: S
 
 
 def sum_squares(piece: Tensor, first: int = 0) -> Tensor:
-    """Take partial sums of squares, one of what a piece has of each span, in the order of `_native.sum_squares`.
+    """Take partial sums of squares, one of what a piece has of each tile, in the order of `_native.sum_squares`.
 
     Args:
         piece: flat bf16 or fp32 on the GPU.
-        first: the number of its first element, counted from where spans begin. Multiples of 16 are fast.
+        first: the number of its first element, counted from where tiles begin. Multiples of 16 are fast.
 
     Returns:
-        fp64 [spans that it has elements in] on the same device. They equal the CPU's bit for bit, but for the payload
+        fp64 [tiles that it has elements in] on the same device. They equal the CPU's bit for bit, but for the payload
         of a NaN.
     """
-    skipped = first % SPAN_ELEMENTS.value
-    num_spans = triton.cdiv(skipped + piece.numel(), SPAN_ELEMENTS.value) if piece.numel() else 0
-    partials = torch.empty(num_spans, dtype=torch.float64, device=piece.device)
+    skipped = first % TILE_ELEMENTS.value
+    num_tiles = triton.cdiv(skipped + piece.numel(), TILE_ELEMENTS.value) if piece.numel() else 0
+    partials = torch.empty(num_tiles, dtype=torch.float64, device=piece.device)
     values = piece.view(torch.uint16) if piece.dtype is torch.bfloat16 else piece
-    _sum_spans[(num_spans,)](values, skipped, piece.numel(), partials, num_warps=LANE_WARPS)
+    _sum_tiles[(num_tiles,)](values, skipped, piece.numel(), partials, num_warps=LANE_WARPS)
     return partials
 
 
@@ -157,14 +157,14 @@ def _float_of(values: tl.tensor) -> tl.tensor:
 
 
 @_jit
-def _sum_spans(values: tl.tensor, skipped: tl.int32, count: tl.int64, partials: tl.tensor) -> None:
-    """Sum the squares of what a piece has of one span. The first span lacks the elements that are skipped.
+def _sum_tiles(values: tl.tensor, skipped: tl.int32, count: tl.int64, partials: tl.tensor) -> None:
+    """Sum the squares of what a piece has of one tile. The first tile lacks the elements that are skipped.
 
     Elements that the last row lacks count as +0, which changes no sum of squares.
     """
-    span = tl.program_id(0).to(tl.int64)
-    start = tl.maximum(span * SPAN_ELEMENTS - skipped, 0)
-    left = (tl.minimum((span + 1) * SPAN_ELEMENTS - skipped, count) - start).to(tl.int32)
+    tile = tl.program_id(0).to(tl.int64)
+    start = tl.maximum(tile * TILE_ELEMENTS - skipped, 0)
+    left = (tl.minimum((tile + 1) * TILE_ELEMENTS - skipped, count) - start).to(tl.int32)
     lanes = tl.zeros([LANES], tl.float64)
 
     for row in range(0, left, LANES * ROWS_AHEAD):
@@ -173,7 +173,7 @@ def _sum_spans(values: tl.tensor, skipped: tl.int32, count: tl.int64, partials: 
         else:
             lanes = _add_rows(lanes, values + start + row, left - row)
 
-    tl.store(partials + span + tl.arange(0, 1), _fold(lanes))
+    tl.store(partials + tile + tl.arange(0, 1), _fold(lanes))
 
 
 @_jit

@@ -9,8 +9,8 @@ x is the fp32 master, which may be split into weight plane and remainder. m and 
 the clip coefficient, min(1, clip / (norm + 1e-6)).
 
 The norm is that of the rounded gradients. Sums of squares are taken in fp64, in a fixed order, of what each tensor has
-of each span of its unit, 65,536 elements. They are added exactly and rounded once, so slots, slices and devices do not
-matter, nor does it if a unit is cut between spans.
+of each tile of its unit, 65,536 elements. They are added exactly and rounded once, so slots, slices and devices do not
+matter, nor does it if a unit is cut between tiles.
 
 Source: Loshchilov and Hutter, arXiv 1711.05101. The split is megatier's: 12 bytes of state a parameter.
 """
@@ -34,10 +34,10 @@ from megatier.numerics.adamw import Planes, adamw_threads, begin_adamw, step_sca
 from megatier.ranks.ranks import Ranks
 from megatier.workers import Workers
 
-SPAN_ELEMENTS = 65_536
-"""Elements of a span of a unit. Each tensor has one partial sum of squares for what it has of a span."""
-PIECE_ELEMENTS = 64 * SPAN_ELEMENTS
-"""Elements of one call if several threads share a gradient in RAM: whole spans, so that no partial sum is cut."""
+TILE_ELEMENTS = 65_536
+"""Elements of a tile of a unit. Each tensor has one partial sum of squares for what it has of a tile."""
+PIECE_ELEMENTS = 64 * TILE_ELEMENTS
+"""Elements of one call if several threads share a gradient in RAM: whole tiles, so that no partial sum is cut."""
 Apply = Callable[[str, tuple[int, int], Planes, Tensor, Planes], _native.Batch | None]
 """Runs AdamW on some elements of a unit: see `AdamW.apply`."""
 
@@ -173,7 +173,7 @@ class AdamW:
         """The first parameter of a unit, in its layout, whose measured gradient is not finite."""
         sums = torch.cat(self._sums[unit]).cpu()
         tensors = self.layouts[unit].tensors
-        parts = sums.split([_num_spans(tensor) for tensor in tensors])
+        parts = sums.split([_num_tiles(tensor) for tensor in tensors])
         return next((t.name for t, part in zip(tensors, parts, strict=True) if not part.isfinite().all()), None)
 
     # ------------------------------------------------------------------ gradients
@@ -185,20 +185,20 @@ class AdamW:
             unit: its unit.
             grad: flat [num_elements] in the compute dtype, on any device.
         """
-        # Spans are counted from the unit's start, so that runs of whole spans have exactly their own of all these sums.
+        # Tiles are counted from the unit's start, so that runs of whole tiles have exactly their own of all these sums.
         tensors = self.layouts[unit].tensors
         if grad.is_cuda:
             self._sums[unit] = [self._kernels.sum_squares(grad[t.start : t.stop], t.start) for t in tensors]
             return
 
-        sums = torch.empty(sum(_num_spans(tensor) for tensor in tensors), dtype=torch.float64)
+        sums = torch.empty(sum(_num_tiles(tensor) for tensor in tensors), dtype=torch.float64)
         pieces: list[tuple[int, int, bool, int]] = []
         done = 0
 
         for start, stop in (piece for tensor in tensors for piece in _pieces(tensor)):
             source = grad.data_ptr() + start * grad.element_size()
             pieces.append((source, stop - start, self._split, sums.data_ptr() + done * sums.element_size()))
-            done += -(-(stop - start) // SPAN_ELEMENTS)
+            done += -(-(stop - start) // TILE_ELEMENTS)
 
         self._at_once(_native.sum_squares, pieces, (grad, sums))
         self._sums[unit] = [sums]
@@ -356,14 +356,14 @@ def _call(work: Callable[..., None], memory: tuple[Tensor, ...], arguments: tupl
     work(*arguments)
 
 
-def _num_spans(tensor: TensorSlice) -> int:
-    """Return the number of its unit's spans that a tensor has elements in."""
-    return -(-tensor.stop // SPAN_ELEMENTS) - tensor.start // SPAN_ELEMENTS if tensor.num_elements else 0
+def _num_tiles(tensor: TensorSlice) -> int:
+    """Return the number of its unit's tiles that a tensor has elements in."""
+    return -(-tensor.stop // TILE_ELEMENTS) - tensor.start // TILE_ELEMENTS if tensor.num_elements else 0
 
 
 def _pieces(tensor: TensorSlice) -> Iterator[tuple[int, int]]:
-    """Cut a tensor into a head and runs of whole spans. A native call takes one, and counts spans from its start."""
-    border = -(-tensor.start // SPAN_ELEMENTS) * SPAN_ELEMENTS
+    """Cut a tensor into a head and runs of whole tiles. A native call takes one, and counts tiles from its start."""
+    border = -(-tensor.start // TILE_ELEMENTS) * TILE_ELEMENTS
     return pairwise([tensor.start, *range(border, tensor.stop, PIECE_ELEMENTS), tensor.stop])
 
 
