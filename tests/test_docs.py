@@ -102,6 +102,13 @@ def test_block_that_only_a_reader_runs(block: Block) -> None:
     pytest.skip(f"{block.name}: {block.reason}")
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", *PAGES])
+def test_lines_of_page_are_at_most_120_columns_wide(page: str) -> None:
+    lines = enumerate((ROOT / page).read_text(encoding="utf-8").splitlines(), start=1)
+    # Markdown cannot break a row of a table.
+    assert [number for number, line in lines if len(line) > 120 and not line.startswith("|")] == []
+
+
 @pytest.mark.parametrize("page", STARTS)
 def test_page_of_each_user_begins_with_what_works(page: str) -> None:
     first = next(blocks(page))
