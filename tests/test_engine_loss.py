@@ -247,3 +247,26 @@ def test_fused_loss_of_hidden_states_cast_to_fp32_is_that_of_what_they_were() ->
     assert wide.grad is not None
     assert narrow.grad is not None
     assert torch.equal(wide.grad, narrow.grad)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_loss_under_autocast_is_that_of_operands_in_its_dtype(bias: bool) -> None:
+    wide, narrow = (Head(5.0, 7, dtype, bias=bias) for dtype in (torch.float32, torch.bfloat16))
+    hidden, labels = batch()
+    inputs = [hidden.clone().requires_grad_(), hidden.bfloat16().requires_grad_()]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = [head(found, labels) for head, found in zip((wide, narrow), inputs, strict=True)]
+        with torch.no_grad():
+            assert torch.equal(wide(inputs[0], labels), losses[0])
+    for loss in losses:
+        loss.backward()
+
+    assert losses[0].dtype is torch.float32
+    assert torch.equal(*losses)
+    assert inputs[0].grad is not None
+    assert inputs[1].grad is not None
+    assert torch.equal(inputs[0].grad, inputs[1].grad.float())
+
+    # The sums over chunks are fp32. A head in fp32 gets them as they are.
+    assert torch.equal(wide.grad.bfloat16(), narrow.grad)
+    assert not torch.equal(wide.grad, narrow.grad.float())

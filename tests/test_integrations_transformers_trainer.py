@@ -106,6 +106,17 @@ def test_trainer_ten_steps_agree_with_the_plain_trainer(tmp_path: Path) -> None:
         assert all(torch.allclose(found[n], p, rtol=0, atol=2e-6) for n, p in plain.model.named_parameters())
 
 
+def test_trainer_with_bf16_autocast_and_a_fused_loss_agrees_with_the_plain_trainer(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"bf16": True, "max_steps": 4}
+    plain = Trainer(plain_model(exactness_config("plain")), arguments(tmp_path, **options), train_dataset=Rows(60))
+    plain.train()
+    with open_streamed(tmp_path) as streamed:
+        trainer = MegatierTrainer(streamed, arguments(tmp_path, **options), train_dataset=Rows(60))
+        trainer.train()
+        assert logged(trainer, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-6)
+        assert logged(trainer, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=1e-5)
+
+
 @pytest.mark.gpu
 def test_trainer_on_a_gpu_agrees_with_the_plain_trainer(tmp_path: Path) -> None:
     """Products of a batch's rows are summed in another order where the loss is fused, on a GPU."""

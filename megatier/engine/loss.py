@@ -75,10 +75,9 @@ class FusedLoss:
             num_items_in_batch: tokens that the whole step counts.
             shift_labels: [B, T], shifted already.
         """
-        # Some models (Mamba) cast logits to fp32. The head's weight takes hidden states in its own dtype all the same.
+        # Some models (Mamba) cast logits to fp32. The products are in the head's own dtype all the same.
         hidden = logits.reshape(-1, logits.shape[-1])
-        if hidden.dtype is torch.float32:
-            hidden = hidden.to(self._head.stage.dtype)
+        hidden = hidden.to(product_dtype(hidden.device, self._head.stage.dtype))
         if shift_labels is None:
             shift_labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         targets = shift_labels.reshape(-1)
@@ -90,7 +89,7 @@ class FusedLoss:
         stage = self._head.stage
         if not torch.is_grad_enabled():
             use = stage.source.enter(self._head.unit, Phase.FORWARD, stage.gradients.group)
-            loss = self._forward(hidden, self._weights(use.bytes), targets, count, None)
+            loss = self._forward(hidden, self._weights(use.bytes, hidden.dtype), targets, count, None)
             use.leave()
             return loss
 
@@ -111,7 +110,7 @@ class FusedLoss:
         """
         stage = self._head.stage
         use = stage.source.enter(self._head.unit, Phase.FORWARD, stage.gradients.group)
-        weights = self._weights(use.bytes)
+        weights = self._weights(use.bytes, hidden.dtype)
         grads = _Grads(torch.empty_like(hidden) if passes else None)
         for leaf, tensor in weights.items():
             if self._head.is_trained[self._names[leaf]]:
@@ -127,10 +126,10 @@ class FusedLoss:
         gradients.add(self._head.unit, [(self._names[leaf], grad) for leaf, grad in grads.items()])
         gradients.close(self._head.unit)
 
-    def _weights(self, plane: Tensor) -> dict[str, Tensor]:
-        """The head's weight [V, H] and, if it has one, bias [V]."""
+    def _weights(self, plane: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The head's weight [V, H] and, if it has one, bias [V]; under autocast these are copies."""
         by_name = dict(zip(self._head.names, self._head.leaves(plane), strict=True))
-        return {leaf: by_name[name].detach() for leaf, name in self._names.items()}
+        return {leaf: by_name[name].detach().to(dtype) for leaf, name in self._names.items()}
 
     def _forward(
         self, hidden: Tensor, weights: Mapping[str, Tensor], targets: Tensor, count: Tensor, grads: _Grads | None
@@ -141,7 +140,8 @@ class FusedLoss:
         weight = weights["weight"]
         bias = weights.get("bias")
 
-        with self._head.stage.arithmetic():
+        # All dtypes are chosen by now. Autocast knows some of these operations only, so it would mix them.
+        with self._head.stage.arithmetic(), torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], self._chunk):
                 rows = slice(start, start + self._chunk)
                 logits = hidden[rows] @ weight.t() if bias is None else torch.addmm(bias, hidden[rows], weight.t())
@@ -230,6 +230,11 @@ class StepLoss:
         # In fp32, (1 - share) + share is 1: the gradient of the loss function's part is what it was, bit by bit.
         rounded = torch.tensor(share, dtype=torch.float32).item()
         return torch.lerp(losses[0][0], total, rounded)
+
+
+def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of matrix products with weights of a dtype: autocast's, if it is on for the device."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, cap: float | None) -> Tensor:
