@@ -109,6 +109,11 @@ def test_lines_of_page_are_at_most_120_columns_wide(page: str) -> None:
     assert [number for number, line in lines if len(line) > 120 and not line.startswith("|")] == []
 
 
+def test_benchmarks_are_at_most_150_lines() -> None:
+    # Stories and levers belong in the log.
+    assert len((ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
 @pytest.mark.parametrize("page", STARTS)
 def test_page_of_each_user_begins_with_what_works(page: str) -> None:
     first = next(blocks(page))
