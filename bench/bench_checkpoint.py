@@ -33,6 +33,7 @@ from megatier.checkpoint.grid import CHUNK_ELEMENTS
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.config.values import MountBudget
 from megatier.durable import sync_tree
+from megatier.layout import Layout
 from megatier.measure.drive_probe import probe_drive
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.session.session import Session
@@ -54,10 +55,11 @@ class RandomWeights:
         """Draw the piece."""
         self._piece = torch.randn(PIECE_ELEMENTS)
 
-    def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
-        """Yield all weights of a unit, each piece with the element at which it begins."""
-        for start in range(0, unit.layout.num_elements, PIECE_ELEMENTS):
-            yield start, self._piece[: unit.layout.num_elements - start]
+    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield all weights of a unit or of a shard of it, each piece with the element at which it begins."""
+        num_elements = (shard or unit.layout).num_elements
+        for start in range(0, num_elements, PIECE_ELEMENTS):
+            yield start, self._piece[: num_elements - start]
 
 
 def open_session(options: argparse.Namespace, home: str) -> Session:

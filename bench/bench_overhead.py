@@ -32,6 +32,7 @@ from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, Tra
 from megatier.engine.gradient import Gradients
 from megatier.engine.node import Node
 from megatier.hardware import cores_usable
+from megatier.layout import Layout
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.numerics.optimizer import AdamW
 from megatier.play.gradients import UnitGradients
@@ -59,10 +60,11 @@ class PlainWeights:
         """Note the parameters by their names."""
         self._parameters = dict(model.named_parameters())
 
-    def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
-        """Yield every tensor of a unit whole, with the element at which it begins."""
-        for tensor in unit.layout.tensors:
-            yield tensor.start, self._parameters[tensor.name].detach().flatten()
+    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield every tensor of a unit or of a shard of it, with the element at which it begins."""
+        for tensor in (shard or unit.layout).tensors:
+            start, stop = tensor.elements
+            yield tensor.start, self._parameters[tensor.name].detach().flatten()[start:stop]
 
 
 def llama(options: argparse.Namespace) -> PretrainedConfig:

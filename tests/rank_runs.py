@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.engine.step import StepResult
 from megatier.engine.unit_model import Batch
+from megatier.models import weights
 from megatier.models.decoder import build_skeleton
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
@@ -152,22 +153,48 @@ def train_on_ranks(run: RankRun, place: Place, mount: Path) -> RankOutcome:
     """Run on this rank. Call it on all."""
     with session_on_ranks(run, place, mount) as session:
         session.load(Initialiser(session.model, 0))
-        before = session.store.moved_bytes.copy()
-        results = [train_step(session, run, step) for step in range(1, run.steps + 1)]
-        session.player.drain()
-        others = Counter[str]() if session.ranks is None else session.ranks.moved_bytes
-        moved = session.store.moved_bytes - before + others
-        return RankOutcome(
-            losses=[result.loss for result in results],
-            norms=[result.grad_norm for result in results],
-            skipped=[result.skipped for result in results],
-            held=sorted(str(tier) for tier, size in session.placement.state_bytes.items() if size),
-            streamed=session.placement.streamed,
-            moved={name: size for name, size in moved.items() if size},
-            demanded={name: size for name, size in session.player.demanded.items() if size},
-            way="" if session.ranks is None else session.ranks.way,
-            runs={kind: _runs(session, kind) for kind in KINDS},
-        )
+        return train_steps(session, run)
+
+
+def train_steps(session: Session, run: RankRun) -> RankOutcome:
+    """All steps of a run whose weights are loaded."""
+    before = session.store.moved_bytes.copy()
+    results = [train_step(session, run, step) for step in range(1, run.steps + 1)]
+    session.player.drain()
+    others = Counter[str]() if session.ranks is None else session.ranks.moved_bytes
+    moved = session.store.moved_bytes - before + others
+    return RankOutcome(
+        losses=[result.loss for result in results],
+        norms=[result.grad_norm for result in results],
+        skipped=[result.skipped for result in results],
+        held=sorted(str(tier) for tier, size in session.placement.state_bytes.items() if size),
+        streamed=session.placement.streamed,
+        moved={name: size for name, size in moved.items() if size},
+        demanded={name: size for name, size in session.player.demanded.items() if size},
+        way="" if session.ranks is None else session.ranks.way,
+        runs={kind: _runs(session, kind) for kind in KINDS},
+    )
+
+
+def load_on_ranks(run: RankRun, place: Place, mount: Path, folder: Path) -> tuple[int, int, RankOutcome]:
+    """Load a folder's weights on this rank, and train. Call it on all ranks.
+
+    Returns:
+        The bytes of weights that this rank read, the bytes of its shards in the folder, and what it has in the end.
+    """
+    num_bytes = 0
+    read = weights._read_exactly
+
+    def counted(file: Any, piece: Tensor, stored: Any) -> None:
+        nonlocal num_bytes
+        num_bytes += piece.nbytes
+        read(file, piece, stored)
+
+    with session_on_ranks(run, place, mount) as session:
+        with unittest.mock.patch.object(weights, "_read_exactly", counted):
+            session.load(weights.SafetensorsFolder(folder, session.model))
+        own = 4 * sum(tensor.num_elements for unit in session.units for tensor in unit.layout.tensors)
+        return num_bytes, own, train_steps(session, run)
 
 
 def evaluate_on_ranks(run: RankRun, place: Place, mount: Path, num_batches: int) -> tuple[list[float], int]:

@@ -3,7 +3,9 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from warm_python import WarmPython
 
+from megatier import layout
 from megatier.errors import ConfigError, TransferError, UnsupportedModelError
 from megatier.models import weights
 from megatier.models.conversion import assemble
@@ -22,8 +25,9 @@ from megatier.models.decoder import Unit, build_skeleton, find_units
 from megatier.models.experts import cut_units, places_of
 from megatier.models.export import export
 from megatier.models.folder import resolve
+from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
-from megatier.models.shards import read_header
+from megatier.models.shards import StoredTensor, read_header
 from megatier.models.weights import SafetensorsFolder
 
 SHARD_BYTES = 60_000
@@ -49,6 +53,43 @@ def flat_blocks(source: Initialiser | SafetensorsFolder, units: tuple[Unit, ...]
             position = start + piece.numel()
             blocks[unit.name][start:position] = piece
     return blocks
+
+
+class Counter:
+    """Counts the bytes of weights that are read from files."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_bytes = 0
+        self._read = weights._read_exactly
+        monkeypatch.setattr(weights, "_read_exactly", self.read)
+
+    def read(self, file: RawIOBase, piece: Tensor, stored: StoredTensor) -> None:
+        self.num_bytes += piece.nbytes
+        self._read(file, piece, stored)
+
+
+def of_all_ranks(source: SafetensorsFolder, units: tuple[Unit, ...], size: int, counter: Counter) -> Iterator[int]:
+    """Read all shards as so many ranks do, and compare them with whole units; yields what each rank reads.
+
+    Shards begin at multiples of 512 elements here, so that all ranks have some of each tiny unit.
+    """
+    whole = flat_blocks(source, units)
+    for rank in range(size):
+        counter.num_bytes = 0
+        for unit in units:
+            padded = replace(unit, layout=unit.layout.padded(size))
+            shard = padded.layout.shard(rank, size)
+            found = torch.zeros(shard.num_elements)
+            for start, piece in source.read(padded, shard):
+                assert 0 < piece.numel() <= weights.CHUNK_ELEMENTS
+                found[start : start + piece.numel()] = piece
+            parts = {t.name: whole[unit.name][t.start : t.stop] for t in unit.layout.tensors}
+            offsets = {t.name: t.offset for t in unit.layout.tensors}
+            for t in shard.tensors:
+                first = t.offset - offsets[t.name]
+                assert torch.equal(found[t.start : t.stop], parts[t.name][first : first + t.num_elements]), t.name
+            assert found.count_nonzero() <= sum(t.num_elements for t in shard.tensors)
+        yield counter.num_bytes
 
 
 def tensors_of(blocks: dict[str, Tensor], units: tuple[Unit, ...]) -> dict[str, Tensor]:
@@ -135,6 +176,24 @@ def test_export_family_is_what_transformers_loads_and_saves(family: str, tmp_pat
         assert torch.equal(read_back[name], tensor.to(dtype).float()), name
     for name, buffer in persistent_buffers(again).items():
         assert torch.equal(buffer, found[name].float()), name
+
+
+@pytest.mark.parametrize(("family", "parts"), [("llama", 1), ("qwen3_moe", 1), ("qwen3_moe", 3)])
+def test_read_shards_reads_their_own_bytes_and_no_others(
+    family: str, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, units, blocks = fresh(family, parts)
+    export(tmp_path / "out", model, units, reader(blocks), torch.bfloat16, SHARD_BYTES)
+    freeze(model, ("model.embed_tokens.weight",))
+    source = SafetensorsFolder(tmp_path / "out", model)
+    monkeypatch.setattr(layout, "SHARD_ELEMENTS", 512)
+    counter = Counter(monkeypatch)
+    units = cut_units(model, parts)
+    num_bytes = 2 * sum(tensor.num_elements for unit in units for tensor in unit.layout.tensors)
+    for size in (1, 2, 4):
+        found = list(of_all_ranks(source, units, size, counter))
+        assert sum(found) == num_bytes
+        assert max(found) < num_bytes / size * 1.4, "padding lies with the last ranks"
 
 
 def with_table(dtype: torch.dtype) -> PreTrainedModel:
@@ -368,6 +427,13 @@ def test_checkpoint_with_a_transposed_matrix_is_read_and_written_by_columns(
     blocks = flat_blocks(SafetensorsFolder(llama, model), units)
     found = tensors_of(blocks, units)
     assert [name for name in stored if not torch.equal(found[name], stored[name])] == []
+
+    # Each rank that has some of the matrix reads all of it, and nothing else that is not its own.
+    with monkeypatch.context() as shards:
+        shards.setattr(layout, "SHARD_ELEMENTS", 512)
+        read = list(of_all_ranks(SafetensorsFolder(llama, model), units, 2, Counter(shards)))
+    matrix = stored["lm_head.weight"].nbytes
+    assert sum(read) == sum(tensor.nbytes for tensor in stored.values()) + matrix
 
     def hub_names(_: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {

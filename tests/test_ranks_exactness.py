@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,8 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from rank_pool import POOL
-from rank_runs import KINDS, RankOutcome, RankRun, evaluate_on_ranks, leave_units_out, together, train_on_ranks
-from tiny_runs import KIB, MIB, Place
+from rank_runs import (
+    KINDS,
+    RankOutcome,
+    RankRun,
+    evaluate_on_ranks,
+    leave_units_out,
+    load_on_ranks,
+    together,
+    train_on_ranks,
+)
+from tiny_runs import KIB, MIB, Place, exactness_config, plain_model
 
 SIZES = (2, 4)
 PLACES = {
@@ -48,6 +58,12 @@ def check(run: RankRun, place: str, size: int, mount: Path) -> list[RankOutcome]
         assert set(outcome.held) == set(ALL_PLACES[place].tiers)
         assert bool(outcome.streamed) == (ALL_PLACES[place].streamed > 0)
 
+    check_state(outcomes, reference)
+    return outcomes
+
+
+def check_state(outcomes: Sequence[RankOutcome], reference: RankOutcome) -> None:
+    """Compare masters and moments with those of one process."""
     for kind in KINDS:
         expected = together([reference], kind)
         found = together(outcomes, kind)
@@ -57,13 +73,28 @@ def check(run: RankRun, place: str, size: int, mount: Path) -> list[RankOutcome]
             for name in expected
             if not torch.equal(expected[name].view(torch.int32), found[name].view(torch.int32))
         ] == []
-    return outcomes
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("place", PLACES)
 def test_ranks_in_every_placement_have_the_bits_of_one_process(place: str, size: int, tmp_path: Path) -> None:
     check(RankRun(), place, size, tmp_path)
+
+
+def test_ranks_read_their_shards_of_a_folder_and_no_more(tmp_path: Path) -> None:
+    plain = plain_model(exactness_config("untied"))
+    plain.save_pretrained(tmp_path / "model")
+    reference: list[RankOutcome] = []
+    for size in (1, 2, 4):
+        found = POOL.run(load_on_ranks, size, RankRun(steps=1), PLACES["ram"], tmp_path, tmp_path / "model")
+        assert [num_bytes for num_bytes, _, _ in found] == [own for _, own, _ in found]
+        assert sum(own for _, own, _ in found) == sum(parameter.nbytes for parameter in plain.parameters())
+        outcomes = [outcome for _, _, outcome in found]
+        reference = reference or outcomes
+        assert {repr((outcome.losses, outcome.norms)) for outcome in [*outcomes, *reference]} == {
+            repr((reference[0].losses, reference[0].norms))
+        }
+        check_state(outcomes, reference[0])
 
 
 RUNS = {

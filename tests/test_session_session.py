@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, TrainConfig
 from megatier.errors import NonFiniteError, PlanError
+from megatier.layout import Layout
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.session import machine
@@ -77,8 +78,8 @@ class UnevenPieces:
     def __init__(self, source: ModelWeights, size: int) -> None:
         self._source, self._size = source, size
 
-    def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
-        for start, values in self._source.read(unit):
+    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
+        for start, values in self._source.read(unit, shard):
             for first in range(0, values.numel(), self._size):
                 yield start + first, values[first : first + self._size]
 

@@ -25,6 +25,7 @@ from megatier.drives.mounts import budget_bytes
 from megatier.engine.step import StepResult
 from megatier.engine.unit_model import Batch
 from megatier.errors import PlanError
+from megatier.layout import Layout
 from megatier.models.decoder import Unit, auto_class, build_skeleton
 from megatier.models.experts import cut_units
 from megatier.models.frozen import freeze
@@ -349,8 +350,8 @@ class ModelWeights:
     def __init__(self, model: PreTrainedModel) -> None:
         self._parameters = dict(model.named_parameters())
 
-    def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
-        for tensor in unit.layout.tensors:
+    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
+        for tensor in (shard or unit.layout).tensors:
             start, stop = tensor.elements
             yield tensor.start, self._parameters[tensor.name].detach().flatten()[start:stop]
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatier.errors import UnsupportedModelError
+from megatier.layout import Layout
 from megatier.models.decoder import Unit
 
 
@@ -44,9 +45,10 @@ class InRam:
             parameter.requires_grad_(self._parameters[name].requires_grad)
         skeleton.generation_config = model.generation_config
 
-    def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first element in the unit's layout, flat tensor), in order."""
-        # A unit may have only some rows of a parameter, such as those of a part of a layer's experts.
-        for tensor in unit.layout.tensors:
+    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first element in the layout, flat tensor), in order, of the unit or of a rank's shard of it."""
+        # A unit may have only some rows of a parameter, such as those of a part of a layer's experts, and a shard any
+        # run of its elements.
+        for tensor in (shard or unit.layout).tensors:
             start, stop = tensor.elements
             yield tensor.start, self._parameters[tensor.name].detach().flatten()[start:stop]

@@ -127,12 +127,26 @@ def hub_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[st
     raise UnsupportedModelError(f"{type(model).__name__}: no layout of its files is known that loads back unchanged.")
 
 
-def taken(assembly: Assembly, start: int, num_elements: int) -> tuple[TensorRun, ...]:
-    """Return the runs of some consecutive elements of a tensor."""
-    feed = deque(assembly.runs)
-    for _ in _take(feed, start):
-        pass
-    return tuple(_take(feed, num_elements))
+def holding(assembly: Assembly, start: int, stop: int) -> tuple[int, tuple[TensorRun, ...]]:
+    """Return the runs that hold elements [start, stop) of a tensor, and which of its elements is their first.
+
+    They hold no other elements, but for a matrix that is read column by column: it stays whole.
+    """
+    first = start
+    runs = list[TensorRun]()
+    position = 0
+
+    for run in assembly.runs:
+        lower = max(start, position)
+        upper = min(stop, position + run.num_elements)
+        if lower < upper and run.num_columns:
+            first = min(first, position)
+            runs.append(run)
+        elif lower < upper:
+            runs.append(replace(run, start=run.start + lower - position, num_elements=upper - lower))
+        position += run.num_elements
+
+    return first, tuple(runs)
 
 
 def _converted(

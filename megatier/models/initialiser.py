@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatier.errors import UnsupportedModelError
+from megatier.layout import Layout
 from megatier.models.buffers import constructed_value
 from megatier.models.decoder import Unit, bindings
 from megatier.models.weights import chunks
@@ -33,21 +34,27 @@ class Initialiser:
         self._seed = seed
         self._pretrained = {name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)}
 
-    def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first element in the unit's layout, flat fp32 CPU tensor), in order.
+    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first element in the layout, flat fp32 CPU tensor), in order.
+
+        Args:
+            unit: the unit. It is drawn whole, since each number depends on those before it.
+            shard: the layout of a rank's shard of it, whose values are given then; None: those of the whole unit.
 
         Raises:
             UnsupportedModelError: the model's own initialisation leaves a parameter unset.
         """
         values = self._initialised(unit)
-        for tensor in unit.layout.tensors:
-            value = values.pop(tensor.name)
+        for name, value in values.items():
             if value.isnan().any():
                 raise UnsupportedModelError(
-                    f"{type(self._model).__name__} has no initial value for {tensor.name}. Start from trained weights "
+                    f"{type(self._model).__name__} has no initial value for {name}. Start from trained weights "
                     "(model.path)."
                 )
 
+        offsets = {tensor.name: tensor.offset for tensor in unit.layout.tensors}
+        for tensor in (shard or unit.layout).tensors:
+            value = values[tensor.name][tensor.offset - offsets[tensor.name] :]
             for start, stop in chunks(tensor.num_elements):
                 yield tensor.start + start, value[start:stop]
 

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 
 from megatier.errors import TransferError, UnsupportedModelError
 from megatier.foreign import shown
-from megatier.models.conversion import TensorRun, assemble, taken
+from megatier.layout import Layout
+from megatier.models.conversion import TensorRun, assemble, holding
 from megatier.models.decoder import Unit
 from megatier.models.folder import read_generation_config, read_headers
 from megatier.models.shards import DTYPES, StoredTensor
@@ -57,16 +58,26 @@ class SafetensorsFolder:
         if (found := read_generation_config(folder)) is not None:
             model.generation_config = found
 
-    def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first element in the unit's layout, flat fp32 CPU tensor), in order.
+    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first element in the layout, flat fp32 CPU tensor), in order.
+
+        Of the files, the bytes of these elements are read and no others. A matrix that is stored transposed is read
+        whole if one of its elements is wanted.
+
+        Args:
+            unit: the unit.
+            shard: the layout of a rank's shard of it, which is read then; None: the whole unit is.
 
         Raises:
             TransferError: the file has become shorter or unreadable meanwhile.
         """
-        for tensor in unit.layout.tensors:
-            position = tensor.start
-            for piece in self._read(taken(self._assemblies[tensor.name], tensor.offset, tensor.num_elements)):
-                yield position, piece
+        for tensor in (shard or unit.layout).tensors:
+            first, runs = holding(self._assemblies[tensor.name], *tensor.elements)
+            position = tensor.place(first)
+            for piece in self._read(runs):
+                wanted = piece[max(tensor.start - position, 0) : max(tensor.stop - position, 0)]
+                if wanted.numel():
+                    yield max(position, tensor.start), wanted
                 position += piece.numel()
 
     def _read(self, runs: Sequence[TensorRun], wanted: torch.dtype = torch.float32) -> Iterator[Tensor]:

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from torch import Tensor
-
-
-def within(pieces: Iterator[tuple[int, Tensor]], runs: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, Tensor]]:
-    """The elements of a unit's pieces that lie in runs [first, last), each of which begins at `start` in the shard."""
-    for begin, values in pieces:
-        for first, last, start in runs:
-            lower = max(begin, first)
-            upper = min(begin + values.numel(), last)
-            if lower < upper:
-                yield start + lower - first, values[lower - begin : upper - begin]
 
 
 def assemble(

@@ -42,7 +42,7 @@ from megatier.session.machine import (
     takes_fp32_products,
     world_of,
 )
-from megatier.session.pieces import assemble, within
+from megatier.session.pieces import assemble
 from megatier.session.shards import Read, WholeMasters, reading_masters, shards_of
 from megatier.session.skeleton import WeightReader
 from megatier.session.workload import COMPUTE_DTYPES, Workload, advised
@@ -194,10 +194,8 @@ class Session:
             progress: is called after each unit.
         """
         for whole, unit in zip(self.wholes, self.units, strict=True):
-            pieces = source.read(whole)
-            if self.ranks is not None:
-                pieces = within(pieces, whole.layout.shard_runs(self.ranks.rank, self.ranks.size))
-            self.fill(unit, self.schema.master_kinds, pieces)
+            shard = None if self.ranks is None else unit.layout
+            self.fill(unit, self.schema.master_kinds, source.read(whole, shard))
             progress(unit)
         self.player.drain()
 

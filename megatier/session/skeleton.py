@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTraine
 from megatier.config.schema import ModelConfig, RunConfig
 from megatier.errors import UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, read_object, reading, reason_of, shown
+from megatier.layout import Layout
 from megatier.models.decoder import Unit, build_skeleton
 from megatier.models.folder import resolve
 from megatier.models.frozen import freeze
@@ -29,8 +30,8 @@ NAME_CHARACTERS_MAX = 100
 class WeightReader(Protocol):
     """A source of initial weights."""
 
-    def read(self, unit: Unit) -> Iterator[tuple[int, Tensor]]:
-        """(first element, flat fp32 tensor) pieces of a unit's layout, in increasing order."""
+    def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
+        """(first element, flat fp32 tensor) pieces of a unit, or of a rank's shard of it, in increasing order."""
 
 
 def skeleton_of(config: ModelConfig) -> PreTrainedModel:
