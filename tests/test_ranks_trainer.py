@@ -49,7 +49,15 @@ def check(found: list[Any], expected: Any) -> None:
         assert [name for name in weights if (has[name] != weights[name]).any()] == []
 
 
-@pytest.mark.parametrize("options", [{}, {"logging_steps": 3}, {"bf16": True}, {"label_smoothing_factor": 0.1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bf16": True},
+        pytest.param({"logging_steps": 3}, marks=pytest.mark.slow),
+        pytest.param({"label_smoothing_factor": 0.1}, marks=pytest.mark.slow),
+    ],
+)
 def test_trainer_on_ranks_logs_and_saves_what_one_process_does(options: dict[str, Any], tmp_path: Path) -> None:
     (alone,) = POOL.run(fit, 1, tmp_path / "1", options)
     for size in (2, 4):

@@ -49,13 +49,15 @@ def check_killed_runs(python: WarmPython, folder: Path, seed: int, count: int, *
     return whole
 
 
-def test_run_killed_at_eight_places_goes_on_to_the_same_bits(tmp_path: Path, python: WarmPython) -> None:
-    whole = check_killed_runs(python, tmp_path, 20261121, 8)
+def test_run_killed_at_four_places_goes_on_to_the_same_bits(tmp_path: Path, python: WarmPython) -> None:
+    whole = check_killed_runs(python, tmp_path, 20261121, 4)
     assert whole["checkpoints"] == ["step-00000004", "step-00000006"]
 
 
-def test_run_with_savepoints_killed_at_six_places_goes_on_to_the_same_bits(tmp_path: Path, python: WarmPython) -> None:
-    whole = check_killed_runs(python, tmp_path, 20261122, 6, "savepoints")
+def test_run_with_savepoints_killed_at_three_places_goes_on_to_the_same_bits(
+    tmp_path: Path, python: WarmPython
+) -> None:
+    whole = check_killed_runs(python, tmp_path, 20261122, 3, "savepoints")
     assert whole["checkpoints"] == ["step-00000003", "step-00000006"]
     assert "savepoints" not in whole["run"]
 
