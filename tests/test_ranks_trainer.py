@@ -77,6 +77,30 @@ def test_trainer_on_ranks_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     check(POOL.run(fit, 2, tmp_path, {}, str(tmp_path / "run/checkpoint-2")), alone)
 
 
+def test_trainer_goes_on_with_other_numbers_of_ranks_bit_for_bit(tmp_path: Path) -> None:
+    (alone,) = POOL.run(fit, 1, tmp_path / "1", {})
+    POOL.run(fit, 2, tmp_path, {})
+    check(POOL.run(fit, 4, tmp_path, {}, str(tmp_path / "run/checkpoint-2")), alone)
+    check(POOL.run(fit, 1, tmp_path, {}, str(tmp_path / "run/checkpoint-4")), alone)
+
+
+def go_on_with_other_groups(folder: Path) -> str:
+    """What the Trainer says on this rank to a checkpoint of steps of GROUPS backwards, if steps have twice as many."""
+    args = prepare(folder / "run", {"gradient_accumulation_steps": GROUPS})
+    with open_streamed(compute_dtype="fp32", accumulation_steps=GROUPS) as streamed:
+        trainer = MegatierTrainer(streamed, args, train_dataset=Rows(64), eval_dataset=Rows(16))
+        with pytest.raises(ConfigError) as error:
+            trainer.train(resume_from_checkpoint=str(folder / "run/checkpoint-2"))
+    return str(error.value)
+
+
+def test_trainer_refuses_a_checkpoint_whose_steps_had_another_number_of_groups(tmp_path: Path) -> None:
+    POOL.run(fit, 1, tmp_path, {"max_steps": 2})
+    for found in POOL.run(go_on_with_other_groups, 2, tmp_path):
+        assert "its steps had 4 backwards of all ranks, and those of this run have 8" in found
+        assert "gradient_accumulation_steps and accumulation_steps to 2" in found
+
+
 def refuse(folder: Path, num_rows: int, options: dict[str, Any]) -> str:
     """What the Trainer says to rows or arguments on this rank."""
     args = prepare(folder, options)

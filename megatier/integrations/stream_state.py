@@ -52,11 +52,13 @@ class StreamedState(ABC):
         model: the Hugging Face model.
         optimizer: the optimizer, whose settings are saved too.
         steps: number of steps so far.
+        groups: number of backwards of a step, of all ranks together.
     """
 
     model: PreTrainedModel
     optimizer: StreamedAdamW
     steps: int
+    groups: int
 
     def __init__(self, session: Session) -> None:
         """Take a session that is loaded."""
@@ -154,7 +156,20 @@ class StreamedState(ABC):
         path = Path(folder)
         self._crew.first(lambda: _make_ready(path))
         settings = self.optimizer.saved_settings()
-        return CheckpointWriter(self._session, path, self.steps, {"streamed": settings}).wait()
+        state = {"streamed": settings, "groups": self.groups}
+        return CheckpointWriter(self._session, path, self.steps, state).wait()
+
+    def saved_groups(self, folder: str | os.PathLike[str]) -> int | None:
+        """Return how many groups the steps of the last checkpoint of a folder had. All ranks call it alike.
+
+        Returns:
+            The number of backwards of all ranks together; None: an older version wrote the checkpoint.
+
+        Raises:
+            CheckpointError: see `restore`.
+        """
+        found = self._crew.first(lambda: read_state(_find_saved(Path(folder))[0]).get("groups"))
+        return found if isinstance(found, int) else None
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
         """Take the state of the last checkpoint of a folder, bit by bit. The tiers may be others than those it is from.

@@ -196,8 +196,28 @@ class StreamedTraining(Base):
         self.streamed.save(Path(output_dir) / STATE_FOLDER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load masters, moments and the number of the step; the Trainer loads the rest."""
-        self.streamed.restore(Path(resume_from_checkpoint) / STATE_FOLDER)
+        """Load masters, moments and the number of the step; the Trainer loads the rest.
+
+        Raises:
+            ConfigError: its steps had another number of groups, so the Trainer would go on at other rows.
+        """
+        folder = Path(resume_from_checkpoint) / STATE_FOLDER
+        streamed = self.streamed
+        before = streamed.saved_groups(folder)
+        if before not in (None, streamed.groups) and not self.args.ignore_data_skip:
+            assert before is not None
+            each, rest = divmod(before, streamed.num_ranks)
+            remedy = (
+                f"Start a number of ranks that divides {before}"
+                if rest
+                else f"Set gradient_accumulation_steps and accumulation_steps to {each}"
+            )
+            raise ConfigError(
+                f"{resume_from_checkpoint}: its steps had {before} backwards of all ranks, and those of this run have "
+                f"{streamed.groups}, so the Trainer would go on at other rows. {remedy}, or set ignore_data_skip to "
+                "begin with the first rows again."
+            )
+        streamed.restore(folder)
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's masters, with its moments."""
