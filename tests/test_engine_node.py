@@ -1,127 +1,26 @@
+"""The node alone: gradients with weights that come and go, and what goes through a call."""
+
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_config
+from one_node import SIZE, Probe, streamed, streamed_gradients
 from tiny_runs import (
-    BATCH,
-    PLACES,
-    ModelWeights,
-    exactness_config,
     one_thread,
-    opened,
-    plain_model,
-    random_groups,
-    read_parameters,
-    run_steps,
 )
 from torch import Tensor, nn
 
-from megatier.config.schema import TrainConfig
-from megatier.engine.gradient import Gradients
-from megatier.engine.node import Node
-from megatier.engine.stage import Stage, learning
-from megatier.errors import ConfigError, UnsupportedModelError
-from megatier.layout import Layout
-from megatier.tier import Activations, Kind, Phase
-
-SIZE = 4
-LAYOUT = Layout.of([("gain", (SIZE, SIZE)), ("idle", (3,)), ("shift", (SIZE,))])
+from megatier.errors import UnsupportedModelError
+from megatier.tier import Phase
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     with one_thread():
         yield
-
-
-@dataclass
-class Shelf:
-    """Weights of one unit, at another address for every use, poisoned when given back; and its gradients."""
-
-    weights: Tensor
-    slots: list[Tensor] = field(default_factory=list)
-    shipped: list[Tensor] = field(default_factory=list)
-    phases: list[Phase] = field(default_factory=list)
-    stashed: dict[str, Tensor] = field(default_factory=dict)
-
-    def enter(self, unit: str, phase: Phase, group: int) -> Use:
-        self.phases.append(phase)
-        self.slots.append(self.weights.clone().view(torch.uint8))
-        return Use(self.slots[-1])
-
-    def stash(self, unit: str, tensor: Tensor) -> None:
-        self.stashed[unit] = tensor.clone()
-
-    def fetch(self, unit: str) -> Tensor:
-        return self.stashed.pop(unit)
-
-    def take_grad(self, unit: str, *, fits: bool = False) -> Tensor:
-        self.shipped.append(torch.full((LAYOUT.num_elements,), float("nan")))
-        return self.shipped[-1].view(torch.uint8)
-
-    def ship_grad(self, unit: str, *, group: int) -> None:
-        pass
-
-    def sums_here(self, unit: str) -> bool:
-        return False
-
-    def measure(self, unit: str, grad: Tensor) -> None:
-        pass
-
-    def gradients(self) -> dict[str, Tensor]:
-        """What the last backward shipped."""
-        return {t.name: self.shipped[-1][t.start : t.stop].view(t.shape) for t in LAYOUT.tensors}
-
-
-class Use:
-    def __init__(self, slot: Tensor) -> None:
-        self.bytes = slot
-
-    def leave(self) -> None:
-        self.bytes.fill_(0xFF)
-
-
-class Probe(nn.Module):
-    """tanh(x gain + shift), and a record of how it was called. The parameter `idle` is not used."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.empty(SIZE, SIZE, device=device))
-        self.idle = nn.Parameter(torch.empty(3, device=device))
-        self.shift = nn.Parameter(torch.empty(SIZE, device=device))
-        self.calls: list[dict[str, Any]] = []
-        self.returns_tuple = False
-
-    def forward(self, x: Tensor, mask: Tensor | None = None, **kwargs: Any) -> Any:
-        self.calls.append({"rows": len(x), **kwargs})
-        result = torch.tanh(torch.dropout(x, 0.25, self.training) @ self.gain + self.shift)
-        if mask is not None:
-            result = result * mask
-        return (result, None, torch.arange(len(x))) if self.returns_tuple else result
-
-
-def streamed(activations: str = "keep", slices: int = 1) -> tuple[Probe, Node, Shelf, dict[str, Tensor]]:
-    """A probe on meta behind a node, and its weights by name."""
-    torch.manual_seed(0)
-    weights = torch.randn(LAYOUT.num_elements)
-    shelf = Shelf(weights)
-    device = torch.device("cpu")
-    gradients = Gradients({"unit": LAYOUT}, torch.float32, shelf, shelf, groups=1)
-    gradients.begin_group(0)
-    anchor = torch.zeros((), requires_grad=True)
-    stage = Stage(source=shelf, gradients=gradients, dtype=torch.float32, device=device, slices=slices, anchor=anchor)
-    probe = Probe("meta")
-    bindings = [(probe._parameters, tensor.name, tensor) for tensor in LAYOUT.tensors]
-    node = Node(stage, "unit", "probe", probe, bindings, activations=Activations(activations))  # type: ignore[arg-type]
-    return probe, node, shelf, {t.name: weights[t.start : t.stop].view(t.shape) for t in LAYOUT.tensors}
 
 
 def plain_gradients(weights: Mapping[str, Tensor], x: Tensor, seed: int = 1, **kwargs: Any) -> dict[str, Tensor]:
@@ -136,16 +35,6 @@ def plain_gradients(weights: Mapping[str, Tensor], x: Tensor, seed: int = 1, **k
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in probe.named_parameters()}
     assert x.grad is not None
     return {**grads, "x": x.grad}
-
-
-def streamed_gradients(probe: Probe, shelf: Shelf, x: Tensor, seed: int = 1, **kwargs: Any) -> dict[str, Tensor]:
-    x = x.clone().requires_grad_()
-    torch.manual_seed(seed)
-    output = probe(x, **kwargs)
-    torch.manual_seed(99)  # a recompute must not depend on the random state of the backward
-    (output[0] if isinstance(output, tuple) else output).square().sum().backward()
-    assert x.grad is not None
-    return {**shelf.gradients(), "x": x.grad}
 
 
 # ---------------------------------------------------------------------- gradients
@@ -296,168 +185,3 @@ def test_node_evaluation_expects_no_backward() -> None:
         assert probe(torch.randn(6, SIZE)).shape == (6, SIZE)
     assert probe.calls == [{"rows": 6}]
     assert shelf.phases == [Phase.FORWARD]
-
-
-# ---------------------------------------------------------------------- slices
-
-
-def learn(probe: Probe, node: Node, *calls: tuple[Tensor, Tensor | None]) -> None:
-    with torch.no_grad(), learning(node.stage):
-        for x, mask in calls:
-            probe(x, mask)
-    probe.calls.clear()
-
-
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-def test_node_slices_share_one_binding_and_give_the_whole_gradients(activations: str) -> None:
-    probe, node, shelf, weights = streamed(activations, slices=3)
-    probe.eval()
-    learn(probe, node, (torch.randn(1, SIZE), torch.ones(SIZE)), (torch.randn(2, SIZE), torch.ones(SIZE)))
-    shelf.phases.clear()
-    x, mask = torch.randn(6, SIZE), torch.rand(SIZE)
-    found = streamed_gradients(probe, shelf, x, mask=mask)
-    assert node.rows.batched == [True, False]
-    assert [call["rows"] for call in probe.calls] == [2] * 3 * (1 if activations == "keep" else 2)
-    assert shelf.phases == [Phase.FORWARD, Phase.BACKWARD]
-    plain = Probe("cpu").eval()
-    plain.load_state_dict(weights)
-    whole = x.clone().requires_grad_()
-    plain(whole, mask).square().sum().backward()
-    torch.testing.assert_close(found["gain"], plain.get_parameter("gain").grad)
-    torch.testing.assert_close(found["x"], whole.grad)
-
-
-def test_node_shared_input_gets_the_sum_of_the_slices_gradients() -> None:
-    probe, node, _, weights = streamed("recompute", slices=2)
-    probe.eval()
-    learn(probe, node, (torch.randn(1, SIZE), torch.ones(SIZE)), (torch.randn(2, SIZE), torch.ones(SIZE)))
-    x, mask = torch.randn(4, SIZE), torch.rand(SIZE).requires_grad_()
-    [found] = torch.autograd.grad(probe(x, mask).square().sum(), [mask])
-    plain = Probe("cpu").eval()
-    plain.load_state_dict(weights)
-    [expected] = torch.autograd.grad(plain(x, mask).square().sum(), [mask])
-    torch.testing.assert_close(found, expected)
-
-
-def test_node_shared_argument_as_long_as_the_batch_is_not_cut() -> None:
-    probe, node, _, weights = streamed("recompute", slices=2)
-    probe.eval()
-    learn(probe, node, (torch.randn(1, SIZE), torch.ones(SIZE)), (torch.randn(2, SIZE), torch.ones(SIZE)))
-    plain = Probe("cpu").eval()
-    plain.load_state_dict(weights)
-    x, mask = torch.randn(SIZE, SIZE), torch.rand(SIZE)
-    torch.testing.assert_close(probe(x, mask), plain(x, mask))
-
-
-def test_node_without_batched_arguments_runs_once() -> None:
-    probe, node, _, _ = streamed("keep", slices=2)
-    learn(probe, node, (torch.randn(5, SIZE), None), (torch.randn(5, SIZE), None))
-    assert probe(torch.randn(5, SIZE, requires_grad=True)).shape == (5, SIZE)
-    assert probe.calls == [{"rows": 5}]
-
-
-def test_node_argument_whose_other_sizes_follow_the_batch_is_refused() -> None:
-    probe, node, _, _ = streamed(slices=2)
-    with pytest.raises(ConfigError, match=r"train\.slices: the arguments of probe cannot be cut"):
-        learn(probe, node, (torch.randn(SIZE, 1, SIZE), None), (torch.randn(SIZE, 2, SIZE), None))
-
-
-def test_node_argument_unknown_while_learning_is_refused() -> None:
-    probe, node, _, _ = streamed(slices=2)
-    learn(probe, node, (torch.randn(1, SIZE), None), (torch.randn(2, SIZE), None))
-    with pytest.raises(ConfigError, match=r"argument 1 of probe was not there in the first step"):
-        probe(torch.randn(4, SIZE), torch.ones(4, SIZE))
-
-
-def test_node_rows_not_divisible_by_slices_are_refused() -> None:
-    probe, node, _, _ = streamed(slices=2)
-    learn(probe, node, (torch.randn(1, SIZE), None), (torch.randn(2, SIZE), None))
-    with pytest.raises(ConfigError, match=r"train\.slices is 2, but a group has 5 rows"):
-        probe(torch.randn(5, SIZE))
-
-
-# ---------------------------------------------------------------------- under a model
-
-
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_session_with_hugging_face_checkpointing_switched_on_gives_the_same_losses(
-    activations: Any, tmp_path: Path
-) -> None:
-    train = TrainConfig(steps=2, batch=BATCH, activations=activations)
-    losses = []
-    for checkpointing in (False, True):
-        with opened(exactness_config("tied"), tmp_path, PLACES["ram"], train) as session:
-            for module in session.model.modules():
-                if hasattr(module, "gradient_checkpointing"):
-                    module.gradient_checkpointing = checkpointing  # type: ignore[assignment]
-                    module._gradient_checkpointing_func = torch.utils.checkpoint.checkpoint  # type: ignore[assignment]
-            losses.append([result.loss for result in run_steps(session, train, 2)])
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-@pytest.mark.parametrize("slices", [1, 2])
-def test_session_router_logits_reach_the_auxiliary_loss_with_their_gradient(
-    slices: int, activations: Any, tmp_path: Path
-) -> None:
-    """Without the captured outputs' gradients, a router would learn from the language loss alone."""
-    config = tiny_config("qwen3_moe", num_hidden_layers=2, router_aux_loss_coef=10.0)
-    train = TrainConfig(steps=1, batch=BATCH, slices=slices, activations=activations, beta1=0.0, clip=1e9)
-    plain = plain_model(config)
-    with opened(config, tmp_path, PLACES["ram"], train, source=ModelWeights(plain), compute_dtype="fp32") as session:
-        [result] = run_steps(session, train, 1)
-        found = read_parameters(session, Kind.EXP_AVG)
-    [batch] = random_groups(train, config.vocab_size, 1)
-    output = plain(**batch, use_cache=False)
-    output.loss.backward()
-    assert output.aux_loss > 0
-    assert result.loss == pytest.approx(output.loss.item(), rel=1e-6)
-    for name, parameter in plain.named_parameters():
-        assert parameter.grad is not None
-        assert (found[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
-
-
-def test_session_steps_with_slices_learn_once(tmp_path: Path) -> None:
-    train = TrainConfig(steps=3, batch=BATCH, slices=2)
-    with opened(exactness_config("tied"), tmp_path, PLACES["ram"], train, fused_loss=True) as session:
-        passes: list[str] = []
-        begin = session.player.begin
-
-        def record(name: str) -> None:
-            passes.append(name)
-            begin(name)
-
-        session.player.begin = record  # type: ignore[method-assign]
-        run_steps(session, train, 3)
-    assert passes == ["evaluate", "evaluate", "train", "train", "train"]
-
-
-def test_session_learning_draws_no_random_numbers(tmp_path: Path) -> None:
-    """Else a loop that begins anew, which learns again, would draw other dropout than the first one."""
-    train = TrainConfig(steps=3, batch=BATCH, slices=2)
-    states = []
-    with opened(exactness_config("tied"), tmp_path, PLACES["ram"], train, seed=None) as session:
-        for step in (1, 2):
-            torch.manual_seed(5)
-            session.engine.train_step(step, 0.0, random_groups(train, 160, 1))
-            states.append(torch.get_rng_state())
-    assert torch.equal(states[0], states[1])
-
-
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-def test_session_after_a_step_no_activation_or_gradient_survives(activations: Any, tmp_path: Path) -> None:
-    train = TrainConfig(steps=9, batch=BATCH, groups=3, slices=2, activations=activations)
-    counts = []
-    with opened(exactness_config("moe"), tmp_path, PLACES["nvme"], train) as session:
-        seen: list[weakref.ref[Tensor]] = []
-        layer = session.model.get_decoder().layers[0]
-        layer.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
-        for step in (1, 2, 3):
-            session.engine.train_step(step, 1e-3, random_groups(train, 160, step))
-            session.player.drain()
-            session.player.take_events()
-            gc.collect()
-            counts.append(sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()))
-            assert seen
-            assert all(reference() is None for reference in seen)
-    assert counts[2] <= counts[1]

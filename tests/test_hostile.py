@@ -33,8 +33,12 @@ from megatier.session.skeleton import read_model_config
 
 SECONDS = 60
 """No file may keep a reader busy for that long, on a busy machine."""
+
+
 ROOM = 1 << 30
 """Bytes of address space that a reader may add."""
+
+
 MESSAGE_CHARACTERS_MAX = 3000
 
 
@@ -121,6 +125,7 @@ def read_or_refused(folder: Path, name: str) -> None:
 
 # ---------------------------------------------------------------------- whatever the file
 
+
 JSON = (
     "config.json",
     "generation_config.json",
@@ -130,6 +135,8 @@ JSON = (
     "added_tokens.json",
     "model.safetensors.index.json",
 )
+
+
 OTHERS = ("model.safetensors", "chat_template.jinja")
 
 
@@ -166,6 +173,8 @@ def pipe_instead(path: Path) -> None:
 
 
 BYTES = (empty, binary, truncated, huge)
+
+
 PLACES = (link_to_itself, folder_instead, pipe_instead)
 
 
@@ -188,6 +197,7 @@ def test_harmed_file_is_refused_by_name(name: str, harm: Callable[[Path], None],
 
 
 # ---------------------------------------------------------------------- JSON
+
 
 ROOTS = ("[]", "[1, 2]", "7", '"text"', "null", "true", "NaN", "-Infinity")
 
@@ -405,34 +415,6 @@ def test_tensor_of_a_name_that_moves_the_cursor_is_printed_harmless(
     [line] = capsys.readouterr().err.splitlines()
     assert line.isprintable()
     assert len(line) < 5000
-
-
-# ---------------------------------------------------------------------- the wall
-
-
-class PanicException(BaseException):
-    """No Exception, like the one that cannot be imported."""
-
-
-@pytest.mark.parametrize(
-    "error", [PanicException("out of bounds\nat x.rs"), MemoryError(), AssertionError(), RecursionError("deep")]
-)
-def test_whatever_a_foreign_library_raises_is_an_error_of_ours(error: BaseException) -> None:
-    found = pytest.raises(DataError, match=r"^/m: reading: \w[^\n]*\. Give another\.$")
-    with found as caught, foreign.reading("/m: reading", DataError, remedy="Give another."):
-        raise error
-    assert caught.value.__cause__ is error
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
-def test_interrupt_goes_through_the_wall(error: BaseException) -> None:
-    with pytest.raises(type(error)), foreign.reading("/m", DataError):
-        raise error
-
-
-def test_error_of_ours_goes_through_the_wall_as_it_is() -> None:
-    with pytest.raises(ConfigError, match=r"^mine$"), foreign.reading("/m", DataError):
-        raise ConfigError("mine")
 
 
 def test_tokenizer_as_large_as_the_largest_known_is_within_the_limits() -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from model_folders import fresh, reader
 from safetensors import safe_open
 from test_durable import watched
-from test_models_weights import SHARD_BYTES, fresh, reader, stored_tensors
+from test_models_weights import SHARD_BYTES, stored_tensors
 from torch import Tensor
 
 from megatier.errors import ConfigError, TransferError

@@ -1,9 +1,9 @@
+"""Weights go out as transformers saves them and come back in every bit; what is wrong is refused by name."""
+
 from __future__ import annotations
 
 import copy
-import json
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from io import RawIOBase
 from pathlib import Path
@@ -11,48 +11,31 @@ from typing import Any
 
 import pytest
 import torch
+from model_folders import NORM, flat_blocks, fresh, reader, skeleton_of, tensors_of
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, FUSED, tiny_config
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-from warm_python import WarmPython
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from megatier import layout
-from megatier.errors import ConfigError, TransferError, UnsupportedModelError
+from megatier.errors import UnsupportedModelError
 from megatier.models import weights
 from megatier.models.conversion import assemble
 from megatier.models.decoder import Unit, build_skeleton, find_units
 from megatier.models.experts import cut_units, places_of
 from megatier.models.export import export
-from megatier.models.folder import resolve
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
-from megatier.models.shards import StoredTensor, read_header
+from megatier.models.shards import StoredTensor
 from megatier.models.weights import SafetensorsFolder
 
 SHARD_BYTES = 60_000
-Read = Callable[[Unit, int, int], Tensor]
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that tensors of tiny models come in several pieces too."""
     monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 1000)
-
-
-def flat_blocks(source: Initialiser | SafetensorsFolder, units: tuple[Unit, ...]) -> dict[str, Tensor]:
-    """Read all units; checks order, dtype and size of the pieces."""
-    blocks = {}
-    for unit in units:
-        blocks[unit.name] = torch.zeros(unit.layout.num_elements)
-        position = 0
-        for start, piece in source.read(unit):
-            assert start >= position
-            assert piece.dtype == torch.float32
-            assert 0 < piece.numel() <= weights.CHUNK_ELEMENTS
-            position = start + piece.numel()
-            blocks[unit.name][start:position] = piece
-    return blocks
 
 
 class Counter:
@@ -92,32 +75,6 @@ def of_all_ranks(source: SafetensorsFolder, units: tuple[Unit, ...], size: int, 
         yield counter.num_bytes
 
 
-def tensors_of(blocks: dict[str, Tensor], units: tuple[Unit, ...]) -> dict[str, Tensor]:
-    """Every parameter, put together of its parts."""
-    return {
-        name: torch.cat([blocks[u.name][t.start : t.stop] for u, t in parts]).view(parts[0][1].parameter_shape)
-        for name, parts in places_of(units).items()
-    }
-
-
-def reader(blocks: dict[str, Tensor]) -> Read:
-    return lambda unit, start, stop: blocks[unit.name][start:stop]
-
-
-def fresh(family: str, parts: int = 1) -> tuple[PreTrainedModel, tuple[Unit, ...], dict[str, Tensor]]:
-    """Skeleton, units, and initial values moved off their 0 and 1, so that no error can hide."""
-    model = build_skeleton(tiny_config(family), "sdpa")
-    units = cut_units(model, parts)
-    blocks = flat_blocks(Initialiser(model, seed=1), units)
-    generator = torch.Generator().manual_seed(2)
-    for block in blocks.values():
-        block += 0.02 * torch.randn(block.shape, generator=generator)
-    for name, buffer in model.state_dict().items():
-        if "bias" in name and not buffer.is_meta:
-            buffer.normal_(generator=generator)
-    return model, units, blocks
-
-
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
@@ -141,13 +98,7 @@ def patch(folder: Path, changes: Mapping[str, Tensor | None]) -> None:
     save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
 
 
-def skeleton_of(folder: Path) -> PreTrainedModel:
-    return build_skeleton(AutoConfig.from_pretrained(folder), "sdpa")
-
-
 # Families: out to a folder, into transformers, out of transformers, back in.
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_export_family_is_what_transformers_loads_and_saves(family: str, tmp_path: Path) -> None:
     dtype = (torch.float32, torch.bfloat16)[list(FAMILIES).index(family) % 2]
@@ -243,66 +194,10 @@ def test_weights_in_parts_go_out_as_those_of_a_whole_model_and_come_back(
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
 
-# Initialiser
-
-
-@pytest.mark.parametrize(
-    ("family", "parts"),
-    [
-        ("llama_tied", 1),
-        ("gpt2", 1),
-        ("gemma3_text", 1),
-        ("qwen3_moe", 1),
-        ("qwen3_next", 1),
-        ("gpt_oss", 1),
-        ("lfm2", 1),
-        *((family, 2) for family in FUSED),
-    ],
-)
-def test_initialiser_family_draws_from_the_distributions_of_a_normal_model(family: str, parts: int) -> None:
-    """GPT-2 scales its residual projections by depth, Qwen3-Next draws A_log and dt_bias in ways of its own."""
-    model = build_skeleton(tiny_config(family), "sdpa")
-    units = cut_units(model, parts)
-    ours = tensors_of(flat_blocks(Initialiser(model, seed=3), units), units)
-    torch.manual_seed(3)
-    normal = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
-    for name, parameter in normal.named_parameters():
-        found, expected = ours[name], parameter.detach()
-        if expected.unique().numel() == 1:
-            assert torch.equal(found, expected), name
-        elif expected.numel() >= 1000:
-            tolerance = 6 * float(expected.std()) / math.sqrt(expected.numel())
-            assert float(found.mean()) == pytest.approx(float(expected.mean()), abs=2 * tolerance), name
-            assert float(found.std()) == pytest.approx(float(expected.std()), abs=tolerance), name
-
-
-def test_initialiser_unit_depends_on_seed_and_name_alone() -> None:
-    model = build_skeleton(tiny_config("llama"), "sdpa")
-    units = find_units(model)
-    state = torch.get_rng_state()
-    whole = flat_blocks(Initialiser(model, seed=5), units)
-    alone = flat_blocks(Initialiser(model, seed=5), units[3:4])
-    other = flat_blocks(Initialiser(model, seed=6), units[3:4])
-    assert torch.equal(whole[units[3].name], alone[units[3].name])
-    assert not torch.equal(whole[units[3].name], other[units[3].name])
-    assert not torch.equal(whole[units[3].name], whole[units[2].name])
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def test_initialiser_parameter_that_nothing_sets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build_skeleton(tiny_config("llama"), "sdpa")
-    monkeypatch.setattr(PreTrainedModel, "_init_weights", lambda self, module: None)
-    with pytest.raises(UnsupportedModelError, match=r"no initial value for model\.embed_tokens\.weight"):
-        next(Initialiser(model, seed=0).read(find_units(model)[0]))
-
-
 # Export
 
 
 # Folders of safetensors
-
-
 def test_checkpoint_bf16_and_fp16_come_as_fp32(llama: Path) -> None:
     expected = load_file(llama / "model.safetensors")
 
@@ -358,9 +253,6 @@ def test_checkpoint_tied_weight_stored_under_the_heads_name_is_found(tmp_path: P
     patch(tmp_path / "out", {"model.embed_tokens.weight": None, "lm_head.weight": embedding})
     found = tensors_of(flat_blocks(SafetensorsFolder(tmp_path / "out", model), units[:1]), units[:1])
     assert torch.equal(found["model.embed_tokens.weight"], embedding)
-
-
-NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize(
@@ -460,150 +352,3 @@ def test_checkpoint_transposed_in_a_way_that_is_not_known_is_refused(monkeypatch
         monkeypatch.setattr("megatier.models.conversion.get_model_conversion_mapping", lambda model, c=converter: [c])
         with pytest.raises(UnsupportedModelError, match="stored transposed"):
             assemble(model, {"wide.weight": shape})
-
-
-def header(entries: object, data: bytes = bytes(64)) -> bytes:
-    raw = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
-    return len(raw).to_bytes(8, "little") + raw + data
-
-
-def entry(**changes: object) -> dict[str, object]:
-    return {"dtype": "F32", "shape": [4], "data_offsets": [0, 16], **changes}
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "cut off"),
-        (b"\x08\x00", "cut off"),
-        ((1 << 63).to_bytes(8, "little") + b"{}", "cut off"),
-        (header(b"{"), "no valid JSON"),
-        (header(b"\xff\xfe"), "no valid JSON"),
-        (header(b"[" * 100_000), "no valid JSON"),
-        (header(b'{"a":1,"a":2}'), "a key comes twice"),
-        (header([]), "no JSON object"),
-        (header({"a": 1}), "entry for tensor a is malformed"),
-        (header({"a": entry(dtype=None)}), "entry for tensor a is malformed"),
-        (header({"a": entry(data_offsets=[0])}), "entry for tensor a is malformed"),
-        (header({"a": entry(data_offsets=[56, 72])}), "tensor a lies outside the file"),
-        (header({"a": entry(data_offsets=[-16, 0])}), "tensor a lies outside the file"),
-        (header({"a": entry(data_offsets=[16, 0])}), "tensor a lies outside the file"),
-        (header({"a": entry(data_offsets=[0.0, 16])}), "tensor a lies outside the file"),
-        (header({"a": entry(shape=[-4])}), "tensor a lies outside the file"),
-        (header({"a": entry(shape=[True])}), "tensor a lies outside the file"),
-        (header({"a": entry(shape=[1 << 63])}), "tensor a lies outside the file"),
-        (header({"a": entry(shape=[1 << 62] * 99)}), "tensor a lies outside the file"),
-        (header({"a": entry(shape=[5])}), r"tensor a has 16 bytes, which is not F32 of shape \(5,\)"),
-        (header({"a": entry(dtype="BF16")}), "tensor a has 16 bytes"),
-        (header({"a": entry(), "b": entry(data_offsets=[12, 28])}), "tensors a and b overlap"),
-    ],
-)
-def test_header_hostile_is_refused_by_file_and_tensor(content: bytes, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(UnsupportedModelError, match=message) as caught:
-        read_header(path)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize("file_name", ["../model.safetensors", "/etc/passwd", "..", "", "absent.safetensors"])
-def test_checkpoint_index_that_leaves_the_folder_is_refused(file_name: str, llama: Path, tmp_path: Path) -> None:
-    (llama / "model.safetensors").rename(tmp_path / "model.safetensors")
-    index = llama / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {NORM: file_name}}))
-    with pytest.raises(UnsupportedModelError, match="is no file in this folder"):
-        SafetensorsFolder(llama, skeleton_of(llama))
-
-
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
-def test_checkpoint_index_malformed_is_refused(content: str, llama: Path) -> None:
-    (llama / "model.safetensors").unlink()
-    (llama / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(UnsupportedModelError, match="index"):
-        SafetensorsFolder(llama, skeleton_of(llama))
-
-
-def test_checkpoint_tensor_that_only_the_index_knows_is_refused(llama: Path) -> None:
-    (llama / "model.safetensors").rename(llama / "one.safetensors")
-    weight_map = {NORM: "one.safetensors", "model.ghost": "one.safetensors"}
-    (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(UnsupportedModelError, match=r"one\.safetensors: tensor model\.ghost is missing"):
-        SafetensorsFolder(llama, skeleton_of(llama))
-
-
-def test_checkpoint_folder_without_weights_is_refused(llama: Path) -> None:
-    (llama / "model.safetensors").unlink()
-    with pytest.raises(UnsupportedModelError, match=r"neither model\.safetensors nor"):
-        SafetensorsFolder(llama, skeleton_of(llama))
-
-
-def test_checkpoint_file_cut_while_reading_is_a_transfer_error(llama: Path) -> None:
-    model = skeleton_of(llama)
-    checkpoint, unit = SafetensorsFolder(llama, model), find_units(model)[-1]
-    with (llama / "model.safetensors").open("r+b") as file:
-        file.truncate(read_header(llama / "model.safetensors")["lm_head.weight"].offset + 100)
-    with pytest.raises(TransferError, match=r"model\.safetensors at byte"):
-        list(checkpoint.read(unit))
-
-
-BIG_FILE = """
-import resource, sys
-from pathlib import Path
-from typing import Any
-from transformers import AutoConfig
-from megatier.models.decoder import build_skeleton, find_units
-from megatier.models.shards import write_header
-from megatier.models.weights import SafetensorsFolder
-import torch
-
-folder = Path(sys.argv[1])
-config = AutoConfig.for_model("llama", vocab_size=63488, hidden_size=1024, intermediate_size=64, num_hidden_layers=1,
-                              num_attention_heads=1, num_key_value_heads=1, head_dim=2, tie_word_embeddings=True)
-model = build_skeleton(config, "sdpa")
-header = write_header((name, torch.float32, tuple(p.shape)) for name, p in model.named_parameters())
-path = folder / "model.safetensors"
-path.write_bytes(header)
-with path.open("r+b") as file:
-    file.truncate(len(header) + 4 * sum(p.numel() for p in model.parameters()))
-assert path.stat().st_size > 256_000_000
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-checkpoint = SafetensorsFolder(folder, model)
-elements = sum(piece.numel() for unit in find_units(model) for _, piece in checkpoint.read(unit))
-assert elements == sum(p.numel() for p in model.parameters())
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-
-
-def test_checkpoint_large_file_is_read_in_constant_memory(tmp_path: Path, python: WarmPython) -> None:
-    result = python.run(["-c", BIG_FILE, tmp_path])
-    assert result.returncode == 0, result.stderr
-    assert int(result.stdout.split()[-1]) < 64 << 10, "KiB of memory more than before"
-
-
-# resolve
-
-
-def test_resolve_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
-    assert resolve(str(tmp_path)) == tmp_path
-
-
-@pytest.mark.parametrize("path", ["/no/such/folder", "./model", "../model", "a/b/c", "~/no such model"])
-def test_resolve_absent_path_is_no_hub_id(path: str) -> None:
-    with pytest.raises(ConfigError, match="no such model folder"):
-        resolve(path)
-
-
-def test_resolve_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    def unreachable(repo_id: str, allow_patterns: list[str]) -> str:
-        raise LocalEntryNotFoundError("no network")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
-    with pytest.raises(ConfigError, match=r"someone/model is no local folder.*check the name, the network"):
-        resolve("someone/model")
-
-
-def test_resolve_hub_id_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo_id, allow_patterns: str(tmp_path))
-    assert resolve("someone/model") == tmp_path

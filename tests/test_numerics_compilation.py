@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
-from test_engine_node import SIZE, Shelf
+from one_node import SIZE, Shelf
 from tiny_runs import PLACES, Run, exactness_config, one_thread, opened, run_in_fresh_process, run_steps
 from torch import Tensor, nn
 from torch.utils import flop_counter

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from model_folders import reader
 from safetensors.torch import load_file
 from small_commands import MODEL, command
 from test_checkpoint_checkpoint import SmallGrid
-from test_models_weights import reader
 from tiny_models import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 

@@ -1,0 +1,87 @@
+"""What a probe says of links and processors."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from probe_figures import LINKS, SECONDS
+
+from megatier.measure import link_probe
+from megatier.measure.link_probe import CopyFigures
+from megatier.measure.link_traffic import COPY_PIECES, CopyTraffic, UpdateTraffic
+
+
+def test_probe_links_on_the_cpu_measures_all() -> None:
+    links = link_probe.probe_links(
+        "cpu", [2, 1, 2], seconds=SECONDS, copy_bytes=1 << 20, update_elements=1 << 16, matmul_size=64
+    )
+    assert [update.threads for update in links.updates] == [1, 2]
+    rows = [dataclasses.astuple(copies)[1:] for copies in links.copies]
+    rows += [dataclasses.astuple(update) for update in links.updates]
+    assert all(number > 0 for row in rows for number in row)
+    assert links.gpu_update_parameters_per_s == links.updates[-1].parameters_per_s
+    assert links.flops_per_s == links.matmul_flops_per_s > 0
+    assert "no GPU: the native memory copy stands for the link" in links.notes[0]
+    assert not links.flags
+
+
+@pytest.mark.gpu
+def test_probe_links_on_the_gpu_measures_all() -> None:
+    links = link_probe.probe_links(
+        "cuda", [1], seconds=0.1, copy_bytes=64 << 20, update_elements=1 << 22, matmul_size=1024
+    )
+    assert len(links.copies) == torch.cuda.device_count()
+    assert links.copies[0].device == torch.cuda.get_device_name(0)
+    assert 0 < links.flops_per_s < links.matmul_flops_per_s
+    assert links.gpu_update_parameters_per_s > 0
+    assert not links.flags
+
+
+def test_layers_on_a_gpu_count_at_their_share_of_a_sustained_product() -> None:
+    product, layers = 662e12, 596e12  # an H200, both for seconds: docs/log/2026-11.md
+    assert product * link_probe.LAYER_EFFICIENCY["cuda"] == pytest.approx(layers, rel=0.01)
+    assert link_probe.link_notes("cuda") == (
+        "flops_per_s: 0.9 of a sustained bf16 product, as measured for layers of 8B shape on an H200",
+    )
+
+
+def test_copies_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    with CopyTraffic(torch.device("cpu"), 1 << 20) as copies:
+        half = copies._way_bytes
+        copies._host.bytes[:half].fill_(1)
+        copies._device.bytes[half:].fill_(2)
+        turns = itertools.count()
+        assert copies.to_gpu(lambda: next(turns) >= COPY_PIECES) > 0
+        assert copies.to_ram(lambda: next(turns) >= 3 * COPY_PIECES) > 0
+        assert copies._device.bytes[:half].unique().tolist() == [1]
+        assert copies._host.bytes[half:].unique().tolist() == [2]
+
+
+def test_updates_keep_numbers_finite() -> None:
+    turns = itertools.count()
+    with UpdateTraffic(torch.device("cpu"), 1 << 16) as update:
+        update.on_cpu(2, lambda: next(turns) >= 1000)
+        moments = update._arena.bytes[4 << 16 : 12 << 16].view(torch.float32)
+        assert bool(moments.isfinite().all())
+        assert not math.isclose(float(moments[0]), 0.0114, rel_tol=1e-6)
+
+
+def test_link_flags_tell_what_no_link_carries() -> None:
+    assert not link_probe.link_flags(LINKS)
+    fast = dataclasses.replace(
+        LINKS,
+        copies=(
+            CopyFigures(
+                device="X",
+                to_gpu_bytes_per_s=1e9,
+                to_ram_bytes_per_s=500e9,
+                to_gpu_both_bytes_per_s=1.0,
+                to_ram_both_bytes_per_s=1.0,
+            ),
+        ),
+    )
+    assert link_probe.link_flags(fast) == ("X: copies at 500 GB/s, more than any link carries",)

@@ -1,0 +1,36 @@
+"""A model's folder: taken as it is, or downloaded from the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatier.errors import ConfigError
+from megatier.models.folder import resolve
+
+
+def test_resolve_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert resolve(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./model", "../model", "a/b/c", "~/no such model"])
+def test_resolve_absent_path_is_no_hub_id(path: str) -> None:
+    with pytest.raises(ConfigError, match="no such model folder"):
+        resolve(path)
+
+
+def test_resolve_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def unreachable(repo_id: str, allow_patterns: list[str]) -> str:
+        raise LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    with pytest.raises(ConfigError, match=r"someone/model is no local folder.*check the name, the network"):
+        resolve("someone/model")
+
+
+def test_resolve_hub_id_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo_id, allow_patterns: str(tmp_path))
+    assert resolve("someone/model") == tmp_path
