@@ -165,7 +165,7 @@ def sums(device: torch.device, rounds: int) -> dict[str, float]:
 
     def way(groups: int, slices: int) -> Callable[[], None]:
         buffer = Buffer(LAYER.num_elements * (4 if groups > 1 else 2), device)
-        gradients = Gradients({"layer": LAYER}, torch.bfloat16, buffer, buffer, groups=groups)
+        gradients = Gradients({"layer": LAYER}, buffer, buffer, groups=groups)
 
         def run() -> None:
             for group in range(groups):

@@ -1,9 +1,9 @@
 """Offsets of a unit's tensors inside its blocks, counted in elements, so that one layout serves every kind.
 
-Element k of the weight plane, the remainder, both moments and the gradient belong together; a kind only differs in
-bytes per element. Offsets are multiples of 128 elements (256 bytes in bf16): matrix libraries pick kernels by
-alignment, and equal alignment on every tier keeps the bits equal. The whole is padded to 2,048 elements, so that
-every plane is a multiple of 4 KiB. Padding stays 0 under AdamW.
+The layout's schema says which kinds there are. Element k of the weight plane, the remainder, both moments and the
+gradient belong together; a kind only differs in bytes per element. Offsets are multiples of 128 elements (256 bytes in
+bf16): matrix libraries pick kernels by alignment, and equal alignment on every tier keeps the bits equal. The whole is
+padded to 2,048 elements, so that every plane is a multiple of 4 KiB. Padding stays 0 under AdamW.
 
 Frozen parameters have a place in the weight plane alone, behind the trained ones: all other planes end where these do.
 
@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+
+from megatier.state import ADAMW_BF16, StateSchema
 
 ALIGN_ELEMENTS = 128
 PAD_ELEMENTS = 2048
@@ -74,6 +76,8 @@ class Layout:
     """Padded size of the unit's weight plane, in elements."""
     num_trained: int
     """Padded size of every other plane: the elements of trained parameters, which come first."""
+    schema: StateSchema = ADAMW_BF16
+    """The planes of state of an element that is trained."""
 
     @staticmethod
     def of(shapes: Iterable[tuple[str, tuple[int, ...]]], frozen: Collection[str] = ()) -> Layout:
@@ -93,7 +97,7 @@ class Layout:
         if self.num_trained == self.num_elements:
             return self
         tensors = tuple(tensor for tensor in self.tensors if tensor.start < self.num_trained)
-        return Layout(tensors, self.num_trained, self.num_trained)
+        return replace(self, tensors=tensors, num_elements=self.num_trained)
 
     def padded(self, ranks: int) -> Layout:
         """The same parameters with more padding, so that trained and frozen ones can be cut into equal shards."""
@@ -108,7 +112,7 @@ class Layout:
             tensor if tensor.start < self.num_trained else replace(tensor, start=tensor.start + shift)
             for tensor in self.tensors
         )
-        return Layout(tensors, num_trained + num_frozen, num_trained)
+        return replace(self, tensors=tensors, num_elements=num_trained + num_frozen, num_trained=num_trained)
 
     def shard(self, rank: int, ranks: int) -> Layout:
         """The layout of a rank's shard: its trained elements, and behind them its frozen ones.
@@ -123,7 +127,12 @@ class Layout:
             for tensor in self.tensors
             if (shifted := _clipped(tensor, first, last, start)) is not None
         ]
-        return Layout(tuple(tensors), self.num_elements // ranks, self.num_trained // ranks)
+        return replace(
+            self,
+            tensors=tuple(tensors),
+            num_elements=self.num_elements // ranks,
+            num_trained=self.num_trained // ranks,
+        )
 
     def shard_runs(self, rank: int, ranks: int) -> tuple[tuple[int, int, int], ...]:
         """The runs [first, last) of elements that a rank owns, each with its first element inside the shard."""

@@ -7,8 +7,9 @@ import errno
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -43,13 +44,10 @@ class Model:
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
         for unit in self.units:
-            for kind in self.policy.schema.kinds:
-                low, high = torch.iinfo(self.dtype(kind)).min, torch.iinfo(self.dtype(kind)).max
-                shape, dtype = (unit.num_elements,), self.dtype(kind)
+            for kind in unit.kinds:
+                shape, dtype = (unit.num_elements,), integers(unit.schema.width(kind))
+                low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
                 self.planes[unit.name, kind] = torch.randint(low, high, shape, dtype=dtype, generator=generator)
-
-    def dtype(self, kind: Kind) -> torch.dtype:
-        return torch.int16 if self.policy.schema.width(kind) == 2 else torch.int32
 
     def grad(self, unit: str, group: int) -> Tensor:
         """It depends on the weights, so that stale ones show."""
@@ -58,7 +56,11 @@ class Model:
     def update(self, factor: int = 1, left_out: Collection[str] = ()) -> None:
         for unit in (unit for unit in self.units if unit.name not in left_out):
             total = sum((self.grad(unit.name, group) for group in range(self.policy.groups)), torch.tensor(0))
-            apply({kind: self.planes[unit.name, kind] for kind in self.policy.schema.kinds}, factor * total)
+            apply({kind: self.planes[unit.name, kind] for kind in unit.kinds}, factor * total)
+
+
+def integers(width: int) -> torch.dtype:
+    return torch.int16 if width == 2 else torch.int32
 
 
 def apply(planes: Mapping[Kind, Tensor], grad: Tensor) -> None:
@@ -79,9 +81,9 @@ class Adder:
         self.factor = 1
         """What a clipped gradient is multiplied with."""
 
-    @property
-    def width(self) -> torch.dtype:
-        return torch.int16 if self.model.policy.schema.grad_width == 2 else torch.int32
+    def dtype(self, unit: str) -> torch.dtype:
+        """Of the weights and of the final gradient."""
+        return self.model.planes[unit, Kind.WEIGHT].dtype
 
     def unclipped(self) -> Apply:
         return partial(self._apply, 1)
@@ -92,8 +94,8 @@ class Adder:
     def _apply(self, factor: int, unit: str, elements: Elements, planes: Planes, grad: Tensor, before: Planes) -> None:
         for kind, plane in before.items():
             planes[kind].copy_(plane)
-        views = {kind: plane.view(self.model.dtype(kind)) for kind, plane in planes.items()}
-        apply(views, factor * grad.view(self.width))
+        views = {kind: plane.view(self.model.planes[unit, kind].dtype) for kind, plane in planes.items()}
+        apply(views, factor * grad.view(self.dtype(unit)))
         if elements[0] == 0:
             self.updated.append(unit)
 
@@ -101,7 +103,7 @@ class Adder:
         added = part.view(torch.int32) + (total.view(torch.int32) if group else 0)
         total.view(torch.int32).copy_(added)
         if group == self.model.policy.groups - 1:
-            total.view(self.width)[: added.numel()].copy_(added)
+            total.view(self.dtype(unit))[: added.numel()].copy_(added)
 
     def sum_groups(self, unit: str, total: Tensor, pieces: Tensor, spare: Tensor, *, adds: bool, is_last: bool) -> None:
         raise AssertionError("this run is alone")
@@ -124,16 +126,12 @@ class Run:
         self.store = store
         for unit in units:
             for elements in self.blocks.chunks(unit.name):
-                with self.blocks.open_state(unit.name, elements, self.kinds, fresh=self.kinds) as state:
-                    for kind in self.kinds:
+                with self.blocks.open_state(unit.name, elements, unit.kinds, fresh=unit.kinds) as state:
+                    for kind in unit.kinds:
                         plane = self.model.planes[unit.name, kind][slice(*elements)]
                         state.planes[kind].copy_(plane.view(torch.uint8))
                     state.write_back()
         self.player.drain()
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        return self.policy.schema.kinds
 
     def use(self, unit: str, phase: Phase, group: int) -> None:
         use = self.player.weights.enter(unit, phase, group)
@@ -153,7 +151,7 @@ class Run:
             buffer.view(torch.int32).copy_(total)
             grad = total
         if self.policy.groups == 1 or (last and sums):
-            buffer.view(self.adder.width)[: grad.numel()].copy_(grad)
+            buffer.view(self.adder.dtype(unit))[: grad.numel()].copy_(grad)
 
     def order(self) -> list[tuple[str, Phase, int]]:
         names, found = list(self.blocks.units), list[tuple[str, Phase, int]]()
@@ -198,7 +196,7 @@ class Run:
         self.player.drain()
         for unit in self.blocks.units.values():
             for elements in self.blocks.chunks(unit.name):
-                with self.blocks.open_state(unit.name, elements, self.kinds) as state:
+                with self.blocks.open_state(unit.name, elements, unit.kinds) as state:
                     for kind, plane in state.planes.items():
                         expected = self.model.planes[unit.name, kind][slice(*elements)]
                         assert torch.equal(plane.view(expected.dtype), expected), f"{unit.name}/{kind}"
@@ -221,18 +219,24 @@ STREAMED = ("u0", "u2", "u4")
 
 @contextlib.contextmanager
 def starter(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Starts runs by placement; closes them, and nothing is left of them."""
+    """Starts runs by placement; closes them, and nothing is left of them.
+
+    Weights are split in all units, in none, or (None) in every other one.
+    """
     runs: list[Run] = []
 
-    def start_run(name: str, units: Sequence[UnitSpec] = (), ram: int = 0, **choices: float | bool) -> Run:
+    def start_run(
+        name: str, units: Sequence[UnitSpec] = (), ram: int = 0, split: bool | None = False, **choices: float | bool
+    ) -> Run:
         state, gpu, usual = PLACES[name]
+        schemas = (ADAMW_FP32, ADAMW_BF16) if split is None else (ADAMW_BF16 if split else ADAMW_FP32,)
         units = units or (FOR_STREAMED if name == "streamed" else UNITS)
+        units = [replace(unit, schema=schema) for unit, schema in zip(units, cycle(schemas), strict=False)]
         ram = ram or usual
         options = IoOptions(num_threads=2, granule_bytes=GRANULE_BYTES)
         share = 1.0 if name == "streamed" else 0.0
-        schema = ADAMW_BF16 if choices.pop("split", False) else ADAMW_FP32
         choices = {"streamed_share": share, **choices}
-        policy = Policy(state=state, schema=schema, chunk_elements=2048, align_elements=2048, **choices)  # type: ignore[arg-type]
+        policy = Policy(state=state, chunk_elements=2048, align_elements=2048, **choices)  # type: ignore[arg-type]
         store = TieredStore.open(gpu=gpu, ram=ram, nvme=[f"{tmp_path}:4MiB"], options=options)
         try:
             runs.append(Run(store, Budgets(gpu, ram, 4 << 20), policy, units))

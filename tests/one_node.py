@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from megatier.engine.gradient import Gradients
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage, learning
 from megatier.layout import Layout
+from megatier.state import ADAMW_FP32
 from megatier.tier import Activations, Phase
 
 SIZE = 4
-LAYOUT = Layout.of([("gain", (SIZE, SIZE)), ("idle", (3,)), ("shift", (SIZE,))])
+LAYOUT = replace(Layout.of([("gain", (SIZE, SIZE)), ("idle", (3,)), ("shift", (SIZE,))]), schema=ADAMW_FP32)
 
 
 @dataclass
@@ -90,10 +91,11 @@ def streamed(activations: str = "keep", slices: int = 1) -> tuple[Probe, Node, S
     weights = torch.randn(LAYOUT.num_elements)
     shelf = Shelf(weights)
     device = torch.device("cpu")
-    gradients = Gradients({"unit": LAYOUT}, torch.float32, shelf, shelf, groups=1)
+    gradients = Gradients({"unit": LAYOUT}, shelf, shelf, groups=1)
     gradients.begin_group(0)
     anchor = torch.zeros((), requires_grad=True)
-    stage = Stage(source=shelf, gradients=gradients, dtype=torch.float32, device=device, slices=slices, anchor=anchor)
+    dtypes = {"unit": torch.float32}
+    stage = Stage(source=shelf, gradients=gradients, dtypes=dtypes, device=device, slices=slices, anchor=anchor)
     probe = Probe("meta")
     bindings = [(probe._parameters, tensor.name, tensor) for tensor in LAYOUT.tensors]
     node = Node(stage, "unit", "probe", probe, bindings, activations=Activations(activations))  # type: ignore[arg-type]

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatier.engine.gradient import Gradients
+from megatier.integrations.parameters import schema_of
 from megatier.layout import Layout
 
 LAYOUT = Layout.of([("a", (3, 5)), ("b", (130,)), ("c", (2,))])
@@ -43,7 +45,7 @@ class Tray:
 def collector(tray: Tray, dtype: torch.dtype = torch.float32, *, groups: int = 1) -> Gradients:
     width = 4 if groups > 1 else dtype.itemsize
     tray.buffer = torch.full((LAYOUT.num_elements * width,), 0xFF, dtype=torch.uint8)
-    gradients = Gradients({"unit": LAYOUT}, dtype, tray, tray, groups=groups)
+    gradients = Gradients({"unit": replace(LAYOUT, schema=schema_of(dtype))}, tray, tray, groups=groups)
     gradients.begin_group(0)
     return gradients
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from megatier.engine.head import IGNORED
 from megatier.engine.loss import FusedLoss
 from megatier.engine.node import Node
 from megatier.engine.stage import Stage
+from megatier.integrations.parameters import schema_of
 from megatier.layout import Layout
 from megatier.tier import Activations, Phase
 
@@ -41,10 +43,10 @@ class Head:
         model = SimpleNamespace(config=config, loss_function=None, forward=lambda: config.final_logit_softcapping)
         self.model = cast("PreTrainedModel", model)
         device = torch.device("cpu")
-        gradients = Gradients({"head": layout.trained}, dtype, self, self, groups=1)
+        gradients = Gradients({"head": replace(layout.trained, schema=schema_of(dtype))}, self, self, groups=1)
         gradients.begin_group(0)
         anchor = torch.zeros((), requires_grad=True)
-        stage = Stage(source=self, gradients=gradients, dtype=dtype, device=device, slices=1, anchor=anchor)
+        stage = Stage(source=self, gradients=gradients, dtypes={"head": dtype}, device=device, slices=1, anchor=anchor)
         self.module = nn.Linear(HIDDEN, VOCAB, bias=bias, device="meta")
         bindings = [(self.module._parameters, tensor.name, tensor) for tensor in layout.tensors]
         node = Node(stage, "head", "lm_head", self.module, bindings, activations=Activations.KEEP)  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ from megatier.engine.node import Node
 from megatier.engine.stage import Stage, learning
 from megatier.layout import Layout
 from megatier.numerics.compilation import Compilation
+from megatier.state import ADAMW_FP32
 from megatier.tier import Activations
 
 ACTIVATIONS = ("keep", "recompute", "offload")
@@ -251,16 +252,16 @@ class Branch(nn.Module):
 def streamed(activations: str, share: float, *, slices: int = 1, refused: bool = False) -> tuple[Branch, Node, Shelf]:
     """A compiled module on meta behind a node."""
     torch.manual_seed(0)
-    layout = Layout.of([("gain", (SIZE, SIZE))])
+    layout = replace(Layout.of([("gain", (SIZE, SIZE))]), schema=ADAMW_FP32)
     shelf = OneShelf(torch.randn(layout.num_elements))
     device = torch.device("cpu")
-    gradients = Gradients({"unit": layout}, torch.float32, shelf, shelf, groups=1)
+    gradients = Gradients({"unit": layout}, shelf, shelf, groups=1)
     gradients.begin_group(0)
     anchor = torch.zeros((), requires_grad=True)
     stage = Stage(
         source=shelf,
         gradients=gradients,
-        dtype=torch.float32,
+        dtypes={"unit": torch.float32},
         device=device,
         slices=slices,
         anchor=anchor,

@@ -47,7 +47,6 @@ def test_update_into_other_planes_leaves_no_byte_of_them_as_it_was(elements: tup
         {"unit": LAYOUT},
         frozenset({"weight", "other"}),
         Hyperparameters(weight_decay=0.1),
-        dtype=torch.bfloat16,
         groups=1,
         num_threads=2,
     )
@@ -65,8 +64,8 @@ def test_update_into_other_planes_leaves_no_byte_of_them_as_it_was(elements: tup
     assert all(torch.equal(found[kind], expected[kind]) for kind in found)
 
 
-def measuring(layouts: Mapping[str, Layout], dtype: torch.dtype) -> AdamW:
-    return AdamW(layouts, frozenset(), Hyperparameters(), dtype=dtype, groups=1, num_threads=2)
+def measuring(layouts: Mapping[str, Layout]) -> AdamW:
+    return AdamW(layouts, frozenset(), Hyperparameters(), groups=1, num_threads=2)
 
 
 def random_layout(draw: random.Random) -> Layout:
@@ -100,7 +99,7 @@ def test_measure_of_the_parts_of_a_unit_gives_the_sums_of_the_whole(seed: int) -
     size = draw.randint(1, 20) * TILE_ELEMENTS
     borders = [*range(0, layout.num_elements, size), layout.num_elements]
     parts = {f"part{first}": clipped(layout, first, last) for first, last in pairwise(borders)}
-    optimizer = measuring({"whole": layout, **parts}, dtype)
+    optimizer = measuring({"whole": layout, **parts})
 
     grad = torch.randn(layout.num_elements, generator=torch.Generator().manual_seed(seed)).to(dtype)
     optimizer.measure("whole", grad)
@@ -114,7 +113,7 @@ def test_measure_of_the_parts_of_a_unit_gives_the_sums_of_the_whole(seed: int) -
 
 def test_measure_sums_what_a_tensor_has_of_each_tile_of_its_unit() -> None:
     layout = Layout.of([("short", (100,)), ("long", (2, TILE_ELEMENTS)), ("last", (5,))])
-    optimizer = measuring({"unit": layout}, torch.float32)
+    optimizer = measuring({"unit": layout})
     optimizer.begin_step(1, 1e-3)
     grad = torch.randn(layout.num_elements, generator=torch.Generator().manual_seed(1))
     optimizer.measure("unit", grad)
@@ -132,7 +131,7 @@ def test_measure_sums_what_a_tensor_has_of_each_tile_of_its_unit() -> None:
 @pytest.mark.parametrize("number", range(10))
 def test_first_non_finite_of_tensors_that_share_spans_is_the_right_one(number: int) -> None:
     layout = random_layout(random.Random(number))
-    optimizer = measuring({"unit": layout}, torch.float32)
+    optimizer = measuring({"unit": layout})
     grad = torch.ones(layout.num_elements)
     optimizer.measure("unit", grad)
     assert optimizer.first_non_finite() is None
@@ -148,7 +147,7 @@ def test_first_non_finite_of_tensors_that_share_spans_is_the_right_one(number: i
 
 def test_measure_takes_no_lock_by_python_code_in_the_thread_that_trains() -> None:
     layout = random_layout(random.Random(1))
-    optimizer = measuring({"unit": layout}, torch.float32)
+    optimizer = measuring({"unit": layout})
     with python_locks() as called:
         optimizer.measure("unit", torch.ones(layout.num_elements))
     optimizer.close()
@@ -158,7 +157,7 @@ def test_measure_takes_no_lock_by_python_code_in_the_thread_that_trains() -> Non
 def test_measure_that_is_interrupted_leaves_the_threads_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """They work on addresses, and the interrupt drops the tensors of the call."""
     layout = random_layout(random.Random(1))
-    optimizer = measuring({"unit": layout}, torch.float32)
+    optimizer = measuring({"unit": layout})
     begun, go = threading.Event(), threading.Event()
     made = list[weakref.ref[Tensor]]()
     empty, alarm = torch.empty, signal.getsignal(signal.SIGALRM)

@@ -38,10 +38,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         (True, 1, 100),
         (True, 1, 120),
         (True, 2, 160),
+        (None, 1, 150),
     ],
 )
 def test_gradients_that_ram_does_not_take_wait_on_nvme(
-    start: Callable[..., Run], split: bool, generations: int, ram: int
+    start: Callable[..., Run], split: bool | None, generations: int, ram: int
 ) -> None:
     run = start("nvme", ram=ram << 10, split=split, generations=generations)
     assert Tier.NVME in run.placement.grad_homes.values()
@@ -63,10 +64,11 @@ def test_gradients_that_ram_does_not_take_wait_on_nvme(
         ("nvme", True, 170, {"generations": 2}),
         ("nvme", False, 130, {"deferred": False}),
         ("mixed", True, 110, {"deferred": False}),
+        ("nvme", None, 130, {}),
     ],
 )
 def test_sums_of_groups_that_ram_does_not_take_pass_through_the_gpu(
-    start: Callable[..., Run], name: str, split: bool, ram: int, choices: dict[str, int]
+    start: Callable[..., Run], name: str, split: bool | None, ram: int, choices: dict[str, int]
 ) -> None:
     """Some lie on NVMe, others in RAM."""
     run = start(name, ram=ram << 10, split=split, groups=3, **choices)

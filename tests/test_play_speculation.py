@@ -17,7 +17,6 @@ from megatier.play.generations import Generation
 from megatier.play.speculation import HISTORY
 from megatier.schedule.placement import place
 from megatier.schedule.sizes import Budgets, Policy
-from megatier.state import ADAMW_FP32
 from megatier.tier import Kind, Tier
 
 
@@ -38,10 +37,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         ("mixed", False, 3, 320 << 10),
         ("mixed", True, 1, 180 << 10),
         ("mixed", True, 3, 300 << 10),
+        ("nvme", None, 1, 0),
+        ("mixed", None, 3, 300 << 10),
     ],
 )
 def test_speculation_kept_or_void_gives_the_same_state(
-    start: Callable[..., Run], name: str, split: bool, groups: int, ram: int
+    start: Callable[..., Run], name: str, split: bool | None, groups: int, ram: int
 ) -> None:
     run = start(name, groups=groups, split=split, ram=ram)
     assert run.placement.speculative
@@ -223,7 +224,7 @@ def test_speculation_needs_two_generations(start: Callable[..., Run]) -> None:
 
 
 def test_two_generations_take_twice_the_space_on_nvme() -> None:
-    policy = Policy(state=(Tier.NVME,), schema=ADAMW_FP32, generations=2, chunk_elements=2048, align_elements=2048)
+    policy = Policy(state=(Tier.NVME,), generations=2, chunk_elements=2048, align_elements=2048)
     state = sum(12 * unit.num_elements for unit in UNITS)
     with pytest.raises(PlanError, match=r"tiers\.generations"):
         place(UNITS, Budgets(160 << 10, 1 << 20, 2 * state - 1), policy)
@@ -254,7 +255,7 @@ def test_blocks_of_two_generations_have_names_of_their_own(start: Callable[..., 
     run = start("nvme")
     blocks = run.blocks
     first, spare = Generation(), blocks.generations.spare("u0")
-    keys = {blocks.key("u0", kind, generation) for kind in run.kinds for generation in (first, spare)}
-    assert len(keys) == 2 * len(run.kinds)
+    keys = {blocks.key("u0", kind, generation) for kind in blocks.kinds("u0") for generation in (first, spare)}
+    assert len(keys) == 2 * len(blocks.kinds("u0"))
     assert blocks.key("u0", Kind.WEIGHT) == block_key("u0", Kind.WEIGHT)
     assert blocks.key("u0", Kind.WEIGHT, spare) == block_key("u0", Kind.WEIGHT, 1)

@@ -148,7 +148,7 @@ def test_drain_completes_every_write_back(start: Callable[..., Run]) -> None:
     run.train_step()
     run.player.drain()
     for unit in UNITS:
-        for kind in run.kinds:
+        for kind in run.blocks.kinds(unit.name):
             assert not run.store.is_dirty(block_key(unit.name, kind))
             assert list(run.store.residency(block_key(unit.name, kind))) == [Tier.NVME]
     run.check_state()

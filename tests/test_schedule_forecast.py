@@ -75,7 +75,7 @@ def test_forecast_moves_the_bytes_that_the_timeline_demands(name: str) -> None:
     made, placement, policy = of(name, FAST)
     ran = placement.speculative
     order = accesses(policy.groups)
-    scatters = scatters_of(order, placement, policy)
+    scatters = scatters_of(order, UNITS, policy)
     timeline = build(order, placement, updates=policy.deferred, updated=ran, scatters=scatters)
     units = {unit.name: unit for unit in UNITS}
     demanded = by_lane(Moves(units, placement, policy).of_pass(timeline, gradients=units, updated=units))
@@ -232,7 +232,7 @@ def test_forecast_of_ranks_loses_the_slowdown_of_what_comes_beside_compute() -> 
 def test_forecast_of_ranks_works_on_collectives_in_their_order(name: str) -> None:
     made, placement, policy = of(name, SLOW["ranks"])
     order = accesses(policy.groups)
-    timeline = build(order, placement, updates=True, scatters=scatters_of(order, placement, policy))
+    timeline = build(order, placement, updates=True, scatters=scatters_of(order, UNITS, policy))
     moves = Moves({unit.name: unit for unit in UNITS}, placement, policy)
     spans = [span for span in made.spans if span.lane == "ranks"]
     assert [span.name for span in spans] == [planned.unit for planned in timeline.collectives()]

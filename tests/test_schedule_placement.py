@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 
@@ -20,8 +21,6 @@ from megatier.tier import Kind, Tier, round_up
 
 KIB = 1 << 10
 SEEDS = range(300)
-STATE = (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
-"""Kinds that exist with a split and without."""
 LAYERS = [
     UnitSpec(name="embed", num_elements=64 << 10),
     *[UnitSpec(name=f"layer{i}", num_elements=32 << 10) for i in range(6)],
@@ -45,16 +44,24 @@ def random_case(seed: int) -> Case:
     state = 12 * sum(unit.num_elements for unit in units)
     budgets = Budgets(*(int(state * choose.uniform(0, 1.5)) for _ in range(3)))
     tiers = [(Tier.GPU, Tier.RAM, Tier.NVME), (Tier.RAM, Tier.NVME), (Tier.GPU,), (Tier.NVME,), (Tier.RAM,)]
+    state_tiers = choose.choice(tiers)
+    schema = ADAMW_BF16 if choose.random() < 0.5 else ADAMW_FP32
     policy = Policy(
-        state=choose.choice(tiers),
-        schema=ADAMW_BF16 if choose.random() < 0.5 else ADAMW_FP32,
+        state=state_tiers,
         deferred=choose.random() < 0.5,
         groups=choose.choice([1, 1, 3]),
         chunk_elements=choose.choice([None, None, 2048, 5000]),
         streamed_share=choose.choice([0.0, 0.5, 1.0]),
         align_elements=2048,
     )
-    return units, budgets, policy
+    return [replace(unit, schema=schema) for unit in units], budgets, policy
+
+
+def mixed(case: Case) -> Case:
+    """The same with units of two schemas."""
+    units, budgets, policy = case
+    schemas = cycle((ADAMW_BF16, ADAMW_FP32, ADAMW_BF16))
+    return [replace(unit, schema=schema) for unit, schema in zip(units, schemas, strict=False)], budgets, policy
 
 
 def streaming_case(seed: int) -> Case:
@@ -75,17 +82,17 @@ def placed(case: Case) -> tuple[Case, Placement] | None:
 
 
 CASES = [*map(random_case, SEEDS), *map(streaming_case, range(100))]
+CASES += [mixed(case) for case in CASES[::4]]
 FITTING = [found for case in CASES if (found := placed(case)) is not None]
 REFUSED = [case for case in CASES if placed(case) is None]
 
 
-def homes_of(placement: Placement, units: Sequence[UnitSpec], tier: Tier, policy: Policy) -> int:
+def homes_of(placement: Placement, units: Sequence[UnitSpec], tier: Tier) -> int:
     """Bytes of state at home in a tier."""
-    kinds = policy.schema.kinds
     return sum(
-        round_up(unit.num_elements * policy.schema.width(kind))
+        round_up(unit.num_elements * unit.schema.width(kind))
         for unit in units
-        for kind in kinds
+        for kind in unit.schema.kinds
         if placement.homes[unit.name, kind] is tier
     )
 
@@ -93,7 +100,7 @@ def homes_of(placement: Placement, units: Sequence[UnitSpec], tier: Tier, policy
 def taken(case: Case, placement: Placement, tier: Tier) -> int:
     """Everything that the store will set aside in a tier, counted from the placement alone."""
     units, _, policy = case
-    total = homes_of(placement, units, tier, policy)
+    total = homes_of(placement, units, tier)
     total += sum(round_up(plan.slot_bytes) * plan.num_slots for plan in placement.slots if plan.tier is tier)
     total += sum(grad_bytes(unit, policy) for unit in units if placement.grad_homes[unit.name] is tier)
     if tier is Tier.RAM:
@@ -131,15 +138,14 @@ def test_budgets_are_never_exceeded_and_the_plan_says_what_is_taken() -> None:
 
 def test_every_plane_has_one_home_in_an_allowed_tier() -> None:
     for (units, _, policy), placement in FITTING:
-        kinds = policy.schema.kinds
-        assert set(placement.homes) == {(unit.name, kind) for unit in units for kind in kinds}
+        assert set(placement.homes) == {(unit.name, kind) for unit in units for kind in unit.schema.kinds}
         assert set(placement.homes.values()) <= set(policy.state)
 
 
 def test_a_unit_on_the_gpu_is_there_whole_with_its_gradient() -> None:
-    for (units, _, policy), placement in FITTING:
+    for (units, _, _), placement in FITTING:
         for unit in units:
-            homes = {placement.homes[unit.name, kind] for kind in policy.schema.kinds}
+            homes = {placement.homes[unit.name, kind] for kind in unit.schema.kinds}
             assert Tier.GPU not in homes or homes == {Tier.GPU}
             is_updated_there = homes == {Tier.GPU} or unit.name in placement.streamed
             assert (placement.grad_homes[unit.name] is Tier.GPU) == is_updated_there
@@ -193,19 +199,17 @@ def test_slots_serve_the_largest_unit_that_passes() -> None:
         if not passing:
             assert not slots
             continue
-        longest = max(unit.num_elements for unit in passing)
         weight, grad = slots[Tier.GPU, Kind.WEIGHT], slots[Tier.GPU, Kind.GRAD]
-        assert weight.slot_bytes >= longest * policy.schema.width(Kind.WEIGHT)
+        assert weight.slot_bytes >= max(unit.num_elements * unit.schema.width(Kind.WEIGHT) for unit in passing)
         assert min(len(passing), SLOTS_MIN) <= weight.num_slots <= len(passing)
         assert grad.slot_bytes >= max(grad_bytes(unit, policy) for unit in passing)
         if Tier.NVME in placement.homes.values():
-            kinds = policy.schema.kinds
             has_weights = any(placement.homes[unit.name, Kind.WEIGHT] is Tier.NVME for unit in units)
             assert ((Tier.RAM, Kind.WEIGHT) in slots) is has_weights
-            spilled = [unit.num_elements for unit in units if unit.name in placement.spilled]
-            for kind in kinds if has_weights else kinds[1:]:
-                width, largest = policy.schema.width(kind), max(spilled)
-                assert slots[Tier.RAM, kind].slot_bytes >= min(placement.chunk_elements, largest) * width
+            for unit in (unit for unit in units if unit.name in placement.spilled):
+                for kind in unit.schema.kinds if has_weights else unit.schema.passing_kinds:
+                    chunk = min(placement.chunk_elements, unit.num_elements)
+                    assert slots[Tier.RAM, kind].slot_bytes >= chunk * unit.schema.width(kind)
             assert placement.chunk_elements % policy.align_elements == 0
 
 
@@ -285,20 +289,24 @@ def test_streamed_units_are_at_home_in_ram_within_the_share_and_none_is_larger_t
         assert all(sizes[name] <= 2 * sorted(sizes.values())[len(rest) // 2] for name in streamed)
         if streamed:
             assert policy.deferred
-            assert {placement.homes[unit.name, kind] for unit in rest for kind in STATE} <= {Tier.RAM}
+            assert {placement.homes[unit.name, kind] for unit in rest for kind in unit.kinds} <= {Tier.RAM}
         seen[bool(streamed)] += 1
     assert min(seen.values()) > 15
 
 
 def test_streamed_state_has_a_gpu_slot_per_unit_and_kind_but_none_for_weights_and_its_gradient_no_ram() -> None:
     for (units, _, policy), placement in FITTING:
-        kinds = [kind for kind in policy.schema.kinds if kind is not Kind.WEIGHT]
-        sizes = [unit.num_elements for unit in units if unit.name in placement.streamed]
-        plans = {plan.kind: plan for plan in placement.slots if plan.tier is Tier.GPU and plan.kind in kinds}
-        assert set(plans) == set(kinds if sizes else [])
+        streamed = [unit for unit in units if unit.name in placement.streamed]
+        plans = {
+            plan.kind: plan
+            for plan in placement.slots
+            if plan.tier is Tier.GPU and plan.kind in ADAMW_BF16.passing_kinds
+        }
+        assert set(plans) == {kind for unit in streamed for kind in unit.schema.passing_kinds}
         for kind, plan in plans.items():
-            assert plan.num_slots == len(sizes)
-            assert plan.slot_bytes == round_up(max(sizes) * policy.schema.width(kind))
+            having = [unit for unit in streamed if kind in unit.schema.kinds]
+            assert plan.num_slots == len(having)
+            assert plan.slot_bytes == max(round_up(unit.num_elements * unit.schema.width(kind)) for unit in having)
         if policy.deferred:
             shipped = [unit for unit in units if placement.updater(unit.name) is Tier.RAM]
             held = sum(grad_bytes(unit, policy) for unit in shipped if placement.grad_homes[unit.name] is Tier.RAM)
@@ -483,4 +491,4 @@ def test_gradient_bytes_follow_the_dtype_and_the_groups() -> None:
     unit = UnitSpec(name="unit", num_elements=4096)
     assert grad_bytes(unit, Policy()) == 2 * 4096
     assert grad_bytes(unit, Policy(groups=2)) == 4 * 4096
-    assert grad_bytes(unit, Policy(schema=ADAMW_FP32)) == 4 * 4096
+    assert grad_bytes(replace(unit, schema=ADAMW_FP32), Policy()) == 4 * 4096

@@ -289,7 +289,7 @@ def _fill(session: Session, arrays: dict[tuple[str, str], StoredArray]) -> None:
     """Fill all state from arrays, unit by unit."""
     with _files(arrays.values()) as files:
         for unit in session.units:
-            for name, planes in session.schema.arrays.items():
+            for name, planes in unit.layout.schema.arrays.items():
                 if not (tensors := tensors_of(unit.layout, name)):
                     continue
 

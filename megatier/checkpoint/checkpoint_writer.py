@@ -163,9 +163,9 @@ class CheckpointWriter:
         self._opened.callback(buffers.close)
 
         owners = ChunkOwners(wholes, self._crew.rank, self._crew.size)
-        for name, kinds in self._session.schema.arrays.items():
+        for name in ARRAYS:
             files = self._opened.enter_context(ChunkFiles(chunk_elements, NUM_THREADS, num_staged))
-            self._writers.append(PlaneWriter(self._session, files, self._partial, name, kinds, buffers, owners))
+            self._writers.append(PlaneWriter(self._session, files, self._partial, name, buffers, owners))
         self._workers = Workers(len(ARRAYS), "megatier-checkpoint")
 
         # Called first of all, because the threads fill what the others free.

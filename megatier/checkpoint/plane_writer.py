@@ -27,6 +27,7 @@ from megatier.numerics.masters import join_master, plane_dtype
 from megatier.play.generations import Generation
 from megatier.ranks.channel import Alone, Channel
 from megatier.session.session import Session
+from megatier.state import MASTERS
 from megatier.store.arena import Arena
 from megatier.store.transfer import Transfer
 from megatier.tier import Kind, Tier, round_up
@@ -47,10 +48,14 @@ class Buffers:
         """
         self.run_elements = run_elements
         self._places: dict[Kind, tuple[int, int]] = {}
-        schema = session.schema
+        widths: dict[Kind, int] = {}
+        for schema in {unit.layout.schema for unit in session.units}:
+            for kind in schema.kinds:
+                widths[kind] = max(widths.get(kind, 0), schema.width(kind))
+
         num_bytes = 0
-        for kind in schema.kinds:
-            size = round_up(run_elements * schema.width(kind))
+        for kind, width in widths.items():
+            size = round_up(run_elements * width)
             self._places[kind] = num_bytes, size
             num_bytes += 2 * size
 
@@ -84,7 +89,6 @@ class PlaneWriter:
         files: ChunkFiles,
         folder: Path,
         name: str,
-        kinds: Sequence[Kind],
         buffers: Buffers,
         owners: ChunkOwners,
     ) -> None:
@@ -95,7 +99,6 @@ class PlaneWriter:
             files: staging buffers for these arrays alone.
             folder: the checkpoint's folder.
             name: the group, such as `params`.
-            kinds: kinds of state that the group's numbers are made of: one, or weight and remainder.
             buffers: for planes that are not at home in RAM.
             owners: which rank writes which chunk.
         """
@@ -105,9 +108,7 @@ class PlaneWriter:
         self.files = files
         self._folder = folder / name
         self._name = name
-        self._kinds = kinds
         self._buffers = buffers
-        self._schema = session.schema
         self._owners = owners
         self._arrays: dict[str, ArrayWriter] = {}
         """By parameter. Of those that lie in several units, each unit brings its elements."""
@@ -193,7 +194,7 @@ class PlaneWriter:
         """Yield runs of a unit's elements with their planes, valid until the next run, which is on its way."""
         # Frozen elements come last in a layout, and have a weight alone. So no run has both sorts.
         runs = self._cut(0, unit.layout.num_trained)
-        if Kind.WEIGHT in self._kinds:
+        if self._name == MASTERS:
             runs += self._cut(unit.layout.num_trained, unit.layout.num_elements)
         if not runs:
             return
@@ -231,10 +232,11 @@ class PlaneWriter:
             number: number of the run, which decides which buffers take it.
         """
         found: list[tuple[Tensor, Transfer | None]] = []
-        for kind in self._kinds if run[0] < unit.layout.num_trained else (Kind.WEIGHT,):
+        schema = unit.layout.schema
+        for kind in schema.arrays[self._name] if run[0] < unit.layout.num_trained else (Kind.WEIGHT,):
             key = self._blocks.key(unit.name, kind, generation)
             span = self._blocks.span(unit.name, kind, run)
-            dtype = plane_dtype(self._schema, kind)
+            dtype = plane_dtype(schema, kind)
             if self._blocks.placement.homes[unit.name, kind] is Tier.RAM:
                 # No copy is needed: the update of this unit waits until the lane is through with it.
                 lease = self._store.lease(key, Tier.RAM, span)

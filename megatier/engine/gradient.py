@@ -1,4 +1,4 @@
-"""Gradients of units: summed in fp32 over slices, uses and groups, rounded once to the compute dtype, handed over.
+"""Gradients of units: summed in fp32 over slices, uses and groups, rounded once to the weights' dtype, handed over.
 
 A unit's gradient of a group is whole when every forward use has had its backward, or when the backward is over without
 having come to all of them. The first summand waits as autograd made it, and the last one is added on the way into the
@@ -23,20 +23,21 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from megatier.layout import Layout
+from megatier.numerics.masters import weight_dtype
 
 
 class GradSink(Protocol):
     """What takes gradients. It knows the tiers; nodes do not."""
 
     def take_grad(self, unit: str, *, fits: bool = False) -> Tensor:
-        """Ask for a buffer, uint8, for elements in fp32 (several groups) or in the compute dtype.
+        """Ask for a buffer, uint8, for elements in fp32 (several groups) or in the dtype of the weights.
 
         If `sums_here`, it has the sum of the groups before.
 
         Args:
             unit: the unit.
-            fits: whether the compute dtype holds a group's gradient without loss. If other ranks add it up, the buffer
-                is for elements of that dtype then.
+            fits: whether the dtype of the weights holds a group's gradient without loss. If other ranks add it up, the
+                buffer is for elements of that dtype then.
         """
 
     def ship_grad(self, unit: str, *, group: int) -> None:
@@ -50,7 +51,7 @@ class Measure(Protocol):
     """What takes the norm."""
 
     def measure(self, unit: str, grad: Tensor) -> None:
-        """Note the sums of squares of a final gradient, which is flat and in the compute dtype."""
+        """Note the sums of squares of a final gradient, which is flat and in the dtype of the unit's weights."""
 
 
 class Gradients:
@@ -59,7 +60,6 @@ class Gradients:
     def __init__(
         self,
         layouts: Mapping[str, Layout],
-        dtype: torch.dtype,
         sink: GradSink,
         norm: Measure,
         *,
@@ -70,14 +70,14 @@ class Gradients:
 
         Args:
             layouts: the layout of what is trained, of each unit.
-            dtype: the compute dtype.
             sink: takes the gradients.
             norm: takes their norm.
             groups: the number of groups of a step that this rank computes.
             is_shared: whether other ranks compute groups too. The sink then adds them up, and measures what it owns.
         """
         self._layouts = layouts
-        self._dtype = dtype
+        self._dtypes = {name: weight_dtype(layout.schema) for name, layout in layouts.items()}
+        """The dtype of each unit's weights, and of its final gradient."""
         self._sink = sink
         self._norm = norm
         self._groups = groups
@@ -204,7 +204,7 @@ class Gradients:
         before = {**self._firsts.pop(unit, {}), **self._sums.pop(unit, {})}
 
         # A single summand is as autograd made it. A sum of several is not rounded before all groups are in it.
-        fits = self._is_shared and not before and all(grad.dtype is self._dtype for grad in grads.values())
+        fits = self._is_shared and not before and all(grad.dtype is self._dtypes[unit] for grad in grads.values())
         buffer = self._take(unit, fits=fits)
         adds = self._adds(unit, self.group)
 
@@ -233,7 +233,7 @@ class Gradients:
     def _take(self, unit: str, *, fits: bool = False) -> Tensor:
         """Ask the sink for a buffer, and see it as numbers."""
         is_summand = (self._groups > 1 or self._is_shared) and not fits
-        buffer = self._sink.take_grad(unit, fits=fits).view(torch.float32 if is_summand else self._dtype)
+        buffer = self._sink.take_grad(unit, fits=fits).view(torch.float32 if is_summand else self._dtypes[unit])
         self._buffers[unit] = buffer
         return buffer
 
@@ -249,9 +249,10 @@ class Gradients:
         # A gradient that is final here is measured here. Sums that are taken in RAM are rounded and measured there.
         is_alone = self._groups == 1 and not self._is_shared
         if last and (is_alone or self._sink.sums_here(unit)):
-            if buffer.dtype is not self._dtype:
-                rounded = buffer.to(self._dtype)
-                buffer = buffer.view(self._dtype)[: rounded.numel()].copy_(rounded)
+            dtype = self._dtypes[unit]
+            if buffer.dtype is not dtype:
+                rounded = buffer.to(dtype)
+                buffer = buffer.view(dtype)[: rounded.numel()].copy_(rounded)
             self._norm.measure(unit, buffer)
 
         self._sink.ship_grad(unit, group=group)

@@ -77,7 +77,7 @@ class FusedLoss:
         """
         # Some models (Mamba) cast logits to fp32. The products are in the head's own dtype all the same.
         hidden = logits.reshape(-1, logits.shape[-1])
-        hidden = hidden.to(product_dtype(hidden.device, self._head.stage.dtype))
+        hidden = hidden.to(product_dtype(hidden.device, self._head.dtype))
         if shift_labels is None:
             shift_labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         targets = shift_labels.reshape(-1)

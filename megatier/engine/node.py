@@ -72,6 +72,8 @@ class Node:
         """The name of the module in the model, for messages."""
         self.module = module
         """The module itself, whose `forward` on the instance is this node."""
+        self.dtype = stage.dtypes[unit]
+        """The dtype of the compute copy of its weights."""
         self.activations = activations
         """The policy between forward and backward."""
         self.bindings = bindings
@@ -166,7 +168,7 @@ class Node:
         if key not in self._leaves:
             # `.data`, for a version counter of its own: all slots of an arena share one, and a load into a neighbour
             # must not look like a change of weights that autograd has saved. Nor must one weight look like another.
-            plane = weights.data.view(self.stage.dtype)
+            plane = weights.data.view(self.dtype)
             name = self.module_name
             self._leaves[key] = [
                 claim(plane[t.start : t.stop].view(t.shape).data, name).requires_grad_(self.is_trained[t.name])
@@ -212,7 +214,7 @@ class Node:
             parameter = parameters[leaf]
             assert parameter is not None
             is_in_fp32 = tensor.name in self.stage.in_fp32
-            dtype = torch.float32 if is_in_fp32 else self.stage.dtype
+            dtype = torch.float32 if is_in_fp32 else self.dtype
             make_unbound(parameter, self.stage.device, dtype, tensor.name)
             found.append(parameter)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -86,8 +86,8 @@ class Stage:
     """Brings weights and takes activations."""
     gradients: Gradients
     """Collects the gradients of the step."""
-    dtype: torch.dtype
-    """The dtype of the compute copy of weights."""
+    dtypes: Mapping[str, torch.dtype]
+    """The dtype of the compute copy of each unit's weights."""
     device: torch.device
     """The device on which units compute."""
     slices: int

@@ -26,6 +26,7 @@ from megatier.guards.unbound import refused_outside
 from megatier.models.decoder import Binding, Unit, bindings
 from megatier.models.dtypes import names_in_fp32, place_buffers
 from megatier.numerics.compilation import Compilation
+from megatier.numerics.masters import weight_dtype
 from megatier.numerics.matmul import Fp32Products
 from megatier.numerics.optimizer import AdamW
 from megatier.ranks.ranks import Ranks
@@ -40,7 +41,7 @@ class EngineOptions:
     """Numeric choices and policies."""
 
     dtype: torch.dtype
-    """Dtype of the compute copy of weights."""
+    """Dtype in which the model is loaded; its buffers follow it. The weights of a unit have that of their schema."""
     device: torch.device
     """The device on which units compute."""
     activations: Mapping[str, Activations]
@@ -94,7 +95,7 @@ class UnitModel:
         self.stage = Stage(
             source=player.weights,
             gradients=_gradients(units, player, optimizer, options, ranks),
-            dtype=options.dtype,
+            dtypes={unit.name: weight_dtype(unit.layout.schema) for unit in units},
             device=options.device,
             slices=options.slices,
             anchor=torch.zeros((), device=options.device, requires_grad=True),
@@ -224,7 +225,6 @@ def _gradients(
     """What collects the gradients of the groups that this process computes."""
     return Gradients(
         {unit.name: unit.layout.trained for unit in units if unit.layout.num_trained},
-        options.dtype,
         player.gradients,
         optimizer,
         groups=options.groups // (1 if ranks is None else ranks.size),

@@ -17,6 +17,11 @@ def plane_dtype(schema: StateSchema, kind: Kind) -> torch.dtype:
     return found
 
 
+def weight_dtype(schema: StateSchema) -> torch.dtype:
+    """The dtype in which a unit computes: that of its weights and of its final gradient."""
+    return plane_dtype(schema, Kind.WEIGHT)
+
+
 def split_master(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """Write fp32 [n] on the CPU as weight bf16 [n] and remainder int16 [n], on one device; see `join_master`."""
     if weight.is_cuda:
@@ -39,4 +44,4 @@ def join_master(weight: Tensor, remainder: Tensor, master: Tensor) -> None:
     _native.join(weight.data_ptr(), remainder.data_ptr(), master.data_ptr(), weight.numel())
 
 
-__all__ = ["join_master", "plane_dtype", "split_master"]
+__all__ = ["join_master", "plane_dtype", "split_master", "weight_dtype"]

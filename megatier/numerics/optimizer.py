@@ -31,6 +31,7 @@ from megatier import _native
 from megatier.errors import NonFiniteError
 from megatier.layout import Layout, TensorSlice
 from megatier.numerics.adamw import Planes, adamw_threads, begin_adamw, step_scalars
+from megatier.numerics.masters import weight_dtype
 from megatier.ranks.ranks import Ranks
 from megatier.workers import Workers
 
@@ -79,7 +80,6 @@ class AdamW:
         decayed: frozenset[str],
         hyper: Hyperparameters,
         *,
-        dtype: torch.dtype,
         groups: int,
         num_threads: int,
         ranks: Ranks | None = None,
@@ -87,17 +87,15 @@ class AdamW:
         """Start the threads.
 
         With ranks, layouts and all that is measured and updated are those of this rank's shards, and `groups` counts
-        the groups that it computes. `dtype` is the compute dtype: bf16 has split masters, fp32 whole ones.
+        the groups that it computes. The schemas of layouts are those of AdamW.
         """
         self.hyper = hyper
         """Read by `begin_step`, `revise` and `clip`; all but `deferred` may be others in the next step."""
         self.layouts = dict(layouts)
         """Trained tensors of each unit that has any."""
         self._decayed = decayed
-        self._dtype = dtype
         self._groups = groups
         self._ranks = ranks
-        self._split = dtype is torch.bfloat16
         self._pool = adamw_threads(num_threads)
         self._workers = Workers(num_threads, "megatier-gradient")
         self._begun = self._scalars = Scalars(1.0, (0.0,) * 8)
@@ -183,7 +181,7 @@ class AdamW:
 
         Args:
             unit: its unit.
-            grad: flat [num_elements] in the compute dtype, on any device.
+            grad: flat [num_elements] in the dtype of the unit's weights, on any device.
         """
         # Tiles are counted from the unit's start, so that runs of whole tiles have exactly their own of all these sums.
         tensors = self.layouts[unit].tensors
@@ -197,7 +195,9 @@ class AdamW:
 
         for start, stop in (piece for tensor in tensors for piece in _pieces(tensor)):
             source = grad.data_ptr() + start * grad.element_size()
-            pieces.append((source, stop - start, self._split, sums.data_ptr() + done * sums.element_size()))
+            pieces.append(
+                (source, stop - start, grad.dtype is torch.bfloat16, sums.data_ptr() + done * sums.element_size())
+            )
             done += -(-(stop - start) // TILE_ELEMENTS)
 
         self._at_once(_native.sum_squares, pieces, (grad, sums))
@@ -208,7 +208,8 @@ class AdamW:
 
         Args:
             unit: its unit.
-            total: uint8, the fp32 sum. After the last group its front holds the gradient in the compute dtype.
+            total: uint8, the fp32 sum. After the last group its front holds the gradient, in the dtype of the
+                unit's weights.
             part: uint8, the fp32 gradient of this group. It may be overwritten.
             group: 0, 1, ...
         """
@@ -221,15 +222,16 @@ class AdamW:
         if group < self._groups - 1:
             return
 
-        # Rounded numbers are half as long, so a piece of them lies where another thread still reads its sums. They go
-        # to the part first, and are copied when all of them are rounded.
-        if self._split:
+        # If weights are bf16, rounded numbers are half as long, so a piece of them lies where another thread still
+        # reads its sums. They go to the part first, and are copied when all of them are rounded.
+        dtype = self._dtype(unit)
+        if dtype is torch.bfloat16:
             rounded = [(target + 4 * start, source + 2 * start, size) for start, size in runs]
             self._at_once(_native.round_bf16, rounded, (total, part))
             copied = [(target + 2 * start, source + 2 * start, 2 * size) for start, size in runs]
             self._at_once(_native.copy, copied, (total, part))
 
-        self.measure(unit, total.view(self._dtype)[:count])
+        self.measure(unit, total.view(dtype)[:count])
 
     def sum_groups(self, unit: str, total: Tensor, pieces: Tensor, spare: Tensor, *, adds: bool, is_last: bool) -> None:
         """Add the gradients of several groups, one of each rank, where they lie; see play.optimizer.Optimizer.
@@ -237,15 +239,15 @@ class AdamW:
         Args:
             unit: its unit.
             total: uint8, fp32 sum if a step has more groups than these; after the last group its front holds the
-                gradient in the compute dtype.
-            pieces: uint8 [groups, bytes], gradients in the compute dtype, or in fp32. The first may be overwritten.
+                gradient in the dtype of the unit's weights.
+            pieces: uint8 [groups, bytes], gradients in that dtype, or in fp32. The first may be overwritten.
             spare: uint8, room for an fp32 sum, if the pieces are in a narrower dtype.
             adds: whether `total` has the sum of groups before.
             is_last: whether no groups come after these.
         """
         count = self.layouts[unit].num_elements
-        dtype = torch.float32 if pieces.shape[1] == 4 * count else self._dtype
-        grads = pieces.view(dtype)
+        dtype = self._dtype(unit)
+        grads = pieces.view(torch.float32 if pieces.shape[1] == 4 * count else dtype)
         summed = self._room_for_sum(total, grads, spare)
         if adds:
             summed.add_(grads[0])
@@ -257,8 +259,8 @@ class AdamW:
             summed.add_(grad)
 
         if is_last:
-            final = total.view(self._dtype)[:count]
-            final.copy_(summed.to(self._dtype) if summed.data_ptr() == final.data_ptr() else summed)
+            final = total.view(dtype)[:count]
+            final.copy_(summed.to(dtype) if summed.data_ptr() == final.data_ptr() else summed)
             self.measure(unit, final)
 
     def _room_for_sum(self, total: Tensor, grads: Tensor, spare: Tensor) -> Tensor:
@@ -266,6 +268,10 @@ class AdamW:
         if self._groups > 1:
             return total.view(torch.float32)[: grads.shape[1]]
         return grads[0] if grads.dtype is torch.float32 else spare.view(torch.float32)[: grads.shape[1]]
+
+    def _dtype(self, unit: str) -> torch.dtype:
+        """The dtype of a unit's weights and of its final gradient."""
+        return weight_dtype(self.layouts[unit].schema)
 
     def _at_once(self, work: Callable[..., None], calls: Sequence[tuple[Any, ...]], memory: tuple[Tensor, ...]) -> None:
         """Make native calls, which drop the GIL, on several threads, and wait for them.
@@ -301,7 +307,7 @@ class AdamW:
             unit: its unit.
             elements: the run of elements that the planes hold.
             planes: uint8 tensors of each kind of state, all on one device.
-            grad: uint8, the final gradient of the same elements, in the compute dtype.
+            grad: uint8, the final gradient of the same elements, in the dtype of the unit's weights.
             before: the planes to read of kinds that are not updated in place; on the CPU only.
 
         Returns:

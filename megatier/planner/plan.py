@@ -240,7 +240,7 @@ def _state_bytes(work: Workload, placement: Placement) -> dict[tuple[Tier, Kind]
     units = {spec.name: spec for spec in work.specs}
     state: Counter[tuple[Tier, Kind]] = Counter()
     for (name, kind), home in placement.homes.items():
-        state[home, kind] += units[name].elements_of(kind) * work.policy.schema.width(kind)
+        state[home, kind] += units[name].elements_of(kind) * units[name].schema.width(kind)
     return dict(state)
 
 

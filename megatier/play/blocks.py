@@ -21,7 +21,7 @@ from megatier.play.generations import Generation, Generations
 from megatier.play.grad_blocks import GradBlocks, grad_key
 from megatier.play.optimizer import Elements
 from megatier.schedule.placement import Placement
-from megatier.schedule.sizes import Policy, UnitSpec, gathered_bytes, group_grad_bytes, kinds_of
+from megatier.schedule.sizes import Policy, UnitSpec, gathered_bytes, group_grad_bytes
 from megatier.schedule.timeline import Load
 from megatier.store.store import TieredStore
 from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
@@ -72,15 +72,11 @@ class UnitBlocks:
         self.placement = placement
         """The homes of all blocks, and the slots."""
         self.policy = policy
-        """The state of a parameter, the groups of a step, and whether updates wait for the norm."""
-        self.kinds = policy.schema.kinds
-        """The kinds of state of a unit that is trained."""
+        """The groups of a step, and whether updates wait for the norm."""
         self.generations = Generations(units, placement)
         """Says which generation of each unit's state holds."""
         self.grads = GradBlocks(store, units, placement, policy)
         """The blocks of gradients."""
-        self._passing = policy.schema.passing_kinds
-        """The kinds of state that pass through GPU slots of their own, if a unit is streamed: all but the weights."""
         self._register()
 
     def key(self, unit: str, kind: Kind, generation: Generation | None = None) -> str:
@@ -90,6 +86,10 @@ class UnitBlocks:
     def compute_key(self, unit: str) -> str:
         """Name of the block from which compute reads a unit's weights."""
         return gathered_key(unit) if self.policy.ranks > 1 else self.key(unit, Kind.WEIGHT)
+
+    def kinds(self, name: str) -> tuple[Kind, ...]:
+        """The kinds of a unit's state: weights alone if it is frozen."""
+        return self.units[name].kinds
 
     def chunks(self, name: str) -> list[Elements]:
         """The runs of trained elements of a unit: AdamW works on one run at a time."""
@@ -101,7 +101,7 @@ class UnitBlocks:
 
     def runs(self, name: str) -> list[tuple[Elements, tuple[Kind, ...]]]:
         """All runs of a unit's elements, in order, each with the kinds of state that it has."""
-        chunks = [(elements, self.kinds) for elements in self.chunks(name)]
+        chunks = [(elements, self.kinds(name)) for elements in self.chunks(name)]
         return [*chunks, *((elements, (Kind.WEIGHT,)) for elements in self.frozen_chunks(name))]
 
     def _cut(self, name: str, start: int, stop: int) -> list[Elements]:
@@ -115,7 +115,7 @@ class UnitBlocks:
 
     def span(self, name: str, kind: Kind, elements: Elements) -> tuple[int, int]:
         """The bytes that a run of elements has in a block of one kind."""
-        width = self.policy.schema.width(kind)
+        width = self.units[name].schema.width(kind)
         return elements[0] * width, elements[1] * width
 
     def gathered_spans(self, name: str) -> list[tuple[int, int]]:
@@ -126,7 +126,7 @@ class UnitBlocks:
 
     def spilled(self, name: str) -> list[Kind]:
         """The kinds of a unit's state that are at home on NVMe."""
-        return [kind for kind in self.kinds if self.placement.homes.get((name, kind)) is Tier.NVME]
+        return [kind for kind in self.kinds(name) if self.placement.homes[name, kind] is Tier.NVME]
 
     def is_cut(self, name: str) -> bool:
         """Whether a unit's update reads from NVMe, so that it works chunk by chunk."""
@@ -179,10 +179,11 @@ class UnitBlocks:
     def open_update(self, unit: str, elements: Elements, old: Generation, new: Generation) -> Iterator[StateRun]:
         """Lease a run of a unit's state to update it from one generation into another, or in place."""
         # Kinds whose place is the same in both generations are updated in place.
-        moved = [kind for kind in self.kinds if self.key(unit, kind, old) != self.key(unit, kind, new)]
+        kinds = self.kinds(unit)
+        moved = [kind for kind in kinds if self.key(unit, kind, old) != self.key(unit, kind, new)]
         with (
             self.open_state(unit, elements, moved, generation=old) as before,
-            self.open_state(unit, elements, self.kinds, fresh=moved, generation=new) as state,
+            self.open_state(unit, elements, kinds, fresh=moved, generation=new) as state,
         ):
             yield replace(state, before=before.planes)
 
@@ -233,12 +234,12 @@ class UnitBlocks:
 
     def fetch_state(self, unit: str) -> None:
         """Start bringing a streamed unit's state, but for the weights, to its GPU slots."""
-        for kind in self._passing:
+        for kind in self.units[unit].schema.passing_kinds:
             self.store.prefetch(self.key(unit, kind), Tier.GPU, wait=True)
 
     def return_state(self, unit: str) -> None:
         """Start writing a streamed unit's state home. Its GPU slots are free when that is over."""
-        for kind in self._passing:
+        for kind in self.units[unit].schema.passing_kinds:
             self.store.write_back(self.key(unit, kind), Tier.GPU)
             self.store.evict(self.key(unit, kind), Tier.GPU)
 
@@ -268,8 +269,8 @@ class UnitBlocks:
     def _register(self) -> None:
         """Register the blocks of all units, and reserve slots: homes are set aside first, then all slots."""
         for unit in self.units.values():
-            for kind in kinds_of(unit, self.policy):
-                size = unit.elements_of(kind) * self.policy.schema.width(kind)
+            for kind in unit.kinds:
+                size = self.whole(unit.name, kind)[1]
                 home = self.placement.homes[unit.name, kind]
                 for place in self.generations.places(unit.name, kind):
                     self.store.register(BlockSpec(block_key(unit.name, kind, place), size, home, kind))

@@ -232,7 +232,7 @@ class Collectives:
             unit: the unit.
             fits: whether the buffer is for elements of the compute dtype, which lose nothing; else it is for fp32.
         """
-        return self._make(unit, self._blocks.policy.schema.grad_width if fits else FP32_BYTES)
+        return self._make(unit, self._blocks.units[unit].schema.grad_width if fits else FP32_BYTES)
 
     def ship_grad(self, unit: str, *, group: int) -> None:
         """Hand over the gradient of a group, of which every rank gets its shard."""

@@ -31,14 +31,12 @@ class GradBlocks:
             store: holds the blocks.
             units: sizes of every unit, by name.
             placement: the homes of gradients, and where sums are taken.
-            policy: dtype, groups.
+            policy: groups.
         """
         self._store = store
         self._units = units
         self._placement = placement
         self._policy = policy
-        self._width = policy.schema.grad_width
-        """Bytes of an element of a final gradient."""
 
     def register(self, name: str) -> None:
         """Register the blocks of a unit's gradient and, if it is taken in RAM, of its sum over groups."""
@@ -68,7 +66,7 @@ class GradBlocks:
         # Chunk by chunk, and each one leaves for NVMe before the next comes: all of them may have to share one slot in
         # RAM. Evicting now means that a slot is free as soon as its bytes are written.
         if self._placement.grad_homes[name] is Tier.NVME:
-            step = self._placement.chunk_elements * self._width
+            step = self._placement.chunk_elements * unit.schema.grad_width
             for start in range(0, size, step):
                 span = start, min(start + step, size)
                 self._store.write_back(key, Tier.GPU, span, wait=True)
@@ -82,7 +80,7 @@ class GradBlocks:
 
     @contextlib.contextmanager
     def open(self, name: str, elements: Elements) -> Iterator[torch.Tensor]:
-        """Lease a run of the final gradient, uint8 in the compute dtype.
+        """Lease a run of the final gradient, uint8 in the dtype of the unit's weights.
 
         A sum over groups was rounded into the front of its block.
         """
@@ -97,7 +95,7 @@ class GradBlocks:
             return
 
         with self._store.lease(key, Tier.GPU if home is Tier.GPU else Tier.RAM, span, wait=True) as lease:
-            yield lease.bytes[: (elements[1] - elements[0]) * self._width]
+            yield lease.bytes[: (elements[1] - elements[0]) * self._units[name].schema.grad_width]
 
         # It is read once, so nobody needs its slot any more.
         if home is Tier.NVME:
@@ -120,10 +118,11 @@ class GradBlocks:
         """Bytes of a run of elements in the final gradient."""
         # On NVMe a block is padded to whole granules, and the last run has the padding as well.
         unit = self._units[name]
-        start = elements[0] * self._width
+        width = unit.schema.grad_width
+        start = elements[0] * width
         if self._placement.grad_homes[name] is Tier.NVME and elements[1] == unit.num_trained:
             return start, final_grad_bytes(unit, self._policy)
-        return start, elements[1] * self._width
+        return start, elements[1] * width
 
 
 def grad_key(unit: str) -> str:

@@ -54,7 +54,7 @@ class Optimizer(Protocol):
     def accumulate(self, unit: str, total: torch.Tensor, part: torch.Tensor, *, group: int) -> None:
         """Add one group's fp32 gradient to the sum in RAM.
 
-        After the last group, the sum is rounded to the compute dtype in place, and measured.
+        After the last group, the sum is rounded to the dtype of the unit's weights in place, and measured.
         """
 
     def sum_groups(
@@ -69,12 +69,12 @@ class Optimizer(Protocol):
     ) -> None:
         """Add the gradients of several groups to an fp32 sum where they lie, in their order.
 
-        After the last groups, the sum is rounded to the compute dtype, and measured.
+        After the last groups, the sum is rounded to the dtype of the unit's weights, and measured.
 
         Args:
             unit: its name.
             total: uint8, the sum if a step has more groups than these; in the end, the gradient.
-            pieces: uint8 [groups, bytes], the gradients, in fp32 or in the compute dtype.
+            pieces: uint8 [groups, bytes], the gradients, in fp32 or in the dtype of the unit's weights.
             spare: uint8, room for an fp32 sum, if the gradients are in a narrower dtype.
             adds: whether there is a sum of groups before these.
             is_last: whether no groups come after them.

@@ -276,7 +276,7 @@ class Updates:
 
         with (
             self._blocks.grads.open(unit, elements) as grad,
-            self._blocks.open_state(unit, elements, self._blocks.kinds, streamed=streamed) as state,
+            self._blocks.open_state(unit, elements, self._blocks.kinds(unit), streamed=streamed) as state,
         ):
             if (work := self._optimizer.apply(unit, elements, state.planes, grad, state.before)) is not None:
                 work.wait()  # on the CPU that stands for a GPU
@@ -316,7 +316,7 @@ class Updates:
         (elements,) = self._blocks.chunks(unit)
         with contextlib.ExitStack() as leases:
             grad = leases.enter_context(self._blocks.grads.open(unit, elements))
-            state = leases.enter_context(self._blocks.open_state(unit, elements, self._blocks.kinds))
+            state = leases.enter_context(self._blocks.open_state(unit, elements, self._blocks.kinds(unit)))
             start = time.perf_counter_ns()
             work = self._optimizer.apply(unit, elements, state.planes, grad, state.before)
 

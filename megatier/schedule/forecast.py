@@ -135,7 +135,7 @@ def forecast(
         PlanError: a unit must be loaded and there is no GPU slot.
     """
     jobs = _jobs(compute_seconds, units, placement, policy)
-    timeline = _timeline(accesses, placement, policy)
+    timeline = _timeline(accesses, units, placement, policy)
 
     # The first step has no updates to do. The second does those of the first; its last writes and its exchange reach
     # into the third, which is therefore as all later ones.
@@ -183,7 +183,7 @@ def floor(
     """
     jobs = _jobs(compute_seconds, units, placement, policy)
     jobs.follow_a_step()
-    jobs.step(_timeline(accesses, placement, policy))
+    jobs.step(_timeline(accesses, units, placement, policy))
     return least_seconds(jobs.jobs, lanes_of(rates, policy.ranks), "compute")
 
 
@@ -197,12 +197,12 @@ def _jobs(
     return (RankJobs if policy.ranks > 1 else StepJobs)(compute_seconds, units, placement, policy)
 
 
-def _timeline(accesses: Sequence[Access], placement: Placement, policy: Policy) -> Timeline:
+def _timeline(accesses: Sequence[Access], units: Sequence[UnitSpec], placement: Placement, policy: Policy) -> Timeline:
     """The timeline of a step whose updates in the backward are not void."""
     return build(
         accesses,
         placement,
         updates=policy.deferred,
         updated=placement.speculative,
-        scatters=scatters_of(accesses, placement, policy),
+        scatters=scatters_of(accesses, units, policy),
     )

@@ -8,7 +8,7 @@ to the byte. A new lane between tiers begins here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatier.schedule.placement import Placement
@@ -46,7 +46,7 @@ class Moves:
         Args:
             units: sizes of the units, by name.
             placement: homes of all blocks.
-            policy: schema, groups, and whether reads go past RAM.
+            policy: groups, and whether reads go past RAM.
         """
         self._units = units
         self._placement = placement
@@ -56,23 +56,23 @@ class Moves:
 
     def load(self, unit: str) -> tuple[Move, ...]:
         """Moves that bring a unit's weights, whole, to a GPU slot, if no update feeds them."""
-        size = block_bytes(self._units[unit], Kind.WEIGHT, self._policy)
+        size = block_bytes(self._units[unit], Kind.WEIGHT)
         return (*self.bring(unit), *self._from_others(size))
 
     def bring(self, unit: str) -> tuple[Move, ...]:
         """Moves that bring what this rank has of a unit's weights to a GPU slot, unless it is at home there."""
-        size = block_bytes(self._units[unit], Kind.WEIGHT, self._policy)
+        size = block_bytes(self._units[unit], Kind.WEIGHT)
         home = self._placement.homes[unit, Kind.WEIGHT]
         return self._up(home, size) if home is not Tier.GPU else ()
 
     def feed(self, unit: str) -> tuple[Move, ...]:
         """Moves that bring the weights that an update has just written to RAM slots to a GPU slot."""
-        return (Move("ram_to_gpu", trained_bytes(self._units[unit], Kind.WEIGHT, self._policy)),)
+        return (Move("ram_to_gpu", trained_bytes(self._units[unit], Kind.WEIGHT)),)
 
     def load_frozen(self, unit: str) -> tuple[Move, ...]:
         """Moves that bring the frozen weights, which no update feeds, after those that it feeds."""
-        size = block_bytes(self._units[unit], Kind.WEIGHT, self._policy)
-        trained = trained_bytes(self._units[unit], Kind.WEIGHT, self._policy)
+        size = block_bytes(self._units[unit], Kind.WEIGHT)
+        trained = trained_bytes(self._units[unit], Kind.WEIGHT)
         return self._up(self._placement.homes[unit, Kind.WEIGHT], size - trained)
 
     # ------------------------------------------------------------------ gradients
@@ -143,7 +143,7 @@ class Moves:
 
     def return_weights(self, unit: str) -> tuple[Move, ...]:
         """Moves that take the weights of a streamed unit home after its update."""
-        return (Move("gpu_to_ram", trained_bytes(self._units[unit], Kind.WEIGHT, self._policy)),)
+        return (Move("gpu_to_ram", trained_bytes(self._units[unit], Kind.WEIGHT)),)
 
     # ------------------------------------------------------------------ passes
 
@@ -186,14 +186,13 @@ class Moves:
 
     def _spilled_bytes(self, unit: str) -> int:
         """Bytes of a unit's state that are at home on NVMe and that its update changes."""
-        kinds: Collection[Kind] = self._policy.schema.kinds
-        spilled = [kind for kind in kinds if self._placement.homes[unit, kind] is Tier.NVME]
-        return sum(trained_bytes(self._units[unit], kind, self._policy) for kind in spilled)
+        spilled = [kind for kind in self._units[unit].kinds if self._placement.homes[unit, kind] is Tier.NVME]
+        return sum(trained_bytes(self._units[unit], kind) for kind in spilled)
 
     def _passing_bytes(self, unit: str) -> int:
         """Bytes of a streamed unit's state, except its weights."""
-        kinds = self._policy.schema.passing_kinds
-        return sum(block_bytes(self._units[unit], kind, self._policy) for kind in kinds)
+        found = self._units[unit]
+        return sum(block_bytes(found, kind) for kind in found.schema.passing_kinds)
 
 
 def by_lane(moves: Iterable[Move]) -> Counter[str]:

@@ -23,9 +23,10 @@ from megatier.schedule.sizes import (
     UnitSpec,
     block_bytes,
     grad_bytes,
-    kinds_of,
+    passing_kinds_of,
     state_bytes,
     trained,
+    trained_bytes,
 )
 from megatier.schedule.slots import SlotPlan, collective_slots, gpu_slots, least_gpu_bytes, total_bytes
 from megatier.tier import Kind, Tier, round_up
@@ -87,7 +88,7 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     # The GPU first. Its slots depend only on the units that are not at home there.
     on_gpu = _choose_gpu(units, budgets.gpu - shared, policy)
     rest = [unit for unit in units if unit.name not in on_gpu]
-    homed = sum(state_bytes(unit, policy) + grad_bytes(unit, policy) for unit in units if unit.name in on_gpu)
+    homed = sum(state_bytes(unit) + grad_bytes(unit, policy) for unit in units if unit.name in on_gpu)
     streamed = _choose_streamed(rest, homed + shared, budgets, policy)
     slots = gpu_slots(rest, homed + shared, streamed, budgets.gpu, policy)
 
@@ -104,11 +105,11 @@ def place(units: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> Placem
     if streamed and Tier.NVME in ram.homes.values():
         return place(units, budgets, replace(policy, streamed_share=0.0))
 
-    homes = {(unit.name, kind): Tier.GPU for unit in units if unit.name in on_gpu for kind in kinds_of(unit, policy)}
+    homes = {(unit.name, kind): Tier.GPU for unit in units if unit.name in on_gpu for kind in unit.kinds}
     homes |= ram.homes
-    spilled = [unit for unit in trained(rest) if spills(unit, homes, policy)]
+    spilled = [unit for unit in trained(rest) if spills(unit, homes)]
     generations = policy.generations if policy.deferred else 1
-    state = _bytes_by_home(units, homes, policy)
+    state = _bytes_by_home(units, homes)
     other = _gradient_and_slot_bytes(units, shipped, (*slots, *ram.slots), ram, policy)
     other.update(_further_bytes(spilled, homes, generations, policy))
     _check_nvme(state[Tier.NVME] + other[Tier.NVME], generations, budgets, policy)
@@ -175,7 +176,7 @@ def _further_bytes(spilled: Sequence[UnitSpec], homes: Homes, generations: int, 
 
     An update into another generation leaves the one that holds as it is, in RAM too, so RAM has a second place.
     """
-    one = _bytes_by_home(spilled, homes, policy)
+    one = _bytes_by_home(spilled, homes)
     return Counter({Tier.RAM: one[Tier.RAM] * policy.speculates, Tier.NVME: one[Tier.NVME] * (generations - 1)})
 
 
@@ -189,12 +190,12 @@ def _check_nvme(needed: int, generations: int, budgets: Budgets, policy: Policy)
         raise PlanError("state on NVMe", needed * policy.host_ranks, budgets.nvme * policy.host_ranks, remedy)
 
 
-def _bytes_by_home(units: Iterable[UnitSpec], homes: Homes, policy: Policy) -> Counter[Tier]:
+def _bytes_by_home(units: Iterable[UnitSpec], homes: Homes) -> Counter[Tier]:
     """Bytes of one generation of the units' state, by home."""
     total: Counter[Tier] = Counter()
     for unit in units:
-        for kind in kinds_of(unit, policy):
-            total[homes[unit.name, kind]] += block_bytes(unit, kind, policy)
+        for kind in unit.kinds:
+            total[homes[unit.name, kind]] += block_bytes(unit, kind)
     return total
 
 
@@ -212,7 +213,7 @@ def _choose_gpu(units: Sequence[UnitSpec], room: int, policy: Policy) -> set[str
 
     # The sort is stable: among the large ones, and among the others, forward order stays.
     for unit in sorted(units, key=lambda unit: unit.num_elements <= usual):
-        size = state_bytes(unit, policy) + grad_bytes(unit, policy)
+        size = state_bytes(unit) + grad_bytes(unit, policy)
         # All units that are not chosen yet have to pass through slots, unless they are chosen later.
         rest = [other for other in units if other.name not in chosen and other is not unit]
         if used + size + least_gpu_bytes(rest, policy) <= room:
@@ -244,18 +245,19 @@ def _choose_streamed(rest: Sequence[UnitSpec], homed: int, budgets: Budgets, pol
 
     # All slots are as large as those of the largest unit that may be chosen.
     at_most = _usual_elements([unit.num_trained for unit in able])
-    usual = max(unit.num_trained for unit in able if unit.num_trained <= at_most)
-    slot_unit = UnitSpec(name="", num_elements=usual)
-    passing = sum(block_bytes(slot_unit, kind, policy) for kind in policy.schema.passing_kinds)
+    usual = [unit for unit in able if unit.num_trained <= at_most]
+    slot_bytes = {
+        kind: max(trained_bytes(unit, kind) for unit in usual if kind in unit.kinds) for kind in passing_kinds_of(usual)
+    }
 
     # The fewest slots for weights and gradients are taken off first, because without them nothing runs.
     wanted = policy.streamed_share * sum(unit.num_trained for unit in able)
     room = budgets.gpu - homed - least_gpu_bytes(rest, policy)
     chosen: list[UnitSpec] = []
 
-    for unit in able:
-        cost = passing + grad_bytes(unit, policy)
-        if unit.num_trained <= usual and unit.num_trained <= wanted and cost <= room:
+    for unit in usual:
+        cost = sum(slot_bytes[kind] for kind in unit.schema.passing_kinds) + grad_bytes(unit, policy)
+        if unit.num_trained <= wanted and cost <= room:
             chosen.append(unit)
             wanted -= unit.num_trained
             room -= cost

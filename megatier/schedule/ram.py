@@ -20,7 +20,6 @@ from megatier.schedule.sizes import (
     UnitSpec,
     block_bytes,
     grad_bytes,
-    kinds_of,
     state_bytes,
     trained,
 )
@@ -84,11 +83,11 @@ def fill_ram(
     if used > budgets.ram:
         raise _no_room_for_gradients(used, waiting, budgets, policy)
 
-    everything = sum(state_bytes(unit, policy) for unit in rest)
+    everything = sum(state_bytes(unit) for unit in rest)
     fits = Tier.RAM in policy.state and used + everything <= budgets.ram and not spills_grads
     homes: Homes
     if fits or not rest:
-        homes = {(unit.name, kind): Tier.RAM for unit in rest for kind in kinds_of(unit, policy)}
+        homes = {(unit.name, kind): Tier.RAM for unit in rest for kind in unit.kinds}
         longest = max((unit.num_elements for unit in rest), default=0)
         chunk = max(policy.chunk_elements or min(longest, CHUNK_ELEMENTS_MAX), policy.align_elements)
         slots = [_deepened(plan, budgets.ram - used - everything) for plan in slots]
@@ -109,9 +108,9 @@ def fill_ram(
     )
 
 
-def spills(unit: UnitSpec, homes: Homes, policy: Policy) -> bool:
+def spills(unit: UnitSpec, homes: Homes) -> bool:
     """Whether any of a unit's state is at home on NVMe."""
-    return any(homes[unit.name, kind] is Tier.NVME for kind in kinds_of(unit, policy))
+    return any(homes[unit.name, kind] is Tier.NVME for kind in unit.kinds)
 
 
 # ---------------------------------------------------------------------- gradients
@@ -136,18 +135,18 @@ def _choose_waiting(
     # Perhaps nothing spills: then no update chunk needs room either.
     room = budgets.ram - _fixed_bytes(units, (), policy)
     wanted = sum(grad_bytes(unit, policy) for unit in shipped) + total_bytes(grad_slots(shipped, policy))
-    if Tier.RAM in policy.state and wanted + sum(state_bytes(unit, policy) for unit in rest) <= room:
+    if Tier.RAM in policy.state and wanted + sum(state_bytes(unit) for unit in rest) <= room:
         return shipped, False
 
     # Perhaps state alone spills: then its update chunks need room, at their smallest.
-    longest = max(unit.num_elements for unit in rest)
-    updated = max(unit.num_trained for unit in rest)
-    if wanted + total_bytes(update_slots(policy.align_elements, longest, updated, policy, spills_grads=False)) <= room:
+    least = update_slots(policy.align_elements, rest, trained(rest), policy, spills_grads=False)
+    if wanted + total_bytes(least) <= room:
         return shipped, False
 
     # Gradients spill too. Chunks come first, at the size that drives need for full speed; gradients take what is left.
+    longest = max(unit.num_elements for unit in rest)
     chunk = round_up(policy.chunk_elements or min(longest, CHUNK_ELEMENTS_FAST), policy.align_elements)
-    room -= total_bytes(update_slots(chunk, longest, updated, policy, spills_grads=True))
+    room -= total_bytes(update_slots(chunk, rest, trained(rest), policy, spills_grads=True))
     waiting = []
 
     for unit in shipped:
@@ -191,17 +190,17 @@ def _spill_some(
     Raises:
         PlanError: RAM has no room for the slots.
     """
-    longest = max(unit.num_elements for unit in rest)
     room = budget - used
     slots = list[SlotPlan]()
 
     # Slots take the largest unit that is updated through them. Which one that is depends on the homes, and these on the
     # room that slots leave. So the sizes are tried from the least one, and the first that holds is taken.
-    for updated in sorted({0, *(unit.num_trained for unit in rest)}):
-        chunk, slots = chunk_slots(room, longest, updated, policy, spills_grads=spills_grads)
+    for largest in sorted({0, *(unit.num_trained for unit in rest)}):
+        updated = [unit for unit in trained(rest) if unit.num_trained <= largest]
+        chunk, slots = chunk_slots(room, rest, updated, policy, spills_grads=spills_grads)
         homes, passing = _fill_room(rest, slots, room, policy)
-        updates = [unit.num_trained for unit in rest if unit.name in spilling or spills(unit, homes, policy)]
-        if total_bytes(slots) <= room and max(updates, default=0) <= updated:
+        updates = [unit.num_trained for unit in rest if unit.name in spilling or spills(unit, homes)]
+        if total_bytes(slots) <= room and max(updates, default=0) <= largest:
             return homes, passing, chunk
 
     needed = (used + total_bytes(slots)) * policy.host_ranks
@@ -221,45 +220,45 @@ def _fill_room(
     others = [plan for plan in slots if plan.kind is not Kind.WEIGHT]
     # The room is 0 if RAM may not hold state.
     in_ram = Tier.RAM in policy.state
-    homes = choose(rest, (room - total_bytes(others)) * in_ram, policy)
+    homes = choose(rest, (room - total_bytes(others)) * in_ram)
     if all(homes[unit.name, Kind.WEIGHT] is Tier.RAM for unit in rest):
         return homes, others
 
     # Some weights pass through RAM after all, so their slots need room, and homes are chosen anew.
-    return choose(rest, (room - total_bytes(slots)) * in_ram, policy), list(slots)
+    return choose(rest, (room - total_bytes(slots)) * in_ram), list(slots)
 
 
-def _homes_by_kind(units: Sequence[UnitSpec], room: int, policy: Policy) -> Homes:
+def _homes_by_kind(units: Sequence[UnitSpec], room: int) -> Homes:
     """Fill the room with weight planes first, then with the other kinds, unit by unit. What does not fit is on NVMe."""
-    others = policy.schema.passing_kinds
-    blocks = [(unit, Kind.WEIGHT) for unit in units] + [(unit, kind) for unit in trained(units) for kind in others]
+    blocks = [(unit, Kind.WEIGHT) for unit in units]
+    blocks += [(unit, kind) for unit in trained(units) for kind in unit.schema.passing_kinds]
     homes = {}
 
     # A block that does not fit is passed over, and a smaller one after it may fit.
     for unit, kind in blocks:
-        size = block_bytes(unit, kind, policy)
+        size = block_bytes(unit, kind)
         homes[unit.name, kind] = Tier.RAM if size <= room else Tier.NVME
         room -= size if size <= room else 0
 
     return homes
 
 
-def _homes_by_unit(units: Sequence[UnitSpec], room: int, policy: Policy) -> Homes:
+def _homes_by_unit(units: Sequence[UnitSpec], room: int) -> Homes:
     """Fill the room for speculative updates: a unit that spills has a second place for all that it has in RAM.
 
     Weight planes come first, twice, but once if the unit is frozen. Then come the other kinds of whole units. These
     spill no more, so their second weight plane is not needed.
     """
-    homes = dict.fromkeys(((unit.name, kind) for unit in units for kind in kinds_of(unit, policy)), Tier.NVME)
+    homes = dict.fromkeys(((unit.name, kind) for unit in units for kind in unit.kinds), Tier.NVME)
     for unit in units:
-        if (size := (2 if unit.num_trained else 1) * block_bytes(unit, Kind.WEIGHT, policy)) <= room:
+        if (size := (2 if unit.num_trained else 1) * block_bytes(unit, Kind.WEIGHT)) <= room:
             homes[unit.name, Kind.WEIGHT] = Tier.RAM
             room -= size
 
     for unit in trained(units):
-        taken = 2 * block_bytes(unit, Kind.WEIGHT, policy) if homes[unit.name, Kind.WEIGHT] is Tier.RAM else 0
-        if (size := state_bytes(unit, policy) - taken) <= room:
-            homes |= {(unit.name, kind): Tier.RAM for kind in kinds_of(unit, policy)}
+        taken = 2 * block_bytes(unit, Kind.WEIGHT) if homes[unit.name, Kind.WEIGHT] is Tier.RAM else 0
+        if (size := state_bytes(unit) - taken) <= room:
+            homes |= {(unit.name, kind): Tier.RAM for kind in unit.kinds}
             room -= size
 
     return homes
@@ -298,6 +297,6 @@ def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budg
         remedy = "The state has no other home: give tiers.nvme a mount, or add ram to tiers.state."
         return PlanError("state on NVMe", spilled * host, budgets.nvme * host, remedy)
 
-    needed = sum(state_bytes(unit, policy) + grad_bytes(unit, policy) for unit in units)
+    needed = sum(state_bytes(unit) + grad_bytes(unit, policy) for unit in units)
     remedy = f"Raise tiers.gpu to at least {at_least(needed)}, or add ram to tiers.state."
     return PlanError("state on the GPU", needed, budgets.gpu, remedy)

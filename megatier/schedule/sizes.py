@@ -41,11 +41,18 @@ class UnitSpec:
     frozen_elements: int = 0
     """How many of the elements, counted from the last, are frozen. They have a weight, but no other state and no
     gradient."""
+    schema: StateSchema = ADAMW_BF16
+    """The planes of state that the optimizer keeps of an element that is trained."""
 
     @property
     def num_trained(self) -> int:
         """Elements with a gradient and a whole state. If there are none, the unit is never updated."""
         return self.num_elements - self.frozen_elements
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of state that the unit has: weights alone if it is frozen."""
+        return self.schema.kinds if self.num_trained else (Kind.WEIGHT,)
 
     def elements_of(self, kind: Kind) -> int:
         """Elements of the unit's block of one kind of state."""
@@ -58,8 +65,6 @@ class Policy:
 
     state: tuple[Tier, ...] = (Tier.GPU, Tier.RAM, Tier.NVME)
     """Tiers that may hold state."""
-    schema: StateSchema = ADAMW_BF16
-    """The planes of state that the optimizer keeps of a parameter."""
     deferred: bool = True
     """Whether updates wait for the global norm, so that every gradient is held. Else they run inside the backward."""
     groups: int = 1
@@ -95,29 +100,29 @@ def trained(units: Iterable[UnitSpec]) -> list[UnitSpec]:
     return [unit for unit in units if unit.num_trained]
 
 
-def kinds_of(unit: UnitSpec, policy: Policy) -> tuple[Kind, ...]:
-    """The kinds of state that a unit has: weights alone if it is frozen."""
-    return policy.schema.kinds if unit.num_trained else (Kind.WEIGHT,)
+def passing_kinds_of(units: Iterable[UnitSpec]) -> tuple[Kind, ...]:
+    """The kinds of state, except weights, that any of these trained units has, each once."""
+    return tuple(dict.fromkeys(kind for unit in units for kind in unit.schema.passing_kinds))
 
 
-def block_bytes(unit: UnitSpec, kind: Kind, policy: Policy) -> int:
+def block_bytes(unit: UnitSpec, kind: Kind) -> int:
     """Bytes of a unit's block of state, in whole pages."""
-    return round_up(unit.elements_of(kind) * policy.schema.width(kind))
+    return round_up(unit.elements_of(kind) * unit.schema.width(kind))
 
 
-def trained_bytes(unit: UnitSpec, kind: Kind, policy: Policy) -> int:
+def trained_bytes(unit: UnitSpec, kind: Kind) -> int:
     """Bytes of a unit's block of state that its update changes: all but frozen weights."""
-    return round_up(unit.num_trained * policy.schema.width(kind))
+    return round_up(unit.num_trained * unit.schema.width(kind))
 
 
-def state_bytes(unit: UnitSpec, policy: Policy) -> int:
+def state_bytes(unit: UnitSpec) -> int:
     """Bytes of all kinds of a unit's state."""
-    return sum(block_bytes(unit, kind, policy) for kind in kinds_of(unit, policy))
+    return sum(block_bytes(unit, kind) for kind in unit.kinds)
 
 
 def gathered_bytes(unit: UnitSpec, policy: Policy) -> int:
     """Bytes of a whole unit's weights, gathered from the shards of all ranks."""
-    return policy.ranks * block_bytes(unit, Kind.WEIGHT, policy)
+    return policy.ranks * block_bytes(unit, Kind.WEIGHT)
 
 
 def group_grad_bytes(unit: UnitSpec, policy: Policy) -> int:
@@ -130,10 +135,10 @@ def grad_bytes(unit: UnitSpec, policy: Policy) -> int:
 
     With several groups it is a summand of an fp32 sum; else it has the compute dtype.
     """
-    return round_up(unit.num_trained * (4 if policy.groups > 1 else policy.schema.grad_width))
+    return round_up(unit.num_trained * (4 if policy.groups > 1 else unit.schema.grad_width))
 
 
 def final_grad_bytes(unit: UnitSpec, policy: Policy) -> int:
     """Bytes of a unit's final gradient: the front of such a sum, in whole granules."""
-    width = policy.schema.grad_width
+    width = unit.schema.grad_width
     return min(round_up(width * unit.num_trained, width * policy.align_elements), grad_bytes(unit, policy))

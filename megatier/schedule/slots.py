@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatier.errors import PlanError, at_least
 from megatier.schedule.sizes import (
@@ -13,6 +13,7 @@ from megatier.schedule.sizes import (
     gathered_bytes,
     grad_bytes,
     group_grad_bytes,
+    passing_kinds_of,
     trained,
 )
 from megatier.tier import Kind, Tier, round_up
@@ -47,7 +48,7 @@ def least_gpu_bytes(rest: Sequence[UnitSpec], policy: Policy) -> int:
     if not rest:
         return 0
 
-    weight = max(block_bytes(unit, Kind.WEIGHT, policy) for unit in rest)
+    weight = max(block_bytes(unit, Kind.WEIGHT) for unit in rest)
     grad, num_grads = _gpu_grads(rest, policy)
     return min(len(rest), SLOTS_MIN) * weight + num_grads * grad
 
@@ -66,7 +67,7 @@ def gpu_slots(
         homed: bytes taken by those that are.
         streamed: those of the rest whose state passes through the GPU.
         budget: bytes of the GPU.
-        policy: schema, groups.
+        policy: groups, ranks.
 
     Raises:
         PlanError: there is no room for the fewest.
@@ -74,25 +75,18 @@ def gpu_slots(
     if not rest:
         return ()
 
-    # Each streamed unit has slots of its own, but all slots of one kind are equally large.
-    largest_streamed = max(streamed, key=lambda unit: unit.num_trained, default=UnitSpec(name="", num_elements=0))
-    passing = [
-        SlotPlan(
-            tier=Tier.GPU, kind=kind, slot_bytes=block_bytes(largest_streamed, kind, policy), num_slots=len(streamed)
-        )
-        for kind in policy.schema.passing_kinds
-    ]
+    passing = _streamed_slots(streamed)
     used = homed + sum(grad_bytes(unit, policy) for unit in streamed)
     used += sum(plan.slot_bytes * plan.num_slots for plan in passing)
 
-    largest = max(rest, key=lambda unit: unit.num_elements)
+    largest = max(rest, key=lambda unit: block_bytes(unit, Kind.WEIGHT))
     least = least_gpu_bytes(rest, policy)
     if used + least > budget:
         what = f"{GPU_SLOTS} for the largest unit, {largest.name}"
         remedy = f"Raise tiers.gpu to at least {at_least(used + least)}."
         raise PlanError(what, used + least, budget, remedy)
 
-    weight = block_bytes(largest, Kind.WEIGHT, policy)
+    weight = block_bytes(largest, Kind.WEIGHT)
     grad, num_grads = _gpu_grads(rest, policy)
 
     # `least` has the fewest slots in it, so there are at least as many. More than one for each unit would stay empty.
@@ -102,8 +96,17 @@ def gpu_slots(
     return (
         SlotPlan(tier=Tier.GPU, kind=Kind.WEIGHT, slot_bytes=weight, num_slots=num_weights),
         *([SlotPlan(tier=Tier.GPU, kind=Kind.GRAD, slot_bytes=grad, num_slots=num_grads)] if num_grads else ()),
-        *(passing if streamed else ()),
+        *passing,
     )
+
+
+def _streamed_slots(streamed: Sequence[UnitSpec]) -> list[SlotPlan]:
+    """GPU slots for the state of streamed units, except weights. Each unit has its own, as large as the largest one."""
+    plans = []
+    for kind in passing_kinds_of(streamed):
+        sizes = [block_bytes(unit, kind) for unit in streamed if kind in unit.kinds]
+        plans.append(SlotPlan(tier=Tier.GPU, kind=kind, slot_bytes=max(sizes), num_slots=len(sizes)))
+    return plans
 
 
 def collective_slots(units: Sequence[UnitSpec], room: int, policy: Policy) -> tuple[SlotPlan, ...]:
@@ -112,7 +115,7 @@ def collective_slots(units: Sequence[UnitSpec], room: int, policy: Policy) -> tu
     Args:
         units: all units. Those at home on the GPU are gathered too, since their home has a shard alone.
         room: bytes of the GPU that nothing else takes; less than the fewest slots take if that is too little.
-        policy: schema, ranks.
+        policy: groups, ranks.
     """
     if policy.ranks == 1:
         return ()
@@ -152,7 +155,7 @@ def grad_slots(waiting: Sequence[UnitSpec], policy: Policy) -> list[SlotPlan]:
 
 
 def chunk_slots(
-    room: int, longest: int, updated: int, policy: Policy, *, spills_grads: bool
+    room: int, passing: Sequence[UnitSpec], updated: Sequence[UnitSpec], policy: Policy, *, spills_grads: bool
 ) -> tuple[int, list[SlotPlan]]:
     """The elements of an update chunk, and its slots. They take more than the room if that is too small for any.
 
@@ -161,41 +164,48 @@ def chunk_slots(
     """
     # Slots grow in proportion to the chunk, so those of the smallest chunk say how many fit.
     align = policy.align_elements
-    smallest = update_slots(align, align, align if updated else 0, policy, spills_grads=spills_grads)
+    passing_chunk, updated_chunk = (
+        [replace(unit, num_elements=align, frozen_elements=0) for unit in units] for units in (passing, updated)
+    )
+    smallest = update_slots(align, passing_chunk, updated_chunk, policy, spills_grads=spills_grads)
     fits = max(0, room) // (total_bytes(smallest) // align)
     most = min(CHUNK_ELEMENTS_FAST, fits) if spills_grads else min(CHUNK_ELEMENTS_MAX, fits // 4)
     # A chunk begins and ends where checksums do, so that drives can move and verify it by itself.
+    longest = max(unit.num_elements for unit in passing)
     wanted = policy.chunk_elements or min(longest, most)
     chunk = min(max(align, wanted // align * align), round_up(longest, align))
 
-    return chunk, update_slots(chunk, longest, updated, policy, spills_grads=spills_grads)
+    return chunk, update_slots(chunk, passing, updated, policy, spills_grads=spills_grads)
 
 
-def update_slots(chunk: int, longest: int, updated: int, policy: Policy, *, spills_grads: bool) -> list[SlotPlan]:
+def update_slots(
+    chunk: int, passing: Sequence[UnitSpec], updated: Sequence[UnitSpec], policy: Policy, *, spills_grads: bool
+) -> list[SlotPlan]:
     """RAM slots for update chunks, with two more for weights, through which loads pass.
 
     Args:
         chunk: elements of a chunk.
-        longest: elements of the largest unit whose weights may pass.
-        updated: trained elements of the largest unit whose update passes; 0: only weights pass.
-        policy: schema, groups, speculation.
+        passing: units whose weights may pass.
+        updated: trained units whose updates pass; empty: only weights pass.
+        policy: groups, speculation.
         spills_grads: whether gradients pass too.
     """
     depth = UPDATE_DEPTH + (SLOTS_MIN if policy.speculates else 0)
-    widths = {kind: policy.schema.width(kind) for kind in policy.schema.kinds}
     # Frozen elements have weights alone, so slots of the other planes need not take more than the trained ones.
-    sizes = {kind: min(chunk, updated) * widths[kind] for kind in policy.schema.passing_kinds}
+    sizes = {
+        kind: max(min(chunk, unit.num_trained) * unit.schema.width(kind) for unit in updated if kind in unit.kinds)
+        for kind in passing_kinds_of(updated)
+    }
     if spills_grads:
-        sizes[Kind.GRAD] = min(
-            chunk * policy.schema.grad_width, grad_bytes(UnitSpec(name="", num_elements=updated), policy)
-        )
+        grads = (min(chunk * unit.schema.grad_width, grad_bytes(unit, policy)) for unit in updated)
+        sizes[Kind.GRAD] = max(grads, default=0)
     others = [
         SlotPlan(tier=Tier.RAM, kind=kind, slot_bytes=size, num_slots=depth) for kind, size in sizes.items() if size
     ]
     weights = SlotPlan(
         tier=Tier.RAM,
         kind=Kind.WEIGHT,
-        slot_bytes=min(chunk, longest) * widths[Kind.WEIGHT],
+        slot_bytes=max(min(chunk, unit.num_elements) * unit.schema.width(Kind.WEIGHT) for unit in passing),
         num_slots=depth + SLOTS_MIN,
     )
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatier.errors import PlanError
 from megatier.schedule.placement import Placement
-from megatier.schedule.sizes import Policy
+from megatier.schedule.sizes import Policy, UnitSpec, trained
 from megatier.tier import Kind, Phase, Tier
 
 
@@ -146,7 +146,7 @@ def build(
     return Timeline(tuple(accesses), unfed, tuple(planned), tuple(scatters))
 
 
-def scatters_of(accesses: Sequence[Access], placement: Placement, policy: Policy) -> tuple[Scatter, ...]:
+def scatters_of(accesses: Sequence[Access], units: Iterable[UnitSpec], policy: Policy) -> tuple[Scatter, ...]:
     """The gradients that ranks scatter in a pass, as a run would record them; none if a rank is alone."""
     if policy.ranks == 1:
         return ()
@@ -154,12 +154,13 @@ def scatters_of(accesses: Sequence[Access], placement: Placement, policy: Policy
     # The last use of a unit in a group makes its gradient.
     last = {(access.unit, access.group): index for index, access in enumerate(accesses)}
     uses = Counter((access.unit, access.group) for access in accesses if access.phase is Phase.FORWARD)
+    widths = {unit.name: unit.schema.grad_width for unit in trained(units)}
     made = []
     for (unit, group), index in last.items():
         # A sum of uses or slices has fp32 on its way, and so has what a fused head makes in the forward.
         is_sum = uses[unit, group] * policy.slices > 1 or accesses[index].phase is Phase.FORWARD
-        if unit in placement.grad_homes:
-            made.append(Scatter(unit, group, index, 4 if is_sum else policy.schema.grad_width))
+        if unit in widths:
+            made.append(Scatter(unit, group, index, 4 if is_sum else widths[unit]))
 
     return tuple(sorted(made, key=lambda scatter: scatter.access))
 

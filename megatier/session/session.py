@@ -58,7 +58,6 @@ class Session:
         units: the units, in module order, with the layout of what this process has of them: all, or a rank's shard.
         wholes: the same units with the layout of all ranks' shards together.
         ranks: the ranks that share the state; None: this process has all of it.
-        schema: the planes of state that the optimizer keeps.
         engine: runs steps and evaluations.
         store: holds all blocks of the run.
         placement: their homes, and the slots.
@@ -115,8 +114,6 @@ class Session:
         self.ranks = ranks
         self.wholes = work.units
         self.units = work.units if ranks is None else shards_of(work.units, ranks)
-        self.schema = work.policy.schema
-        self._dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         device = choose_device(tiers, ranks)
         options = _engine_options(work, model_config, train, numerics, device, seed)
         self.rates = measured_rates(tiers, device)
@@ -163,7 +160,6 @@ class Session:
             {unit.name: unit.layout.trained for unit in self.units if unit.layout.num_trained},
             decays(self.model),
             hyper,
-            dtype=self._dtype,
             groups=work.policy.groups,
             num_threads=max(1, (tiers.update_threads or cores_usable()) // local_size),
             ranks=self.ranks,
@@ -187,7 +183,7 @@ class Session:
     def load(self, source: WeightReader, progress: Callable[[Unit], None] = lambda _: None) -> None:
         """Fill the master weights of all units, piece by piece. Moments are zero already.
 
-        Frozen weights are rounded to the compute dtype as torch does, to nearest even.
+        Frozen weights are rounded to the dtype of their plane as torch does, to nearest even.
 
         Args:
             source: gives the weights.
@@ -195,7 +191,7 @@ class Session:
         """
         for whole, unit in zip(self.wholes, self.units, strict=True):
             shard = None if self.ranks is None else unit.layout
-            self.fill(unit, self.schema.master_kinds, source.read(whole, shard))
+            self.fill(unit, unit.layout.schema.master_kinds, source.read(whole, shard))
             progress(unit)
         self.player.drain()
 
@@ -204,7 +200,7 @@ class Session:
 
         Args:
             unit: one of `units`.
-            kinds: those of the master (`schema.master_kinds`), or one kind that is fp32.
+            kinds: those of the master (`StateSchema.master_kinds`), or one kind that is fp32.
             pieces: (first element, flat fp32) of the unit's layout, in increasing order. Elements that they leave out
                 become 0. Only those of the master have frozen elements.
         """
@@ -217,6 +213,7 @@ class Session:
         """The piece that reaches beyond the runs that are done."""
         runs = list(self._runs(unit))
         is_master = Kind.WEIGHT in kinds
+        schema = unit.layout.schema
         buffer = torch.empty(max(stop - start for start, stop in runs))
 
         for elements in runs:
@@ -230,12 +227,11 @@ class Session:
             planes = (Kind.WEIGHT,) if is_frozen else kinds
 
             with self.blocks.open_state(unit.name, elements, planes, fresh=planes) as state:
+                views = [state.planes[kind].view(plane_dtype(schema, kind)) for kind in planes]
                 if Kind.REMAINDER in planes:
-                    weight = state.planes[Kind.WEIGHT]
-                    remainder = state.planes[Kind.REMAINDER]
-                    split_master(values, weight.view(self._dtype), remainder.view(torch.int16))
+                    split_master(values, *views)
                 else:
-                    state.planes[planes[0]].view(self._dtype if is_master else torch.float32).copy_(values)
+                    views[0].copy_(values)
                 state.write_back()
 
         # Updates write no frozen weights, so every generation needs them from here.
@@ -251,11 +247,12 @@ class Session:
     def read_master(self, unit: Unit, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a unit's fp32 master weights, flat, on the CPU. Call `player.drain` first.
 
-        Frozen weights have no remainder, so their master is the weight in the compute dtype.
+        Frozen weights have no remainder, so their master is the weight as it is.
         """
         weight = self.read_plane(unit, Kind.WEIGHT, start, stop)
         master = weight.float()
-        if self._dtype is torch.bfloat16 and (trained := min(stop, unit.layout.num_trained) - start) > 0:
+        is_split = Kind.REMAINDER in unit.layout.schema.kinds
+        if is_split and (trained := min(stop, unit.layout.num_trained) - start) > 0:
             remainder = self.read_plane(unit, Kind.REMAINDER, start, start + trained)
             join_master(weight[:trained], remainder, master[:trained])
 
@@ -276,7 +273,7 @@ class Session:
 
         Only weights have frozen elements.
         """
-        dtype = plane_dtype(self.schema, kind)
+        dtype = plane_dtype(unit.layout.schema, kind)
         result = torch.empty(stop - start, dtype=dtype)
 
         for (first, last), _ in self.blocks.runs(unit.name):

@@ -17,7 +17,7 @@ from megatier.models.experts import cut_units, most_parts
 from megatier.schedule.rates import ALONE, World
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import GPU_SLOTS
-from megatier.state import ADAMW, StateSchema
+from megatier.state import ADAMW
 from megatier.tier import Activations, Tier
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -69,7 +69,8 @@ class Workload:
             savepoints: whether one generation of what spills may be kept.
             world: the ranks that share the state and compute the groups of a step, and their hosts.
         """
-        units = tuple(replace(unit, layout=unit.layout.padded(world.ranks)) for unit in units)
+        schema = ADAMW[model_config.compute_dtype]
+        units = tuple(replace(u, layout=replace(u.layout.padded(world.ranks), schema=schema)) for u in units)
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         options = IoOptions(
             num_threads=tiers.io_threads or IoOptions().num_threads,
@@ -88,13 +89,12 @@ class Workload:
                 num_elements=u.layout.num_elements // world.ranks,
                 activation_bytes=hidden_bytes if u.name in offloaded else 0,
                 frozen_elements=(u.layout.num_elements - u.layout.num_trained) // world.ranks,
+                schema=u.layout.schema,
             )
             for u in units
         )
 
-        policy = _policy(
-            ADAMW[model_config.compute_dtype], tiers, train, options, guard=numerics.guard, savepoints=savepoints
-        )
+        policy = _policy(specs, tiers, train, options, guard=numerics.guard, savepoints=savepoints)
 
         # The norm is known when all ranks are through, so no update runs inside the backward.
         if world.ranks > 1:
@@ -183,15 +183,21 @@ def _fits_slots(parts: int, place_with: Callable[[int], object]) -> bool:
 
 
 def _policy(
-    schema: StateSchema, tiers: TiersConfig, train: TrainConfig, options: IoOptions, *, guard: bool, savepoints: bool
+    specs: Sequence[UnitSpec],
+    tiers: TiersConfig,
+    train: TrainConfig,
+    options: IoOptions,
+    *,
+    guard: bool,
+    savepoints: bool,
 ) -> Policy:
+    widest = max(unit.schema.bytes_per_parameter for unit in specs)
     return Policy(
         state=tuple(Tier(name) for name in tiers.state),
-        schema=schema,
         deferred=guard or train.clip is not None,
         groups=train.groups,
         slices=train.slices,
-        chunk_elements=tiers.chunk // schema.bytes_per_parameter if tiers.chunk is not None else None,
+        chunk_elements=tiers.chunk // widest if tiers.chunk is not None else None,
         streamed_share=tiers.streamed_share,
         generations=tiers.generations,
         savepoints=savepoints,

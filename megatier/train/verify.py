@@ -207,6 +207,6 @@ def _add_state(digest: hashlib._Hash, session: Session) -> None:
     for whole, unit in zip(session.wholes, session.units, strict=True):
         # Ranks pad their shards to equal size, so what comes after the last parameter is left out.
         stop = whole.layout.tensors[-1].stop
-        for kind in session.schema.kinds:
+        for kind in unit.layout.schema.kinds:
             shards = crew.agree(session.read_plane(unit, kind, 0, unit.layout.num_elements))
             digest.update(torch.cat(shards)[:stop].view(torch.uint8).numpy().tobytes())
