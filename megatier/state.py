@@ -37,7 +37,7 @@ class StateSchema:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of state there are."""
+        """The kinds of state that there are, in the order of the planes."""
         return tuple(plane.kind for plane in self.planes)
 
     @property
@@ -80,6 +80,8 @@ class StateSchema:
         return next(plane for plane in self.planes if plane.kind is kind)
 
 
+# The moments are fp32 whatever the compute dtype is. A step changes the second one by about 1 - beta2 of its value,
+# such as 0.001, and bf16 with its 8 bits would round that away.
 MOMENTS = (
     Plane(kind=Kind.EXP_AVG, dtype="float32", width=4, array="exp_avg"),
     Plane(kind=Kind.EXP_AVG_SQ, dtype="float32", width=4, array="exp_avg_sq"),
