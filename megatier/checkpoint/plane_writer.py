@@ -111,9 +111,9 @@ class PlaneWriter:
         self._buffers = buffers
         self._owners = owners
         self._arrays: dict[str, ArrayWriter] = {}
-        """By parameter. Of those that lie in several units, each unit brings its elements."""
+        """The array of each parameter. If a parameter lies in several units, each of them brings its own elements."""
         self._sent = torch.empty(0)
-        """What other ranks write of the unit that was copied last."""
+        """The elements that other ranks write of the unit that was copied last: fp32, in the order of these ranks."""
 
     @property
     def checksums(self) -> dict[str, dict[int, int]]:
@@ -154,6 +154,7 @@ class PlaneWriter:
         pieces = list(chain.from_iterable(self._owners.sent(unit.name, self._name)))
         sizes = [piece.num_elements for piece in pieces]
         self._sent = torch.empty(sum(sizes))
+        # A rank sends at most one piece of each parameter, the first one (`ChunkOwners`).
         sent = {piece.name: (piece, to) for piece, to in zip(pieces, self._sent.split(sizes), strict=True)}
 
         for tensor in tensors_of(unit.layout, self._name):
@@ -200,6 +201,8 @@ class PlaneWriter:
             return
 
         with ExitStack() as stack:
+            # Two runs are on their way at most. A run has the same buffers as the run before the last (`Buffers.of`),
+            # which the caller is through with when it asks for the next one.
             ahead = self._ask(stack, unit, generation, runs[0], 0)
             for number, run in enumerate(runs):
                 if self._reader.is_closed:
