@@ -37,7 +37,7 @@ from megatier.train.watchdog import Watchdog
 RANKS = "ranks"
 """The lane by which bytes come from other ranks."""
 TRACED_STEPS = 3
-"""How many of the last steps the trace keeps, because one step of a large model has thousands of events."""
+"""The number of last steps that the trace keeps: few, because one step of a large model has thousands of events."""
 OUTCOMES = {"confirmed": "kept", "void": "void", None: None}
 """The words of `metrics.jsonl` for the outcome of speculative updates. They stay, since users' files have them."""
 
@@ -84,6 +84,7 @@ class Loop:
         self._crew = session.ranks or Alone()
         self._hosts = self._crew.agree(platform.node())
         self._device = session.engine.options.device
+        # Loading has moved bytes too, but no placement demanded those of a step.
         self._moved_before = session.store.moved_bytes.copy()
         self.traced: list[tuple[int, list[TraceEvent]]] = []
 
@@ -173,6 +174,8 @@ class Loop:
 
         with self._watchdog.watch(session.player):
             result = session.engine.train_step(step, rate, groups)
+        # The loss was read, so the device is through with forward and backward. In the deferred mode updates of this
+        # step may still be running; the next step waits for them, and has their time.
         seconds = time.perf_counter() - began
         self._last_step = step
 

@@ -111,6 +111,8 @@ class Saves:
         Raises:
             MegatierError: saving failed, and the run was told to save.
         """
+        # A checkpoint that has become whole is told of first. Otherwise it would still count as on its way, and the
+        # clock would begin no other.
         self.end(say, waits=False)
         every = self._config.output.savepoint_every
 
@@ -145,6 +147,7 @@ class Saves:
         began = time.perf_counter()
         with self._watchdog.watch(self._session.player):
             self._session.player.drain()
+        # All updates are over after the drain, so the lane reads the state of exactly this step (`checkpoint_writer`).
         num_kept = self._num_kept if prunes else None
         self.writer = CheckpointWriter(self._session, self._folder, step, self._state(step), num_kept)
         self._has_learnt = False

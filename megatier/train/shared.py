@@ -1,4 +1,4 @@
-"""What the ranks of a run share: its choices, its directory, its text. The first rank has them, and tells the others.
+"""Shared parts of a run with several ranks: choices, directory, text. The first rank has them, and tells the others.
 
 One process alone goes the same way, and has nobody to tell.
 """
@@ -176,11 +176,11 @@ class SharedText:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The note of a checkpoint that tells this text, and the position in it, from others."""
+        """The note of this text, and of the position in it, that a checkpoint has."""
         return self._crew.first(lambda: self.own.state)
 
     @property
     def own(self) -> PackedText | TextStream:
-        """The text itself. The first rank asks for it."""
+        """The text itself, which only the first rank has."""
         assert self._text is not None
         return self._text
