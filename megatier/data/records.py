@@ -15,7 +15,7 @@ from typing import Any
 from megatier.errors import DataError
 
 RECORD_FORMATS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
-"""How a file of records is read, by its suffix."""
+"""The formats of files of records, by suffix."""
 
 ROWS_AT_ONCE = 1024
 """Rows of a table that are in RAM as Python objects at once."""

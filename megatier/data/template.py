@@ -27,7 +27,7 @@ BATCH_CHARACTERS = 1 << 17
 """Characters that are tokenised at once, or a few more: 200 bytes a token lie in RAM meanwhile."""
 
 REMEDY = "Set data.chat_template to a Jinja file in which {% generation %} and {% endgeneration %} enclose these turns."
-"""What to do if the assistant's turns cannot be told."""
+"""The remedy in errors about assistant's turns that cannot be told."""
 
 
 def tokenise_chats(
@@ -67,7 +67,9 @@ class _Rendered:
     """A conversation as text."""
 
     place: str
+    """The place that it comes from, for errors."""
     text: str
+    """The text that the template makes of it."""
     ranges: list[CharacterRange]
     """The assistant's turns."""
 

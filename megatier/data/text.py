@@ -30,9 +30,11 @@ class Source:
     """A file, and the shape of its records."""
 
     path: Path
+    """The file."""
     file_format: str
     """`text`, or one of `RECORD_FORMATS`."""
     shape: Shape
+    """The keys under which a record holds its document. A text file has no records."""
 
     def read(self) -> Iterator[str | Conversation]:
         """Yield its documents.

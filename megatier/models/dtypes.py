@@ -24,7 +24,7 @@ def place_buffers(model: PreTrainedModel, device: torch.device, dtype: torch.dty
 
 
 def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Of every buffer, by its name, in a model that `from_pretrained` loads in a dtype.
+    """Return the dtype of every buffer, by its name, in a model that `from_pretrained` loads in a dtype.
 
     A constructor that names no dtype takes that one; what the model's class keeps in fp32 stays so if it is stored.
 

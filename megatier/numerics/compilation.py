@@ -108,6 +108,6 @@ def _inductor_is_deterministic() -> bool:
 
 
 def _cause(message: str) -> str:
-    """The reason in one line. A backend's own error begins on the second line, after "backend=... raised:"."""
+    """Return the reason in one line. A backend's own error begins on the second line, after "backend=... raised:"."""
     first, *rest = (line.strip() for line in message.splitlines() if line.strip())
     return f"{first} {rest[0]}" if first.endswith("raised:") and rest else first
