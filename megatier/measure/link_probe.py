@@ -93,7 +93,7 @@ class LinkFigures:
     flops_per_s: float
     """The FLOP/s that a layer's forward and backward reach."""
     notes: tuple[str, ...] = ()
-    """What one should know about the figures."""
+    """Facts that one should know about the figures."""
     flags: tuple[str, ...] = ()
     """The reasons why figures must not be believed."""
 
