@@ -69,11 +69,11 @@ class StateSchema:
         return self.planes[0].width
 
     def width(self, kind: Kind) -> int:
-        """Bytes of an element of this kind."""
+        """Return the bytes of an element of this kind."""
         return self._plane(kind).width
 
     def dtype(self, kind: Kind) -> str:
-        """Name of the torch dtype of an element of this kind."""
+        """Return the name of the torch dtype of an element of this kind."""
         return self._plane(kind).dtype
 
     def _plane(self, kind: Kind) -> Plane:
