@@ -87,7 +87,7 @@ REASONS = {
     f"{ZERO}.stage": "all state lies on the tiers, whatever the stage",
     f"{ZERO}.sub_group_size": "tiers.chunk is chosen",
     f"{ZERO}.contiguous_gradients": "always so here",
-    f"{ZERO}.ignore_unused_parameters": "a parameter without a gradient gets one of zeros; a unit that no backward uses is not updated",
+    f"{ZERO}.ignore_unused_parameters": "a unit that no backward uses is not updated; others get gradients of zeros",
     f"{ZERO}.stage3_prefetch_bucket_size": RECORDED,
     f"{ZERO}.stage3_max_live_parameters": RECORDED,
     f"{ZERO}.stage3_max_reuse_distance": RECORDED,
