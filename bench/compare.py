@@ -140,6 +140,7 @@ def run_all(options: argparse.Namespace) -> list[Row]:
     rounds: dict[str, list[Row]] = {name: [] for name in names}
 
     for index in range(options.rounds):
+        # A machine's speed drifts, so no system may always come first.
         for name in names if index % 2 == 0 else reversed(names):
             print(f"round {index + 1} of {options.rounds}: {name}", flush=True)
             rounds[name].append(run_one(name, commands[name], options))

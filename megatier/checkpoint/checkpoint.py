@@ -290,6 +290,7 @@ def restore(session: Session, path: Path) -> None:
 
 def _fill(session: Session, arrays: dict[tuple[str, str], StoredArray]) -> None:
     """Fill all state from arrays, unit by unit."""
+    # Units are filled one after the other, so staging buffers are all the RAM that this takes.
     with _files(arrays.values()) as files:
         for unit in session.units:
             for name, planes in unit.layout.schema.arrays.items():

@@ -184,6 +184,8 @@ class CheckpointWriter:
 
     def _finish(self, last: Transfer) -> None:
         """Make the checkpoint whole, or leave nothing of it. The first rank does so when all ranks have written."""
+        # The rename lies inside the outer region, so that all ranks fail if it does. The inner region lets all ranks
+        # stop before the rename if one of them has failed.
         with self._crew.together(), self._becoming():
             with self._crew.together():
                 chunks = self._end_writing(last)

@@ -48,6 +48,7 @@ class Buffers:
         """
         self.run_elements = run_elements
         self._places: dict[Kind, tuple[int, int]] = {}
+        # Units may have several schemas, so a kind's buffer takes the widest of its planes.
         widths: dict[Kind, int] = {}
         for schema in {unit.layout.schema for unit in session.units}:
             for kind in schema.kinds:

@@ -175,8 +175,7 @@ class Savepoint:
         crew = session.ranks or Alone()
         part = self.parts[crew.rank]
         blocks = session.blocks
-        # The generations are set before anything is read, because the keys of the blocks depend on them. They are kept
-        # from now on, so that the first updates write other ones.
+        # Set before anything is read, because the blocks' keys depend on it; kept, so that no update overwrites it.
         blocks.generations.valid.update({unit: Generation(nvme=place) for unit, place in part.generations.items()})
         blocks.generations.keep()
 
@@ -224,6 +223,7 @@ def _write(session: Session, target: Path, step: int, state: Mapping[str, Any]) 
     """Write a savepoint whole, or leave nothing of it. The first rank gives it its name when all have written."""
     crew = session.ranks or Alone()
     partial = target.with_name(f".{target.name}{WRITING}")
+    # The regions lie inside each other as in `CheckpointWriter._finish`, and for the same reasons.
     named = becoming(partial, target, "a savepoint") if crew.rank == 0 else contextlib.nullcontext()
     with crew.together(), named:
         crew.first(lambda: _make_folder(partial))

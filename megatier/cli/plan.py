@@ -35,6 +35,7 @@ def run(argv: Sequence[str]) -> int:
     given = config_file.given(options.config, overrides)
     world = _world(options.ranks, options.hosts)
     if world.ranks > 1 and "train.groups" not in given:
+        # As `megatier train` does under torchrun (`train.shared.choices_of`).
         loaded = replace(loaded, train=replace(loaded.train, groups=world.ranks))
     rates, assumed = _rates(loaded, options.machine)
     here = options.machine is None

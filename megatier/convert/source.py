@@ -29,6 +29,7 @@ def convert(path: Path) -> Conversion:
     trainer, translate = _recognised(path, tree)
     try:
         made = Conversion(trainer, str(path), tree)
+
         # Sections lie in each other deeper than `DEPTH_MAX`, or lists deeper than Python can follow.
         translate(made)
     except RecursionError:

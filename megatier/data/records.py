@@ -101,6 +101,7 @@ def _read_table(path: Path, file_format: str) -> Iterator[Any]:
                     yield from batch.to_pylist()
             return
 
+        # The file is mapped, so RAM holds only the rows that are Python objects.
         with arrow.memory_map(str(path)) as source, _open_arrow(arrow, source) as batches:
             for batch in batches:
                 for start in range(0, batch.num_rows, ROWS_AT_ONCE):

@@ -27,6 +27,7 @@ class BlockDevice:
 
     def moved_bytes(self) -> tuple[int, int] | None:
         """Return the bytes read and written since the machine started; None if nothing counts them."""
+        # The third and the seventh number of the file are the sectors that were read and written.
         fields = _text(self.counters).split() if self.counters is not None else []
         return (int(fields[2]) * SECTOR_BYTES, int(fields[6]) * SECTOR_BYTES) if len(fields) > 6 else None
 

@@ -165,6 +165,7 @@ class UpdateTraffic:
         """Update with the kernel of the GPU; return parameters per second."""
         from megatier.numerics.kernels import adamw  # Triton comes with the CUDA builds of torch only
 
+        # The planes lie one after the other in the arena, each with all elements.
         starts = [self.num_elements * width for width in itertools.accumulate(self.WIDTHS, initial=0)]
         weight, remainder, exp_avg, exp_avg_sq, grad = (
             self._arena.bytes[start:stop] for start, stop in itertools.pairwise(starts)

@@ -116,6 +116,7 @@ def hub_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[st
     Raises:
         UnsupportedModelError: neither of the two would load back.
     """
+    # On meta, because transformers reverts its conversions by computing with the tensors.
     own = {name: tensor.to("meta") for name, tensor in tensors.items()}
     for layout in (revert_weight_conversion(model, dict(own)), own):
         shapes = {name: tuple(tensor.shape) for name, tensor in layout.items()}

@@ -182,6 +182,7 @@ def _accesses(head: str, config: RunConfig, work: Workload) -> tuple[Access, ...
     first unit that is trained.
     """
     uses = [(unit.name, name) for unit in work.units for name in unit.module_names if name != head]
+    # The head runs after all layers, although its unit may come first: an embedding that is tied to it lies there too.
     uses += [(unit.name, head) for unit in work.units if head in unit.module_names]
     trained = {unit.name for unit in work.units if unit.layout.num_trained}
     first = next(index for index, (unit, _) in enumerate(uses) if unit in trained)

@@ -108,6 +108,7 @@ class Session:
         settings = (model_config, tiers, train, numerics, tokens)
         world = world_of(ranks)
         check_groups(train.groups, world.ranks)
+        # A function, because a refusal tries other numbers of parts to say which would do (`advised`).
         work_in = partial(Workload.in_parts, model, *settings, savepoints=savepoints, world=world)
         work = work_in(model_config.expert_parts)
         self.model = model
@@ -215,6 +216,7 @@ class Session:
         runs = list(self._runs(unit))
         is_master = Kind.WEIGHT in kinds
         schema = unit.layout.schema
+        # One buffer for all runs, so that no unit lies in fp32 as a whole.
         buffer = torch.empty(max(stop - start for start, stop in runs))
 
         for elements in runs:
@@ -381,5 +383,6 @@ def _engine_options(
         compilation=Compilation(model.saved_share) if compiles(model, device) else None,
         fp32_products=takes_fp32_products(model, device),
         seed=seed,
+        # Without the guard the first step that is not finite ends the run.
         max_skips=numerics.max_skips if numerics.guard else 0,
     )

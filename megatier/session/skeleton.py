@@ -80,6 +80,7 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
 
     # transformers would try to build whatever the counts say, so they are checked first.
     check_counts(settings, where)
+    # Code that comes with a model is never run (`trust_remote_code`).
     what = f"{where}: transformers does not take this model config"
     with reading(what, UnsupportedModelError, _complaint, _hint(settings)):
         found: PretrainedConfig = (
@@ -122,6 +123,7 @@ def _check_keys(settings: Mapping[str, Any]) -> None:
 
     transformers would keep it as an unknown key, and use its own default for the one that was meant.
     """
+    # A key that resembles no known one is taken, since configs hold settings that only other programs read.
     known = AutoConfig.for_model(settings["model_type"])
     for key in settings:
         near = get_close_matches(key[:NAME_CHARACTERS_MAX], known.to_dict(), n=1, cutoff=0.85)

@@ -159,6 +159,7 @@ class Loop:
         """Return the bytes that each queue moved, and that came from other ranks, since this process began to train."""
         ranks = self._session.ranks
         others = Counter[str]() if ranks is None else ranks.moved_bytes
+        # The difference of two Counters leaves out queues that moved nothing.
         return self._session.store.moved_bytes - self._moved_before + others
 
     def _step(self, step: int, progress: Progress) -> None:
@@ -169,6 +170,7 @@ class Loop:
         rate = rate_of(step, train)
         batch = self._text.batch(step - 1, train.batch)
         waited = time.perf_counter() - began
+        # A group has the same rows of every column: ids, labels, and positions if documents are apart.
         columns = [value.chunk(train.groups) for value in batch.values()]
         groups = [dict(zip(batch, parts, strict=True)) for parts in zip(*columns, strict=True)]
 

@@ -69,6 +69,7 @@ class Saves:
         self._origin = origin
         self._room = plan.room
         self._pace = plan.pace()
+        # A plan that keeps none writes one all the same if the run is stopped or its export fails.
         self._num_kept = plan.num_kept or config.output.keep_checkpoints
         self._device = session.engine.options.device
         directory = Path(config.output.directory)
@@ -143,6 +144,7 @@ class Saves:
 
     def _begin(self, step: int, say: Say, *, prunes: bool = True) -> None:
         """Begin a checkpoint; the steps after it go on while it is written."""
+        # One checkpoint is on its way at a time, so the one before is waited for.
         self.end(say)
         began = time.perf_counter()
         with self._watchdog.watch(self._session.player):

@@ -107,6 +107,8 @@ def _verify_ranks(device: str, directory: Path, console: Console, ranks: Ranks) 
     table = Table("state", "processes", "clip", "NVMe bytes", "digest", "")
     agree = True
     for clip in (CLIP, None):
+        # All ranks train alone at the same time, so each has a folder of its own. Groups are a numeric choice, so there
+        # are as many in both kinds of runs.
         own = directory / f"alone-{ranks.rank}"
         own.mkdir(parents=True, exist_ok=True)
         expected, _ = _run(device, own, PLACEMENTS["all in ram"], Activations.KEEP, clip, groups=ranks.size)
