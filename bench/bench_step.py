@@ -333,6 +333,7 @@ def main() -> None:
             directory=options.nvme,
             ranks=ranks,
         )
+
     # All ranks measure the same steps, so one of them writes the row.
     if ranks is not None and ranks.rank:
         return

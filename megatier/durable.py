@@ -48,6 +48,7 @@ def becoming(partial: Path, target: Path, what: str, *, replaces: bool = False) 
         yield
         synchronise = sync_tree if partial.is_dir() else sync
         synchronise(partial)
+
         # A kill before this line leaves the old target; one after it leaves the new one, which is on the drive already.
         old = _take_name(partial, target, replaces)
         synchronise(target.parent)

@@ -103,6 +103,8 @@ class TransferError(MegatierError, OSError):
         reason = os.strerror(code) if code else "the device ended early"
         remedy = REMEDIES.get(code, f"Check {path} and its drive.")
         place = f"on tier {tier}, {path}" if tier in TIERS else f"in {path}"
+
+        # OSError has two arguments, and gives them as `errno` and `strerror`.
         super().__init__(code, f"{what} failed {place} at byte {offset}: {reason}. {remedy}")
 
     def __str__(self) -> str:

@@ -48,6 +48,7 @@ class Buffers:
         """
         self.run_elements = run_elements
         self._places: dict[Kind, tuple[int, int]] = {}
+
         # Units may have several schemas, so a kind's buffer takes the widest of its planes.
         widths: dict[Kind, int] = {}
         for schema in {unit.layout.schema for unit in session.units}:
@@ -155,6 +156,7 @@ class PlaneWriter:
         pieces = list(chain.from_iterable(self._owners.sent(unit.name, self._name)))
         sizes = [piece.num_elements for piece in pieces]
         self._sent = torch.empty(sum(sizes))
+
         # A rank sends at most one piece of each parameter, the first one (`ChunkOwners`).
         sent = {piece.name: (piece, to) for piece, to in zip(pieces, self._sent.split(sizes), strict=True)}
 

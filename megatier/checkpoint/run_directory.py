@@ -61,6 +61,7 @@ class RunDirectory:
         """
         self.path = Path(config.output.directory)
         self._resumes = resumes
+
         # Asked before the lock makes the directory: only one that this run has made is removed with it.
         self._is_new = not self.path.exists()
         if resumes and not (self.path / CONFIG_FILE).is_file():

@@ -101,6 +101,7 @@ class Turns:
             raise DataError(f"{place}: a turn is {_shown(turn)}, not an object.")
         role = turn.get(self.role)
         content = turn.get(self.content)
+
         # A table gives every row all of its columns, so what a turn does not have is None there. A template must not
         # see it.
         rest = {key: value for key, value in turn.items() if value is not None and key not in (self.role, self.content)}

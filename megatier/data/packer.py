@@ -184,6 +184,7 @@ def columns_of(rows: NDArray[np.integer], *, is_apart: bool) -> dict[str, torch.
 
         # A first token has nothing before it from which it could be told.
         columns["labels"][begins] = IGNORED
+
         # A position counts from the last token at or before it that begins a document. A row's first token has position
         # 0 whether or not it begins one.
         order = np.arange(rows.shape[1])

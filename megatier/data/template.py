@@ -83,6 +83,8 @@ def _tokenised(
         DataError: a conversation has no token of the assistant.
     """
     texts = [rendered.text for rendered in batch]
+
+    # The template writes special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     for rendered, ids, characters in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
         offsets = np.asarray(characters, np.int64).reshape(-1, 2)

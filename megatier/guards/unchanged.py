@@ -77,6 +77,7 @@ def _sums(leaves: Sequence[Tensor]) -> Tensor:
     sums = []
     for leaf in leaves:
         flat = leaf.data.view(-1)
+
         # Words of eight bytes take the fewest operations. A leaf of another length is summed byte by byte.
         words = flat.view(torch.int64 if flat.nbytes % 8 == 0 else torch.uint8)
         sums.append(words.sum(dtype=torch.int64))

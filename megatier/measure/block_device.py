@@ -40,6 +40,7 @@ def block_device(directory: Path, root: Path = ROOT) -> BlockDevice:
         return BlockDevice(name="unknown", logical_block_bytes=None, num_drives=1, counters=None)
 
     names = [line.removeprefix("DEVNAME=") for line in _text(folder / "uevent").splitlines() if "DEVNAME=" in line]
+
     # A partition has no queue of its own. That of its drive lies in the folder above.
     sizes = [_text(queue / "queue/logical_block_size").strip() for queue in (folder, folder.resolve().parent)]
     size = next((int(text) for text in sizes if text.isdigit()), None)

@@ -122,6 +122,7 @@ def cache_rates(rates: Rates, device: str, path: Path | None = None) -> Path:
     before = [drive for entry in entries if entry["machine"] == machine for drive in entry["drives"]]
     links = {name: value for name, value in dataclasses.asdict(rates).items() if name != "drives"}
     kept = [entry["links"] for entry in entries if entry["machine"] == machine]
+
     # Links between ranks are measured by a command of their own, so one that measures without ranks keeps them.
     for name in ASSUMED:
         links[name] = links[name] or next((each[name] for each in kept if each.get(name)), None)

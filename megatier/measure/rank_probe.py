@@ -112,6 +112,7 @@ def probe_ranks(
 
     ranks.drop_memory()
     shares = [beside_per_s / alone_per_s, count * (gather_s + scatter_s) / beside_s]
+
     # A step waits for its slowest rank, so the least of all ranks counts.
     compute, collective = (min(found) for found in zip(*ranks.agree(shares), strict=True))
     return RankFigures(

@@ -98,6 +98,7 @@ def write_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) ->
         offset = stop
 
     raw = json.dumps(header, separators=(",", ":")).encode()
+
     # JSON may end with spaces, so they fill the header up.
     raw += b" " * (-len(raw) % 8)
     return len(raw).to_bytes(8, "little") + raw

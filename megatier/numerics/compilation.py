@@ -72,6 +72,7 @@ class Compiled(Generic[P, R]):
         self._name = name
         self._function = function
         self.saves_inputs_alone = saves_inputs_alone
+
         # With `fullgraph` code that cannot be compiled raises an error, instead of running uncompiled without a word.
         # Shapes are taken as fixed, as those of training are.
         self._run: Callable[P, R] = torch.compile(function, dynamic=False, fullgraph=True)

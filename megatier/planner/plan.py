@@ -208,6 +208,7 @@ def make_plan(
     drives = trial.rates.drives
     num_bytes = checkpoint_bytes(work.units)
     written_s = checkpoint_seconds(num_bytes // world.ranks, placement.state_bytes.get(Tier.NVME, 0), drives)
+
     # A savepoint leaves on NVMe what lies there, and writes the rest.
     resident = placement.state_bytes.get(Tier.GPU, 0) + placement.state_bytes.get(Tier.RAM, 0)
     return Plan(

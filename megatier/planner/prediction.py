@@ -106,6 +106,7 @@ class Prediction:
     def _corrected(self, rate: float) -> Correction:
         """Simulate the step with drives as fast as they were measured, and take it as the forecast."""
         planned = self.forecast
+
         # The rate of a step follows that of the drives only roughly (CLOSE), so the ratio is applied several times.
         made = planned
         factor = 1.0

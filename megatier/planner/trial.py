@@ -182,6 +182,7 @@ def _accesses(head: str, config: RunConfig, work: Workload) -> tuple[Access, ...
     first unit that is trained.
     """
     uses = [(unit.name, name) for unit in work.units for name in unit.module_names if name != head]
+
     # The head runs after all layers, although its unit may come first: an embedding that is tied to it lies there too.
     uses += [(unit.name, head) for unit in work.units if head in unit.module_names]
     trained = {unit.name for unit in work.units if unit.layout.num_trained}
@@ -223,6 +224,7 @@ def _compute_seconds(
             attention = pairs * tokens if unit.is_layer else 0
             forward = (products + attention) / rates.flops_per_s / uses
             seconds[unit.name, Phase.FORWARD] = forward
+
             # Gradients of inputs and of weights take as much as a forward each. Weights that are frozen have none.
             backward = forward * (2 + _repeated(config, work, unit, compiles))
             seconds[unit.name, Phase.BACKWARD] = backward - idle / rates.flops_per_s / uses

@@ -179,6 +179,7 @@ def _ticks(low: float, high: float, least: float = 0.0) -> Iterator[float]:
     step = max(ticks(high - low)[1], least)
     while (high - low) / step > TICKS_MAX:
         step *= 2
+
     # A limit that is a round number itself gets its tick although the division misses it by a rounding.
     for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1):
         yield index * step

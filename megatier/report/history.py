@@ -161,6 +161,7 @@ class History:
         elif "loss" in record:
             moved = _amounts(record, "moved_bytes")
             demanded = _amounts(record, "demanded_bytes")
+
             # The file has sums since the process began, so that a record that was lost loses no bytes.
             made = _grown(self.moved_bytes, moved), _grown(self.demanded_bytes, demanded)
             self.steps.append(_step(step, record, *made))

@@ -156,6 +156,7 @@ class Session:
             clip=train.clip,
             deferred=work.policy.deferred,
         )
+
         # The ranks of a host share its cores.
         local_size = 1 if self.ranks is None else self.ranks.local_size
         optimizer = AdamW(
@@ -216,6 +217,7 @@ class Session:
         runs = list(self._runs(unit))
         is_master = Kind.WEIGHT in kinds
         schema = unit.layout.schema
+
         # One buffer for all runs, so that no unit lies in fp32 as a whole.
         buffer = torch.empty(max(stop - start for start, stop in runs))
 
@@ -317,6 +319,7 @@ def _open_store(
     if ranks is not None:
         ram //= ranks.local_size
         nvme = [f"{mount.directory}:{budget_bytes(mount) // ranks.local_size}" for mount in tiers.mounts]
+
         # Each rank has a directory of its own on every mount, which `leftovers` knows by this form of name.
         run_id = f"{ranks.first(lambda: run_id or secrets.token_hex(6))}-{ranks.rank}"
     if device.type == "cuda":
@@ -325,6 +328,7 @@ def _open_store(
     allocate = None
     if ranks is not None and device.type == "cuda":
         allocate = ranks.memory
+
         # Other ranks may read this memory, so the ranks allocate it together. They drop it after the store has closed,
         # since this is on the stack before the store.
         opened.callback(ranks.drop_memory)

@@ -60,6 +60,7 @@ class WholeMasters:
 
     def serve(self) -> None:
         """Answer the first rank until it has all that it wants."""
+        # Only the first rank makes the question. The function is not called here, and says the type alone.
         while (asked := self._ranks.first(lambda: ("", 0, 0))) is not None:
             self._pieces(*asked)
 

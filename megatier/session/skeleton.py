@@ -80,6 +80,7 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
 
     # transformers would try to build whatever the counts say, so they are checked first.
     check_counts(settings, where)
+
     # Code that comes with a model is never run (`trust_remote_code`).
     what = f"{where}: transformers does not take this model config"
     with reading(what, UnsupportedModelError, _complaint, _hint(settings)):

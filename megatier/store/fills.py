@@ -85,6 +85,7 @@ class Fills:
         assert extent is not None
         assert slot is not None
         key = copy.block.spec.key
+
         # No write has to come before this read: `place` gives no second slot for bytes that are still being written
         # (rule 3 of `copies`). The last page of a block is moved whole. A slot has room for it, because its size is in
         # whole pages.

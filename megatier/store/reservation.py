@@ -42,6 +42,7 @@ class Reservation:
             CapacityError: the budget is used up.
         """
         self._require(tier, round_up(spec.num_bytes))
+
         # Homes lie in the order in which they are asked for. The offset holds although the arena does not exist yet,
         # because nothing is put in front of them later.
         offset = self._home_bytes(tier)

@@ -82,6 +82,7 @@ def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -
     for step, events in steps:
         for event in events:
             track = lanes.setdefault(event.lane, len(lanes))
+
             # The format counts microseconds.
             details = {"step": step, "bytes": event.num_bytes, "cause": event.cause}
             start = event.start_ns / 1e3

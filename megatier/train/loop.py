@@ -84,6 +84,7 @@ class Loop:
         self._crew = session.ranks or Alone()
         self._hosts = self._crew.agree(platform.node())
         self._device = session.engine.options.device
+
         # Loading has moved bytes too, but no placement demanded those of a step.
         self._moved_before = session.store.moved_bytes.copy()
         self.traced: list[tuple[int, list[TraceEvent]]] = []
@@ -170,12 +171,14 @@ class Loop:
         rate = rate_of(step, train)
         batch = self._text.batch(step - 1, train.batch)
         waited = time.perf_counter() - began
+
         # A group has the same rows of every column: ids, labels, and positions if documents are apart.
         columns = [value.chunk(train.groups) for value in batch.values()]
         groups = [dict(zip(batch, parts, strict=True)) for parts in zip(*columns, strict=True)]
 
         with self._watchdog.watch(session.player):
             result = session.engine.train_step(step, rate, groups)
+
         # The loss was read, so the device is through with forward and backward. In the deferred mode updates of this
         # step may still be running; the next step waits for them, and has their time.
         seconds = time.perf_counter() - began

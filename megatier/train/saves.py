@@ -69,7 +69,8 @@ class Saves:
         self._origin = origin
         self._room = plan.room
         self._pace = plan.pace()
-        # A plan that keeps none writes one all the same if the run is stopped or its export fails.
+
+        # If the plan keeps none, one is written all the same when the run is stopped or its export fails.
         self._num_kept = plan.num_kept or config.output.keep_checkpoints
         self._device = session.engine.options.device
         directory = Path(config.output.directory)
@@ -149,6 +150,7 @@ class Saves:
         began = time.perf_counter()
         with self._watchdog.watch(self._session.player):
             self._session.player.drain()
+
         # All updates are over after the drain, so the lane reads the state of exactly this step (`checkpoint_writer`).
         num_kept = self._num_kept if prunes else None
         self.writer = CheckpointWriter(self._session, self._folder, step, self._state(step), num_kept)

@@ -54,6 +54,7 @@ def choices_of(
     crew = ranks or Alone()
     with crew.together():
         own = budgets_here(config.tiers, choose_device(config.tiers, ranks))
+
     # Homes and slots follow from the budgets, and have to be the same on all ranks.
     budgets = Budgets.least(crew.agree(own))
     return crew.first(lambda: plan_choices(fix_choices(config), given, budgets, world_of(ranks), console))

@@ -98,6 +98,7 @@ class Watchdog:
         """
         self._path = path
         self._patience = Patience(least_s, expected_s)
+
         # This is 0 if it never acts. Then no thread is started and no signal is caught.
         self._look_s = min(LOOK_S_MAX, least_s / LOOKS_MIN)
         self._player: Player | None = None
