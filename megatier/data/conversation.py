@@ -79,7 +79,7 @@ class Turns:
     roles: tuple[tuple[str, str], ...] = ()
     """The roles in the record, and what the template calls them; empty: any role, by its own name."""
     system: str | None = None
-    """Key of a system prompt that stands beside the turns."""
+    """Key of a system prompt that is not among the turns."""
     tools: str | None = "tools"
     """Key of the tools that the assistant may call. None: the records have none."""
 

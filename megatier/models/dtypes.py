@@ -1,7 +1,7 @@
 """The dtypes in which a model computes: those that `from_pretrained` gives its buffers and parameters.
 
-MiniMax multiplies activations with its buffers. Routers of ERNIE 4.5 and convolutions of Inkling 2 compute in fp32,
-beside weights in bf16.
+MiniMax multiplies activations with its buffers. Routers of ERNIE 4.5 and convolutions of Inkling 2 compute in fp32
+even if all other weights are in bf16.
 """
 
 from __future__ import annotations
@@ -44,6 +44,6 @@ def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
 
 
 def names_in_fp32(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str]:
-    """Return those of some stored tensors' names that the model's class keeps in fp32 beside weights in bf16."""
+    """Return those of some stored tensors' names that the model's class keeps in fp32 if weights are in bf16."""
     patterns = [pattern.replace("*", ".*") for pattern in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     return frozenset(name for name in names if any(re.search(pattern, name) for pattern in patterns))

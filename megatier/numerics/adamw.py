@@ -58,7 +58,7 @@ def begin_adamw(
         before: the planes to read of kinds that are not updated in place; on the CPU only.
 
     Returns:
-        What to wait on; None where it lies on the GPU's current stream.
+        The batch to wait for; None if the update was enqueued on the GPU's current stream.
     """
     remainder = planes.get(Kind.REMAINDER)
     if grad.is_cuda:

@@ -64,7 +64,7 @@ def train(
     resumes: bool = False,
     accepts_changes: bool = False,
 ) -> None:
-    """Train as the config says; settings that nobody gave are chosen by the planner where the machine was measured.
+    """Train as the config says. If the machine was measured, the planner chooses the settings that nobody gave.
 
     Writes, in `output.directory`: config.yaml, metrics.jsonl, data/, checkpoints/, savepoints/, model/ (the export); by
     option trace.json and tensorboard/. SIGINT, SIGTERM and SIGHUP let the step end and write a checkpoint; the second

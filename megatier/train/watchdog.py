@@ -198,7 +198,7 @@ class Watchdog:
 
 
 def attempt(write: Callable[[], object]) -> None:
-    """Write, on a thread that is left behind if the drive, or the reader of the pipe, is what hangs."""
+    """Write on a thread of its own, which is given up if the drive, or the reader of the pipe, hangs."""
 
     def run() -> None:
         with suppress(OSError):
