@@ -303,6 +303,7 @@ def _direct_io(directory: Path) -> Check:
     """Write and read one page with O_DIRECT, past the page cache."""
     pattern = bytes(range(256)) * (PAGE_BYTES // 256)
     try:
+        # O_DIRECT wants memory at a multiple of the block size. An anonymous mapping begins at a page, bytes do not.
         with NamedTemporaryFile(dir=directory, prefix="megatier-doctor-") as file, mmap.mmap(-1, PAGE_BYTES) as page:
             page[:] = pattern
             try:
@@ -312,7 +313,7 @@ def _direct_io(directory: Path) -> Check:
 
             try:
                 written = os.pwrite(descriptor, page, 0)
-                page[:] = bytes(PAGE_BYTES)
+                page[:] = bytes(PAGE_BYTES)  # so that a read which moves nothing is found
                 read = os.preadv(descriptor, [page], 0)
             finally:
                 os.close(descriptor)

@@ -237,6 +237,8 @@ def _write_tokens(
             writer.file.flush()
             os.fsync(writer.file.fileno())
 
+    # The folder is not synced. If a power failure undoes a name, the note is missing or its checksums do not fit, and
+    # the text is tokenised again.
     for path, name in zip(partial, FILES, strict=True):
         path.rename(directory / name)
     return [Content(writer.num_bytes, writer.crc32) for writer in writers]

@@ -125,6 +125,7 @@ def check_mount(mount: MountBudget) -> int:
     if num_bytes < (least := BLOCKS_MIN * IoOptions().granule_bytes):
         raise ConfigError(f"--nvme: {at_least(num_bytes)} on {directory} is too small; give {at_least(least)} or more.")
 
+    # f_bavail, not f_bfree, which counts the blocks that file systems keep for root as well.
     room = os.statvfs(directory)
     if num_bytes > (free := room.f_bavail * room.f_frsize):
         raise CapacityError("nvme", num_bytes, free, f"Free space on {directory}, or give it less: {directory}:SIZE.")

@@ -130,6 +130,8 @@ def probe_links(
     if device == "cuda":
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
+    # The others come first, one after the other. Their regions in RAM are gone before those of the first GPU and of
+    # AdamW, which are there at once, are taken.
     host = torch.device("cpu")
     has_gpu = device == "cuda"
     others = tuple(_probe_copies(other, copy_bytes, seconds) for other in devices[1:])

@@ -80,6 +80,7 @@ class CopyTraffic:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        # Closing the lanes finishes the copies that are under way, which still need the arenas.
         self._lanes.close()
         self._host.close()
 

@@ -192,7 +192,8 @@ def rates_or_assumed(directories: Sequence[Path], device: str) -> tuple[Rates, t
     if links is not None:
         return dataclasses.replace(links, drives=drives), ("drives",)
 
-    # How much memory a GPU has is read from it, not assumed.
+    # How much memory a GPU has is read from it, not assumed. Rates that are None, as those of links between ranks are
+    # here, are left to `Rates.assumed`.
     assumed = dataclasses.replace(_assumed_links(device), drives=drives)
     names = (field.name for field in dataclasses.fields(Rates))
     return assumed, tuple(name for name in names if name != "gpu_bytes" and getattr(assumed, name))

@@ -98,7 +98,8 @@ def search(
     best: Choice | None = None
     refused: PlanError | None = None
     seen: list[tuple[Mapping[tuple[str, Phase], float], Placement]] = []
-    """Compute and placement of the trials so far. A forecast depends on nothing else."""
+    """Compute and placement of the trials so far. A forecast depends on nothing else. Mappings have no hash, and trials
+    are few, so this is a list."""
 
     # The sort is stable, so among trials with equal compute the simplest comes first.
     for settings, wanted in sorted(trials, key=lambda one: one[1].compute_seconds):

@@ -131,6 +131,7 @@ def _describe_hidden(console: Console, choice: Choice, tokens: int) -> None:
     if least is None:
         return
 
+    # `hidden_at` tries no fewer tokens than the run has, so the true N* may be below that.
     text = f"from N* = {least:,} tokens a step on; this run has {tokens:,}"
     if least == tokens:
         text = f"at this run's {tokens:,} tokens a step"

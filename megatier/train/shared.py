@@ -89,9 +89,12 @@ def run_before_restart(
     if stored is None:
         return None
 
+    # The directory is taken from the command: it may have been moved since its config was written.
     words = to_dict(config)
     for section, _, name in (dotted.partition(".") for dotted in sorted(given | {"output.directory"})):
         stored[section][name] = words[section][name]
+
+    # A stored config has every setting, so all of them count as given, and no planner changes them on the way.
     return from_dict(stored), given_in(stored)
 
 
@@ -172,6 +175,7 @@ class SharedText:
 
     def holdout(self, batch: int) -> Iterator[dict[str, torch.Tensor]]:
         """Yield held-out batches in order."""
+        # Only the first rank has a text. Its None ends the loop on all ranks, so none waits for a batch in vain.
         batches = iter(()) if self._text is None else self._text.holdout(batch)
         while (found := self._crew.first(lambda: next(batches, None))) is not None:
             yield found
