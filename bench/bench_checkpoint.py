@@ -40,7 +40,9 @@ from megatier.session.session import Session
 
 GIB = 1 << 30
 PIECE_ELEMENTS = 4 << 20
+"""Elements of the random piece."""
 STEPS = 4
+"""Steps of a measurement, with a checkpoint under way and without one."""
 PREDICTION = (
     "RAM: three threads fill buffers (about 2.7 ns a parameter of one core), so the drive's rate of new files is the "
     "limit: 0.9 of it. NVMe: reads run one ahead of filling: 0.8 of the mixed rate. Beside training: nothing where a "
@@ -111,7 +113,7 @@ def steps_seconds(session: Session, first: int, tokens: int, writer: CheckpointW
 
 
 def timed_round(session: Session, folder: Path, home: str, number: int, tokens: int) -> dict[str, float]:
-    """Seconds and rates of one checkpoint, and the drive's own rates at the same time."""
+    """Return the seconds and rates of one checkpoint, and the drive's own rates at the same time."""
     checkpoints = folder / "checkpoints"
     size = checkpoint_bytes(session.units)
     figures = probe_drive(MountBudget(folder, 2 * GIB), seconds=2)

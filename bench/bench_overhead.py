@@ -41,7 +41,9 @@ from megatier.session.session import Session
 from megatier.trace.events import stall_seconds
 
 RATE = 1e-4
+"""Learning rate of every step."""
 CLIP = 1.0
+"""Norm to which both clip."""
 PREDICTION = (
     "Ratio 1.05 to 1.10. Of 97.6M parameters (390 MB in fp32) megatier moves, beyond what plain torch moves: weights "
     "into slots (390 MB read, 390 MB written), gradients from autograd into a slot, from there to RAM (780 + 780 MB), "
@@ -68,7 +70,7 @@ class PlainWeights:
 
 
 def llama(options: argparse.Namespace) -> PretrainedConfig:
-    """The config of the model."""
+    """Return the config of the model."""
     return AutoConfig.for_model(
         "llama",
         vocab_size=options.vocab,
@@ -84,7 +86,7 @@ def llama(options: argparse.Namespace) -> PretrainedConfig:
 
 
 def batch_of(options: argparse.Namespace) -> dict[str, Tensor]:
-    """A batch of random tokens, the same in each call."""
+    """Return a batch of random tokens, the same in each call."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, options.vocab, (options.sequences, options.tokens), generator=generator)
     return {"input_ids": tokens, "labels": tokens}
@@ -132,7 +134,7 @@ def streamed_step(session: Session, batch: dict[str, Tensor]) -> Step:
 
 
 def timed(step: Step, count: int) -> tuple[list[float], float]:
-    """The seconds of each of `count` steps, and the last loss."""
+    """Return the seconds of each of `count` steps, and the last loss."""
     seconds = []
     loss = 0.0
     for _ in range(count):
@@ -241,7 +243,7 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def loop_seconds() -> float:
-    """Seconds of a million turns of a loop that adds: how fast Python is here and now."""
+    """Return the seconds of a million turns of a loop that adds: how fast Python is here and now."""
     began = time.perf_counter()
     total = 0
     for number in range(1_000_000):
@@ -270,7 +272,7 @@ def _watch(stack: ExitStack, kind: type[Any], name: str) -> list[int]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default, text in (
         ("rounds", 5, "alternated rounds"),

@@ -38,6 +38,7 @@ LAYER = Layout.of(
     ]
 )
 SCALARS = (*step_scalars(1, 1e-3, (0.9, 0.999), 1e-8), 1.0)
+"""The scalars of AdamW's kernels at the first step, without clipping."""
 SLICES = {"two slices": (1, 2), "eight slices": (1, 8), "four groups of one": (4, 1)}
 """The numbers of groups and of slices, by name."""
 
@@ -65,7 +66,7 @@ class Buffer:
 
 
 def by_turns(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """The median milliseconds of each way. The first turn of each is not counted."""
+    """Return the median milliseconds of each way. The first turn of each is not counted."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, way in ways.items():

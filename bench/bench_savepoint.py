@@ -34,6 +34,7 @@ from megatier.session.session import Session
 from megatier.tier import Tier
 
 HOMES = ("nvme", "ram,nvme", "ram")
+"""The tiers that hold the state, each in turn."""
 RUN: dict[str, Any] = {"step": 1, "config": {}, "environment": {}, "random": {}, "text": {}}
 PREDICTION = (
     "nvme: milliseconds, for the checksums and a flush of what the drive still holds; ram,nvme: the part in RAM by the "
@@ -66,7 +67,7 @@ def open_session(options: argparse.Namespace, homes: str) -> Session:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Seconds that one call takes."""
+    """Return the seconds that one call takes."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

@@ -107,9 +107,11 @@ class Steps:
     seconds: list[float]
     """Seconds of each step, those of the warm-up included."""
     losses: list[float]
+    """The loss of each step."""
     norms: list[float]
+    """The gradient norm of each step."""
     events: list[TraceEvent]
-    """What happened in the last step."""
+    """The events of the last step."""
     moved: Counter[str]
     """Bytes that each queue moved in the last step."""
 
@@ -206,7 +208,7 @@ def _run_steps(session: Session, run: Run, groups: int, count: int, began: float
 
 
 def _moved(session: Session) -> Counter[str]:
-    """Bytes that each queue moved so far, and that came from other ranks."""
+    """Return the bytes that each queue moved so far, and that came from other ranks."""
     others = Counter[str]() if session.ranks is None else session.ranks.moved_bytes
     return session.store.moved_bytes + others
 
@@ -246,7 +248,7 @@ def _row_of(session: Session, run: Run, timed: Steps, warmup: int) -> Row:
 
 
 def _placement(session: Session) -> dict[str, Any]:
-    """Bytes in each tier, and those that are page-locked."""
+    """Return the bytes in each tier, and those that are page-locked."""
     placement = session.placement
     return {
         "state_bytes": {str(tier): placement.state_bytes.get(tier, 0) for tier in Tier},
@@ -258,7 +260,7 @@ def _placement(session: Session) -> dict[str, Any]:
 
 
 def _movement(events: list[TraceEvent], moved: Counter[str]) -> dict[str, Any]:
-    """The busy seconds of each lane and the stalls by cause in the last step."""
+    """Return the busy seconds of each lane and the stalls by cause in the last step."""
     return {
         "busy_seconds": {use.lane: use.busy_seconds for use in lane_uses(events)},
         "stall_seconds": stall_seconds(events),
@@ -331,6 +333,8 @@ def main() -> None:
             directory=options.nvme,
             ranks=ranks,
         )
+
+    # All ranks measure the same steps, so one of them writes the row.
     if ranks is not None and ranks.rank:
         return
 

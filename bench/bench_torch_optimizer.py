@@ -102,6 +102,7 @@ def compare(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
     rounds: dict[str, list[dict[str, Any]]] = {system: [] for system in SYSTEMS}
     drive = []
     for _ in range(options.rounds):
+        # A shared drive changes its rate from minute to minute, so it is measured in each round.
         drive.append(probe_drive(MountBudget(options.nvme, 2 * GIB), seconds=2).mixed.bytes_per_s)
         for system in SYSTEMS:
             rounds[system].append(child(options, system, dtype))

@@ -64,7 +64,7 @@ def table(rows: Sequence[Row], baseline: str | None = None) -> str:
 
 
 def baseline_of(row: Row, rows: Sequence[Row], name: str | None) -> Row | None:
-    """The fastest row of a system, or of any peer, at the shape, sequence length and tokens a step of a row."""
+    """Return the fastest row of a system, or of any peer, at the shape, sequence length and tokens a step of a row."""
     alike = [
         other
         for other in rows
@@ -76,19 +76,19 @@ def baseline_of(row: Row, rows: Sequence[Row], name: str | None) -> Row | None:
 
 
 def _order(row: Row) -> tuple[str, int, int, float]:
-    """The key of sorting: rows that can be compared come together, the fastest first."""
+    """Return the key of sorting: rows that can be compared come together, the fastest first."""
     return row["shape"], row["tokens_per_step"], row["sequence_length"], -row.get("tokens_per_s", 0.0)
 
 
 def ratio(row: Row, baseline: Row | None, key: str) -> float | None:
-    """A row's figure divided by the baseline's; None if one of them has none."""
+    """Return a row's figure divided by the baseline's; None if one of them has none."""
     if baseline is None or not row.get(key) or not baseline.get(key):
         return None
     return float(row[key] / baseline[key])
 
 
 def _cells(row: Row, baseline: Row | None) -> list[str]:
-    """The cells of a row of the table."""
+    """Return the cells of a row of the table."""
     tokens_per_s = row.get("tokens_per_s")
     cells = [
         row["shape"],
@@ -106,12 +106,12 @@ def _cells(row: Row, baseline: Row | None) -> list[str]:
 
 
 def _times(value: float | None) -> str:
-    """A ratio as text."""
+    """Return a ratio as text."""
     return "-" if value is None else f"{value:.2f}"
 
 
 def _note(row: Row, baseline: Row | None) -> str:
-    """The note on a row: what a reader must know to understand its figures."""
+    """Return the note on a row: what a reader must know to understand its figures."""
     notes = ["baseline"] if row is baseline else []
     notes += ["stored, not rerun"] if "source" in row else []
     notes += [str(row["note"])] if "note" in row else []
@@ -120,12 +120,12 @@ def _note(row: Row, baseline: Row | None) -> str:
 
 
 def _line(cells: Sequence[str]) -> str:
-    """A line of Markdown."""
+    """Return a line of Markdown."""
     return f"| {' | '.join(cells)} |"
 
 
 def sources(rows: Sequence[Row]) -> list[str]:
-    """Where the stored rows come from, a line each."""
+    """Return where the stored rows come from, a line each."""
     texts = dict.fromkeys(str(row["source"]) for row in rows if "source" in row)
     return [f"stored: {text}" for text in texts]
 
@@ -140,6 +140,7 @@ def run_all(options: argparse.Namespace) -> list[Row]:
     rounds: dict[str, list[Row]] = {name: [] for name in names}
 
     for index in range(options.rounds):
+        # A machine's speed drifts, so no system may always come first.
         for name in names if index % 2 == 0 else reversed(names):
             print(f"round {index + 1} of {options.rounds}: {name}", flush=True)
             rounds[name].append(run_one(name, commands[name], options))
@@ -165,7 +166,7 @@ def output_of(row: Row, directory: Path | None) -> Path:
 
 
 def command_of(name: str, options: argparse.Namespace) -> list[str]:
-    """The command line that measures a system.
+    """Return the command line that measures a system.
 
     Raises:
         RowError: the system is unknown, its script does not measure the shape, or an option is missing.
@@ -253,7 +254,7 @@ def load(files: Sequence[Path]) -> list[Row]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options."""
+    """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, metavar="RESULT.json", help="default: all newest results")
     parser.add_argument("--baseline", metavar="NAME", help="system that ratios refer to (default: the fastest peer)")

@@ -76,7 +76,7 @@ class Fio:
 
 
 def rate_of(report: dict[str, Any]) -> float:
-    """Bytes per second of a report: the bytes of all jobs over the time of the longest."""
+    """Return the bytes per second of a report: the bytes of all jobs over the time of the longest."""
     ways = [job[way] for job in report["jobs"] for way in ("read", "write")]
     return float(sum(way["io_bytes"] for way in ways) / (max(way["runtime"] for way in ways) / 1000))
 
@@ -114,7 +114,7 @@ def measure(traffic: BlockTraffic, flow: str, *, seconds: float) -> float:
 
 
 def summary(rounds: Rounds) -> dict[str, dict[str, Any]]:
-    """For each flow, the median rates, the better fio, and the median and quartiles of the rounds' ratios to it."""
+    """Return each flow's median rates, the better fio, and the median and quartiles of the rounds' ratios to it."""
     result = {}
     for flow in FLOWS:
         medians = {name: median(found[flow][name] for found in rounds) for name in rounds[0][flow]}
@@ -133,7 +133,7 @@ def summary(rounds: Rounds) -> dict[str, dict[str, Any]]:
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    """The summary as a Markdown table with a row for each flow and number of threads."""
+    """Return the summary as a Markdown table with a row for each flow and number of threads."""
     head = ["", "megatier", "better fio", "ratio (quartiles)", f"at most {TARGET:.0%} slower"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for flow, row in found.items():

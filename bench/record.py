@@ -61,7 +61,7 @@ class RowError(ValueError):
 
 
 def facts() -> dict[str, Any]:
-    """When, where and with what this is measured.
+    """Return when, where and with what this is measured.
 
     BENCH_COMMIT in the environment names the commit of a tree that was copied without its history.
     """
@@ -193,7 +193,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def has_rows(path: Path) -> bool:
-    """Whether a file's JSON names systems. Other measurements lie in the same directory.
+    """Return whether a file's JSON names systems. Other measurements lie in the same directory.
 
     Raises:
         RowError: the file cannot be read, or is no JSON.
@@ -202,7 +202,7 @@ def has_rows(path: Path) -> bool:
 
 
 def _parsed(path: Path) -> list[Any]:
-    """The entries of a JSON file."""
+    """Return the entries of a JSON file."""
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -240,14 +240,14 @@ def _is(value: object, kinds: type | tuple[type, ...]) -> bool:
 
 
 def _command(words: list[str]) -> str:
-    """The command that was typed, without paths: those of one machine say nothing on another."""
+    """Return the command that was typed, without paths: those of one machine say nothing on another."""
     text = " ".join(["python", *words])
     text = re.sub(r" --(output|trace)[= ]\S+", "", text)
     return re.sub(r"( --nvme[= ])\S+", r"\1DIR", text)
 
 
 def _git(*arguments: str) -> str:
-    """The answer of git for this checkout. It is empty if there is no git or no checkout."""
+    """Return the answer of git for this checkout. It is empty if there is no git or no checkout."""
     command = ["git", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
@@ -257,7 +257,7 @@ def _git(*arguments: str) -> str:
 
 
 def _gpu() -> str | None:
-    """The name and the driver of the first GPU."""
+    """Return the name and the driver of the first GPU."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -267,7 +267,7 @@ def _gpu() -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    """The versions of those packages that are installed."""
+    """Return the versions of those packages that are installed."""
     found = {}
     for name in VERSIONS_OF:
         try:

@@ -31,15 +31,17 @@ RAM = 2 * TIB * 9 // 10
 DRIVE = DriveRates(directory="drive", read_bytes_per_s=14e9, write_bytes_per_s=12e9, mixed_bytes_per_s=20e9)
 """A PCIe 5 drive, as in what_if.py. A host has one for each GPU."""
 NVME = 32 * TIB
+"""NVMe of a host."""
 HOST: dict[str, Any] = {"update_parameters_per_s": 8 * 3.8e9, "memory_bytes_per_s": 8 * 110e9}
 """AdamW and RAM of a host with 8 GPUs: estimates, since only hosts with one and two were measured."""
 KERNELS: dict[str, Any] = {"gather_bytes_per_s": 262e9, "scatter_bytes_per_s": 288e9, "ranks_slowdown": 1.0}
-"""NCCL's kernels between two H200 (NVLink), measured. Products beside them nearly stand still."""
+"""NCCL's kernels between two H200 (NVLink), measured. Products that run at the same time nearly stand still."""
 COPIES: dict[str, Any] = {"gather_bytes_per_s": 368e9, "scatter_bytes_per_s": 368e9, "ranks_slowdown": 0.2}
-"""Copies by the GPUs' copy engines between two H200, measured. Products beside them lose a fifth of their time."""
+"""Copies by the GPUs' copy engines between two H200, measured. Products at the same time lose a fifth of their time."""
 NETWORK = 50e9
 """A network of 400 Gbit/s for each GPU."""
 SEQUENCE = 4096
+"""Tokens of a sequence."""
 TOKENS = 32_768
 """Tokens of a step for each GPU."""
 LLAMA: dict[str, Any] = {"model_type": "llama", "num_key_value_heads": 8, "tie_word_embeddings": False}
@@ -90,7 +92,7 @@ def rows(rates: Rates) -> Iterator[str]:
 
 
 def _row(choice: Choice) -> str:
-    """The cells of a choice."""
+    """Return the cells of a choice."""
     placement = choice.placement
     world = choice.trial.world
     held = [placement.state_bytes.get(tier, 0) * world.ranks / 1e9 for tier in Tier]
@@ -128,7 +130,7 @@ def step_rows(rates: Rates) -> Iterator[str]:
 
 
 def _step_seconds(rates: Rates, world: World, tiers: Mapping[str, Any], *, grows: bool) -> float:
-    """Seconds of a step of 8B.
+    """Return the seconds of a step of 8B.
 
     Args:
         rates: a host with one GPU.

@@ -26,6 +26,7 @@ TIB = 1 << 40
 DRIVE = DriveRates(directory="drive", read_bytes_per_s=14e9, write_bytes_per_s=12e9, mixed_bytes_per_s=20e9)
 """A PCIe 5 drive: it reads 14 GB/s and writes 12. When it does both, the sum is a little less."""
 SEQUENCE = 4096
+"""Tokens of a sequence."""
 GPU = 60 * GIB
 """The budget for blocks on the GPU. The rest of its memory is left to activations."""
 MODELS = {

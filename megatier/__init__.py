@@ -1,6 +1,6 @@
-"""Train models larger than RAM on one GPU, at full precision, over three tiers: GPU, RAM and NVMe.
+"""Train models larger than RAM on one GPU, or on several, at full precision, over three tiers: GPU, RAM and NVMe.
 
-The public names, loaded when first used: planning and `megatier --help` must not wait for torch.
+The public names are loaded when they are first used, because planning and `megatier --help` must not wait for torch.
 """
 
 from __future__ import annotations

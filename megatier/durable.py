@@ -48,6 +48,8 @@ def becoming(partial: Path, target: Path, what: str, *, replaces: bool = False) 
         yield
         synchronise = sync_tree if partial.is_dir() else sync
         synchronise(partial)
+
+        # A kill before this line leaves the old target; one after it leaves the new one, which is on the drive already.
         old = _take_name(partial, target, replaces)
         synchronise(target.parent)
         if old is not None:
@@ -105,6 +107,7 @@ def sync_tree(folder: Path) -> None:
     """
     directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        # Python has no call for this, so the C library is asked.
         if ctypes.CDLL(None, use_errno=True).syncfs(directory):
             raise OSError(ctypes.get_errno(), "syncfs", str(folder))
     finally:

@@ -1,7 +1,8 @@
 """The errors of megatier. They have typed fields, and every message has figures and a remedy.
 
-Each kind also derives from the builtin error that fits, if there is one. An error is raised where its cause is known,
-and caught only in `cli/`, which prints the message and exits with code 2.
+Each kind also derives from the builtin error that fits, if there is one. An error is raised where its cause is known.
+Code on its way catches it only to undo what it had begun, to try another way, or to add what it knows. The rest reaches
+`cli/`, which prints the message and exits with code 2.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ class TransferError(MegatierError, OSError):
         reason = os.strerror(code) if code else "the device ended early"
         remedy = REMEDIES.get(code, f"Check {path} and its drive.")
         place = f"on tier {tier}, {path}" if tier in TIERS else f"in {path}"
+
+        # OSError has two arguments, and gives them as `errno` and `strerror`.
         super().__init__(code, f"{what} failed {place} at byte {offset}: {reason}. {remedy}")
 
     def __str__(self) -> str:

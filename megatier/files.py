@@ -64,6 +64,8 @@ def replace_file(path: Path, content: bytes) -> None:
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
+        # The bytes are on the drive before the file gets its name; else a loss of power could leave the name with an
+        # empty file. The name itself is on the drive once its directory is.
         with create_file(partial) as file:
             file.write(content)
             file.flush()

@@ -53,6 +53,8 @@ def opened(path: Path, kind: Kind, *, pipes: bool = False) -> Iterator[BufferedR
         MegatierError: the error of `kind`: it is something else, or cannot be read. The message names it.
     """
     try:
+        # Opening a pipe that nobody writes to would wait for ever, before anything could be asked about it. It is asked
+        # of the open file, which nobody can exchange any more.
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if pipes else os.O_NONBLOCK))
         try:
             mode = os.fstat(file).st_mode
@@ -75,6 +77,8 @@ def read_input(path: Path, max_bytes: int, kind: Kind, *, pipes: bool = False) -
         FileNotFoundError, MegatierError: as in `opened`; or it is larger.
     """
     with opened(path, kind, pipes=pipes) as stream:
+        # One byte more than is allowed shows that a file is too large, whatever its size is said to be: it may be a
+        # pipe, or grow.
         raw = stream.read(max_bytes + 1)
     if len(raw) > max_bytes:
         raise kind(f"{path} has more than {mib(max_bytes)}, which no file of its kind has; it was not read.")
@@ -125,9 +129,12 @@ def parse_json(raw: bytes, where: str, kind: Kind) -> Any:  # noqa: ANN401
     Raises:
         MegatierError: the error of `kind`: it is no JSON, or larger or deeper than anybody writes.
     """
+    # Counted in the text, because the parser takes the RAM before it has anything to count. Signs inside of strings
+    # count too, which only makes the bound stricter.
     if raw.count(b"{") + raw.count(b"[") > CONTAINERS_MAX or raw.count(b",") > VALUES_MAX:
         raise kind(f"{where} holds more than {CONTAINERS_MAX:,} lists and objects, or {VALUES_MAX:,} values.")
     try:
+        # Python's parser would keep the last value of a repeated key, and other parsers the first.
         tree = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise kind(f"{where} is no valid JSON: {reason_of(error)}. Download or copy it again.") from error

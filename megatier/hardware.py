@@ -1,7 +1,9 @@
-"""What this machine has for megatier: memory and cores inside its container, drives, GPUs, and budgets that follow.
+"""The machine: memory and cores inside its container, drives, GPUs, and the budgets that follow from them.
 
-A container's limits count, not the host's: cgroup v1 and v2 are read from the process's own group up to the root. Files
-are looked up below `root`, which tests point at a made-up tree.
+If a container has limits, they count instead of the host's. They are read from the cgroup (v1 or v2) of this process
+and from every group above it, because each may have a limit and the tightest one holds. Files of the kernel are looked
+up below `root`, which tests point at a made-up tree. This module needs neither torch nor a GPU, so that `megatier plan`
+answers soon; the functions that ask for GPUs load torch, and only if there is a driver.
 """
 
 from __future__ import annotations
@@ -20,22 +22,19 @@ import psutil
 ROOT = Path("/")
 
 GPU_SHARE = 0.5
-"""Of the free GPU memory; the rest is for activations, which lie outside the arena, and libraries' workspaces."""
-
+"""The part of the free GPU memory that a budget takes. The rest is for activations, which lie outside the arena, and
+for the workspaces of libraries."""
 RAM_SHARE = 0.8
-"""Of the available RAM; the rest is for Python, staging and the page cache."""
-
+"""The part of the available RAM that a budget takes. The rest is for Python, staging buffers and the page cache."""
 PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-"""By generation, each way."""
-
+"""The bytes a second that one lane carries in each direction, by the generation of PCIe."""
 CUDA_DRIVER = "libcuda.so.1"
 ROCM_DEVICE = Path("/dev/kfd")
-"""Without either no build of torch sees a GPU."""
-
+"""If both the CUDA driver and this device are missing, no build of torch sees a GPU."""
 SMI_SECONDS = 30
-"""A driver that is not whole can let nvidia-smi hang."""
-
+"""The most seconds that nvidia-smi may take. It can hang if a driver is not whole."""
 MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
+"""The types of file systems whose files lie in RAM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +42,17 @@ class Mount:
     """The drive under a directory."""
 
     directory: Path
-    """Where it is mounted."""
+    """The directory at which the drive is mounted."""
     file_system: str
-    """Type, such as ext4; "unknown" where the system does not tell."""
+    """The type of its file system, such as ext4; "unknown" if the system does not tell."""
     total_bytes: int
+    """The size of the file system."""
     free_bytes: int
-    """Free for this user."""
+    """The bytes that this user may still fill."""
 
     @property
     def is_memory(self) -> bool:
-        """Whether files here lie in RAM, so that spilling to it gains nothing."""
+        """Whether files here lie in RAM, so that state which spills to it saves no RAM."""
         return self.file_system in MEMORY_FILE_SYSTEMS
 
 
@@ -61,45 +61,56 @@ class Gpu:
     """One CUDA device."""
 
     name: str
+    """The model, such as NVIDIA H100 80GB HBM3."""
     total_bytes: int
+    """Its memory."""
     free_bytes: int
+    """The bytes that no process has taken."""
     uuid: str = ""
+    """Its id without the prefix "GPU-", by which its link is found (`pcie_links`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PcieLink:
-    """Between a GPU and its slot. An idle GPU may lower the generation."""
+    """The link between a GPU and its slot. An idle GPU may lower the generation."""
 
     generation: int
+    """The generation of PCIe that it runs at now."""
     generation_max: int
-    """Of GPU and slot."""
+    """The highest generation that both GPU and slot can run at."""
     lanes: int
+    """The number of lanes that are in use."""
     lanes_max: int
+    """The number of lanes that both GPU and slot have."""
 
     @property
     def bytes_per_s(self) -> float:
-        """What it carries now, each way, headers of packets included; 0 where the generation is not known."""
+        """The bytes a second in each direction now, with the headers of packets; 0 if the generation is not known."""
         return PCIE_LANE_BYTES_PER_S.get(self.generation, 0.0) * self.lanes
 
 
 @dataclass(frozen=True, slots=True)
 class DefaultBudgets:
-    """Bytes that a run may use when nobody says otherwise."""
+    """Bytes that a run may use if nobody says otherwise."""
 
     gpu_bytes: int
+    """The default of `tiers.gpu`."""
     ram_bytes: int
+    """The default of `tiers.ram`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _CgroupFiles:
-    """What one version of cgroups calls things."""
+    """The names that one version of cgroups has for its files."""
 
     controllers: tuple[str, str]
-    """Names of the memory and cpu controllers in /proc/self/cgroup."""
+    """The names of the memory and cpu controllers in /proc/self/cgroup."""
     limit: str
+    """The file that has the limit, in bytes."""
     usage: str
+    """The file that has the bytes in use, page cache included."""
     reclaimable: str
-    """Key in memory.stat of the page cache that goes first."""
+    """The key in memory.stat of the page cache that the kernel gives up first."""
 
 
 V1 = _CgroupFiles(("memory", "cpu"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -107,7 +118,9 @@ V2 = _CgroupFiles(("", ""), "memory.max", "memory.current", "inactive_file")
 
 
 def ram_available_bytes(root: Path = ROOT) -> int:
-    """RAM that can be taken without swapping: of the machine, or of the tightest cgroup if that is less."""
+    """Return the RAM that can be taken without swapping: the machine's, or the tightest cgroup's if that is less."""
+    # The usage of a group includes its page cache. The part that was not read lately is given up before anything swaps,
+    # so it counts as free, as it does in the kernel's own figure for the machine.
     free = [
         limit - max(0, (_number(group / version.usage) or 0) - _statistic(group / "memory.stat", version.reclaimable))
         for version, group, limit in _memory_limits(root)
@@ -116,53 +129,58 @@ def ram_available_bytes(root: Path = ROOT) -> int:
 
 
 def ram_limit_bytes(root: Path = ROOT) -> int | None:
-    """The tightest cgroup memory limit; None where there is none below the machine's RAM."""
+    """Return the tightest memory limit of a cgroup; None if there is none below the machine's RAM."""
+    # A group without a limit may have a number all the same: version 1 writes the largest one there is.
     limits = [limit for _, _, limit in _memory_limits(root) if limit < psutil.virtual_memory().total]
     return min(limits, default=None)
 
 
 def ram_total_bytes(root: Path = ROOT) -> int:
-    """RAM of the machine, or the tightest cgroup's limit if that is less."""
+    """Return the RAM of the machine, or the tightest cgroup's limit if that is less."""
     limit = ram_limit_bytes(root)
     return psutil.virtual_memory().total if limit is None else limit
 
 
 def cores_usable(root: Path = ROOT) -> int:
-    """Cores that this process may keep busy: its affinity, cut by the cgroup's quota; at least 1."""
+    """Return how many cores this process may keep busy: its affinity, cut by the cgroup's quota; at least 1."""
+    # A quota of 2.5 cores counts as 2: a third thread would be stopped for half of its time, and others wait for it.
     return max(1, min([len(os.sched_getaffinity(0)), *(int(quota) for quota in _cpu_quotas(root))]))
 
 
 def cpu_has_bf16(root: Path = ROOT) -> bool:
-    """Whether the CPU multiplies bf16 numbers itself (AVX-512 BF16, AMX, Arm BF16)."""
+    """Return whether the CPU multiplies bf16 numbers itself (AVX-512 BF16, AMX, Arm BF16)."""
     words = set(_text(root / "proc/cpuinfo").split())
     return not words.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def set_cuda_defaults() -> None:
-    """Settings of CUDA and torch's allocator that fit many streams and large memories; the environment's own win.
+    """Set what CUDA and torch's allocator need for many streams and large memories, unless the environment has values.
 
-    Both are read when the first CUDA context is made.
+    It has to come before the first CUDA context is made, which reads both.
     """
-    # Streams share hardware queues when there are more of them than queues: then compute waits for unrelated copies.
+    # If there are more streams than hardware queues, streams share a queue. Then compute waits for unrelated copies.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    # Kept activations come and go in many sizes; without it their memory breaks into pieces.
+
+    # Kept activations come and go in many sizes. Without this their memory breaks into pieces that fit no other tensor.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def memlock_limit_bytes() -> int | None:
-    """Bytes that this process may lock in RAM; None: no limit."""
+    """Return the bytes that this process may lock in RAM; None: there is no limit."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def transparent_huge_pages(root: Path = ROOT) -> str:
-    """Mode of the kernel: "always", "madvise", "never", or "unknown"."""
+    """Return the kernel's mode: "always", "madvise", "never", or "unknown"."""
+    # The file lists all modes and has brackets around the one that is on: always [madvise] never.
     text = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
     return text.partition("[")[2].partition("]")[0] or "unknown"
 
 
 def mount_of(directory: Path) -> Mount:
-    """The drive that holds a directory, or would hold it: the nearest parent that exists counts."""
+    """Return the drive that holds a directory, or would hold it: the nearest parent that exists counts."""
+    # Resolved only then, since a path that does not exist leads nowhere. A link may lead to another drive.
     path = directory.expanduser().absolute()
     path = next(parent for parent in (path, *path.parents) if parent.exists()).resolve()
     places = {Path(partition.mountpoint): partition.fstype for partition in psutil.disk_partitions(all=True)}
@@ -172,16 +190,16 @@ def mount_of(directory: Path) -> Mount:
 
 
 def scratch_directory() -> Path:
-    """Where temporary files lie on a drive: the system's place for them, or /var/tmp where that one lies in RAM."""
+    """Return where temporary files lie on a drive: the system's place for them, or /var/tmp if that one lies in RAM."""
     usual = Path(tempfile.gettempdir())
     return Path("/var/tmp") if mount_of(usual).is_memory else usual
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The CUDA devices that this process sees."""
+    """Return the CUDA devices that this process sees."""
     if not _has_gpu_driver():
         return ()
-    import torch  # slow: only where it may see a GPU
+    import torch  # slow, so only if it may see a GPU
 
     if not torch.cuda.is_available():
         return ()
@@ -194,7 +212,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def _has_gpu_driver() -> bool:
-    """Whether torch may see a GPU, without loading it."""
+    """Return whether torch may see a GPU, without loading torch."""
     if ROCM_DEVICE.exists():
         return True
     try:
@@ -205,14 +223,14 @@ def _has_gpu_driver() -> bool:
 
 
 def device_for(asked: str) -> str:
-    """Where a run computes whose `tiers.device` is "auto", "cuda" or "cpu": "cuda" or "cpu"."""
+    """Return "cuda" or "cpu", where a run computes whose `tiers.device` is "auto", "cuda" or "cpu"."""
     if asked != "auto":
         return asked
     return "cuda" if gpus() else "cpu"
 
 
 def pcie_links() -> dict[str, PcieLink]:
-    """The links of the GPUs that nvidia-smi tells of, by uuid."""
+    """Return the links of the GPUs by uuid, as nvidia-smi tells; none if that is missing, fails or hangs."""
     fields = ",".join(f"pcie.link.{name}" for name in ("gen.current", "gen.max", "width.current", "width.max"))
     command = ["nvidia-smi", f"--query-gpu=uuid,{fields}", "--format=csv,noheader,nounits"]
     try:
@@ -220,6 +238,7 @@ def pcie_links() -> dict[str, PcieLink]:
     except (OSError, subprocess.SubprocessError):
         return {}
 
+    # A virtual machine may hide a link. Then nvidia-smi has words such as [N/A] in place of a number.
     rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
     return {
         uuid.removeprefix("GPU-"): PcieLink(*map(int, numbers))
@@ -229,20 +248,20 @@ def pcie_links() -> dict[str, PcieLink]:
 
 
 def nvidia_fs_is_loaded(root: Path = ROOT) -> bool:
-    """Whether the kernel module of GPUDirect Storage is there."""
+    """Return whether the kernel module of GPUDirect Storage is there."""
     return (root / "proc/driver/nvidia-fs").exists() or (root / "sys/module/nvidia_fs").exists()
 
 
 def udev_is_readable(root: Path = ROOT) -> bool:
-    """Whether udev's records are, by which cuFile finds the drive below a file; containers often lack them."""
+    """Return whether udev's records can be read, by which cuFile finds drives. Containers often lack them."""
     return os.access(root / "run/udev", os.R_OK)
 
 
 def default_budgets(device: str, root: Path = ROOT) -> DefaultBudgets:
-    """Budgets for a run on "cuda", or on "cpu", where the arena that stands for the GPU lies in RAM as well."""
+    """Return the budgets of a run on "cuda" or "cpu". On a CPU the arena of the gpu tier lies in RAM as well."""
     ram_bytes = int(ram_available_bytes(root) * RAM_SHARE)
     if device == "cuda":
-        import torch  # slow, and planning does without
+        import torch  # slow, and a plan with budgets of its own does without
 
         current = gpus()[torch.cuda.current_device()]
         return DefaultBudgets(int(current.free_bytes * GPU_SHARE), ram_bytes)
@@ -250,7 +269,7 @@ def default_budgets(device: str, root: Path = ROOT) -> DefaultBudgets:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[_CgroupFiles, Path, int]]:
-    """Every memory limit above this process, as (names, group, bytes)."""
+    """Yield every memory limit of this process's groups, as (names, group, bytes)."""
     for version, group in _groups(root, 0):
         limit = _number(group / version.limit)
         if limit is not None:
@@ -258,8 +277,10 @@ def _memory_limits(root: Path) -> Iterator[tuple[_CgroupFiles, Path, int]]:
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
-    """Every cpu quota above this process, in cores."""
+    """Yield every cpu quota of this process's groups, in cores."""
     for version, group in _groups(root, 1):
+        # Both versions have two numbers: microseconds of cores in each period, and the length of the period. The first
+        # is "max" or -1 if there is no quota. A quota below one core still leaves one core to plan with.
         words = _text(group / "cpu.max").split() if version is V2 else _v1_quota(group)
         if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
             yield max(1.0, int(words[0]) / int(words[1]))
@@ -270,7 +291,8 @@ def _v1_quota(group: Path) -> list[str]:
 
 
 def _groups(root: Path, controller: int) -> Iterator[tuple[_CgroupFiles, Path]]:
-    """Directories of this process's cgroup and of all above it, for memory (0) or cpu (1)."""
+    """Yield the directories of this process's cgroup and of all above it, for memory (0) or cpu (1)."""
+    # A line of the file is `number:controllers:path`. Version 2 has one group for all controllers, and names none.
     top = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)
@@ -278,6 +300,8 @@ def _groups(root: Path, controller: int) -> Iterator[tuple[_CgroupFiles, Path]]:
         if version.controllers[controller] not in names.split(","):
             continue
         base = top / names if names else top
+
+        # A controller may be mounted under its own name, although the file names it with others: cpu,cpuacct.
         if names and not base.exists():
             base = top / version.controllers[controller]
 
@@ -290,7 +314,7 @@ def _groups(root: Path, controller: int) -> Iterator[tuple[_CgroupFiles, Path]]:
 
 
 def _statistic(path: Path, name: str) -> int:
-    """A line `name value` of memory.stat; 0 where it is missing."""
+    """Return the value of a line `name value` of memory.stat; 0 if it is missing."""
     for line in _text(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name:
@@ -299,13 +323,13 @@ def _statistic(path: Path, name: str) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """A file that holds one number; None where it says "max" or is missing."""
+    """Return the number that a file holds; None if it says "max" or is missing."""
     text = _text(path).strip()
     return int(text) if text.isdigit() else None
 
 
 def _text(path: Path) -> str:
-    """A file of the kernel's; empty where it is missing or not ours to read."""
+    """Return the text of a file of the kernel; empty if it is missing or may not be read."""
     try:
         return path.read_text()
     except OSError:

@@ -5,7 +5,7 @@ gradient belong together; a kind only differs in bytes per element. Offsets are 
 bf16): matrix libraries pick kernels by alignment, and equal alignment on every tier keeps the bits equal. The whole is
 padded to 2,048 elements, so that every plane is a multiple of 4 KiB. Padding stays 0 under AdamW.
 
-Frozen parameters have a place in the weight plane alone, behind the trained ones: all other planes end where these do.
+Frozen parameters have a place in the weight plane alone, after the trained ones: all other planes end where these do.
 
 Where several ranks share the state, each unit is cut into equal shards, one for each rank. A shard is a layout of its
 own, whose tensors are runs of the unit's. `Layout.padded` makes a unit that can be cut so, `Layout.shard` cuts it.
@@ -20,9 +20,12 @@ from dataclasses import dataclass, replace
 from megatier.state import ADAMW_BF16, StateSchema
 
 ALIGN_ELEMENTS = 128
+"""Each tensor starts at a multiple of so many elements."""
 PAD_ELEMENTS = 2048
+"""The weight plane of a unit has a multiple of so many elements: 4 KiB, a page, in bf16, and two pages in fp32."""
 CHECKED_ELEMENTS = 32 << 10
-"""Trained and frozen parameters of one unit share no granule, which is 64 KiB of bf16."""
+"""The frozen parameters of a unit begin at a multiple of so many elements: a granule, which is 64 KiB of bf16. So an
+update, which writes whole granules, never writes bytes of a frozen parameter."""
 SHARD_ELEMENTS = 64 << 10
 """A shard begins at a multiple of this. It is a multiple of everything that is counted from a unit's start: alignment,
 pages, checksummed granules, and the tiles of the norm."""
@@ -30,21 +33,22 @@ pages, checksummed granules, and the tiles of the norm."""
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """One parameter inside its unit, or a run of its elements where several units share it."""
+    """One parameter inside its unit, or a run of its elements if several units share it."""
 
     name: str
     """Full parameter name in the model, such as `model.layers.0.mlp.up_proj.weight`."""
     shape: tuple[int, ...]
+    """Shape of the slice itself."""
     start: int
     """First element inside the unit."""
     whole: tuple[int, ...] | None = None
-    """Shape of the parameter, where the slice is a run of its elements only; None: the slice is all of it."""
+    """Shape of the parameter if the slice is only a run of its elements; None: the slice is all of it."""
     offset: int = 0
     """First element of the slice inside its parameter."""
 
     @property
     def parameter_shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
         return self.shape if self.whole is None else self.whole
 
     @property
@@ -63,7 +67,7 @@ class TensorSlice:
         return self.offset, self.offset + self.num_elements
 
     def place(self, element: int) -> int:
-        """Where an element of the parameter lies in the unit."""
+        """Return the number in the unit of an element of the parameter."""
         return self.start + element - self.offset
 
 
@@ -72,6 +76,7 @@ class Layout:
     """All parameters of one unit, in order, without overlap."""
 
     tensors: tuple[TensorSlice, ...]
+    """The trained parameters in the order of the model, and after them the frozen ones."""
     num_elements: int
     """Padded size of the unit's weight plane, in elements."""
     num_trained: int
@@ -84,26 +89,31 @@ class Layout:
         """Place (name, shape) pairs one after another, those named as frozen last."""
         pairs = list(shapes)
         trained, offset = _placed([pair for pair in pairs if pair[0] not in frozen], 0)
+
+        # A unit without parameters gets a page all the same, so that no block is empty.
         if len(trained) == len(pairs):
             size = max(PAD_ELEMENTS, _padded(offset, PAD_ELEMENTS))
             return Layout(trained, size, size)
+
         num_trained = _padded(offset, CHECKED_ELEMENTS)
         others, offset = _placed([pair for pair in pairs if pair[0] in frozen], num_trained)
         return Layout((*trained, *others), _padded(offset, PAD_ELEMENTS), num_trained)
 
     @property
     def trained(self) -> Layout:
-        """Of the trained parameters alone: what gradients and moments have."""
+        """The layout of the trained parameters alone, which is that of gradients and moments."""
         if self.num_trained == self.num_elements:
             return self
         tensors = tuple(tensor for tensor in self.tensors if tensor.start < self.num_trained)
         return replace(self, tensors=tensors, num_elements=self.num_trained)
 
     def padded(self, ranks: int) -> Layout:
-        """The same parameters with more padding, so that trained and frozen ones can be cut into equal shards."""
+        """Return a layout with more padding, so that trained and frozen elements can be cut into equal shards."""
         if ranks == 1:
             return self
 
+        # Trained and frozen elements are cut separately, so that every rank updates equally many. The padding after the
+        # trained ones grows by that, and the frozen ones move up.
         multiple = ranks * SHARD_ELEMENTS
         num_trained = _padded(self.num_trained, multiple)
         num_frozen = _padded(self.num_elements - self.num_trained, multiple)
@@ -115,7 +125,7 @@ class Layout:
         return replace(self, tensors=tensors, num_elements=num_trained + num_frozen, num_trained=num_trained)
 
     def shard(self, rank: int, ranks: int) -> Layout:
-        """The layout of a rank's shard: its trained elements, and behind them its frozen ones.
+        """Return the layout of a rank's shard: its trained elements, and after them its frozen ones.
 
         Args:
             rank: the rank, from 0.
@@ -135,7 +145,7 @@ class Layout:
         )
 
     def shard_runs(self, rank: int, ranks: int) -> tuple[tuple[int, int, int], ...]:
-        """The runs [first, last) of elements that a rank owns, each with its first element inside the shard."""
+        """Return the runs [first, last) of elements that a rank owns, each with its first element inside the shard."""
         trained = self.num_trained // ranks
         frozen = self.num_elements // ranks - trained
         first = self.num_trained + rank * frozen
@@ -144,11 +154,14 @@ class Layout:
 
 
 def _clipped(tensor: TensorSlice, first: int, last: int, start: int) -> TensorSlice | None:
-    """The run of a tensor's elements that lies in [first, last), which begins at `start` now; None: there is none."""
+    """Return the run of a tensor's elements in [first, last), which begins at `start` now; None if there is none."""
     lower = max(tensor.start, first)
     upper = min(tensor.stop, last)
     if lower >= upper:
         return None
+
+    # A slice that is cut is a flat run of elements, and notes the shape of its parameter. One that lies whole in the
+    # shard keeps its own shape.
     return TensorSlice(
         name=tensor.name,
         shape=tensor.shape if (lower, upper) == (tensor.start, tensor.stop) else (upper - lower,),
@@ -159,7 +172,7 @@ def _clipped(tensor: TensorSlice, first: int, last: int, start: int) -> TensorSl
 
 
 def _placed(shapes: Iterable[tuple[str, tuple[int, ...]]], offset: int) -> tuple[tuple[TensorSlice, ...], int]:
-    """Slices from an offset on, and the first aligned element behind them."""
+    """Return slices from an offset on, and the first aligned element after them."""
     tensors = []
     for name, shape in shapes:
         tensors.append(TensorSlice(name, tuple(shape), offset))

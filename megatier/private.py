@@ -45,6 +45,7 @@ class PrivateDirectory:
         """
         self.path = path
         """The directory, for messages."""
+        # The mount itself may be a link, but the run's directory on it must not be: a link could lead anywhere.
         self._folder, self._lock = _opened_and_locked(path, os.O_NOFOLLOW, _refuse_shared)
 
     def open(self, name: str, flags: int = 0) -> int:
@@ -54,6 +55,7 @@ class PrivateDirectory:
             ConfigError: other users may open the file.
             OSError: it cannot be opened or created, or it is a link.
         """
+        # A new file must not be there yet: O_CREAT alone would take a file that somebody else had put there.
         file = os.open(name, FILE_FLAGS | flags | (os.O_EXCL if flags & os.O_CREAT else 0), 0o600, dir_fd=self._folder)
         try:
             _refuse_shared(self.path / name, file)

@@ -37,7 +37,7 @@ class StateSchema:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of state there are."""
+        """The kinds of state that there are, in the order of the planes."""
         return tuple(plane.kind for plane in self.planes)
 
     @property
@@ -69,17 +69,19 @@ class StateSchema:
         return self.planes[0].width
 
     def width(self, kind: Kind) -> int:
-        """Bytes of an element of this kind."""
+        """Return the bytes of an element of this kind."""
         return self._plane(kind).width
 
     def dtype(self, kind: Kind) -> str:
-        """Name of the torch dtype of an element of this kind."""
+        """Return the name of the torch dtype of an element of this kind."""
         return self._plane(kind).dtype
 
     def _plane(self, kind: Kind) -> Plane:
         return next(plane for plane in self.planes if plane.kind is kind)
 
 
+# The moments are fp32 whatever the compute dtype is. A step changes the second one by about 1 - beta2 of its value,
+# such as 0.001, and bf16 with its 8 bits would round that away.
 MOMENTS = (
     Plane(kind=Kind.EXP_AVG, dtype="float32", width=4, array="exp_avg"),
     Plane(kind=Kind.EXP_AVG_SQ, dtype="float32", width=4, array="exp_avg_sq"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 PAGE_BYTES = 4096
-"""Alignment of every slot, extent and file offset: what O_DIRECT asks for everywhere."""
+"""The alignment of every slot, extent and file offset. O_DIRECT asks for no more than this on any drive."""
 
 
 class Tier(StrEnum):
@@ -18,7 +18,7 @@ class Tier(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a block holds. The first four are the state of a unit."""
+    """The sort of bytes that a block holds. The first four are the state of a unit."""
 
     WEIGHT = "weight"
     REMAINDER = "remainder"
@@ -37,14 +37,14 @@ class Kind(StrEnum):
 
 
 class Phase(StrEnum):
-    """Why a unit is used."""
+    """The part of a step for which a unit is used."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
 class Activations(StrEnum):
-    """What happens to a unit's activations between forward and backward: the policy, as everyone but the node sees it.
+    """The policy for a unit's activations between forward and backward, as everyone but the node sees it.
 
     `engine.activation` carries it out. A policy never changes a number; it costs memory, or compute, or a link.
     """
@@ -55,34 +55,39 @@ class Activations(StrEnum):
 
     @property
     def keeps_graph(self) -> bool:
-        """What the forward saved stays until the backward, which repeats nothing that was saved."""
+        """Whether all that the forward saved stays until the backward, which then does not run the forward again."""
         return self is Activations.KEEP
 
     @property
     def offloads_input(self) -> bool:
-        """The unit's input waits in RAM, so that nothing of the unit stays on the GPU."""
+        """Whether the unit's input waits in RAM, so that nothing of the unit stays on the GPU."""
         return self is Activations.OFFLOAD
 
     @property
     def without_offload(self) -> Activations:
-        """The policy of units that have no single input to offload."""
+        """The policy of a unit that has no single input to offload, in a run with this policy."""
+        # Offload is recompute with the input in RAM, so without that it is recompute.
         return Activations.RECOMPUTE if self.offloads_input else self
 
 
 STATE_KINDS = (Kind.WEIGHT, Kind.REMAINDER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+"""All kinds of state that any schema has (`megatier.state`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """What moves at once: one unit's tensors of one kind, contiguous."""
+    """The bytes that move together: all tensors of one kind of one unit, side by side."""
 
     key: str
+    """The name of the block, which no other block of the store has."""
     num_bytes: int
+    """Its size, which need not be in whole pages."""
     home: Tier | None
-    """Where the block lives between uses; None: scratch, alive only while a copy is resident."""
+    """The tier where the block always lies. None: it is a scratch block, which exists as long as it has a copy."""
     kind: Kind = Kind.WEIGHT
+    """The kind, which decides through which slots and queues it passes."""
 
 
 def round_up(num_bytes: int, multiple: int = PAGE_BYTES) -> int:
-    """The next multiple."""
+    """Return the least multiple that is not smaller."""
     return -(-num_bytes // multiple) * multiple

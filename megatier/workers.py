@@ -101,6 +101,8 @@ class Workers:
 
     def close(self) -> None:
         """Drop the work that was not begun, and end the threads. Nobody may wait for a task any more."""
+        # What is waiting is dropped first. Otherwise the ends below would come after it, and closing would do all of
+        # that work.
         with contextlib.suppress(Empty):
             while True:
                 self._tasks.get_nowait()

@@ -42,6 +42,18 @@ SETTINGS: dict[str, Any] = {
     "train.learning_rate": 1e-2,
     "train.evaluate_batches": 2,
 }
+PLACES: dict[str, dict[str, Any]] = {
+    "gpu": {"tiers.state": "gpu"},
+    "ram": {"tiers.state": "ram", "tiers.gpu": "512KiB"},
+    "ram_streamed": {"tiers.state": "ram", "tiers.gpu": "16MiB", "tiers.streamed_share": 0.7},
+    "nvme": {"tiers.state": "nvme", "tiers.gpu": "512KiB"},
+    "gpu_ram": {"tiers.state": "gpu,ram", "tiers.gpu": "640KiB"},
+    "ram_nvme": {"tiers.state": "ram,nvme", "tiers.gpu": "512KiB", "tiers.ram": None},
+    "gpu_ram_nvme": {"tiers.gpu": "640KiB", "tiers.ram": None},
+}
+"""Tiers that hold state; a RAM budget of None stands for little more than the least there is."""
+IMMEDIATE = {"train.clip": "null", "numerics.guard": False}
+"""Updates run inside the backward."""
 EVERY_TWO: dict[str, Any] = {"train.steps": 6, "output.checkpoint_every": 2}
 
 

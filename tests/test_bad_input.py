@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_commands import MODEL, command, leftovers, metrics
 from small_drive import NO_NAMESPACES
-from test_train_trainer import saved_model
+from test_train_numbers import saved_model
 from warm_python import WarmPython
 
 from megatier.cli import main

@@ -167,7 +167,7 @@ def test_resume_drops_damaged_lines_of_the_log_and_says_which(
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"step": 3, "lo')
     assert main(["report", str(stopped)]) == 0
-    assert "is cut, as where a process is killed" in page.read_text()
+    assert "is cut, as a kill may leave it" in page.read_text()
     first, *rest = whole.splitlines(keepends=True)
     path.write_bytes(first + b"\0" * 9 + b"\n" + b"".join(rest) + b'{"step": 3, "lo')
     capsys.readouterr()

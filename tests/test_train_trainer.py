@@ -6,9 +6,6 @@ import itertools
 import json
 import math
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,39 +15,14 @@ import fake_kvikio
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
-from small_commands import MODEL, all_records, command, leftovers, metrics, write_chats
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from small_commands import IMMEDIATE, MODEL, PLACES, all_records, command, leftovers, metrics
 
 from megatier.cli import main
-from megatier.config.schema import TrainConfig
 from megatier.config.values import parse_bytes
-from megatier.data.tokenizer import byte_tokenizer
 from megatier.engine.unit_model import Batch, UnitModel
 from megatier.errors import mib
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.train import choices
-from megatier.train.loop import rate_of
-
-PLACES: dict[str, dict[str, Any]] = {
-    "gpu": {"tiers.state": "gpu"},
-    "ram": {"tiers.state": "ram", "tiers.gpu": "512KiB"},
-    "ram_streamed": {"tiers.state": "ram", "tiers.gpu": "16MiB", "tiers.streamed_share": 0.7},
-    "nvme": {"tiers.state": "nvme", "tiers.gpu": "512KiB"},
-    "gpu_ram": {"tiers.state": "gpu,ram", "tiers.gpu": "640KiB"},
-    "ram_nvme": {"tiers.state": "ram,nvme", "tiers.gpu": "512KiB", "tiers.ram": None},
-    "gpu_ram_nvme": {"tiers.gpu": "640KiB", "tiers.ram": None},
-}
-"""Tiers that hold state; a RAM budget of None stands for little more than the least there is."""
-IMMEDIATE = {"train.clip": "null", "numerics.guard": False}
-"""Updates run inside the backward."""
-MODES: list[dict[str, Any]] = [
-    {"train.clip": 0.5, "train.activations": "keep"},
-    {**IMMEDIATE, "train.activations": "offload", "train.slices": 2},
-    {"train.clip": 0.5, "train.groups": 2, "train.slices": 2, "train.activations": "recompute"},
-    {"train.clip": "null", "train.groups": 2, "train.activations": "offload"},
-]
 
 
 @pytest.fixture(autouse=True)
@@ -61,33 +33,6 @@ def _repeatable_settings() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(before[0])
     torch.set_num_threads(before[1])
-
-
-def trained(folder: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
-    """Masters at the end of a run in a new folder."""
-    folder.mkdir()
-    assert main(command(folder, {"output.export_dtype": "fp32", **settings})) == 0
-    return load_file(folder / "run" / "model" / "model.safetensors")
-
-
-def least_ram(folder: Path, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> int:
-    """The budget, in bytes, that refused runs ask for."""
-    least = 1
-    while True:  # for gradients, perhaps, then for slots
-        folder.mkdir()
-        code = main(command(folder, {**settings, "tiers.ram": least}))
-        shutil.rmtree(folder)
-        if code == 0:
-            return least
-        [(number, unit)] = re.findall(r"Raise tiers.ram to at least ([\d.]+) (\w+)", capsys.readouterr().err)
-        least = parse_bytes(number + unit)
-
-
-def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-# ---------------------------------------------------------------------- records
 
 
 def test_train_run_leaves_config_metrics_and_model_and_nothing_else(tmp_path: Path) -> None:
@@ -380,149 +325,3 @@ def test_train_trace_is_a_chrome_trace_of_the_last_steps(tmp_path: Path) -> None
     for lane in ("compute", "update_nvme"):
         times = sorted((s["ts"], s["ts"] + s["dur"]) for s in spans if s["tid"] == lanes[lane])
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(times)), f"{lane} overlaps itself"
-
-
-# ---------------------------------------------------------------------- numbers
-
-
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(str(value) for value in mode.values()))
-def test_train_any_placement_moves_what_it_demands_and_gives_the_same_weights(
-    mode: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = {}
-    few = "gpu", "nvme", "gpu_ram_nvme"  # the exactness tests have every pair
-    for place, tiers in PLACES.items() if mode is MODES[0] else ((place, PLACES[place]) for place in few):
-        settings = {**tiers, **mode, "tiers.nvme": f"{tmp_path}:16MiB", "model.config.num_hidden_layers": 8}
-        if settings.get("tiers.ram", "") is None:
-            settings["tiers.ram"] = least_ram(tmp_path / place, settings, capsys) + (100 << 10)
-        found[place] = trained(tmp_path / place, {**settings, "train.evaluate_every": 2})
-        report = capsys.readouterr().out
-        moves = {row[0]: row[1:] for row in re.findall(r"(\w+_to_\w+)\s+│\s+([\d,]+) │\s+([\d,]+) │\s+(\S+) │", report)}
-        assert {row[2] for row in moves.values()} == {"none"}, report
-        assert len(moves) == (6 if place == "ram_streamed" else 4)
-        lies = dict(re.findall(r"│ (gpu|ram|nvme)\s+│\s+(\S+)", report))
-        assert {tier for tier, size in lies.items() if size != "0"} == {*place.split("_")} - {"streamed"}, report
-    assert [place for place, weights in found.items() if not equal(weights, found["gpu"])] == []
-
-
-def test_train_conversations_any_placement_and_policy_give_the_same_weights(tmp_path: Path) -> None:
-    settings = {"data.files": write_chats(tmp_path), "data.sequence_length": 64, "tiers.nvme": f"{tmp_path}:16MiB"}
-    runs: dict[str, dict[str, Any]] = {
-        "gpu": {},
-        "nvme": {**PLACES["nvme"], "train.activations": "offload"},
-        "gpu_ram": {**PLACES["gpu_ram"], "train.activations": "recompute"},
-    }
-    found = {name: trained(tmp_path / name, {**settings, **run}) for name, run in runs.items()}
-    assert [name for name, weights in found.items() if not equal(weights, found["gpu"])] == []
-    records = metrics(tmp_path / "gpu")
-    assert all(0 < record["tokens"] < 4 * 64 for record in records if "tokens" in record), "the fill does not count"
-    assert "generation" in AutoTokenizer.from_pretrained(tmp_path / "gpu" / "run" / "model").chat_template
-    crossing = trained(tmp_path / "crossing", {**settings, "data.cross_documents": True})
-    assert not equal(crossing, found["gpu"])
-
-
-def test_train_documents_apart_on_recurrent_layers_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    layers = {"model.config.layer_types": "[linear_attention, full_attention, full_attention]"}
-    settings = {**layers, "model.config.model_type": "qwen3_next", "data.cross_documents": False}
-    assert main(command(tmp_path, settings)) != 0
-    assert "layers (linear_attention) that do not stop at the borders of documents" in capsys.readouterr().err
-
-
-def test_train_evaluations_in_between_change_no_bit(tmp_path: Path) -> None:
-    settings = {"tiers.nvme": f"{tmp_path}:16MiB", "tiers.state": "ram,nvme", "train.steps": 4}
-    for name, mode in (("deferred", {"train.clip": 0.5}), ("immediate", IMMEDIATE)):
-        runs = [
-            trained(tmp_path / f"{name}-{every}", {**settings, **mode, "train.evaluate_every": every})
-            for every in (0, 1)
-        ]
-        assert equal(*runs)
-        [seldom, often] = [metrics(tmp_path / f"{name}-{every}") for every in (0, 1)]
-        assert len(often) == len(seldom) + 3
-        assert [r["loss"] for r in seldom if "loss" in r] == [r["loss"] for r in often if "loss" in r]
-        assert seldom[-1]["heldout_loss"] == often[-1]["heldout_loss"]
-
-
-def test_train_a_fresh_process_gives_the_same_bytes(tmp_path: Path) -> None:
-    settings = {"tiers.nvme": f"{tmp_path}:16MiB", "tiers.state": "nvme", "model.config.attention_dropout": 0.1}
-    here, fresh = tmp_path / "here", tmp_path / "fresh"
-    found = []
-    for folder in (here, fresh):
-        folder.mkdir()
-        words = command(folder, {**settings, "model.compute_dtype": "bf16"})
-        if folder is here:
-            assert main(words) == 0
-        else:
-            code = "import sys; from megatier.cli import main; sys.exit(main(sys.argv[1:]))"
-            done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=300)
-            assert done.returncode == 0, done.stderr
-        losses = [record.get("loss", record.get("heldout_loss")) for record in metrics(folder)]
-        found.append((losses, (folder / "run" / "model" / "model.safetensors").read_bytes()))
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_rate_of_any_schedule_follows_its_formula(schedule: str) -> None:
-    train = TrainConfig(
-        steps=11,
-        warmup_steps=4,
-        learning_rate=2.0,
-        min_learning_rate_ratio=0.1,
-        schedule=schedule,  # type: ignore[arg-type]
-    )
-    rates = [rate_of(step, train) for step in range(1, 12)]
-    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
-    for position, rate in enumerate(rates[4:]):
-        share = position / 7
-        factor = {"constant": 1.0, "linear": 1 - share, "cosine": 0.5 * (1 + math.cos(math.pi * share))}[schedule]
-        floor = 1.0 if schedule == "constant" else 0.1
-        assert rate == pytest.approx(2.0 * (floor + (1 - floor) * factor), rel=1e-12)
-
-
-# ---------------------------------------------------------------------- Hugging Face in and out
-
-
-def saved_model(folder: Path, dtype: torch.dtype, layers: int = 2) -> LlamaForCausalLM:
-    """A model whose one shard has about 6 MB in fp32, with a tokenizer, written by transformers."""
-    torch.manual_seed(3)
-    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": layers, "head_dim": 32}
-    model = LlamaForCausalLM(LlamaConfig(**{**MODEL, **sizes}))
-    model = model.bfloat16() if dtype is torch.bfloat16 else model
-    assert isinstance(model, LlamaForCausalLM)
-    model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return model
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_train_local_folder_larger_than_ram_trains_and_exports(dtype: torch.dtype, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    layers = 4 if dtype is torch.float32 else 8
-    saved = saved_model(source, dtype, layers)
-    settings: dict[str, Any] = {
-        "model.path": str(source),
-        "data.tokenizer": None,
-        "tiers.gpu": "5MiB",
-        "tiers.ram": "3MiB",
-        "tiers.nvme": f"{tmp_path}:64MiB",
-        "train.steps": 2,
-        **IMMEDIATE,
-        "output.export_dtype": "fp32",
-        "model.compute_dtype": "bf16",
-    }
-    assert (source / "model.safetensors").stat().st_size > 3 << 20
-    for rate in (0.0, 1e-3):
-        folder = tmp_path / f"rate-{rate}"
-        folder.mkdir()
-        assert main(command(folder, {**settings, "train.learning_rate": rate})) == 0
-        model = AutoModelForCausalLM.from_pretrained(folder / "run" / "model")
-        assert model.dtype is torch.float32
-        expected = {name: parameter.float() for name, parameter in saved.named_parameters()}
-        found = dict(model.named_parameters())
-        assert found.keys() == expected.keys()
-        same = [torch.equal(found[name], expected[name]) for name in expected]
-        assert all(same) if rate == 0 else not any(same)
-        tokenizer = AutoTokenizer.from_pretrained(folder / "run" / "model")
-        assert tokenizer.decode(tokenizer("häuser\n")["input_ids"]) == "häuser\n"
-        assert list(leftovers(folder)) == []

@@ -18,6 +18,7 @@ from record import Row, default_output, failed_row, row, write_row
 
 from peers.shapes import SHAPES, TFLOPS_FORMULA, peak_gpu_bytes, peak_ram_bytes
 
+# The settings of AdamW, which are the same for every peer.
 CLIP = 1.0
 RATE = 1e-5
 BETAS = (0.9, 0.999)

@@ -25,11 +25,17 @@ class Shape:
     """The sizes of a Llama whose head and embedding are not tied."""
 
     hidden: int
+    """Elements of a hidden state."""
     ffn: int
+    """Elements inside the feed-forward."""
     heads: int
+    """Attention heads of queries."""
     kv_heads: int
+    """Attention heads of keys and values."""
     layers: int
+    """Decoder layers."""
     vocab: int
+    """Tokens of the vocabulary."""
 
     @property
     def matmul_parameters(self) -> int:
@@ -43,7 +49,7 @@ class Shape:
         return self.matmul_parameters + self.hidden * self.vocab + (2 * self.layers + 1) * self.hidden
 
     def model_flops(self, tokens: int, sequence_length: int) -> int:
-        """FLOPs of forward and backward over so many tokens, as `TFLOPS_FORMULA` counts."""
+        """Return the FLOPs of forward and backward over so many tokens, as `TFLOPS_FORMULA` counts."""
         return 6 * tokens * (self.matmul_parameters + self.layers * sequence_length * self.hidden)
 
 
@@ -92,7 +98,7 @@ class Head(nn.Module):
         return torch.stack(sums).sum() / (targets != -100).sum()
 
     def _chunk(self, rows: Tensor, targets: Tensor) -> Tensor:
-        """The summed loss of some rows. Their logits are computed again in the backward."""
+        """Return the summed loss of some rows. Their logits are computed again in the backward."""
         return F.cross_entropy((rows @ self.weight.t()).float(), targets, ignore_index=-100, reduction="sum")
 
 
@@ -110,7 +116,7 @@ class LanguageModel(nn.Module):
         self.head = Head(shape)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The mean loss of the next token over ids [batch, tokens]."""
+        """Return the mean loss of the next token over ids [batch, tokens]."""
         hidden = self.core(input_ids=ids, use_cache=False).last_hidden_state
         loss: Tensor = self.head(hidden, F.pad(ids[:, 1:], (0, 1), value=-100))
         return loss
@@ -148,12 +154,12 @@ def fill(parameters: Iterable[Tensor]) -> None:
 
 
 def peak_ram_bytes() -> int:
-    """The highest resident set of this process so far, as the operating system counted it."""
+    """Return the highest resident set of this process so far, as the operating system counted it."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_gpu_bytes() -> int | None:
-    """The highest use of the GPU so far, context and libraries included; None without a GPU.
+    """Return the highest use of the GPU so far, context and libraries included; None without a GPU.
 
     The driver tells what is used now. What torch reserved above that at its peak comes on top. Others on the same GPU
     would be counted too.

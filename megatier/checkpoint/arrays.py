@@ -1,4 +1,8 @@
-"""Arrays in chunk files, written and read in any order."""
+"""Arrays in chunk files, written and read in any order.
+
+A chunk that is not full yet holds a staging buffer. So whoever fills arrays in an order of their own must have as many
+buffers as chunks may be open at once, and one more (`CheckpointWriter`); else `ChunkFiles.stage` has none to give.
+"""
 
 from __future__ import annotations
 

@@ -48,12 +48,14 @@ UNBOUND_FORMAT = 2
 NUM_THREADS = 4
 """Native threads that read."""
 NAME = re.compile(r"step-(\d{8,})")
-"""Name of a whole checkpoint."""
+"""Name of a whole checkpoint. Eight digits or more, so that names sort as steps do up to a hundred million of them."""
 WRITING = ".partial"
 """End of the hidden name of a checkpoint that is not whole yet."""
 REMOVING = ".removed"
 """End of the hidden name of a checkpoint that is being removed."""
 HIDDEN = re.compile(r"\.step-\d{8,}\.(partial|removed)")
+"""The hidden names that only a checkpoint of ours can have, so that nothing else is ever removed."""
+# Zarr's own names, in its own order: bytes first, then the checksum over them.
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
 
@@ -278,7 +280,8 @@ def restore(session: Session, path: Path) -> None:
                 "the checkpoint and begin a run with that model."
             )
 
-    # If something breaks off in here, also on another rank, the state is torn until it is loaded again.
+    # If something breaks off in here, also on another rank, the state is torn until it is loaded again. `loading` is
+    # outermost, so that it sees the error of another rank, which `together` raises here.
     crew = session.ranks or Alone()
     with session.player.loading(), crew.together():
         _fill(session, _open_arrays(path, arrays_of(session.units)))
@@ -287,6 +290,7 @@ def restore(session: Session, path: Path) -> None:
 
 def _fill(session: Session, arrays: dict[tuple[str, str], StoredArray]) -> None:
     """Fill all state from arrays, unit by unit."""
+    # Units are filled one after the other, so staging buffers are all the RAM that this takes.
     with _files(arrays.values()) as files:
         for unit in session.units:
             for name, planes in unit.layout.schema.arrays.items():

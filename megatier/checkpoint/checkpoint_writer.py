@@ -2,11 +2,17 @@
 
 After `player.drain` the state of a step is home. It stays as it is until the updates of the next step. The lane
 `checkpoint` goes through the units in the order of their updates, and the update of a unit comes behind it. So nothing
-is copied first. A thread for each group of arrays (masters and both moments) fills chunks, and native threads write
-them; a unit may be updated when all of it lies in chunks.
+is copied first. Several ranks write one checkpoint; each writes the chunks that it owns (`chunk_owners`).
 
-Several ranks write one checkpoint. Each writes the chunks that it owns (`chunk_owners`), and gets what others have of
-them when all are through with a unit. The first rank makes the folder, and makes it whole.
+1. `_begin`: the first rank makes a folder with a hidden name, if there is room. All ranks allocate buffers.
+2. `_write_unit`, for each unit: a thread for each group of arrays (masters and both moments) fills chunks, and native
+   threads write them. When all ranks are through with the unit, they exchange the elements that others write. The unit
+   may be updated from then on, since all of it lies in chunks.
+3. `_finish`: each rank waits for its writes and synchronises them. The first rank gathers all checksums, writes the
+   metadata, and last of all the manifest. Then it gives the folder its name.
+4. Only now does it remove older checkpoints.
+
+A kill before the rename leaves the hidden folder, which the next checkpoint removes, and all older ones whole.
 
 This cannot be part of a deadlock: the lane takes no slots and waits for drives and copies alone, never for an update or
 for compute. It also waits for the same lane of other ranks, which goes through the same units.
@@ -184,6 +190,8 @@ class CheckpointWriter:
 
     def _finish(self, last: Transfer) -> None:
         """Make the checkpoint whole, or leave nothing of it. The first rank does so when all ranks have written."""
+        # The rename lies inside the outer region, so that all ranks fail if it does. The inner region lets all ranks
+        # stop before the rename if one of them has failed.
         with self._crew.together(), self._becoming():
             with self._crew.together():
                 chunks = self._end_writing(last)

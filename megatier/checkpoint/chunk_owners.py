@@ -49,7 +49,8 @@ class ChunkOwners:
         self._rank = rank
         self._size = size
         self._runs: dict[str, list[tuple[int, int]]] = {}
-        """By parameter, in order: the first element of each run that one rank has, and the rank."""
+        """The runs of each parameter that one rank has, in order: the first element of the run, and the rank."""
+        # Shards are cut by whole units, so a parameter whose units are several, or whose unit is cut, has several runs.
         for unit in wholes:
             for other in range(size):
                 for tensor in unit.layout.shard(other, size).tensors:
@@ -79,6 +80,8 @@ class ChunkOwners:
         """
         pieces = []
         for tensor in tensors_of(self._layouts[unit].shard(rank, self._size), array):
+            # Only the first chunk of a run can begin on another rank: every later one begins inside of the run. So a
+            # rank sends at most one piece of each parameter.
             start, stop = tensor.elements
             first, last = Grid.of(tensor.parameter_shape).bounds(start)
             owner = self._rank_of(tensor.name, first)
@@ -87,7 +90,7 @@ class ChunkOwners:
         return pieces
 
     def _rank_of(self, name: str, element: int) -> int:
-        """The rank that has an element of a parameter."""
+        """Return the rank that has an element of a parameter."""
         runs = self._runs[name]
         return runs[bisect_right(runs, element, key=lambda run: run[0]) - 1][1]
 

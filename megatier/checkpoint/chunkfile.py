@@ -33,6 +33,7 @@ from megatier.store.arena import Arena
 from megatier.tier import PAGE_BYTES, round_up
 
 CRC_BYTES = 4
+"""The length of the checksum at the end of each file."""
 STAGED = 8
 """Number of staging buffers: one that is being filled or looked at, and others on their way."""
 
@@ -60,6 +61,7 @@ class Staged:
 
     def close(self) -> None:
         """Close the descriptors of the file."""
+        # Each one leaves the list before it is closed, so that none is closed twice if this is called again.
         while self.files:
             os.close(self.files.pop())
 
@@ -301,6 +303,7 @@ class ChunkFiles:
             staged.close()
 
     def _submit(self, staged: Staged, segments: Sequence[tuple[int, int, int, int]], *, write: bool) -> None:
+        # No table of checksums: the file's own covers all of it, and lies in the buffer.
         staged.batch = self._pool.submit_io(write, segments, 0, REQUEST_BYTES, REQUEST_BYTES)
 
 

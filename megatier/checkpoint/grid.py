@@ -1,4 +1,8 @@
-"""How an array is cut into chunks, each of which is a file, as Zarr v3 names and shapes them. Pure arithmetic."""
+"""Grids: an array is cut into chunks, each of which is a file, as Zarr v3 names and shapes them. Pure arithmetic.
+
+A chunk has whole rows of one axis, so its elements lie side by side in the array. That is what lets an array be written
+and read from front to back, a chunk at a time, and by ranks that have a run of its elements each.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ class ArrayChunk:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How an array is cut: along one axis.
+    """The cut of an array along one axis.
 
     A chunk has several rows of that axis, each of them with all axes below, and a single place on each axis above.
     """
@@ -49,6 +53,7 @@ class Grid:
                 return Grid(tuple(shape), axis, -(-shape[axis] // parts))
             row *= shape[axis]
 
+        # A number without axes is one chunk, which Zarr calls `c`.
         return Grid((), 0, 1)
 
     @property
@@ -68,6 +73,7 @@ class Grid:
         if not self.shape:
             return 0, 1
 
+        # Chunks end where the cut axis does, so they are counted anew from each place on the axes above.
         row = math.prod(self.shape[self.axis + 1 :])
         above = element - element % (self.shape[self.axis] * row)
         start = element - (element - above) % (self.rows * row)
@@ -91,7 +97,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """Where an array lies, and the checksums of what was written there."""
+    """An array in a folder, and the checksums of what was written there."""
 
     folder: Path
     """The array's folder with all links resolved, so that a chunk that leads out of it by a link is found."""

@@ -24,6 +24,7 @@ from megatier.errors import DamagedCheckpointError
 from megatier.files import read_regular
 
 METADATA_FILE = "zarr.json"
+"""The file of a Zarr node, whether group or array, that says what it is."""
 METADATA_BYTES_MAX = 64 << 20
 """A larger file is no metadata of ours: the largest holds 8 bytes for each chunk of 32 MiB."""
 CHECKSUM = np.dtype(">u4")
@@ -128,11 +129,12 @@ def checksum_of(content: bytes) -> int:
 
 def digest_of(state: Mapping[str, Any]) -> str:
     """Return a digest of plain JSON, which is the same before and after it was stored."""
+    # Keys are sorted, since JSON that was stored and read may have them in another order.
     return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def read_bytes(path: Path) -> bytes:
-    """A file of a checkpoint that is no chunk, as far as METADATA_BYTES_MAX.
+    """Return a file of a checkpoint that is no chunk, as far as METADATA_BYTES_MAX.
 
     Raises:
         DamagedCheckpointError: it cannot be read.
@@ -144,7 +146,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a file of a checkpoint holds.
+    """Return the object that a file of a checkpoint holds.
 
     Raises:
         DamagedCheckpointError: it cannot be read, or holds none.
@@ -160,7 +162,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """Paths of the files below a folder, links to folders among them; hidden ones are the file system's own."""
+    """Yield the paths of the files below a folder, links to folders among them, without hidden ones."""
+    # Network file systems put hidden files of their own next to files that are open, such as .nfs0001.
     for path in folder.rglob("*"):
         if not path.name.startswith(".") and (path.is_symlink() or not path.is_dir()):
             yield str(path.relative_to(folder))

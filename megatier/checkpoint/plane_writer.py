@@ -48,6 +48,8 @@ class Buffers:
         """
         self.run_elements = run_elements
         self._places: dict[Kind, tuple[int, int]] = {}
+
+        # Units may have several schemas, so a kind's buffer takes the widest of its planes.
         widths: dict[Kind, int] = {}
         for schema in {unit.layout.schema for unit in session.units}:
             for kind in schema.kinds:
@@ -111,9 +113,9 @@ class PlaneWriter:
         self._buffers = buffers
         self._owners = owners
         self._arrays: dict[str, ArrayWriter] = {}
-        """By parameter. Of those that lie in several units, each unit brings its elements."""
+        """The array of each parameter. If a parameter lies in several units, each of them brings its own elements."""
         self._sent = torch.empty(0)
-        """What other ranks write of the unit that was copied last."""
+        """The elements that other ranks write of the unit that was copied last: fp32, in the order of these ranks."""
 
     @property
     def checksums(self) -> dict[str, dict[int, int]]:
@@ -154,6 +156,8 @@ class PlaneWriter:
         pieces = list(chain.from_iterable(self._owners.sent(unit.name, self._name)))
         sizes = [piece.num_elements for piece in pieces]
         self._sent = torch.empty(sum(sizes))
+
+        # A rank sends at most one piece of each parameter, the first one (`ChunkOwners`).
         sent = {piece.name: (piece, to) for piece, to in zip(pieces, self._sent.split(sizes), strict=True)}
 
         for tensor in tensors_of(unit.layout, self._name):
@@ -200,6 +204,8 @@ class PlaneWriter:
             return
 
         with ExitStack() as stack:
+            # Two runs are on their way at most. A run has the same buffers as the run before the last (`Buffers.of`),
+            # which the caller is through with when it asks for the next one.
             ahead = self._ask(stack, unit, generation, runs[0], 0)
             for number, run in enumerate(runs):
                 if self._reader.is_closed:

@@ -27,6 +27,7 @@ class Room:
     """The bytes that a run writes to its directory."""
 
     directory: Path
+    """The run directory."""
     checkpoint_bytes: int
     """Bytes of one checkpoint."""
     export_bytes: int

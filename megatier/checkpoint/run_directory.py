@@ -25,6 +25,7 @@ from megatier.files import replace_file
 from megatier.foreign import read_text
 from megatier.private import lock_directory
 
+# The names in a run directory. A new run refuses a directory that has one of them (`_begin`).
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 TRACE_FILE = "trace.json"
@@ -60,6 +61,8 @@ class RunDirectory:
         """
         self.path = Path(config.output.directory)
         self._resumes = resumes
+
+        # Asked before the lock makes the directory: only one that this run has made is removed with it.
         self._is_new = not self.path.exists()
         if resumes and not (self.path / CONFIG_FILE).is_file():
             raise ConfigError(

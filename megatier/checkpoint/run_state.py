@@ -44,6 +44,7 @@ class RunState:
     """A run after a step, but for its arrays."""
 
     step: int
+    """The last step."""
     config: dict[str, Any]
     """The config, as `config.file.to_dict` gives it."""
     environment: dict[str, Any]

@@ -79,12 +79,12 @@ process stands beside the state."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What one rank has of a savepoint."""
+    """The part of a savepoint that one rank has."""
 
     folder: str
     """Its folder in that of the savepoint; empty if an older version wrote it."""
     placement: str
-    """Digest of where blocks lie."""
+    """A digest of where its blocks lie (`savepoint_blocks.fingerprint`)."""
     generations: dict[str, int]
     """The place on NVMe that is kept, of each unit that spills."""
     manifest: Manifest | None
@@ -96,13 +96,15 @@ class Savepoint:
     """A savepoint as its manifest describes it."""
 
     path: Path
+    """The folder of the savepoint."""
     before: str
-    """Where the run goes on from without it, for messages."""
+    """The checkpoint, or the start, from which the run goes on without it; for messages."""
     state: RunState
+    """The state of the run that is no array."""
     hosts: int
     """The number of hosts whose ranks made it."""
     parts: tuple[Part, ...]
-    """What each rank has of it."""
+    """The part of each rank, in their order."""
 
     @classmethod
     def last(cls, run: Path) -> Self | None:
@@ -173,6 +175,7 @@ class Savepoint:
         crew = session.ranks or Alone()
         part = self.parts[crew.rank]
         blocks = session.blocks
+        # Set before anything is read, because the blocks' keys depend on it; kept, so that no update overwrites it.
         blocks.generations.valid.update({unit: Generation(nvme=place) for unit, place in part.generations.items()})
         blocks.generations.keep()
 
@@ -220,6 +223,7 @@ def _write(session: Session, target: Path, step: int, state: Mapping[str, Any]) 
     """Write a savepoint whole, or leave nothing of it. The first rank gives it its name when all have written."""
     crew = session.ranks or Alone()
     partial = target.with_name(f".{target.name}{WRITING}")
+    # The regions lie inside each other as in `CheckpointWriter._finish`, and for the same reasons.
     named = becoming(partial, target, "a savepoint") if crew.rank == 0 else contextlib.nullcontext()
     with crew.together(), named:
         crew.first(lambda: _make_folder(partial))

@@ -42,7 +42,9 @@ class ValidBlock:
     key: str
     """Its key in the store, which names the generation too."""
     num_bytes: int
+    """Its size."""
     home: Tier
+    """The tier where it lies."""
 
 
 def resident_bytes(session: Session) -> int:
@@ -126,6 +128,7 @@ def read_blocks(session: Session, folder: Path, manifest: Manifest | None) -> No
 
     # The store compares what it reads from NVMe with these from now on.
     for extent in extents:
+        # The numbers are replaced and not the array, whose address native threads may have.
         extent.checksums[:] = table[: extent.checksums.size]
         table = table[extent.checksums.size :]
 

@@ -182,7 +182,7 @@ def _version() -> str:
 
 
 def usage() -> str:
-    """The help of the whole program."""
+    """Return the help of the whole program."""
     lines: list[str] = []
     for title, commands in GROUPS.items():
         lines += ["", f"{title}:", *(f"  {name:8} {text}" for name, text in commands.items())]
@@ -191,7 +191,7 @@ def usage() -> str:
         [
             "usage: megatier COMMAND ...",
             "",
-            "Train models larger than RAM on one GPU, at full precision.",
+            "Train models larger than RAM on one GPU, or on several of one host, at full precision.",
             *lines,
             "",
             "`megatier COMMAND --help` explains a command. With any command --debug shows the traceback of an error.",

@@ -137,13 +137,13 @@ def _write(console: Console, options: argparse.Namespace, report: dict[str, Any]
 
 
 def default_threads(cores: int | None = None) -> list[int]:
-    """1, 2, 4, ... and all cores that this process may use."""
+    """Return 1, 2, 4, ... and all cores that this process may use."""
     cores = cores or hardware.cores_usable()
     return sorted({min(1 << power, cores) for power in range(cores.bit_length() + 1)})
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The words that the command takes."""
+    """Return the words that the command takes."""
     parser = argparse.ArgumentParser(
         prog="megatier bench",
         description="Measure how fast this machine is: drives (through the store's own files), copies between RAM and "
@@ -195,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _parsed(name: str, parse: Callable[[str], T], text: str) -> T:
-    """The value of an option; an error names the option."""
+    """Return the value of an option; an error names the option."""
     try:
         return parse(text)
     except ValueError as error:  # ConfigError is one
@@ -203,7 +203,7 @@ def _parsed(name: str, parse: Callable[[str], T], text: str) -> T:
 
 
 def _threads(text: str) -> list[int]:
-    """Numbers of threads, from text such as 1,2,4."""
+    """Return numbers of threads from text such as 1,2,4."""
     counts = [int(word) for word in text.split(",")]
     if not all(1 <= count <= THREADS_MAX for count in counts):
         raise ConfigError(f"give numbers from 1 to {THREADS_MAX}.")
@@ -211,7 +211,7 @@ def _threads(text: str) -> list[int]:
 
 
 def _mounts(texts: Sequence[str], num_bytes: int) -> list[MountBudget]:
-    """The mounts that are named, each with a size: its own, or so many bytes."""
+    """Return the mounts that are named, each with a size: its own, or so many bytes."""
     words = [word for text in texts for word in text.split(",") if word]
     given = [parse_mount(word, "--nvme") for word in words]
     mounts = [
@@ -225,7 +225,7 @@ def _mounts(texts: Sequence[str], num_bytes: int) -> list[MountBudget]:
 
 
 def _device(asked: str) -> str:
-    """The device that is measured: cuda or cpu."""
+    """Return the device that is measured: cuda or cpu."""
     import torch
 
     if asked == "cuda" and not torch.cuda.is_available():
@@ -336,7 +336,7 @@ def _report(
     links: LinkFigures,
     between: RankFigures | None,
 ) -> dict[str, Any]:
-    """All that was measured, and on which machine."""
+    """Return all that was measured, and on which machine."""
     software = {name: _version(name) for name in ("megatier", "torch")} | {"python": platform.python_version()}
     memory = {"ram_available_bytes": hardware.ram_available_bytes(), "huge_pages": hardware.transparent_huge_pages()}
     return {

@@ -70,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _of_machine(config: RunConfig) -> dict[str, object]:
-    """Settings that the config leaves to the machine, by dotted name; fewer if the GPU that it asks for is missing."""
+    """Return what the config leaves to the machine, by dotted name; less if the GPU that it asks for is missing."""
     tiers = config.tiers
     found = dict[str, object]()
 

@@ -97,6 +97,7 @@ def _report(findings: Sequence[Finding]) -> Iterator[str]:
 
 def _write(path: Path, text: str) -> None:
     try:
+        # A file that is there may have been edited by hand, so it is never replaced.
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:

@@ -28,10 +28,14 @@ from megatier.errors import mib
 from megatier.state import ADAMW_BF16
 
 PAGE_BYTES = 4096
+"""The bytes that are written and read to try O_DIRECT."""
 MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
 LOW_RAM_BYTES = 2 << 30
+"""Less available RAM than this is worth a warning."""
 LOW_DISK_BYTES = 10 << 30
+"""Less free space on a drive than this is worth a warning."""
 KVIKIO_SECONDS = 120
+"""The most seconds that the trial of kvikio may take."""
 KVIKIO_PROBE = """
 import sys
 from megatier import BlockSpec, Tier, TieredStore
@@ -55,9 +59,9 @@ class Check:
     state: str
     """"ok", "warn" (it works, but slower or with less) or "fail" (training will not run)."""
     found: str
-    """What was found."""
+    """The finding, in a few words."""
     remedy: str = ""
-    """What to do about it."""
+    """The remedy, if there is something to do."""
 
 
 def _ok(name: str, found: str, remedy: str = "") -> Check:
@@ -103,7 +107,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def checks(mounts: Sequence[MountBudget]) -> Iterator[Check]:
-    """All checks, the software first. The mounts are those to which state would spill."""
+    """Yield all checks, the software first. The mounts are those to which state would spill."""
     yield _python()
     yield from map(_package, ("torch", "transformers", "zarr", "safetensors"))
     yield _native()
@@ -299,6 +303,7 @@ def _direct_io(directory: Path) -> Check:
     """Write and read one page with O_DIRECT, past the page cache."""
     pattern = bytes(range(256)) * (PAGE_BYTES // 256)
     try:
+        # O_DIRECT wants memory at a multiple of the block size. An anonymous mapping begins at a page, bytes do not.
         with NamedTemporaryFile(dir=directory, prefix="megatier-doctor-") as file, mmap.mmap(-1, PAGE_BYTES) as page:
             page[:] = pattern
             try:
@@ -308,7 +313,7 @@ def _direct_io(directory: Path) -> Check:
 
             try:
                 written = os.pwrite(descriptor, page, 0)
-                page[:] = bytes(PAGE_BYTES)
+                page[:] = bytes(PAGE_BYTES)  # so that a read which moves nothing is found
                 read = os.preadv(descriptor, [page], 0)
             finally:
                 os.close(descriptor)

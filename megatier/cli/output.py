@@ -29,7 +29,7 @@ def write_text(path: Path, text: str, option: str) -> None:
 
 
 def json_text(document: Mapping[str, Any]) -> str:
-    """A document as JSON. JSON has no NaN, so a NaN is written as text."""
+    """Return a document as JSON. JSON has no NaN, so a NaN is written as text."""
     return json.dumps(plain(document), indent=2, allow_nan=False) + "\n"
 
 

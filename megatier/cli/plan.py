@@ -35,6 +35,7 @@ def run(argv: Sequence[str]) -> int:
     given = config_file.given(options.config, overrides)
     world = _world(options.ranks, options.hosts)
     if world.ranks > 1 and "train.groups" not in given:
+        # As `megatier train` does under torchrun (`train.shared.choices_of`).
         loaded = replace(loaded, train=replace(loaded.train, groups=world.ranks))
     rates, assumed = _rates(loaded, options.machine)
     here = options.machine is None
@@ -83,7 +84,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The words that the command takes."""
+    """Return the words that the command takes."""
     parser = argparse.ArgumentParser(
         prog="megatier plan",
         usage="%(prog)s [options] CONFIG.yaml [--section.key VALUE ...]",
@@ -137,7 +138,7 @@ def _nothing_collected() -> Iterator[None]:
 
 
 def _world(ranks: int, hosts: int) -> World:
-    """The ranks of a run, as the command line has them.
+    """Return the ranks of a run, as the command line has them.
 
     Raises:
         ConfigError: there are none, or hosts cannot have equally many.
@@ -150,7 +151,7 @@ def _world(ranks: int, hosts: int) -> World:
 def _planned(
     loaded: RunConfig, given: frozenset[str], rates: Rates, world: World, *, here: bool, searches: bool
 ) -> tuple[Plan, Mapping[str, Any]]:
-    """The plan of a run, and the settings that were chosen for it, by dotted name.
+    """Return the plan of a run, and the settings that were chosen for it, by dotted name.
 
     Args:
         loaded: the run.
@@ -188,7 +189,7 @@ def _planned(
 
 
 def _rates(loaded: RunConfig, machine: Path | None) -> tuple[Rates, tuple[str, ...]]:
-    """The rates of a machine, and the names of those that are assumed.
+    """Return the rates of a machine, and the names of those that are assumed.
 
     Args:
         loaded: the run.
@@ -201,7 +202,7 @@ def _rates(loaded: RunConfig, machine: Path | None) -> tuple[Rates, tuple[str, .
 
 
 def _budgets(loaded: RunConfig, free_gpu: float | None) -> Budgets:
-    """The budgets of a run on another machine.
+    """Return the budgets of a run on another machine.
 
     They have to be set, since nobody can look there. A search chooses tiers.gpu within `free_gpu` bytes.
 
@@ -222,12 +223,12 @@ def _budgets(loaded: RunConfig, free_gpu: float | None) -> Budgets:
 
 
 def _compiles(loaded: RunConfig) -> bool:
-    """Whether a run on another machine compiles: as set, and by default if a GPU computes."""
+    """Return whether a run on another machine compiles: as set, and by default if a GPU computes."""
     return loaded.tiers.device != "cpu" if loaded.model.compile is None else loaded.model.compile
 
 
 def _bytes_table(plan: Plan) -> Table:
-    """The table of the bytes in each tier."""
+    """Return the table of the bytes in each tier."""
     from megatier.tier import STATE_KINDS, Tier
 
     # Tiers are the columns, since they are few: with a column for each kind a terminal of 80 columns would cut names.
@@ -247,7 +248,7 @@ def _bytes_table(plan: Plan) -> Table:
 
 
 def _time_table(plan: Plan) -> Table:
-    """The table of how long each lane is busy, and how long it would be if it were alone."""
+    """Return the table of how long each lane is busy, and how long it would be if it were alone."""
     made = plan.forecast
     waver = wavering(plan.seconds_range)
     title = f"a step: {format_seconds(made.seconds)}{waver}, {format_count(plan.tokens_per_s)} tokens/s"
@@ -275,7 +276,7 @@ def _change_table(plan: Plan) -> Table:
 
 
 def _sentences(plan: Plan) -> Iterator[str]:
-    """What the tables do not say."""
+    """Yield sentences about what the tables do not show."""
     from megatier.tier import Tier
 
     if plan.world.ranks > 1:
@@ -311,7 +312,7 @@ def _sentences(plan: Plan) -> Iterator[str]:
 
 
 def _ranks(world: World) -> str:
-    """A sentence about what the figures of several ranks are about."""
+    """Return a sentence about what the figures of several ranks are about."""
     host = "the host" if world.hosts == 1 else f"one of {world.hosts} hosts"
     share = "all" if world.host_ranks == 1 else f"one part in {world.host_ranks}"
     return (
@@ -321,7 +322,7 @@ def _ranks(world: World) -> str:
 
 
 def _links_assumption(names: Sequence[str], world: World, *, here: bool) -> str:
-    """What a plan of several ranks takes for links that nobody measured, and how to measure them."""
+    """Return a sentence about the rates that are assumed for links between ranks, and how to measure them."""
     words = {
         "gather_bytes_per_s": "a GPU gathers {:.0f} GB/s from the others of its host",
         "scatter_bytes_per_s": "it receives {:.0f} GB/s of gradients from them",
@@ -340,7 +341,7 @@ def _links_assumption(names: Sequence[str], world: World, *, here: bool) -> str:
 
 
 def _assumption(rates: Rates, assumed: Sequence[str], mounts: Sequence[str], *, searches: bool) -> str:
-    """What a plan takes for rates that nobody measured, and what follows from that.
+    """Return a sentence about the rates that are assumed because nobody measured them, and what follows from that.
 
     Args:
         rates: those of the plan.
@@ -370,7 +371,7 @@ def _assumption(rates: Rates, assumed: Sequence[str], mounts: Sequence[str], *, 
 
 
 def _spilled_gradients(count: int, plan: Plan) -> str:
-    """A sentence about what gradients of so many units cost on NVMe, and how to avoid that."""
+    """Return a sentence about what gradients of so many units cost on NVMe, and how to avoid that."""
     words = "Gradients"
     remedy = "and so do train.clip null and numerics.guard off."
     if plan.placement.sums_on_gpu:
@@ -385,7 +386,7 @@ def _spilled_gradients(count: int, plan: Plan) -> str:
 
 
 def _writing(plan: Plan) -> str:
-    """How long a checkpoint takes; empty if no drive is known."""
+    """Return how long a checkpoint takes, in words; empty if no drive is known."""
     if plan.checkpoint_seconds is None or plan.checkpoint_pause_seconds is None:
         return ""
 

@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _choose(path: Path, steps: dict[int, list[TraceEvent]], step: int | None) -> tuple[int, list[TraceEvent]]:
-    """The number and the events of the step that was asked for, or of the last one."""
+    """Return the number and the events of the step that was asked for, or of the last one."""
     if not steps:
         raise ConfigError(f"{path} holds no step. Train with --output.trace true for at least one step.")
 
@@ -70,7 +70,7 @@ def _choose(path: Path, steps: dict[int, list[TraceEvent]], step: int | None) ->
 
 
 def _table(step: int, seconds: float, uses: Iterable[LaneUse], stalls: Mapping[str, float]) -> Table:
-    """Busy time of each lane, then stalls by cause, longest first, each with its share of the step."""
+    """Return a table of the busy time of each lane, then of stalls by cause, longest first, with shares of the step."""
     table = Table("lane", title=f"step {step}: {format_seconds(seconds)}", title_justify="left")
     for name in ("busy", "share", "at once"):
         table.add_column(name, justify="right")

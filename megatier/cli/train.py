@@ -47,6 +47,7 @@ def run(argv: Sequence[str]) -> int:
     path = Path(argv[0]) if argv and not argv[0].startswith("-") else None
     words = argv[1:] if path else argv
     loaded = config_file.load(path, words)
+
     # Imported here because it loads torch: a wrong config is refused without waiting for that.
     from megatier.train.trainer import train
 
@@ -55,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def settings() -> Iterator[str]:
-    """The lines of the help about every setting: what it takes, its default, and what it means."""
+    """Yield the lines of the help about every setting: what it takes, its default, and what it means."""
     for name, section in schema.SECTIONS.items():
         yield f"{name}: {section.__doc__}"
         docs = config_file.field_docs(section)
@@ -71,7 +72,7 @@ def settings() -> Iterator[str]:
 
 
 def _kind(hint: Any) -> str:  # noqa: ANN401  type hints have no common type
-    """A word for the values that a setting takes."""
+    """Return a word for the values that a setting takes."""
     if get_origin(hint) is Literal:
         return " | ".join(get_args(hint))
     if hint == config_values.ByteCount:

@@ -146,7 +146,7 @@ class DataConfig:
 
 
 def _overlap(split: str, other: str) -> bool:
-    """Whether two splits such as train+test[:9] share a split, or one has a slice of a split of the other.
+    """Return whether two splits such as train+test[:9] share a split, or one has a slice of a split of the other.
 
     Two slices of one split are not compared.
     """

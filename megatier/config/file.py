@@ -40,7 +40,7 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def from_dict(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """The config of sections such as `to_dict` gives, with overrides laid over them.
+    """Return the config of sections such as `to_dict` gives, with overrides laid over them.
 
     Raises:
         ConfigError: as `load`.
@@ -49,7 +49,8 @@ def from_dict(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConf
 
 
 def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunConfig:
-    """The config of a tree of sections, with overrides laid over it."""
+    """Return the config of a tree of sections, with overrides laid over it."""
+    # Overrides go into the tree one after the other, so the last one of a setting wins, and each wins over the file.
     words = _take_model_config(overrides, tree)
     _check_known(word[2:].partition("=")[0] for word in words if word.startswith("--"))
 
@@ -76,7 +77,7 @@ def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunCon
 
 
 def given(path: Path | None, overrides: Sequence[str] = ()) -> frozenset[str]:
-    """Dotted names of the settings that a file and overrides give, without those inside `model.config`.
+    """Return the dotted names of settings that a file and overrides give, without those inside `model.config`.
 
     Call `load` first, which refuses what is wrong with them.
     """
@@ -84,7 +85,7 @@ def given(path: Path | None, overrides: Sequence[str] = ()) -> frozenset[str]:
 
 
 def given_in(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> frozenset[str]:
-    """The same for sections, after `from_dict`."""
+    """Return the same for sections, after `from_dict`."""
     sections = copy.deepcopy(dict(tree))
     words = _take_model_config(overrides, sections)
     named = {f"{name}.{key}" for name, keys in sections.items() for key in keys}
@@ -92,7 +93,7 @@ def given_in(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> frozense
 
 
 def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Sections as plain lists, dicts, numbers and text. If they are written as YAML, `load` reads them back."""
+    """Return the sections as plain lists, dicts, numbers and text. Written as YAML, they are read back by `load`."""
     sections = dataclasses.asdict(config)
     return {
         name: {key: list(value) if isinstance(value, tuple) else value for key, value in section.items()}
@@ -124,7 +125,7 @@ class _CommaList(tuple[str, ...]):
 
 
 def _builtin(value: object) -> object:
-    """What the parser read as a plain int or tuple, if it is of a type of ours."""
+    """Return a plain int or tuple in place of a value of our own types, which only the parser needs."""
     if isinstance(value, _ByteSize):
         return int(value)
     return tuple(value) if isinstance(value, _CommaList) else value
@@ -136,7 +137,7 @@ register_type(_CommaList, serializer=list)
 
 @functools.cache
 def _parser() -> ArgumentParser:
-    """The parser that reads and converts values. Keys and bounds are checked here, for better messages."""
+    """Return the parser that reads and converts values. Keys and bounds are checked here, for better messages."""
     known = ArgumentParser(exit_on_error=False, add_help=False)
     for name, section in SECTIONS.items():
         for item in dataclasses.fields(section):
@@ -147,7 +148,7 @@ def _parser() -> ArgumentParser:
 
 
 def field_docs(section: type[Any]) -> dict[str, str]:
-    """The string under each field of a section, as one line. It says null and false, as YAML does."""
+    """Return the string under each field of a section, as one line. It says null and false, as YAML does."""
     # Python keeps no strings under fields, so they are read from the source.
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     body = tree.body if isinstance(tree, ast.ClassDef) else []
@@ -164,14 +165,14 @@ def _hints(section: type[Any]) -> dict[str, Any]:
 
 
 def _argument_type(hint: Any) -> Any:  # noqa: ANN401  type hints have no common type
-    """The parser's type for the type of a field."""
+    """Return the parser's type for the type of a field."""
     if hint == tuple[str, ...]:
         return _CommaList
     return _ByteSize | None if ByteCount in get_args(hint) else hint
 
 
 def _read_sections(path: Path) -> dict[str, dict[str, Any]]:
-    """The sections of a YAML file. An empty section is an empty dict."""
+    """Return the sections of a YAML file. An empty section is an empty dict."""
     tree = read_yaml(path, get_loader("yaml"))
     if not isinstance(tree, dict):
         found = "is empty; it" if tree is None else f"holds {shown(repr(tree))}; it"
@@ -180,7 +181,7 @@ def _read_sections(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _sections(tree: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
-    """The sections of a tree that holds nothing else, and only settings that are known."""
+    """Return the sections of a tree that holds nothing else, and only settings that are known."""
     _check_known((str(name) for name in tree if str(name) not in SECTIONS), where)
     check_sections(tree, where)
     sections = {name: keys or {} for name, keys in tree.items()}
@@ -258,7 +259,7 @@ def _check_known(keys: Iterable[str], where: str | None = None) -> None:
 
 
 def _check_given(values: Mapping[str, Any]) -> None:
-    """Refuse null where a setting must have a value: the parser lets it pass."""
+    """Refuse null for a setting that must have a value: the parser lets it pass."""
     for name, section in SECTIONS.items():
         for key, hint in _hints(section).items():
             if values[name][key] is None and NoneType not in get_args(hint):
@@ -266,12 +267,12 @@ def _check_given(values: Mapping[str, Any]) -> None:
 
 
 def _section_keys(name: str) -> list[str]:
-    """Dotted keys of a section; the names of all sections if there is none of this name."""
+    """Return the dotted keys of a section; the names of all sections if there is none of this name."""
     return list(_dotted(name, _hints(SECTIONS[name]))) if name in SECTIONS else list(SECTIONS)
 
 
 def _one_line(message: str) -> str:
-    """The parser's complaint as one sentence, with what the setting means."""
+    """Return the parser's complaint as one sentence, with what the setting means."""
     # The parser says the key and the value in several ways, each of which these find.
     key = re.search(r'Parser key "(\w+)\.(\w+)"|argument --(\w+)\.(\w+): expected', message)
     value = re.search(r"(?:Given value|Got value): (.*)|type _CommaList: (.*) is no", message)
@@ -282,7 +283,7 @@ def _one_line(message: str) -> str:
 
 
 def _refusal(section: str, name: str, found: str) -> str:
-    """A sentence that says what was found, what may stand there, and what the setting means."""
+    """Return a sentence that says what was found, what may stand there, and what the setting means."""
     # The type in words: null, sizes and choices as a user writes them.
     hint = str(_hints(SECTIONS[section])[name]).replace("typing.", "")
     for pattern, words in (

@@ -23,7 +23,7 @@ class _Dumper(yaml.SafeDumper):
         return self.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True)
 
     def text_node(self, text: str) -> yaml.Node:
-        """The node of a text.
+        """Return the node of a text.
 
         The reader takes 2e-5 for a number, but PyYAML for text. Characters that cannot be printed come back only if
         they are quoted.
@@ -37,12 +37,13 @@ _Dumper.add_representer(str, _Dumper.text_node)
 
 
 def dump(tree: Mapping[str, Any]) -> str:
-    """YAML that `config.file` reads as the same lists, dicts, numbers and text."""
+    """Return YAML that `config.file` reads as the same lists, dicts, numbers and text."""
+    # Lines are never folded: a folded text of several lines would be hard to edit by hand.
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
 
 
 def write(sections: Mapping[str, Mapping[str, Any]], names: Collection[str], remarks: Mapping[str, str]) -> str:
-    """Some settings as YAML, in the order of the sections' fields.
+    """Return some settings as YAML, in the order of the sections' fields.
 
     Args:
         sections: values, as `config.file.to_dict` gives them.
@@ -73,7 +74,7 @@ def _lines(section: type[Any], key: str, value: object) -> Iterator[str]:
 
 
 def exact_size(num_bytes: int) -> int | str:
-    """Bytes as text with the largest unit of which they are a multiple; as a plain number if there is none."""
+    """Return bytes as text with the largest unit of which they are a multiple; as a plain number if there is none."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes and num_bytes % scale == 0:
             return f"{num_bytes // scale}{unit}"

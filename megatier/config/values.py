@@ -40,12 +40,13 @@ class MountBudget:
     """The share of the NVMe tier that lies on one mount."""
 
     directory: Path
+    """A directory on the mount's drive."""
     num_bytes: int | None
     """Bytes that megatier may fill; None: all that is free."""
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as "96GiB", "500 MB", "1.5g" or "4096". K, M, G, T, P alone are powers of 1024.
+    """Return the bytes of a size such as "96GiB", "500 MB", "1.5g" or "4096". K, M, G, T, P alone are powers of 1024.
 
     Raises:
         ConfigError: not a size.
@@ -97,7 +98,7 @@ def read_yaml(path: Path, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401
 
 
 def read_text_of(path: Path) -> str:
-    """The text of a config that the user named, which may be a pipe: `megatier train <(envsubst < run.yaml)`.
+    """Return the text of a config that the user named, which may be a pipe: `megatier train <(envsubst < run.yaml)`.
 
     Raises:
         ConfigError: it cannot be read, or is larger than any config.
@@ -145,11 +146,12 @@ def _check_unfolded(root: yaml.Node | None) -> None:
 
 
 def parse_mount(text: str, setting: str = "tiers.nvme") -> MountBudget:
-    """A mount written as DIR or DIR:SIZE.
+    """Return a mount written as DIR or DIR:SIZE.
 
     Raises:
         ConfigError: there is no directory, or no size after the colon; the message begins with the setting.
     """
+    # The last colon counts, because a directory may have one in its name.
     directory, colon, size = text.rpartition(":")
     if not colon:
         directory = text
@@ -162,7 +164,7 @@ def parse_mount(text: str, setting: str = "tiers.nvme") -> MountBudget:
 
 
 def parse_list(given: str | Sequence[str]) -> tuple[str, ...]:
-    """The entries of a list of text, or those between the commas of one string."""
+    """Return the entries of a list of text, or those between the commas of one string."""
     words = given.split(",") if isinstance(given, str) else given
     return tuple(word.strip() for word in words if word.strip())
 

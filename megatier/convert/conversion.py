@@ -21,17 +21,19 @@ DEPTH_MAX = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What became of one key."""
+    """The outcome of one key."""
 
     key: str
+    """Its dotted name in the source."""
     value: str
     """The value as the file has it."""
     outcome: Literal["carried", "default", "left"]
+    """Whether it was carried to settings of ours, left them at their default, or has no counterpart."""
     words: str
     """The settings to which it was carried, the default that stands, or the reason why it was left."""
 
     def __str__(self) -> str:
-        """The finding as one line."""
+        """Return the finding as one line."""
         return f"{_written(self.key)}: {self.value} {'->' if self.outcome == 'carried' else '-'} {self.words}"
 
 
@@ -53,18 +55,18 @@ class Conversion:
         self._waiting = dict(_leaves(tree))
 
     def has(self, key: str) -> bool:
-        """Whether the file gives the key, and nobody has taken it."""
+        """Return whether the file gives the key, and nobody has taken it."""
         return key in self._waiting
 
     def raw(self, key: str) -> Any:  # noqa: ANN401  a file holds anything
-        """The value of a key as it stands; None where the file has none, or leaves it to Hugging Face."""
+        """Return the value of a key as it stands; None if the file has none, or leaves it to Hugging Face."""
         value = self._waiting.get(key)
         return None if value == AUTO else value
 
     # ------------------------------------------------------------------ values, checked
 
     def number(self, key: str) -> float | None:
-        """The key's value as a finite number; None as with `raw`.
+        """Return the key's value as a finite number; None as with `raw`.
 
         Raises:
             ConfigError: the value is no finite number.
@@ -78,7 +80,7 @@ class Conversion:
         return value  # type: ignore[no-any-return]
 
     def count(self, key: str, least: int = 1) -> int | None:
-        """The key's value as a whole number of at least `least`; None as with `raw`.
+        """Return the key's value as a whole number of at least `least`; None as with `raw`.
 
         Raises:
             ConfigError: the value is no such number.
@@ -89,7 +91,7 @@ class Conversion:
         return None if value is None else int(value)
 
     def flag(self, key: str) -> bool | None:
-        """The key's value, true or false; None as with `raw`.
+        """Return the key's value, true or false; None as with `raw`.
 
         Raises:
             ConfigError: the value is neither.
@@ -100,7 +102,7 @@ class Conversion:
         return value
 
     def text(self, key: str, *among: str) -> str | None:
-        """The key's value as text, which must be one of `among` if any are given; None as with `raw`.
+        """Return the key's value as text, which must be one of `among` if any are given; None as with `raw`.
 
         Raises:
             ConfigError: the value is no such text.
@@ -111,7 +113,7 @@ class Conversion:
         return value
 
     def numbers(self, key: str, length: int) -> Sequence[float] | None:
-        """The key's value as a list of finite numbers; None as with `raw`.
+        """Return the key's value as a list of finite numbers; None as with `raw`.
 
         Raises:
             ConfigError: the value is no list of so many numbers.
@@ -124,7 +126,7 @@ class Conversion:
         return value
 
     def refused(self, key: str, bound: str) -> ConfigError:
-        """The error that says of a key's value that it makes no sense."""
+        """Return the error that says of a key's value that it makes no sense."""
         found = _written(self._waiting.get(key))
         return ConfigError(f"{self.source}: {key} is {found}; it must be {bound}. Change it there, or remove it.")
 
@@ -135,6 +137,7 @@ class Conversion:
 
         The file need not give the key: then the default of the other trainer is carried.
         """
+        # A later carry overrides an earlier one, as keys of the source override each other.
         self.settings |= settings
         where = ", ".join(f"{name}: {_written(value)}" for name, value in settings.items())
         self._found(key, "carried", "; ".join(filter(None, (where, remark))))
@@ -181,7 +184,7 @@ class Conversion:
 
 
 def _leaves(tree: Mapping[str, Any], before: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of all settings. An empty section counts as a value, so that it gets a finding too."""
+    """Yield the dotted names and values of all settings. An empty section counts as a value, and gets a finding too."""
     if depth > DEPTH_MAX:
         raise RecursionError
     for name, value in tree.items():
@@ -193,15 +196,15 @@ def _leaves(tree: Mapping[str, Any], before: str = "", depth: int = 1) -> Iterat
 
 
 def _is_number(value: object) -> bool:
-    """Whether a value is a finite number, of a size that somebody may mean. True and false are none."""
+    """Return whether a value is a finite number, of a size that somebody may mean. True and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -FIGURE_MAX < value < FIGURE_MAX
 
 
 def _written(value: object) -> str:
-    """A value on one line, as a file has it."""
+    """Return a value on one line, as a file has it."""
     return str(value) if _is_plain(value) else json.dumps(value, default=str, skipkeys=True)
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is text that a terminal and YAML show as it is."""
+    """Return whether a value is text that a terminal and YAML show as it is."""
     return isinstance(value, str) and value != "" and value.isprintable()

@@ -27,7 +27,7 @@ SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR"
 ZERO = "zero_optimization"
 OFFLOADS = (f"{ZERO}.offload_param", f"{ZERO}.offload_optimizer")
 
-ONE_GPU = "one GPU trains, so nothing is exchanged between GPUs"
+ONE_GPU = "there is nothing to set for several GPUs: torchrun starts them, and they share the state by themselves"
 RECORDED = "the first step records the order of the layers, and from then on all is fetched ahead by it"
 BUDGETS = "tiers.gpu and tiers.ram say what lies where; the GPU is filled first, then RAM, then NVMe"
 PLANNED = "slots are sized when the run begins, from the budgets"
@@ -87,7 +87,7 @@ REASONS = {
     f"{ZERO}.stage": "all state lies on the tiers, whatever the stage",
     f"{ZERO}.sub_group_size": "tiers.chunk is chosen",
     f"{ZERO}.contiguous_gradients": "always so here",
-    f"{ZERO}.ignore_unused_parameters": "a parameter without a gradient gets one of zeros",
+    f"{ZERO}.ignore_unused_parameters": "a unit that no backward uses is not updated; others get gradients of zeros",
     f"{ZERO}.stage3_prefetch_bucket_size": RECORDED,
     f"{ZERO}.stage3_max_live_parameters": RECORDED,
     f"{ZERO}.stage3_max_reuse_distance": RECORDED,
@@ -102,7 +102,7 @@ for _offload in OFFLOADS:
     REASONS |= {
         _offload: BUDGETS,
         f"{_offload}.device": BUDGETS,
-        f"{_offload}.pin_memory": "RAM of the tiers is always pinned where there is a GPU",
+        f"{_offload}.pin_memory": "RAM of the tiers is always pinned if there is a GPU",
         f"{_offload}.buffer_count": PLANNED,
         f"{_offload}.buffer_size": PLANNED,
         f"{_offload}.max_in_cpu": "tiers.ram says how much stays in RAM, in bytes",

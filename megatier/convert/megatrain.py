@@ -10,7 +10,7 @@ ATTENTION = ("flash_attention_2", "sdpa", "eager")
 REASONS = {
     "model.device": "CUDA_VISIBLE_DEVICES chooses the GPU",
     "model.trust_remote_code": "only architectures of transformers itself are run",
-    "vlm": "vision towers are not trained",
+    "vlm": "megatier train reads text alone; megatier.stream trains on images",
     "memory.num_grad_slabs": "slots of gradients are sized when the run begins",
     "logging": "metrics.jsonl has loss, times and memory of every step",
     "dataset.num_workers": "the text is tokenised once, before the first step",
@@ -44,7 +44,7 @@ def _model(made: Conversion) -> None:
     devices = made.raw("model.devices")
     # A list of several means that each takes its part of the batch.
     if isinstance(devices, list) and len(devices) > 1:
-        made.leave("model.devices", "one GPU trains; the batch is that of all of theirs together")
+        made.leave("model.devices", "torchrun starts a rank for each GPU; the batch is that of all of them together")
     elif devices is not None:
         made.leave("model.devices", REASONS["model.device"])
 

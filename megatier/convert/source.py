@@ -29,6 +29,7 @@ def convert(path: Path) -> Conversion:
     trainer, translate = _recognised(path, tree)
     try:
         made = Conversion(trainer, str(path), tree)
+
         # Sections lie in each other deeper than `DEPTH_MAX`, or lists deeper than Python can follow.
         translate(made)
     except RecursionError:
@@ -53,7 +54,7 @@ def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Callable[[Con
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """The settings of a file.
+    """Return the settings of a file.
 
     JSON is tried first, since YAML would read most of JSON too, but takes 2e8 for text.
     """
@@ -77,7 +78,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs. Python's parser would keep the last value of a repeated key and say nothing."""
+    """Return the object of these pairs. Python's parser would keep the last value of a repeated key and say nothing."""
     tree: dict[str, Any] = {}
     for name, value in pairs:
         if name in tree:

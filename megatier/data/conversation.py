@@ -56,6 +56,7 @@ class Text:
     """A text under one key."""
 
     key: str
+    """The key."""
 
     def read(self, record: dict[str, Any], place: str) -> str:
         """Return the text of a record; see `Shape`."""
@@ -70,13 +71,17 @@ class Turns:
     """A list of turns under one key."""
 
     turns: str = "messages"
+    """Key of the list in the record."""
     role: str = "role"
+    """Key of a turn's role."""
     content: str = "content"
+    """Key of what a turn says."""
     roles: tuple[tuple[str, str], ...] = ()
     """The roles in the record, and what the template calls them; empty: any role, by its own name."""
     system: str | None = None
-    """Key of a system prompt that stands beside the turns."""
+    """Key of a system prompt that is not among the turns."""
     tools: str | None = "tools"
+    """Key of the tools that the assistant may call. None: the records have none."""
 
     def read(self, record: dict[str, Any], place: str) -> Conversation:
         """Return the conversation of a record; see `Shape`."""
@@ -96,6 +101,9 @@ class Turns:
             raise DataError(f"{place}: a turn is {_shown(turn)}, not an object.")
         role = turn.get(self.role)
         content = turn.get(self.content)
+
+        # A table gives every row all of its columns, so what a turn does not have is None there. A template must not
+        # see it.
         rest = {key: value for key, value in turn.items() if value is not None and key not in (self.role, self.content)}
         known = dict(self.roles)
         if not isinstance(role, str) or (known and role not in known):
@@ -120,16 +128,22 @@ class Alpaca:
     """An instruction, perhaps with an input, and the answer; perhaps with earlier rounds."""
 
     prompt: str = "instruction"
+    """Key of the instruction."""
     query: str | None = "input"
+    """Key of the input, which follows the instruction."""
     response: str = "output"
+    """Key of the answer."""
     system: str | None = "system"
+    """Key of a system prompt."""
     history: str | None = "history"
+    """Key of the earlier rounds, a list of pairs of prompt and answer."""
 
     def read(self, record: dict[str, Any], place: str) -> Conversation:
         """Return the conversation of a record; see `Shape`."""
         prompt = _text(record.get(self.prompt), self.prompt, place)
         query = record.get(self.query) if self.query is not None else None
         if query:
+            # Joined by a line's end, as LLaMA-Factory joins them.
             prompt = f"{prompt}\n{_text(query, str(self.query), place)}"
         system = record.get(self.system) if self.system is not None else None
         rounds = [*self._rounds(record, place), (prompt, _text(record.get(self.response), self.response, place))]

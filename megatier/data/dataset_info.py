@@ -13,6 +13,7 @@ from typing import Any
 from megatier.data.conversation import ASSISTANT, Alpaca, Shape, Text, Turns
 from megatier.errors import DataError
 
+# The words of LLaMA-Factory's file. What is not among them is refused by `_check`.
 KEYS = {"file_name", "formatting", "columns", "tags", "split"}
 COLUMNS = {"prompt", "query", "response", "history", "messages", "system", "tools"}
 DEFAULT_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
@@ -24,6 +25,7 @@ DEFAULT_TAGS = {
     "observation_tag": "observation",
     "system_tag": "system",
 }
+# Roles of chat templates by the tags under which the file has the dataset's own names for them.
 ROLES = {"user_tag": "user", "assistant_tag": ASSISTANT, "observation_tag": "tool", "system_tag": "system"}
 
 

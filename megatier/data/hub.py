@@ -48,6 +48,7 @@ def rows(config: DataConfig, split: str, dataset: Any) -> Iterator[tuple[str, di
         DataError: a file is damaged, or the network failed for good.
     """
     with _named(config, "cannot be read any further", _library(config).exceptions.DatasetsError):
+        # Errors of whoever takes the rows do not pass through here: a generator sees its own alone.
         for number, row in enumerate(dataset, start=1):
             yield f"{config.dataset} ({split}), row {number}", row
 

@@ -131,6 +131,7 @@ def best_fit(sizes: Sequence[int], row: int) -> list[list[int]]:
     # Room left and number of each row, the least room first.
     rooms: list[tuple[int, int]] = []
     for piece in sorted(range(len(sizes)), key=lambda piece: -sizes[piece]):
+        # Rooms are sorted, so the first one that is large enough is the one with the least room.
         place = bisect.bisect_left(rooms, (sizes[piece], 0))
         left, number = rooms.pop(place) if place < len(rooms) else (row, len(rows))
         if number == len(rows):
@@ -183,6 +184,9 @@ def columns_of(rows: NDArray[np.integer], *, is_apart: bool) -> dict[str, torch.
 
         # A first token has nothing before it from which it could be told.
         columns["labels"][begins] = IGNORED
+
+        # A position counts from the last token at or before it that begins a document. A row's first token has position
+        # 0 whether or not it begins one.
         order = np.arange(rows.shape[1])
         columns["position_ids"] = order - np.maximum.accumulate(np.where(begins, order, 0), axis=1)
     return {name: torch.from_numpy(column) for name, column in columns.items()}
@@ -194,6 +198,7 @@ def _pieces(text: str) -> Iterator[str]:
     while start < len(text):
         stop = start + PIECE_CHARACTERS
         if stop < len(text):
+            # Without a line's end `rfind` gives -1, and the sum 0.
             stop = text.rfind("\n", start, stop) + 1 or stop
         yield text[start:stop]
         start = stop

@@ -44,9 +44,11 @@ class TokenRange:
 
     path: Path
     dtype: np.dtype[np.unsignedinteger]
+    """The integers of the file: a token's id with the marks of `packer` below it."""
     start: int
     """Number of its first token in the file."""
     num_tokens: int
+    """The number of tokens."""
     is_apart: bool
     """Whether documents are apart, so that positions and attention start anew in each of them."""
     crc32: int
@@ -86,9 +88,13 @@ class PackedText:
     """A tokenised dataset: shuffled training sequences and held-out ones."""
 
     train: TokenRange
+    """The tokens to train on."""
     held_out: TokenRange
+    """The tokens to evaluate on."""
     sequence_length: int
+    """The tokens of a sequence."""
     seed: int
+    """Decides the order of sequences (`data.seed`)."""
     damaged: str | None = None
     """The file that made it necessary to tokenise again."""
 
@@ -160,6 +166,7 @@ def tokenise(
         DataError: a path is missing, a line is malformed, there is no text or no room for the files, or something else
             is in their place.
     """
+    # A token's marks lie below its id, so 16 bits are enough for an id of 14.
     is_small = len(tokenizer) <= 1 << (16 - MARK_BITS)
     dtype: np.dtype[np.unsignedinteger] = np.dtype(np.uint16 if is_small else np.uint32)
     settings = settings_of(config, tokenizer)
@@ -230,6 +237,8 @@ def _write_tokens(
             writer.file.flush()
             os.fsync(writer.file.fileno())
 
+    # The folder is not synced. If a power failure undoes a name, the note is missing or its checksums do not fit, and
+    # the text is tokenised again.
     for path, name in zip(partial, FILES, strict=True):
         path.rename(directory / name)
     return [Content(writer.num_bytes, writer.crc32) for writer in writers]
@@ -275,6 +284,8 @@ def is_held_out(number: int, fraction: float, seed: int) -> bool:
 
     Out of n documents n * fraction are chosen, rounded up or down. This needs no count of documents beforehand.
     """
+    # The product of number and fraction grows by 1 at most with each document. A document is held out if a whole
+    # number is passed with it, which happens evenly; the phase moves these points by a part of their distance.
     phase = _hash((seed,)) / 2**64
     return int((number + 1) * fraction + phase) > int(number * fraction + phase)
 
@@ -285,6 +296,8 @@ def shuffled(position: int, count: int, key: tuple[int, ...]) -> int:
     It is a Feistel network over the next power of four, and numbers past count are walked on. Unlike a library's
     shuffle it takes no memory and cannot change with the library's version.
     """
+    # The network permutes a range of 4^half_bits numbers, at most four times `count`. So a walk from a number past
+    # `count` takes few turns, and as it follows a permutation it comes back inside.
     half_bits = max(1, -(-(count - 1).bit_length() // 2))
     mask = (1 << half_bits) - 1
     while True:

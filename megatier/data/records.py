@@ -15,7 +15,7 @@ from typing import Any
 from megatier.errors import DataError
 
 RECORD_FORMATS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
-"""How a file of records is read, by its suffix."""
+"""The formats of files of records, by suffix."""
 
 ROWS_AT_ONCE = 1024
 """Rows of a table that are in RAM as Python objects at once."""
@@ -101,6 +101,7 @@ def _read_table(path: Path, file_format: str) -> Iterator[Any]:
                     yield from batch.to_pylist()
             return
 
+        # The file is mapped, so RAM holds only the rows that are Python objects.
         with arrow.memory_map(str(path)) as source, _open_arrow(arrow, source) as batches:
             for batch in batches:
                 for start in range(0, batch.num_rows, ROWS_AT_ONCE):

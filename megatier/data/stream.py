@@ -45,6 +45,7 @@ class Position:
     """The place in a stream where a sequence ends."""
 
     epoch: int = 0
+    """The number of times that the stream was read to its end before."""
     window: int = 0
     """Number of the window in the epoch."""
     dataset: dict[str, Any] | None = None
@@ -131,7 +132,7 @@ class TextStream:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The note of a checkpoint: where the last batch ended, and in which stream."""
+        """The note of a checkpoint: the stream, and the position in it where the last batch ended."""
         found = {"settings": self._settings, "commit": self._commit, "position": asdict(self._position)}
         return {**found, "held_out": self._held_out.crc32}
 
@@ -145,6 +146,7 @@ class TextStream:
         Raises:
             DataError: the stream is malformed, broke off, or has no text.
         """
+        # One more than the steps ahead, since the first one is what this call waits for.
         while len(self._ahead) <= STEPS_AHEAD:
             self._ahead.append(self._worker.submit(partial(self._take, batch)))
 

@@ -27,7 +27,7 @@ BATCH_CHARACTERS = 1 << 17
 """Characters that are tokenised at once, or a few more: 200 bytes a token lie in RAM meanwhile."""
 
 REMEDY = "Set data.chat_template to a Jinja file in which {% generation %} and {% endgeneration %} enclose these turns."
-"""What to do if the assistant's turns cannot be told."""
+"""The remedy in errors about assistant's turns that cannot be told."""
 
 
 def tokenise_chats(
@@ -67,7 +67,9 @@ class _Rendered:
     """A conversation as text."""
 
     place: str
+    """The place that it comes from, for errors."""
     text: str
+    """The text that the template makes of it."""
     ranges: list[CharacterRange]
     """The assistant's turns."""
 
@@ -81,6 +83,8 @@ def _tokenised(
         DataError: a conversation has no token of the assistant.
     """
     texts = [rendered.text for rendered in batch]
+
+    # The template writes special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     for rendered, ids, characters in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
         offsets = np.asarray(characters, np.int64).reshape(-1, 2)

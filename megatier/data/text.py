@@ -30,9 +30,11 @@ class Source:
     """A file, and the shape of its records."""
 
     path: Path
+    """The file."""
     file_format: str
     """`text`, or one of `RECORD_FORMATS`."""
     shape: Shape
+    """The keys under which a record holds its document. A text file has no records."""
 
     def read(self) -> Iterator[str | Conversation]:
         """Yield its documents.
@@ -139,6 +141,8 @@ def _sources(entry: str, config: DataConfig) -> Iterator[Source]:
     for path in _expand(entry, suffixes):
         file_format: str = config.format
         if file_format == "auto":
+            # A .json file among texts is one of them. It holds records only if conversations are asked for, or a
+            # description of the dataset says so.
             found = RECORD_FORMATS.get(path.suffix.lower(), "text")
             file_format = found if holds_records or found != "json" else "text"
 
@@ -163,6 +167,7 @@ def _expand(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
         elif path.exists():
             found = [path]
         else:
+            # pathlib takes no absolute pattern, so it is taken relative to its root.
             found = [file for file in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if file.is_file()]
     except OSError as error:
         raise DataError(f"data.files: cannot read {entry}: {error.strerror}.") from error

@@ -27,10 +27,12 @@ PIECE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a token file holds."""
+    """The size and checksum of a token file."""
 
     num_bytes: int
+    """Its size."""
     crc32: int
+    """The CRC32 of all its bytes."""
 
 
 def write_note(directory: Path, settings: str, names: Sequence[str], contents: Sequence[Content]) -> None:

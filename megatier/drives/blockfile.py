@@ -264,6 +264,7 @@ class BlockFiles:
         Raises:
             TransferError: a drive failed, or refuses the mark.
         """
+        # Noted first: if a drive fails below, the files stay until this is called again with False.
         self._is_kept = keeps
 
         # All bytes are on all drives before a mark on any of them says that they are kept.

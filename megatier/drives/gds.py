@@ -102,7 +102,7 @@ class GpuReader:
                 )
                 self.read("(zeros)", zeros, 0, torch.empty(size, dtype=torch.uint8, device=device))
 
-    # Hops 1 and 2 of a byte's journey in one; blockfile.py and transfer.py carry the marks.
+    # Hops 1 and 2 of a byte's journey in one; the marks are in blockfile.py and store/lanes.py.
     def read(self, key: str, extent: Extent, start: int, target: torch.Tensor) -> None:
         """Read a block's bytes from `start` on into uint8 [n] on the GPU, page-aligned. Every granule is verified.
 
@@ -152,6 +152,9 @@ class GpuReader:
     def _verify(self, key: str, extent: Extent, start: int, target: torch.Tensor) -> None:
         """Raise IntegrityError for the first granule whose checksum differs from the stored one."""
         granule = self._files.options.granule_bytes
+
+        # The stored checksums are read when the bytes are there, and the store lets no write of the extent begin before
+        # that (`Block.reads`). So both are of the same write.
         found = checksums(target, granule)
         expected = extent.checksums[start // granule :][: found.size]
         for index in np.flatnonzero(found != expected)[:1]:

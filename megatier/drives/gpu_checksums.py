@@ -32,6 +32,7 @@ _jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["count
 ROW_WORDS = tl.constexpr(PAGE_BYTES // 4)
 """The words that are taken at a time, one for each column."""
 ROW_WARPS = 4
+"""The warps of a program: each of their 128 threads has eight words of a row."""
 POLYNOMIAL = tl.constexpr(0x82F63B78)
 """The polynomial of CRC32C."""
 

@@ -63,7 +63,7 @@ class OutputCheck:
     """Checks that the graphs of a model's first outputs end in no leaf of a module's own."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Nothing is looked at yet."""
+        """Begin before the first output."""
         self._model = model
         self._left = CHECKED
         """The number of outputs that are still to be looked at."""
@@ -99,11 +99,12 @@ def refused(module_name: str) -> UnsupportedModelError:
 
 
 def _steps(outputs: Iterable[Tensor | None]) -> set[Step]:
-    """All steps of the graphs that tensors come from."""
+    """Return all steps of the graphs that tensors come from."""
     found: set[Step] = set()
     waiting = [x.grad_fn for x in outputs if x is not None and x.grad_fn is not None]
 
     while waiting:
+        # A list and no recursion, since a graph is deeper than Python's stack.
         step = waiting.pop()
         if step not in found:
             found.add(step)
@@ -113,7 +114,8 @@ def _steps(outputs: Iterable[Tensor | None]) -> set[Step]:
 
 
 def _ends(steps: Iterable[Step]) -> Iterator[Tensor]:
-    """The leaves in which a graph ends."""
+    """Return the leaves in which a graph ends."""
+    # A graph names a leaf by the step that would add to its gradient.
     return (step.variable for step in steps if type(step).__name__ == "AccumulateGrad")  # type: ignore[attr-defined]
 
 

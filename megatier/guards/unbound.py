@@ -138,7 +138,7 @@ def make_unbound(parameter: Tensor, device: torch.device, dtype: torch.dtype, na
 
 
 def _targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Unbound]:  # noqa: ANN401
-    """The unbound parameters that a function of torch writes into."""
+    """Return the unbound parameters that a function of torch writes into."""
     # By torch's own convention, the name of a function that changes its first argument ends with one underscore.
     name = str(getattr(function, "__name__", ""))
     is_in_place = name.endswith("_") and not name.endswith("__") and name not in KEEPING

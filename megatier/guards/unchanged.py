@@ -72,11 +72,13 @@ def refused(module_name: str, name: str) -> UnsupportedModelError:
 
 
 def _sums(leaves: Sequence[Tensor]) -> Tensor:
-    """A sum over the bits of each leaf, int64 [len(leaves)]."""
+    """Return a sum over the bits of each leaf, int64 [len(leaves)]."""
     # Sums of integers wrap, so they do not depend on their order.
     sums = []
     for leaf in leaves:
         flat = leaf.data.view(-1)
+
+        # Words of eight bytes take the fewest operations. A leaf of another length is summed byte by byte.
         words = flat.view(torch.int64 if flat.nbytes % 8 == 0 else torch.uint8)
         sums.append(words.sum(dtype=torch.int64))
     return torch.stack(sums) if sums else torch.empty(0)

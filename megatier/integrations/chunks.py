@@ -34,6 +34,7 @@ class ParameterSize:
     index: int
     """Number of the parameter among all parameters of the optimizer."""
     num_elements: int
+    """Its elements."""
     schema: StateSchema
     """The planes of its state: bf16 has a master with a remainder, fp32 is its own master."""
 
@@ -43,9 +44,13 @@ class ElementRun:
     """Elements [start, stop) of a parameter inside a chunk."""
 
     parameter: int
+    """Number of the parameter among all parameters of the optimizer."""
     start: int
+    """First element in the parameter."""
     stop: int
+    """One past the last element."""
     schema: StateSchema
+    """The planes of the parameter's state."""
     offset: int
     """First byte of the run in the chunk."""
 
@@ -71,9 +76,13 @@ class StateChunk:
     """A piece of state that moves at once: a block of the store."""
 
     key: str
+    """The name of the block."""
     runs: tuple[ElementRun, ...]
+    """The elements whose state it holds, in the order of their bytes."""
     num_bytes: int
+    """Its size, before it is rounded up to pages."""
     home: Tier
+    """The tier where it lies between two updates."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,8 @@ class InRam:
                 "into it first."
             )
 
+        # Buffers and the choice of frozen parameters are copied now. The weights are read later, unit by unit, from the
+        # model itself.
         for name, buffer in model.named_buffers():
             skeleton.get_buffer(name).copy_(buffer)
         for name, parameter in skeleton.named_parameters():

@@ -16,9 +16,13 @@ class Form(NamedTuple):
     """The properties of a parameter on which its state depends."""
 
     shape: torch.Size
+    """Its shape."""
     stride: tuple[int, ...]
+    """Its strides, which say the order of its elements in memory."""
     dtype: torch.dtype
+    """Its dtype, which says whether it has a remainder."""
     device: torch.device
+    """The device that it lies on."""
 
 
 def check_parameters(parameters: Collection[Tensor]) -> None:

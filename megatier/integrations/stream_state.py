@@ -46,7 +46,7 @@ Settings = Sequence[Mapping[str, Any]]
 
 
 class StreamedState(ABC):
-    """What a streamed model's state can be read as, written to and restored from, between two steps.
+    """The state of a streamed model between two steps: it can be read, written and restored.
 
     Attributes:
         model: the Hugging Face model.

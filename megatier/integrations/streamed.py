@@ -40,7 +40,7 @@ from megatier.trace.events import TraceEvent, write_trace
 T = TypeVar("T")
 
 TRACED_STEPS = 3
-"""How many of the last steps `Streamed.write_trace` writes."""
+"""The number of last steps that `Streamed.write_trace` writes."""
 
 
 class Streamed(StreamedState):
@@ -257,7 +257,7 @@ class Streamed(StreamedState):
                 "fused_loss=False."
             )
 
-        # With images an evaluation uses other units than without, so each kind has an order of its own.
+        # With images an evaluation uses other units than without them, so each kind has an order of its own.
         sees = sorted(name for name, value in kwargs.items() if name.startswith("pixel_values") and value is not None)
         with self.one_forward(" ".join(["evaluate", *sees])):
             outputs = forward(*args, **kwargs)

@@ -27,6 +27,7 @@ class BlockDevice:
 
     def moved_bytes(self) -> tuple[int, int] | None:
         """Return the bytes read and written since the machine started; None if nothing counts them."""
+        # The third and the seventh number of the file are the sectors that were read and written.
         fields = _text(self.counters).split() if self.counters is not None else []
         return (int(fields[2]) * SECTOR_BYTES, int(fields[6]) * SECTOR_BYTES) if len(fields) > 6 else None
 
@@ -39,6 +40,8 @@ def block_device(directory: Path, root: Path = ROOT) -> BlockDevice:
         return BlockDevice(name="unknown", logical_block_bytes=None, num_drives=1, counters=None)
 
     names = [line.removeprefix("DEVNAME=") for line in _text(folder / "uevent").splitlines() if "DEVNAME=" in line]
+
+    # A partition has no queue of its own. That of its drive lies in the folder above.
     sizes = [_text(queue / "queue/logical_block_size").strip() for queue in (folder, folder.resolve().parent)]
     size = next((int(text) for text in sizes if text.isdigit()), None)
     return BlockDevice(
@@ -50,6 +53,7 @@ def block_device(directory: Path, root: Path = ROOT) -> BlockDevice:
 
 
 def _num_drives(folder: Path) -> int:
+    # RAID and LVM are devices over others, perhaps in several layers, which the kernel links as slaves.
     slaves = list((folder / "slaves").glob("*"))
     return sum(map(_num_drives, slaves)) if slaves else 1
 

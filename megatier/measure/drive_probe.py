@@ -90,7 +90,7 @@ class DriveFigures:
     They choose that number, and are no figures of the drive, since the best of several short trials is too good. It is
     empty if none were tried."""
     notes: tuple[str, ...] = ()
-    """What one should know about the figures."""
+    """Facts that one should know about the figures."""
     flags: tuple[str, ...] = ()
     """The reasons why figures must not be believed."""
 
@@ -125,6 +125,7 @@ def check_mount(mount: MountBudget) -> int:
     if num_bytes < (least := BLOCKS_MIN * IoOptions().granule_bytes):
         raise ConfigError(f"--nvme: {at_least(num_bytes)} on {directory} is too small; give {at_least(least)} or more.")
 
+    # f_bavail, not f_bfree, which counts the blocks that file systems keep for root as well.
     room = os.statvfs(directory)
     if num_bytes > (free := room.f_bavail * room.f_frsize):
         raise CapacityError("nvme", num_bytes, free, f"Free space on {directory}, or give it less: {directory}:SIZE.")
@@ -228,6 +229,7 @@ def fewest_threads(trials: Mapping[int, tuple[float, float]]) -> int:
 
     Few threads are better than many: a single read waits longer the more threads write at the same time.
     """
+    # The best mixed rate and the best writing rate may be those of different numbers.
     best = [max(rates) for rates in zip(*trials.values(), strict=True)]
     near = [n for n, rates in trials.items() if all(r >= AS_FAST * b for r, b in zip(rates, best, strict=True))]
     return min(near, default=max(trials, key=lambda count: trials[count][0]))

@@ -32,6 +32,7 @@ from megatier.store.arena import Arena
 BLOCK_BYTES = STRIPE_BYTES
 """The size of a block: one plane of moments of the largest update chunk, which the store moves at once."""
 BYTES_OF_MOMENT = 4
+"""The bytes of an element of a moment."""
 DEPTH = 4
 """The blocks in flight in each direction."""
 MIXED_READS = 7
@@ -206,6 +207,7 @@ class BlockTraffic:
         reads = self._reads(half)
         writes = itertools.cycle(range(half, len(self._extents)))
         for turn in itertools.count():
+            # The even ones of 13 operations are reads and the odd ones writes, so the two are spread among each other.
             if turn % (MIXED_READS + MIXED_WRITES) % 2:
                 yield True, next(writes)
             elif (operation := next(reads, None)) is not None:

@@ -93,7 +93,7 @@ class LinkFigures:
     flops_per_s: float
     """The FLOP/s that a layer's forward and backward reach."""
     notes: tuple[str, ...] = ()
-    """What one should know about the figures."""
+    """Facts that one should know about the figures."""
     flags: tuple[str, ...] = ()
     """The reasons why figures must not be believed."""
 
@@ -130,6 +130,8 @@ def probe_links(
     if device == "cuda":
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
+    # The others come first, one after the other. Their regions in RAM are gone before those of the first GPU and of
+    # AdamW, which are there at once, are taken.
     host = torch.device("cpu")
     has_gpu = device == "cuda"
     others = tuple(_probe_copies(other, copy_bytes, seconds) for other in devices[1:])

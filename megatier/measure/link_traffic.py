@@ -28,6 +28,7 @@ STATE_BYTES_PER_PARAMETER = ADAMW_BF16.bytes_per_parameter + ADAMW_BF16.grad_wid
 UPDATE_CHUNK_ELEMENTS = 8 << 20
 """The elements of the store's largest update chunks."""
 SCALARS = (0.9, 0.1, 0.999, 0.001, 1e-8, 1e-4, 1.0, 1.0)
+"""The scalars of AdamW's kernels (`numerics.adamw.step_scalars`), without clipping."""
 STATE_BYTE = 0x3C
 """The byte that fills every plane. Its numbers are about 0.01 then."""
 
@@ -79,6 +80,7 @@ class CopyTraffic:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        # Closing the lanes finishes the copies that are under way, which still need the arenas.
         self._lanes.close()
         self._host.close()
 
@@ -164,6 +166,7 @@ class UpdateTraffic:
         """Update with the kernel of the GPU; return parameters per second."""
         from megatier.numerics.kernels import adamw  # Triton comes with the CUDA builds of torch only
 
+        # The planes lie one after the other in the arena, each with all elements.
         starts = [self.num_elements * width for width in itertools.accumulate(self.WIDTHS, initial=0)]
         weight, remainder, exp_avg, exp_avg_sq, grad = (
             self._arena.bytes[start:stop] for start, stop in itertools.pairwise(starts)

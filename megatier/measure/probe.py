@@ -32,17 +32,17 @@ IO_THREADS_MAX = 256
 """The most native threads in each direction for all drives together."""
 
 ASSUMED_DRIVE_BYTES_PER_S = 2e9
-"""What a drive that was not measured is taken to read, to write, or to do of both together."""
+"""The rate at which a drive that was not measured is taken to read, to write, or to do both together."""
 ASSUMED_CORES = 16
 """So many cores are taken to be enough for all that RAM carries."""
 ASSUMED_MEMORY_BYTES_PER_S = 8e9
-"""What RAM is taken to carry for each core."""
+"""The rate that RAM is taken to carry for each core."""
 ASSUMED_FLOPS_PER_S = {"cuda": 200e12, "cpu": 50e9}
-"""What a GPU, or a core of a processor, is taken to compute."""
+"""The FLOP/s that a GPU, or a core of a processor, is taken to compute."""
 ASSUMED_LINK_BYTES_PER_S = 25e9
-"""What the link to a GPU is taken to copy in each direction: PCIe 4 with 16 lanes."""
+"""The rate at which the link to a GPU is taken to copy in each direction: that of PCIe 4 with 16 lanes."""
 ASSUMED_GPU_BYTES_PER_S = 1.5e12
-"""What the memory of a GPU is taken to carry."""
+"""The rate that the memory of a GPU is taken to carry."""
 
 
 def rates_of(drives: Iterable[DriveFigures], links: LinkFigures) -> Rates:
@@ -122,6 +122,8 @@ def cache_rates(rates: Rates, device: str, path: Path | None = None) -> Path:
     before = [drive for entry in entries if entry["machine"] == machine for drive in entry["drives"]]
     links = {name: value for name, value in dataclasses.asdict(rates).items() if name != "drives"}
     kept = [entry["links"] for entry in entries if entry["machine"] == machine]
+
+    # Links between ranks are measured by a command of their own, so one that measures without ranks keeps them.
     for name in ASSUMED:
         links[name] = links[name] or next((each[name] for each in kept if each.get(name)), None)
     entry = {
@@ -190,7 +192,8 @@ def rates_or_assumed(directories: Sequence[Path], device: str) -> tuple[Rates, t
     if links is not None:
         return dataclasses.replace(links, drives=drives), ("drives",)
 
-    # How much memory a GPU has is read from it, not assumed.
+    # How much memory a GPU has is read from it, not assumed. Rates that are None, as those of links between ranks are
+    # here, are left to `Rates.assumed`.
     assumed = dataclasses.replace(_assumed_links(device), drives=drives)
     names = (field.name for field in dataclasses.fields(Rates))
     return assumed, tuple(name for name in names if name != "gpu_bytes" and getattr(assumed, name))

@@ -1,4 +1,4 @@
-"""Probe of the links between ranks: what gathers and scatters move, and what they cost compute beside them.
+"""Probe of the links between ranks: how fast gathers and scatters are, and how much they slow compute down meanwhile.
 
 All ranks measure at the same time, with the lane and the collectives of a run. A collective takes all ranks, so they
 agree how many they make.
@@ -33,10 +33,12 @@ SLOWDOWN_MIN = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFigures:
-    """What ranks move between them while all of them do so."""
+    """The speed of collectives, and of compute during them, while all ranks measure at the same time."""
 
     ranks: int
+    """The number of ranks."""
     hosts: int
+    """The number of hosts that they run on."""
     layer_bytes: int
     """Bytes of a whole layer, of which each rank has an equal part."""
     gather_seconds: float
@@ -44,13 +46,13 @@ class RankFigures:
     scatter_seconds: float
     """Seconds of scattering as many bytes."""
     compute_share: float
-    """Products that a rank does beside collectives, as a share of those that it does alone."""
+    """Products that a rank does during collectives, as a share of those that it does alone."""
     collective_share: float
-    """Collectives beside products, as a share of those that go on alone."""
+    """Collectives during products, as a share of those that go on alone."""
 
     @property
     def slowdown(self) -> float:
-        """Seconds that compute loses for each second that the collectives beside it would take alone, at most 1."""
+        """Seconds that compute loses for each second that collectives at the same time would take alone; at most 1."""
         return min(1.0, max(SLOWDOWN_MIN, (1 - self.compute_share) / self.collective_share))
 
     def added_to(self, rates: Rates) -> Rates:
@@ -75,7 +77,7 @@ class RankFigures:
 def probe_ranks(
     ranks: Ranks, device: str, *, seconds: float, layer_bytes: int | None = None, matmul_size: int | None = None
 ) -> RankFigures:
-    """Measure gathers, scatters, and both beside products. Every rank has to call it.
+    """Measure gathers, scatters, and both during products. Every rank has to call it.
 
     Args:
         ranks: the ranks that measure.
@@ -101,7 +103,7 @@ def probe_ranks(
         end = time.perf_counter() + seconds
         alone_per_s = _products_per_s(product, device, lambda: time.perf_counter() > end)
 
-        # All begin together.
+        # All ranks begin together, since a collective waits for the last of them.
         count = max(1, round(seconds / (gather_s + scatter_s)))
         ranks.agree(None)
         moves = _submit(lane, [gather, scatter] * count)
@@ -110,6 +112,8 @@ def probe_ranks(
 
     ranks.drop_memory()
     shares = [beside_per_s / alone_per_s, count * (gather_s + scatter_s) / beside_s]
+
+    # A step waits for its slowest rank, so the least of all ranks counts.
     compute, collective = (min(found) for found in zip(*ranks.agree(shares), strict=True))
     return RankFigures(
         ranks=ranks.size,

@@ -132,6 +132,7 @@ def _unset(buffer: Tensor) -> Tensor:
     if buffer.is_floating_point() or buffer.is_complex():
         return buffer.fill_(float("nan"))
     if buffer.dtype is torch.bool:
+        # A byte of 2 is neither False nor True, and every write of a bool replaces it.
         buffer.view(torch.uint8).fill_(2)
         return buffer
     return buffer.fill_(torch.iinfo(buffer.dtype).min)

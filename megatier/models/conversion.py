@@ -1,4 +1,4 @@
-"""How a model's tensors are spread over the stored tensors of a folder in Hugging Face's format.
+"""The conversion between a model's tensors and the stored tensors of a folder in Hugging Face's format.
 
 The names differ (prefixes, renamed modules), and so do the tensors: transformers holds the experts of a layer in one
 parameter, and the hub has a tensor for each expert. transformers lists the operations. Here they are applied not to
@@ -37,8 +37,11 @@ class TensorRun:
     """Consecutive elements of one named tensor."""
 
     name: str
+    """The tensor."""
     start: int
+    """The number of the first element in it."""
     num_elements: int
+    """The number of elements."""
     num_columns: int = 0
     """Columns of the matrix that they are, if it is read column by column; 0: they are read as they lie."""
 
@@ -48,7 +51,9 @@ class Assembly:
     """A tensor that is put together from runs, in the order of its own elements."""
 
     shape: Shape
+    """Its shape when it is put together."""
     runs: tuple[TensorRun, ...]
+    """The runs, whose elements lie one after the other in it."""
 
 
 def assemble(model: PreTrainedModel, stored: Mapping[str, Shape]) -> dict[str, Assembly]:
@@ -111,6 +116,7 @@ def hub_layout(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[st
     Raises:
         UnsupportedModelError: neither of the two would load back.
     """
+    # On meta, because transformers reverts its conversions by computing with the tensors.
     own = {name: tensor.to("meta") for name, tensor in tensors.items()}
     for layout in (revert_weight_conversion(model, dict(own)), own):
         shapes = {name: tuple(tensor.shape) for name, tensor in layout.items()}
@@ -261,6 +267,8 @@ def _inverted(assemblies: Mapping[str, Assembly], shapes: Mapping[str, Shape]) -
     for own_name, assembly in assemblies.items():
         position = 0
         for run in assembly.runs:
+            # A matrix of so many rows and columns that is read column by column becomes one of as many columns as it
+            # had rows. So that is how it is read on the way back.
             rows = run.num_elements // run.num_columns if run.num_columns else 0
             pieces[run.name].append(
                 (run.start, TensorRun(name=own_name, start=position, num_elements=run.num_elements, num_columns=rows))

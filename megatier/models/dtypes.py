@@ -1,7 +1,7 @@
 """The dtypes in which a model computes: those that `from_pretrained` gives its buffers and parameters.
 
-MiniMax multiplies activations with its buffers. Routers of ERNIE 4.5 and convolutions of Inkling 2 compute in fp32,
-beside weights in bf16.
+MiniMax multiplies activations with its buffers. Routers of ERNIE 4.5 and convolutions of Inkling 2 compute in fp32
+even if all other weights are in bf16.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def place_buffers(model: PreTrainedModel, device: torch.device, dtype: torch.dty
 
 
 def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Of every buffer, by its name, in a model that `from_pretrained` loads in a dtype.
+    """Return the dtype of every buffer, by its name, in a model that `from_pretrained` loads in a dtype.
 
     A constructor that names no dtype takes that one; what the model's class keeps in fp32 stays so if it is stored.
 
@@ -44,6 +44,6 @@ def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
 
 
 def names_in_fp32(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str]:
-    """Return those of some stored tensors' names that the model's class keeps in fp32 beside weights in bf16."""
+    """Return those of some stored tensors' names that the model's class keeps in fp32 if weights are in bf16."""
     patterns = [pattern.replace("*", ".*") for pattern in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     return frozenset(name for name in names if any(re.search(pattern, name) for pattern in patterns))

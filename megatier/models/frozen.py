@@ -44,6 +44,7 @@ def freeze(model: nn.Module, patterns: str | Sequence[str], setting: str = "mode
         if not found:
             raise ConfigError(f"{setting}: {pattern!r} names no parameter of this model. {_nearest(model, wanted)}")
         for parameter in found:
+            # The two differ if the pattern begins with "!".
             parameter.requires_grad_(pattern != wanted)
 
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -44,13 +44,17 @@ class StoredTensor:
     """The place of a tensor on disk."""
 
     path: Path
+    """The file."""
     name: str
+    """The stored name."""
     dtype: str
     """A name of the format, such as `BF16`; not every one is a key of DTYPES."""
     shape: tuple[int, ...]
+    """The stored shape."""
     offset: int
     """Number of its first byte in the file."""
     num_bytes: int
+    """The bytes that it takes."""
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -94,6 +98,8 @@ def write_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) ->
         offset = stop
 
     raw = json.dumps(header, separators=(",", ":")).encode()
+
+    # JSON may end with spaces, so they fill the header up.
     raw += b" " * (-len(raw) % 8)
     return len(raw).to_bytes(8, "little") + raw
 

@@ -96,6 +96,7 @@ class SafetensorsFolder:
             stored = self._stored[run.name]
             dtype = DTYPES[stored.dtype]
 
+            # Without Python's own buffer, through which all bytes would be copied once more.
             with stored.path.open("rb", buffering=0) as file:
                 file.seek(stored.offset + run.start * dtype.itemsize)
                 if run.num_columns:

@@ -25,7 +25,9 @@ Planes = Mapping[Kind, Tensor]
 def step_scalars(
     step: int, learning_rate: float, betas: tuple[float, float], eps: float
 ) -> tuple[float, float, float, float, float, float, float]:
-    """The numbers that the kernels take of step 1, 2, ...: all of `Scalars.of_kernels` but the clip coefficient."""
+    """Return the numbers that the kernels take of step 1, 2, ...: `Scalars.of_kernels` without the clip coefficient."""
+    # All of this is in fp64, and the kernels round each number once to fp32. In fp32 1 - 0.999 would have no
+    # more than 15 good bits. The corrections of bias are among these numbers, so that no element divides by them.
     beta1, beta2 = betas
     step_size = learning_rate / (1 - beta1**step)
     bias2_root = math.sqrt(1 - beta2**step)
@@ -56,7 +58,7 @@ def begin_adamw(
         before: the planes to read of kinds that are not updated in place; on the CPU only.
 
     Returns:
-        What to wait on; None where it lies on the GPU's current stream.
+        The batch to wait for; None if the update was enqueued on the GPU's current stream.
     """
     remainder = planes.get(Kind.REMAINDER)
     if grad.is_cuda:

@@ -72,6 +72,9 @@ class Compiled(Generic[P, R]):
         self._name = name
         self._function = function
         self.saves_inputs_alone = saves_inputs_alone
+
+        # With `fullgraph` code that cannot be compiled raises an error, instead of running uncompiled without a word.
+        # Shapes are taken as fixed, as those of training are.
         self._run: Callable[P, R] = torch.compile(function, dynamic=False, fullgraph=True)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -108,6 +111,6 @@ def _inductor_is_deterministic() -> bool:
 
 
 def _cause(message: str) -> str:
-    """The reason in one line. A backend's own error begins on the second line, after "backend=... raised:"."""
+    """Return the reason in one line. A backend's own error begins on the second line, after "backend=... raised:"."""
     first, *rest = (line.strip() for line in message.splitlines() if line.strip())
     return f"{first} {rest[0]}" if first.endswith("raised:") and rest else first

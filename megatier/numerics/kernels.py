@@ -5,7 +5,7 @@ round to nearest (plain `/` and `tl.sqrt` are approximate). Subnormals are kept 
 those of roots and quotients). Master, weight and remainder are joined and split as integers. Sums of squares follow the
 tree of the C code, lane by lane.
 
-Import it only where CUDA is available: Triton comes with torch's CUDA builds alone. Launches go to the current stream.
+Import it only if CUDA is available: Triton comes with torch's CUDA builds alone. Launches go to the current stream.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ TILE_ELEMENTS = tl.constexpr(65_536)
 LANES = tl.constexpr(256)
 """Sums that each tile takes side by side, as in native/reduce.h."""
 LANE_WARPS = 4
+"""The warps of a tile's program: each of their 128 threads has two lanes."""
 ROWS_AHEAD = tl.constexpr(16)
 """Rows of lanes that are loaded before the first is added."""
 
@@ -38,7 +39,7 @@ Planes = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]
 Scalars = tuple[float, float, float, float, float, float, float, float]
 
 
-# Hop 5 of a byte's journey where the state is at home on the GPU; optimizer.py carries the mark.
+# Hop 5 of a byte's journey if the update runs on the GPU; the mark is in optimizer.py.
 def adamw(planes: Planes, segments: Sequence[tuple[int, int, float]], scalars: Scalars) -> None:
     """Run AdamW in place, with one launch for each segment; native/adamw.h holds the definition.
 
@@ -146,7 +147,7 @@ def _one_nan(bits: tl.tensor) -> tl.tensor:
 
 @_jit
 def _float_of(values: tl.tensor) -> tl.tensor:
-    """The fp32 values of loaded numbers. Those of bf16 arrive as uint16, and are the high halves of fp32."""
+    """Return the fp32 values of loaded numbers. Those of bf16 arrive as uint16, and are the high halves of fp32."""
     if values.dtype == tl.uint16:
         return (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:  # noqa: RET505  Triton decides at compile time, so it needs both branches

@@ -6,7 +6,7 @@ import math
 
 
 def learning_rate(step: int, *, peak: float, schedule: str, warmup: int, steps: int, minimum_ratio: float) -> float:
-    """The learning rate of step 1 to `steps`.
+    """Return the learning rate of step 1 to `steps`.
 
     Args:
         step: 1, 2, ...

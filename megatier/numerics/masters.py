@@ -11,14 +11,14 @@ from megatier.tier import Kind
 
 
 def plane_dtype(schema: StateSchema, kind: Kind) -> torch.dtype:
-    """The dtype of a plane's elements."""
+    """Return the dtype of a plane's elements."""
     found = getattr(torch, schema.dtype(kind))
     assert isinstance(found, torch.dtype)
     return found
 
 
 def weight_dtype(schema: StateSchema) -> torch.dtype:
-    """The dtype in which a unit computes: that of its weights and of its final gradient."""
+    """Return the dtype in which a unit computes: that of its weights and of its final gradient."""
     return plane_dtype(schema, Kind.WEIGHT)
 
 

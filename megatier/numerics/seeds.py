@@ -33,6 +33,8 @@ def seed_generators(number: int, device: torch.device) -> None:
         torch.cuda.manual_seed(number)
 
     random.seed(number)
+
+    # numpy takes 32 bits.
     np.random.seed(number % (1 << 32))
 
 

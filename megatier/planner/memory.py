@@ -87,6 +87,7 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
     makes_sum = config.model.fused_loss and (head is None or head.weight.requires_grad)
     head_sum = 4 * text.vocab_size * hidden_width(model) if makes_sum else 0
 
+    # One layer at a time repeats what it did not save, so the largest one decides. Slices do so one after the other.
     mask = mask_bytes(config, work)
     in_layer = REPEATED * largest * boundary + item * mask
     return ActivationBytes(
@@ -97,21 +98,22 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
 
 
 def mask_bytes(config: RunConfig, work: Workload) -> int:
-    """Bytes of a group's mask that keeps documents apart, one for each pair of tokens; 0 if there is no such mask."""
+    """Return the bytes of the mask that keeps a group's documents apart, one for each pair of tokens; 0 without one."""
     return work.rows * config.data.sequence_length**2 if config.has_mask else 0
 
 
 def _is_of_layer(unit: Unit) -> bool:
-    """Whether a unit is a decoder layer, or the experts of one."""
+    """Return whether a unit is a decoder layer, or the experts of one."""
     return unit.is_layer or unit.experts is not None
 
 
 def _saved(unit: Unit, width: int, config: RunConfig, work: Workload, compiles: bool) -> float:
-    """How many boundary activations a layer saves, or its part."""
+    """Return how many boundary activations a layer saves, or its part."""
     policy = work.activations[unit.name]
     if policy.offloads_input:
         return 0.0
 
+    # The input of experts in units of their own is counted with the unit of their layer's other modules.
     inputs = 0.0 if unit.experts is not None else 1.0 if len(unit.module_names) == 1 else INPUTS_CUT
     share = config.model.saved_share if compiles else 1.0
     if not policy.keeps_graph or not share:
@@ -120,13 +122,13 @@ def _saved(unit: Unit, width: int, config: RunConfig, work: Workload, compiles: 
 
 
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
-    """The value at a place of a broken line through points. Beyond the first and the last point it is constant."""
+    """Return the value at a place of a broken line through points, which is constant beyond the first and the last."""
     xs, ys = zip(*points, strict=True)
     return float(np.interp(at, xs, ys))
 
 
 def _products(unit: Unit, width: int) -> float:
-    """Outputs of a layer's products, in hidden sizes.
+    """Return the outputs of a layer's products, in hidden sizes.
 
     Experts are counted as if each token went to one, and a part of them by its share.
     """

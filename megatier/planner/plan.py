@@ -37,7 +37,7 @@ HIDDEN = 1.05
 TIMES_MAX = 4096
 """Most times the present tokens that are tried for N*."""
 HALVINGS = 4
-"""How often the last doubling is halved, which narrows N* down to 3 %."""
+"""The times that the last doubling is halved, which narrows N* down to 3 %."""
 SECONDS_PER_DAY = 86_400
 GENERATIONS = {
     "1: updates in place": (1, False),
@@ -69,7 +69,7 @@ class Plan:
     num_parameters: int
     """All parameters of the model."""
     num_trained: int
-    """How many of them are trained."""
+    """Those of them that are trained."""
     tokens: int
     """Tokens of a step, of all ranks together."""
     world: World
@@ -132,7 +132,7 @@ class Plan:
         return self.written_bytes_per_step / self.forecast.seconds * SECONDS_PER_DAY
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan for JSON."""
+        """Return the plan for JSON."""
         made = self.forecast
         return {
             "num_parameters": self.num_parameters,
@@ -169,7 +169,7 @@ class Plan:
         }
 
     def events(self) -> list[TraceEvent]:
-        """The forecast as events of a trace, for the picture."""
+        """Return the forecast as events of a trace, for the picture."""
         return [
             TraceEvent(lane=span.lane, name=span.name, start_ns=int(span.start * 1e9), end_ns=int(span.end * 1e9))
             for span in self.forecast.spans
@@ -208,6 +208,8 @@ def make_plan(
     drives = trial.rates.drives
     num_bytes = checkpoint_bytes(work.units)
     written_s = checkpoint_seconds(num_bytes // world.ranks, placement.state_bytes.get(Tier.NVME, 0), drives)
+
+    # A savepoint leaves on NVMe what lies there, and writes the rest.
     resident = placement.state_bytes.get(Tier.GPU, 0) + placement.state_bytes.get(Tier.RAM, 0)
     return Plan(
         num_parameters=sum(tensor.num_elements for unit in work.units for tensor in unit.layout.tensors),
@@ -236,7 +238,7 @@ def make_plan(
 
 
 def _state_bytes(work: Workload, placement: Placement) -> dict[tuple[Tier, Kind], int]:
-    """Bytes of state by tier and kind."""
+    """Return the bytes of state by tier and kind."""
     units = {spec.name: spec for spec in work.specs}
     state: Counter[tuple[Tier, Kind]] = Counter()
     for (name, kind), home in placement.homes.items():
@@ -245,7 +247,7 @@ def _state_bytes(work: Workload, placement: Placement) -> dict[tuple[Tier, Kind]
 
 
 def _spilled_gradient_bytes(work: Workload, placement: Placement) -> int:
-    """Bytes of gradients that a step writes to NVMe."""
+    """Return the bytes of gradients that a step writes to NVMe."""
     # Only gradients go to NVMe among these moves, so those bytes are the gradients that RAM does not take.
     units = {spec.name: spec for spec in work.specs}
     moves = Moves(units, placement, work.policy)
@@ -253,7 +255,7 @@ def _spilled_gradient_bytes(work: Workload, placement: Placement) -> int:
 
 
 def checkpoint_seconds(num_bytes: int, spilled_bytes: int, drives: Sequence[DriveRates]) -> float | None:
-    """Seconds of writing a checkpoint to new files of the first drive; None: no drive is known.
+    """Return the seconds of writing a checkpoint to new files of the first drive; None: no drive is known.
 
     Args:
         num_bytes: bytes of the checkpoint.
@@ -270,7 +272,7 @@ def checkpoint_seconds(num_bytes: int, spilled_bytes: int, drives: Sequence[Driv
 
 
 def pause_seconds(written_s: float, step: Forecast) -> float:
-    """Seconds for which training waits until a checkpoint is written, because no state may change.
+    """Return the seconds for which training waits until a checkpoint is written, because no state may change.
 
     The checkpoint is written while the next step runs, and training waits for the rest. The step's own reads and writes
     come first, as if the checkpoint went to the drives of the state.
@@ -284,7 +286,7 @@ def pause_seconds(written_s: float, step: Forecast) -> float:
 
 
 def generation_bytes(trial: Trial, placement: Placement) -> dict[str, int]:
-    """Bytes that a run takes on NVMe, by what generations are for. It is empty if nothing spills.
+    """Return the bytes that a run takes on NVMe, by what generations are for. It is empty if nothing spills.
 
     A use is left out if RAM has no room for its slots.
     """
@@ -332,7 +334,7 @@ def hidden_at(trial: Trial, placement: Placement, tokens: int) -> int | None:
 
 
 def _changes(trial: Trial, tokens: int, tokens_per_s: float, *, spills: bool) -> tuple[Change, ...]:
-    """The changes that would help, each tried alone, the best first.
+    """Return the changes that would help, each tried alone, the best first.
 
     Args:
         trial: the run.

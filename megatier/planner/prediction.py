@@ -49,7 +49,7 @@ class Correction:
         return abs(self.seconds / self.planned_seconds - 1) > WORTH_SAYING
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures for `metrics.jsonl`."""
+        """Return the figures for `metrics.jsonl`."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Prediction:
 
     @classmethod
     def of(cls, choice: Choice) -> Prediction:
-        """The prediction for the settings that the planner chose."""
+        """Return the prediction for the settings that the planner chose."""
         return cls(choice.trial, choice.placement, choice.forecast, choice.seconds_range)
 
     def observe(self, events: Iterable[TraceEvent]) -> Correction | None:
@@ -106,6 +106,8 @@ class Prediction:
     def _corrected(self, rate: float) -> Correction:
         """Simulate the step with drives as fast as they were measured, and take it as the forecast."""
         planned = self.forecast
+
+        # The rate of a step follows that of the drives only roughly (CLOSE), so the ratio is applied several times.
         made = planned
         factor = 1.0
         for _ in range(ROUNDS):
@@ -127,21 +129,21 @@ class Prediction:
 
 
 def measured_rate(events: Iterable[TraceEvent]) -> float:
-    """Bytes a second to and from the drives in a step while they were busy; 0 if they were idle."""
+    """Return the bytes a second to and from the drives in a step while they were busy; 0 if they were idle."""
     moves = [event for event in events if event.lane in QUEUES_OF_DISK and event.num_bytes]
     busy_s = covered((event.start_ns, event.end_ns) for event in moves) / 1e9
     return sum(event.num_bytes for event in moves) / busy_s if busy_s else 0.0
 
 
 def planned_rate(made: Forecast) -> float:
-    """Bytes a second to and from the drives in a forecast while they are busy; 0 if they are idle."""
+    """Return the bytes a second to and from the drives in a forecast while they are busy; 0 if they are idle."""
     spans = [(max(0.0, span.start), min(made.seconds, span.end)) for span in made.spans if span.lane in QUEUES_OF_DISK]
     busy_s = covered(spans)
     return sum(made.moved_bytes.get(queue, 0.0) for queue in QUEUES_OF_DISK) / busy_s if busy_s else 0.0
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of spans, each a start and an end."""
+    """Return the length of the union of spans, each a start and an end."""
     # Sorted by their start, each span counts from where those before it ended.
     total = 0.0
     until = float("-inf")

@@ -28,11 +28,15 @@ from megatier.tier import Activations, Phase
 GROUPS = (1, 2, 4, 8)
 """Groups of each rank."""
 SLICES = (1, 2, 4, 8)
+"""Slices of a group."""
 POLICIES = tuple(policy.value for policy in Activations)
+"""Activation policies, the one that repeats least first."""
 SHARES = (0.8, 0.5, 0.15, 0.0)
 """Saved shares. 0 goes with the policies that save only a layer's input, the others go with `keep`."""
 STREAMED = (0.0, 0.3, 0.5, 0.6)
+"""Shares of the parameters at home in RAM whose units stream (`tiers.streamed_share`)."""
 GENERATIONS = (1, 2)
+"""Generations of units that spill. Two let updates run in the backward."""
 MARGIN = 0.06
 """Share of the GPU left free, because activations are estimated. No run to which they were fitted was further off."""
 WORTH = 0.005
@@ -94,7 +98,8 @@ def search(
     best: Choice | None = None
     refused: PlanError | None = None
     seen: list[tuple[Mapping[tuple[str, Phase], float], Placement]] = []
-    """Compute and placement of the trials so far. A forecast depends on nothing else."""
+    """Compute and placement of the trials so far. A forecast depends on nothing else. Mappings have no hash, and trials
+    are few, so this is a list."""
 
     # The sort is stable, so among trials with equal compute the simplest comes first.
     for settings, wanted in sorted(trials, key=lambda one: one[1].compute_seconds):
@@ -146,19 +151,20 @@ def _trials(
     fixed: frozenset[str],
     world: World = ALONE,
 ) -> Iterator[tuple[dict[str, Any], Trial]]:
-    """Trials of all combinations that the batch allows and that differ from one another, the simplest first."""
+    """Yield a trial for each combination that the batch allows and that differs from the others, the simplest first."""
     units = cut_units(model, config.model.expert_parts)
     for computed in _computed(config, compiles, fixed, world.ranks):
         trial = Trial.of(model, units, changed(config, computed), rates, budgets, compiles=compiles, world=world)
         # Where state lies changes nothing but the policy, so the skeleton is not read again.
         for placed in _placed(config, budgets, fixed, defers=trial.work.policy.deferred):
+            # The settings of a placement are named as the fields of the policy are.
             names = {name.partition(".")[2]: value for name, value in placed.items()}
             work = replace(trial.work, policy=replace(trial.work.policy, **names))
             yield computed | placed, replace(trial, work=work)
 
 
 def _computed(config: RunConfig, compiles: bool, fixed: frozenset[str], ranks: int) -> Iterator[dict[str, Any]]:
-    """Combinations of the settings that change what is computed.
+    """Yield the combinations of the settings that change what is computed.
 
     If the policy of activations or the saved share is fixed, it is combined with every value of the other.
     """
@@ -183,7 +189,7 @@ def _computed(config: RunConfig, compiles: bool, fixed: frozenset[str], ranks: i
 
 
 def _placed(config: RunConfig, budgets: Budgets, fixed: frozenset[str], *, defers: bool) -> Iterator[dict[str, Any]]:
-    """Combinations of the settings that change where state lies and how it moves."""
+    """Return the combinations of the settings that change where state lies and how it moves."""
     state = config.tiers.state
     streams = defers and "ram" in state and "gpu" not in state
     spills = defers and "nvme" in state and budgets.nvme > 0
@@ -198,7 +204,7 @@ def _placed(config: RunConfig, budgets: Budgets, fixed: frozenset[str], *, defer
 
 
 def _combined(config: RunConfig, kinds: Mapping[str, Sequence[Any]], fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
-    """All combinations of the values of settings. One that is fixed keeps its value."""
+    """Return all combinations of the values of settings. One that is fixed keeps its value."""
     tried = [[_value(config, name)] if name in fixed else values for name, values in kinds.items()]
     return (dict(zip(kinds, values, strict=True)) for values in product(*tried))
 
@@ -209,7 +215,7 @@ def _value(config: RunConfig, name: str) -> Any:  # noqa: ANN401 - of any settin
 
 
 def changed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """The config with settings such as those of a choice."""
+    """Return the config with settings such as those of a choice."""
     sections: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
         section, _, key = name.partition(".")
@@ -218,7 +224,7 @@ def changed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
 
 
 def _fitted(trial: Trial) -> Trial:
-    """The trial with all GPU memory that activations leave as the budget for slots and state.
+    """Return the trial with all GPU memory that activations leave as the budget for slots and state.
 
     Raises:
         PlanError: activations leave none.

@@ -121,7 +121,7 @@ class Trial:
         return forecast(self.accesses, self.seconds, self.work.specs, placement, self.work.policy, self.rates)
 
     def seconds_range(self, placement: Placement, made: Forecast) -> tuple[float, float]:
-        """Seconds of a step with the drives at their fastest, and at their slowest; equal if that is not known.
+        """Return the seconds of a step with the fastest drives, and with the slowest; equal if that is not known.
 
         Args:
             placement: homes and slots.
@@ -131,15 +131,17 @@ class Trial:
         if not made.uses_drives or rates == [self.rates] * 2:
             return made.seconds, made.seconds
 
+        # A step with faster drives may come out longer, since moves meet in another order. So the least and the
+        # greatest are taken.
         seconds = [made.seconds, *(replace(self, rates=tried).forecast(placement).seconds for tried in rates)]
         return min(seconds), max(seconds)
 
     def floor(self, placement: Placement) -> float:
-        """Seconds that the forecast of a step has at least."""
+        """Return the seconds that the forecast of a step has at least."""
         return floor(self.accesses, self.seconds, self.work.specs, placement, self.work.policy, self.rates)
 
     def times(self, tokens: float) -> Self:
-        """The trial with so many times the tokens in each group.
+        """Return the trial with so many times the tokens in each group.
 
         Compute and offloaded activations grow with the tokens. Activations on the GPU are not counted anew.
         """
@@ -164,7 +166,7 @@ def with_parts(
     compiles: bool,
     world: World,
 ) -> PlanError:
-    """A trial's refusal, which says so if more `model.expert_parts` would do (`workload.advised`)."""
+    """Return a trial's refusal, which says so if more `model.expert_parts` would do (`workload.advised`)."""
 
     def place_with(parts: int) -> None:
         units = cut_units(model, parts)
@@ -174,12 +176,14 @@ def with_parts(
 
 
 def _accesses(head: str, config: RunConfig, work: Workload) -> tuple[Access, ...]:
-    """The order in which a step uses its units, which is that of the modules.
+    """Return the order in which a step uses its units, which is that of the modules.
 
     A fused loss makes the head's gradient in the forward, so the backward does not use the head. A backward ends at the
     first unit that is trained.
     """
     uses = [(unit.name, name) for unit in work.units for name in unit.module_names if name != head]
+
+    # The head runs after all layers, although its unit may come first: an embedding that is tied to it lies there too.
     uses += [(unit.name, head) for unit in work.units if head in unit.module_names]
     trained = {unit.name for unit in work.units if unit.layout.num_trained}
     first = next(index for index, (unit, _) in enumerate(uses) if unit in trained)
@@ -196,7 +200,7 @@ def _accesses(head: str, config: RunConfig, work: Workload) -> tuple[Access, ...
 def _compute_seconds(
     model: PreTrainedModel, head: str, config: RunConfig, work: Workload, rates: Rates, compiles: bool
 ) -> dict[tuple[str, Phase], float]:
-    """Seconds of one use of a unit by one group, by unit and phase.
+    """Return the seconds of one use of a unit by one group, by unit and phase.
 
     The forward takes 2 FLOPs for each parameter and token, and those of attention. The backward takes twice as many,
     half of them for gradients of weights, which frozen ones do not have. Causal attention takes 2 x sequence x width
@@ -220,6 +224,8 @@ def _compute_seconds(
             attention = pairs * tokens if unit.is_layer else 0
             forward = (products + attention) / rates.flops_per_s / uses
             seconds[unit.name, Phase.FORWARD] = forward
+
+            # Gradients of inputs and of weights take as much as a forward each. Weights that are frozen have none.
             backward = forward * (2 + _repeated(config, work, unit, compiles))
             seconds[unit.name, Phase.BACKWARD] = backward - idle / rates.flops_per_s / uses
         elif head in unit.module_names:
@@ -234,13 +240,14 @@ def _compute_seconds(
 
 
 def _repeated(config: RunConfig, work: Workload, unit: Unit, compiles: bool) -> float:
-    """Share of the forward that the backward repeats."""
+    """Return the share of the forward that the backward repeats."""
     saved = config.model.saved_share if compiles else 1.0
     return interpolated(REPEATED, saved if work.activations[unit.name].keeps_graph else 0.0)
 
 
 def _experts(text: Any) -> tuple[int, float]:  # noqa: ANN401 - a config of any family
-    """The number of experts of a layer, and the share of them to which one token is sent; 0 and 1 without experts."""
+    """Return a layer's number of experts, and the share of them to which one token is sent; 0 and 1 without experts."""
+    # Families have several names for the number.
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((number for name in names if (number := getattr(text, name, None))), 0)
     chosen = getattr(text, "num_experts_per_tok", None) or experts
@@ -248,7 +255,7 @@ def _experts(text: Any) -> tuple[int, float]:  # noqa: ANN401 - a config of any 
 
 
 def _active_elements(layout: Layout, experts: int, chosen: float) -> float:
-    """Elements of a unit's matrices that one token takes part in. Of experts only those count to which it is sent."""
+    """Return the elements of a unit's matrices with which one token is multiplied: of experts those it is sent to."""
     total = 0.0
     for tensor in layout.tensors:
         if len(tensor.shape) < 2:
@@ -259,7 +266,7 @@ def _active_elements(layout: Layout, experts: int, chosen: float) -> float:
 
 
 def _head(model: PreTrainedModel, units: Sequence[Unit]) -> str:
-    """The name of the module that makes logits; empty if no unit has it."""
+    """Return the name of the module that makes logits; empty if no unit has it."""
     head = model.get_output_embeddings()
     names = (name for unit in reversed(units) for name in reversed(unit.module_names))
     return next((name for name in names if model.get_submodule(name) is head), "")

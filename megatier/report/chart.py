@@ -40,9 +40,12 @@ class Line:
     """A figure over steps. What is not finite leaves a gap."""
 
     name: str
+    """Its name in the legend."""
     points: Sequence[Point]
+    """Steps and figures."""
     is_dashed: bool = False
-    """Whether it shows what should be, beside what is. It has the colour of the line before it then."""
+    """Whether it shows a figure as it should be. It has the colour of the line before it then, which shows it as it is.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,11 @@ class Mark:
     """Something that happened at steps, drawn as a dashed upright line at each."""
 
     name: str
+    """Its name in the legend."""
     steps: Sequence[float]
+    """The steps at which it happened."""
     tone: int
+    """The number of its colour (`html.NUM_TONES`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +65,13 @@ class _Bucket:
     """Neighbouring points, drawn as one."""
 
     x: float
+    """The mean of the steps."""
     low: float
+    """The least figure."""
     mean: float
+    """The mean of the figures."""
     high: float
+    """The greatest figure."""
 
 
 def byte_unit(most: float) -> tuple[str, int]:
@@ -123,6 +133,7 @@ class _Axes:
         high = max(bucket.high for bucket in buckets)
         low = min(low, 0.0) if from_zero else low
         if high <= low:
+            # All figures are equal, so there is no range to scale by.
             low, high = (low, low + 1) if from_zero else (low - 0.5, low + 0.5)
         high += HEADROOM * (high - low)
         return cls(min(bucket.x for bucket in buckets), max(bucket.x for bucket in buckets), low, high)
@@ -168,6 +179,8 @@ def _ticks(low: float, high: float, least: float = 0.0) -> Iterator[float]:
     step = max(ticks(high - low)[1], least)
     while (high - low) / step > TICKS_MAX:
         step *= 2
+
+    # A limit that is a round number itself gets its tick although the division misses it by a rounding.
     for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1):
         yield index * step
 

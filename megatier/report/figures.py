@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """How full a tier is."""
+    """The use of a tier."""
 
     tier: str
+    """The tier."""
     used_bytes: int
+    """Bytes at home there, and slots."""
     budget_bytes: int
+    """Bytes that may be used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +26,9 @@ class SlowestRank:
     """
 
     rank: int
+    """Its number."""
     host: str
+    """The name of its host."""
     seconds: float
     """Seconds that it took itself."""
     least_seconds: float
@@ -37,19 +42,23 @@ class StepReport:
     step: int
     """Its number, counted from 1."""
     loss: float
+    """The mean loss of its tokens."""
     learning_rate: float
+    """The learning rate of its update."""
     gradient_norm: float | None
     """The global norm before clipping; None if it was not computed."""
     num_tokens: int
     """Tokens of this step without those that fill rows."""
     seconds: float
+    """Seconds from its batch to its result."""
     stall_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds that compute waited, by cause."""
     tiers: tuple[TierUse, ...] = ()
+    """The use of each tier that has a budget."""
     attainment: float | None = None
     """Seconds that the step should take over those that it took; None if the machine was not measured."""
     bound_by: str = ""
-    """What should bound the step, as planned."""
+    """The lane that should bound the step, as planned; empty if the machine was not measured."""
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds that each lane was busy."""
     slowest: SlowestRank | None = None
@@ -58,14 +67,16 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierState:
-    """What the placement puts in a tier."""
+    """The bytes that the placement puts in a tier."""
 
     tier: str
+    """The tier."""
     state_bytes: int
     """Bytes of weights, remainders and moments that are at home here."""
     other_bytes: int
     """Bytes of gradients, activations and slots."""
     budget_bytes: int
+    """Bytes that may be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +84,8 @@ class QueueBytes:
     """Bytes that went through a queue."""
 
     queue: str
+    """The queue, or `ranks` for bytes that came from other ranks."""
     moved_bytes: int
+    """Bytes that moved."""
     demanded_bytes: int
     """Bytes that must move, as the placement says."""

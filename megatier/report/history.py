@@ -33,9 +33,13 @@ class Expected:
     """A step as the planner forecast it."""
 
     seconds: float
+    """Seconds of the step."""
     bound_by: str
+    """The lane that bounds it."""
     busy_seconds: Mapping[str, float]
+    """Seconds that each lane is busy."""
     moved_bytes: Mapping[str, float]
+    """Bytes that each queue moves."""
     seconds_range: tuple[float, float]
     """Shortest and longest seconds, as the drives waver."""
 
@@ -49,12 +53,17 @@ class Opening:
     time: str
     """UTC, as ISO 8601."""
     device: str
+    """The name of the GPU, or `cpu`."""
     num_parameters: int
+    """The parameters of the model."""
     homes: Mapping[str, Mapping[str, str]]
     """Tier by unit and kind, in forward order. A gradient that waits nowhere has `slot`."""
     streamed: tuple[str, ...]
+    """The units that stream."""
     speculative: tuple[str, ...]
+    """The units that are updated in the backward."""
     tiers: tuple[TierState, ...]
+    """The bytes in each tier."""
     expected: Expected | None
     """The planned step; None if the machine was not measured."""
     changes: tuple[str, ...] = ()
@@ -152,6 +161,8 @@ class History:
         elif "loss" in record:
             moved = _amounts(record, "moved_bytes")
             demanded = _amounts(record, "demanded_bytes")
+
+            # The file has sums since the process began, so that a record that was lost loses no bytes.
             made = _grown(self.moved_bytes, moved), _grown(self.demanded_bytes, demanded)
             self.steps.append(_step(step, record, *made))
             self.moved_bytes = moved
@@ -181,6 +192,7 @@ def read_history(path: Path) -> History:
                 try:
                     history.add(json.loads(line))
                 except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+                    # Only the last line can lack its end: a process was killed while it wrote.
                     if not line.endswith(b"\n"):
                         history.is_cut = True
                         break
@@ -337,6 +349,7 @@ def _optional(value: object) -> float | None:
 
 def _figure(value: object) -> float:
     """Return a figure, which may be anything but a loss: a loss may be any number."""
+    # True is an int for Python, and NaN is not at least 0.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < FIGURE_MAX:
         raise ValueError(value)
     return float(value)

@@ -66,6 +66,7 @@ def _rules() -> Iterator[str]:
     for tone in TIER_TONES:
         yield f".map .{tone} {{ fill: var(--{tone}); }} i.{tone} {{ background: var(--{tone}); }}"
 
+    # A picture has its colours as attributes, so that it can be read alone. A rule of the page wins over an attribute.
     yield "@media (prefers-color-scheme: dark) {"
     for colour, dark in IN_THE_DARK.items():
         yield f'.timeline [fill="{colour}"] {{ fill: {dark}; }} .timeline [stroke="{colour}"] {{ stroke: {dark}; }}'

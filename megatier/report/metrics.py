@@ -58,6 +58,8 @@ class MetricsLog:
         try:
             lines = read_regular(self._path).splitlines(keepends=True)
             steps = [_step_of(line) for line in lines]
+
+            # Whole or not at all, since a kill in here must not lose the records of the steps that stay.
             replace_file(self._path, b"".join(line for line, its in zip(lines, steps, strict=True) if its <= step))
 
             # The file has another inode now.

@@ -71,9 +71,10 @@ STALL = "stall: "
 
 @dataclass(frozen=True, slots=True)
 class LaneUse:
-    """How a lane spent a step."""
+    """The time of a lane in a step."""
 
     lane: str
+    """The lane."""
     busy_seconds: float
     """Time with at least one span."""
     span_seconds: float
@@ -81,7 +82,7 @@ class LaneUse:
 
     @property
     def at_once(self) -> str:
-        """How many spans were under way while the lane was busy, on average; empty if it was one."""
+        """The mean number of spans under way while the lane was busy, as text; empty if it was one."""
         mean = self.span_seconds / self.busy_seconds if self.busy_seconds else 1.0
         return f"{mean:.1f}" if mean >= 1.05 else ""
 

@@ -45,11 +45,15 @@ class Bar:
     """A row of a section."""
 
     name: str
+    """Its name, left of the bar."""
     value: float
+    """Length of the bar, in the unit of its section."""
     inner: float
     """Value of the bar that is drawn inside, dark; 0: there is none."""
     colour: str
+    """Its colour."""
     figures: tuple[str, ...]
+    """Its figures, one for each column of the section."""
 
 
 def draw(drives: Sequence[DriveFigures], links: LinkFigures, title: str) -> str:
@@ -144,7 +148,7 @@ def _section_height(num_bars: int, flags: Sequence[str]) -> float:
 def _section(
     heading: str, columns: Sequence[str], bars: Sequence[Bar], flags: Sequence[str], y: float, most: float
 ) -> Iterator[str]:
-    """Heading, what is not to be believed, and bars with their figures; the longest bar there could be is `most`."""
+    """Yield a heading, flags, and bars with their figures. A bar of the full length would stand for `most`."""
     yield text(16, y, heading)
     for flag in flags:
         y += 18
@@ -170,7 +174,7 @@ def _section(
 
 
 def _curve(drive: DriveFigures, y: float) -> Iterator[str]:
-    """The rate of each GiB of the long write over what was written; where the write cache ends, a line."""
+    """Yield the rate of each GiB of the long write over what was written; where the write cache ends, a line."""
     rates = [rate / 1e9 for rate in drive.sustained_bytes_per_s]
     step = max(SUSTAINED_STEP_BYTES, drive.block_bytes) / (1 << 30)
     most = max(rates)

@@ -21,8 +21,11 @@ class RecordedRun:
     """A run as its directory records it."""
 
     directory: Path
+    """The run directory."""
     config: RunConfig
+    """The resolved config."""
     history: History
+    """The records of `metrics.jsonl`."""
     trace: Mapping[int, Sequence[TraceEvent]]
     """The events of the last steps, by the number of the step."""
 

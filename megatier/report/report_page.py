@@ -86,7 +86,7 @@ def _status(run: RecordedRun) -> str:
             words.append(f"After step {opening.step:,} its numbers changed, as accepted: {'; '.join(opening.changes)}.")
 
     if run.history.is_cut:
-        words.append(f"The last line of {METRICS_FILE} is cut, as where a process is killed, and left out.")
+        words.append(f"The last line of {METRICS_FILE} is cut, as a kill may leave it, and is not shown.")
     if skipped := sum(step.skipped is not None for step in steps):
         words.append(f"Steps left out because they were not finite: {skipped}.")
     return note(" ".join(words))
@@ -241,7 +241,7 @@ def _slowest(run: RecordedRun) -> str:
 
 
 def _plan(run: RecordedRun) -> str:
-    """Return a step as the planner forecast it, beside a step as it was."""
+    """Return a table of a step as the planner forecast it, and as it was."""
     if run.opening is None:
         return note(OLDER if run.steps else NO_STEP)
     expected = run.opening.expected

@@ -12,7 +12,7 @@ PAPER = "#ffffff"
 TRACK = "#eef1f5"
 """Colours of text and lines, of the ground, and of an empty row."""
 WIDTH = 1200
-"""Pixels."""
+"""Pixels of a picture's width."""
 TEXT_MAX = 110
 """Characters of a line."""
 LETTER = 6.8
@@ -73,5 +73,6 @@ def plain(words: str, most: int = TEXT_MAX) -> str:
 def ticks(most: float) -> list[float]:
     """Return 6 to 11 round numbers from 0 to at most a given one, which is above 0."""
     power = 10.0 ** math.floor(math.log10(most / 10))
+    # The least of 1, 2, 5, 10 times a power of ten of which ten steps reach the end.
     step = next(power * digit for digit in (1, 2, 5, 10) if power * digit * 10 >= most * (1 - 1e-9))
     return [index * step for index in range(math.floor(most / step + 1e-9) + 1)]

@@ -45,6 +45,7 @@ class Scalars:
         self._folder = folder
         library = load_tensorboard()
         with self._refusing():
+            # Steps after the last one that was saved come again, and a curve must not have them twice.
             self._writer = library.SummaryWriter(str(folder), purge_step=first_step, flush_secs=FLUSH_SECONDS)
 
     def write(self, record: Mapping[str, object]) -> None:

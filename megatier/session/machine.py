@@ -13,11 +13,12 @@ from megatier.schedule.rates import ALONE, Rates, World
 
 
 def choose_device(tiers: TiersConfig, ranks: Ranks | None = None) -> torch.device:
-    """The device that computes. A rank has the GPU of its number on its host.
+    """Return the device that computes. A rank has the GPU of its number on its host.
 
     Raises:
         ConfigError: cuda was asked for and is not there.
     """
+    # These settings are read with the first CUDA context, so they come before torch is asked for a GPU.
     set_cuda_defaults()
     available = torch.cuda.is_available()
     if tiers.device == "cuda" and not available:
@@ -31,7 +32,7 @@ def choose_device(tiers: TiersConfig, ranks: Ranks | None = None) -> torch.devic
 
 
 def world_of(ranks: Ranks | None) -> World:
-    """The ranks of a run, and the hosts that have equally many of them."""
+    """Return the number of ranks of a run, and of the hosts that have equally many of them."""
     return ALONE if ranks is None else World(ranks.size, ranks.size // ranks.local_size)
 
 
@@ -50,18 +51,18 @@ def check_attention(attention: str, device: torch.device) -> None:
 
 
 def compiles(model: ModelConfig, device: torch.device) -> bool:
-    """Whether layers and loss are compiled: by default on a GPU; never where bf16 products are taken in fp32."""
+    """Return whether layers and loss are compiled: by default on a GPU; never if bf16 products are taken in fp32."""
     wanted = device.type == "cuda" if model.compile is None else model.compile
     return wanted and not takes_fp32_products(model, device)
 
 
 def takes_fp32_products(model: ModelConfig, device: torch.device) -> bool:
-    """Whether bf16 products are taken in fp32: on a CPU without bf16 instructions."""
+    """Return whether bf16 products are taken in fp32, as they are on a CPU without bf16 instructions."""
     return device.type == "cpu" and model.compute_dtype == "bf16" and not cpu_has_bf16()
 
 
 def budgets_of(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
-    """Bytes of GPU memory and RAM: as set, or from the machine.
+    """Return the bytes of GPU memory and RAM: as they are set, or from the machine.
 
     Raises:
         ConfigError: more RAM is set than there is. The kernel would promise it, and end the process when it is filled.
@@ -83,7 +84,7 @@ def budgets_of(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
 
 
 def measured_rates(tiers: TiersConfig, device: torch.device) -> Rates | None:
-    """Rates of the mounts, if `megatier bench` measured them on this machine. Stripes and I/O threads follow them."""
+    """Return the rates of the mounts, if `megatier bench` measured them here. Stripes and I/O threads follow them."""
     return cached_rates([mount.directory for mount in tiers.mounts], device.type) if tiers.mounts else None
 
 

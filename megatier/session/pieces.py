@@ -28,6 +28,7 @@ def assemble(
         lower = max(first, start)
         upper = min(first + values.numel(), stop)
         if lower < upper:
+            # Between two tensors there is padding, which is in no piece.
             master[done - start : lower - start] = 0
             master[lower - start : upper - start] = values[lower - first : upper - first]
             done = upper

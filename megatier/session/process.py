@@ -28,7 +28,7 @@ def make_repeatable(config: RunConfig) -> None:
     if not config.numerics.deterministic:
         return
 
-    # cuBLAS reads this when it starts.
+    # cuBLAS reads this when it starts, so nothing may have multiplied on the GPU before.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Filling memory is a debugging aid that costs a pass over it. torch sets this through a module's class, which mypy
@@ -37,10 +37,14 @@ def make_repeatable(config: RunConfig) -> None:
 
 
 def memory_bytes(device: torch.device, ranks: Ranks | None) -> dict[str, int]:
-    """Bytes that the process holds now in RAM, and that torch has taken on the GPU (without libraries' own)."""
+    """Return the bytes that the process holds now in RAM, and those that torch has taken on the GPU.
+
+    The GPU memory that libraries take themselves is not among them.
+    """
     resident_bytes = psutil.Process().memory_info().rss
     if device.type != "cuda":
         return {"resident_bytes": resident_bytes}
 
+    # A gpu tier that other ranks read does not come from torch's allocator (`Ranks.memory`), so that does not count it.
     shared_bytes = 0 if ranks is None else ranks.shared_bytes
     return {"resident_bytes": resident_bytes, "gpu_bytes": torch.cuda.memory_reserved(device) + shared_bytes}

@@ -108,6 +108,7 @@ class Session:
         settings = (model_config, tiers, train, numerics, tokens)
         world = world_of(ranks)
         check_groups(train.groups, world.ranks)
+        # A function, because a refusal tries other numbers of parts to say which would do (`advised`).
         work_in = partial(Workload.in_parts, model, *settings, savepoints=savepoints, world=world)
         work = work_in(model_config.expert_parts)
         self.model = model
@@ -155,6 +156,8 @@ class Session:
             clip=train.clip,
             deferred=work.policy.deferred,
         )
+
+        # The ranks of a host share its cores.
         local_size = 1 if self.ranks is None else self.ranks.local_size
         optimizer = AdamW(
             {unit.name: unit.layout.trained for unit in self.units if unit.layout.num_trained},
@@ -214,6 +217,8 @@ class Session:
         runs = list(self._runs(unit))
         is_master = Kind.WEIGHT in kinds
         schema = unit.layout.schema
+
+        # One buffer for all runs, so that no unit lies in fp32 as a whole.
         buffer = torch.empty(max(stop - start for start, stop in runs))
 
         for elements in runs:
@@ -239,13 +244,13 @@ class Session:
             self.blocks.share_frozen(unit.name)
 
     def _runs(self, unit: Unit) -> Iterator[tuple[int, int]]:
-        """A unit's elements in runs of bounded size. A unit at home on the GPU, which is updated whole, is cut too."""
+        """Yield a unit's elements in runs of bounded size, also if it is at home on the GPU and updated whole."""
         for (start, stop), _ in self.blocks.runs(unit.name):
             for first in range(start, stop, CHUNK_ELEMENTS_MAX):
                 yield first, min(first + CHUNK_ELEMENTS_MAX, stop)
 
     def read_master(self, unit: Unit, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a unit's fp32 master weights, flat, on the CPU. Call `player.drain` first.
+        """Return elements [start, stop) of a unit's fp32 masters, flat, on the CPU. Call `player.drain` first.
 
         Frozen weights have no remainder, so their master is the weight as it is.
         """
@@ -259,17 +264,17 @@ class Session:
         return master
 
     def reading_masters(self) -> AbstractContextManager[Read | None]:
-        """What reads masters of `wholes`, as `read_master` does of `units`; see `shards.reading_masters`."""
+        """Give the first rank a function that reads masters of `wholes`; see `shards.reading_masters`."""
         return reading_masters(self.ranks, self.wholes, self.units, self.read_master)
 
     def read_whole(self, whole: Unit, start: int, stop: int) -> Tensor:
-        """Elements of one of `wholes`, as `read_master` reads those of `units`. Every rank calls it alike."""
+        """Return elements of one of `wholes`, as `read_master` reads those of `units`. Every rank calls it alike."""
         if self.ranks is None:
             return self.read_master(whole, start, stop)
         return WholeMasters(self.ranks, self.wholes, self.units, self.read_master).share(whole.name, start, stop)
 
     def read_plane(self, unit: Unit, kind: Kind, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of one kind of a unit's state, flat, on the CPU, in the kind's dtype.
+        """Return elements [start, stop) of one kind of a unit's state, flat, on the CPU, in the kind's dtype.
 
         Only weights have frozen elements.
         """
@@ -290,7 +295,8 @@ class Session:
 
 
 def _shares(tiers: TiersConfig, rates: Rates | None) -> tuple[float, ...]:
-    """What each mount takes of a block in relation to the others, as its drive can do; empty: all take the same."""
+    """Return the share of a block that each mount takes, by the rate of its drive; empty: budgets are the shares."""
+    # A block is moved when its slowest mount is done. Reads and writes come mixed, so the mixed rates count.
     drives = rates.drives if rates is not None and len(tiers.mounts) > 1 else ()
     return tuple(drive.mixed_bytes_per_s for drive in drives)
 
@@ -313,6 +319,8 @@ def _open_store(
     if ranks is not None:
         ram //= ranks.local_size
         nvme = [f"{mount.directory}:{budget_bytes(mount) // ranks.local_size}" for mount in tiers.mounts]
+
+        # Each rank has a directory of its own on every mount, which `leftovers` knows by this form of name.
         run_id = f"{ranks.first(lambda: run_id or secrets.token_hex(6))}-{ranks.rank}"
     if device.type == "cuda":
         limit_gpu(tiers.gpu_limit)
@@ -320,6 +328,9 @@ def _open_store(
     allocate = None
     if ranks is not None and device.type == "cuda":
         allocate = ranks.memory
+
+        # Other ranks may read this memory, so the ranks allocate it together. They drop it after the store has closed,
+        # since this is on the stack before the store.
         opened.callback(ranks.drop_memory)
     store = TieredStore.open(
         gpu=gpu, ram=ram, nvme=nvme, device=str(device), run_id=run_id, options=options, allocate=allocate
@@ -376,5 +387,6 @@ def _engine_options(
         compilation=Compilation(model.saved_share) if compiles(model, device) else None,
         fp32_products=takes_fp32_products(model, device),
         seed=seed,
+        # Without the guard the first step that is not finite ends the run.
         max_skips=numerics.max_skips if numerics.guard else 0,
     )

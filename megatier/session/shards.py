@@ -17,7 +17,7 @@ Read = Callable[[Unit, int, int], Tensor]
 
 
 def shards_of(units: Sequence[Unit], ranks: Ranks) -> tuple[Unit, ...]:
-    """The units with the layout of this rank's shards."""
+    """Return the units with the layout of this rank's shards."""
     return tuple(replace(unit, layout=unit.layout.shard(ranks.rank, ranks.size)) for unit in units)
 
 
@@ -43,11 +43,12 @@ class WholeMasters:
         self._read = read
 
     def read(self, unit: Unit, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a whole unit's masters, flat, on the CPU. The first rank calls it."""
+        """Return elements [start, stop) of a whole unit's masters, flat, on the CPU. The first rank calls it."""
+        # The question goes to all ranks, which answer it in `serve`. So all of them are in the same collective.
         return self.share(*self._ranks.first(lambda: (unit.name, start, stop)))
 
     def share(self, unit: str, start: int, stop: int) -> Tensor:
-        """The same for every rank. All of them call it alike."""
+        """Return elements [start, stop) of a unit's masters to every rank. All of them call it alike."""
         whole = torch.empty(stop - start)
         for first, values in self._pieces(unit, start, stop):
             whole[first - start : first - start + values.numel()] = values
@@ -59,16 +60,17 @@ class WholeMasters:
 
     def serve(self) -> None:
         """Answer the first rank until it has all that it wants."""
+        # Only the first rank makes the question. The function is not called here, and says the type alone.
         while (asked := self._ranks.first(lambda: ("", 0, 0))) is not None:
             self._pieces(*asked)
 
     def _pieces(self, unit: str, start: int, stop: int) -> list[tuple[int, Tensor]]:
-        """What all ranks have of the elements asked for: runs, each with its first element in the whole unit."""
+        """Return all ranks' runs of the elements asked for, each with its first element in the whole unit."""
         with self._ranks.talking():
             return [piece for found in self._ranks.agree(self._own_pieces(unit, start, stop)) for piece in found]
 
     def _own_pieces(self, unit: str, start: int, stop: int) -> list[tuple[int, Tensor]]:
-        """What this rank has of them."""
+        """Return this rank's runs of the elements asked for, each with its first element in the whole unit."""
         found = []
         for first, last, own in self._wholes[unit].layout.shard_runs(self._ranks.rank, self._ranks.size):
             lower = max(first, start)
@@ -83,7 +85,7 @@ class WholeMasters:
 def reading_masters(
     ranks: Ranks | None, wholes: Sequence[Unit], shards: Sequence[Unit], read: Read
 ) -> Iterator[Read | None]:
-    """What reads whole masters. Every rank enters it.
+    """Give the first rank a function that reads whole masters. Every rank enters it.
 
     The first rank reads inside. All others are given None, and have served it before they come inside.
 

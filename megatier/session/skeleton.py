@@ -31,11 +31,11 @@ class WeightReader(Protocol):
     """A source of initial weights."""
 
     def read(self, unit: Unit, shard: Layout | None = None) -> Iterator[tuple[int, Tensor]]:
-        """(first element, flat fp32 tensor) pieces of a unit, or of a rank's shard of it, in increasing order."""
+        """Yield (first element, flat fp32 tensor) pieces of a unit, or of a rank's shard of it, in increasing order."""
 
 
 def skeleton_of(config: ModelConfig) -> PreTrainedModel:
-    """The model without its weights.
+    """Return the model without its weights.
 
     Raises:
         UnsupportedModelError: transformers does not take its config, or it cannot be streamed.
@@ -45,7 +45,7 @@ def skeleton_of(config: ModelConfig) -> PreTrainedModel:
 
 
 def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
-    """The skeleton of a run's model, with its buffers and generation settings, and its first weights.
+    """Return the skeleton of a run's model, with its buffers and generation settings, and the reader of its weights.
 
     Raises:
         ConfigError, UnsupportedModelError: there is no such model, or it cannot be streamed.
@@ -56,7 +56,7 @@ def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
 
 
 def _folder_of(config: ModelConfig) -> Path | None:
-    """The folder of the model, which may have to be downloaded; None: it starts from scratch."""
+    """Return the folder of the model, which may have to be downloaded; None: it starts from scratch."""
     return resolve(config.path) if config.path is not None else None
 
 
@@ -67,7 +67,7 @@ def _skeleton_in(folder: Path | None, config: ModelConfig) -> PreTrainedModel:
 
 
 def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedConfig:
-    """Hugging Face's config of a folder, or of the settings given.
+    """Return Hugging Face's config of a folder, or of the settings given.
 
     Raises:
         UnsupportedModelError: transformers does not take it, or it asks for more than any model has.
@@ -80,6 +80,8 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
 
     # transformers would try to build whatever the counts say, so they are checked first.
     check_counts(settings, where)
+
+    # Code that comes with a model is never run (`trust_remote_code`).
     what = f"{where}: transformers does not take this model config"
     with reading(what, UnsupportedModelError, _complaint, _hint(settings)):
         found: PretrainedConfig = (
@@ -94,7 +96,7 @@ def read_model_config(config: ModelConfig, folder: Path | None) -> PretrainedCon
 
 
 def _settings_of(folder: Path) -> dict[str, Any]:
-    """The config of a model folder, as it is written there."""
+    """Return the config of a model folder, as it is written there."""
     try:
         return read_object(folder / CONFIG_FILE, SETTINGS_BYTES_MAX, UnsupportedModelError)
     except FileNotFoundError as error:
@@ -102,7 +104,8 @@ def _settings_of(folder: Path) -> dict[str, Any]:
 
 
 def _complaint(error: BaseException) -> str:
-    """What transformers says about a wrong config: about a field the last line, otherwise the first sentence."""
+    """Return the reason why transformers refuses a config, from its message."""
+    # A message about a field of the config has the reason in its last line; others have it in their first sentence.
     lines = str(error).strip().splitlines()
     if isinstance(error, StrictDataclassError) and lines:
         return shown(lines[-1].strip()).rstrip(".")
@@ -110,7 +113,7 @@ def _complaint(error: BaseException) -> str:
 
 
 def _hint(settings: Mapping[str, Any]) -> str:
-    """A question that names the nearest model type, if there is none of the name given."""
+    """Return a question that names the nearest model type, if there is none of the name given."""
     given = settings.get("model_type")
     near = get_close_matches(str(given)[:NAME_CHARACTERS_MAX], CONFIG_MAPPING, n=1)
     return f"Did you mean {near[0]}?" if near and near[0] != given else ""
@@ -121,6 +124,7 @@ def _check_keys(settings: Mapping[str, Any]) -> None:
 
     transformers would keep it as an unknown key, and use its own default for the one that was meant.
     """
+    # A key that resembles no known one is taken, since configs hold settings that only other programs read.
     known = AutoConfig.for_model(settings["model_type"])
     for key in settings:
         near = get_close_matches(key[:NAME_CHARACTERS_MAX], known.to_dict(), n=1, cutoff=0.85)

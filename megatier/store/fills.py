@@ -85,6 +85,10 @@ class Fills:
         assert extent is not None
         assert slot is not None
         key = copy.block.spec.key
+
+        # No write has to come before this read: `place` gives no second slot for bytes that are still being written
+        # (rule 3 of `copies`). The last page of a block is moved whole. A slot has room for it, because its size is in
+        # whole pages.
         address = self._copies.view(copy, span).data_ptr()
         stop = extent.padded(span[1])
         transfer = self._lanes.submit(
@@ -176,6 +180,8 @@ class Fills:
         if rest and self._reader is not None and block.extent is not None:
             parts += rest
         elif rest and block.spec.home is not None:
+            # Pieces are of whole granules, because a read verifies a checksum for each. A slot smaller than a granule
+            # is refused by `Reservation.pool` when the piece asks for one.
             granule = self._files.options.granule_bytes if self._files is not None else 1
             size = max(granule, self._reservation.slot_bytes(Tier.RAM, block.spec) // granule * granule)
             for start, stop in rest:

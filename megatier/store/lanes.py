@@ -51,6 +51,8 @@ class Lanes:
         """Maps device times to the host's; None without a CUDA device."""
         self.moved_bytes: Counter[str] = Counter()
         """The bytes that were submitted to each queue since the start."""
+        # Queues that copy to or from the GPU have a stream of their own. The two between RAM and NVMe have none: native
+        # threads move their bytes, and no stream can hold those back.
         self.queues = {name: Queue(name, self.clock if "gpu" in name or "state" in name else None) for name in QUEUES}
         """Every queue by its name."""
         self._log: deque[Transfer] = deque(maxlen=LOG_TRANSFERS_MAX)

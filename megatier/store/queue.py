@@ -70,6 +70,7 @@ class Queue:
         self._current: tuple[Transfer, int] | None = None
         self._in_flight: deque[Transfer] = deque()
         """The moves that were started. The worker alone changes the list; some may have ended since it last looked."""
+        # It is a daemon, since a worker that hangs in a drive must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=f"megatier-{name}", daemon=True)
         self._thread.start()
 
@@ -107,6 +108,7 @@ class Queue:
 
     def state(self) -> QueueState:
         """Return the item and the moves that it is at now. Asking waits for nothing that can hang."""
+        # The list is copied first, in one step of the interpreter, because the worker may change it meanwhile.
         in_flight = tuple(transfer for transfer in tuple(self._in_flight) if not transfer.seen_done())
         return QueueState(
             name=self.name,
@@ -163,6 +165,8 @@ class Queue:
         if self._clock is not None and started is not None and ended is not None:
             completion = StreamSpan(self._clock, started, ended)
 
+        # Only the front is cleared, so that an item costs little. Moves end nearly in order, and whoever reads the list
+        # asks each of them whether it has ended.
         while self._in_flight and self._in_flight[0].done():
             self._in_flight.popleft()
         self._in_flight.append(transfer)

@@ -42,6 +42,9 @@ class Reservation:
             CapacityError: the budget is used up.
         """
         self._require(tier, round_up(spec.num_bytes))
+
+        # Homes lie in the order in which they are asked for. The offset holds although the arena does not exist yet,
+        # because nothing is put in front of them later.
         offset = self._home_bytes(tier)
         self._homes[tier, spec.kind] += round_up(spec.num_bytes)
         return offset

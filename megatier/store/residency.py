@@ -85,6 +85,7 @@ def cut(marks: dict[Span, Transfer | None], span: Span) -> list[Transfer]:
     """Remove the marks of a span and return them. A mark that reaches beyond the span stays on its other bytes."""
     found = []
     for other in [other for other in marks if overlap(span, other)]:
+        # Both ends that are left keep the mark: the same transfer still stands for their bytes.
         mark = marks.pop(other)
         marks.update(dict.fromkeys(without(other, [span]), mark))
         found += [mark] if mark is not None else []
@@ -130,10 +131,12 @@ class Copy:
 
     def missing(self, span: Span) -> list[Span]:
         """Return the parts of a span that are empty."""
+        # The usual question is for the very span that one move filled, so it is answered without looking at all others.
         return [] if span in self.fills else without(span, self.fills)
 
     def arriving(self, span: Span) -> list[Transfer]:
         """Return the transfers after which the span is valid."""
+        # Transfers that have ended are among them, also those that failed: whoever waits for them gets the error.
         return [t for filled, t in self.fills.items() if t is not None and overlap(filled, span)]
 
     def in_use(self) -> list[Transfer]:
@@ -143,6 +146,8 @@ class Copy:
 
     def writes(self) -> list[Transfer]:
         """Return the writes of state that have not ended, also those of bytes that are no longer the newest."""
+        # These two queues carry state home. Only state has to outlive a move that fails: a gradient or an activation is
+        # lost with its step, so nobody keeps a slot for it.
         return [transfer for transfer in self.in_use() if transfer.queue in ("ram_to_nvme", "state_to_ram")]
 
     def use(self, *transfers: Transfer) -> None:
@@ -173,6 +178,8 @@ class Copy:
 
     def settle(self) -> None:
         """Make bytes clean whose write-back ended well."""
+        # A mark whose transfer failed stays. It says that the bytes are in no other place, and `evict` raises its
+        # error.
         for span, transfer in list(self.unwritten.items()):
             if transfer is not None and transfer.done() and transfer.over():
                 del self.unwritten[span]
@@ -218,6 +225,8 @@ class Block:
 
     def write_backs(self) -> list[Transfer]:
         """Return the moves that take bytes of the block home; some may have ended."""
+        # A write-back shows in two places: as a mark on the bytes that it takes, and, if home is a copy too, as a fill
+        # of that copy.
         leaving = [mark for copy in self.copies for mark in copy.unwritten.values() if mark is not None]
         return leaving + [t for copy in self.copies if copy.slot is None for t in copy.arriving(copy.span)]
 

@@ -1,1 +1,1 @@
-"""What happened in a pass, and when."""
+"""Traces: they say what happened in a pass, and when."""

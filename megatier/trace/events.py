@@ -28,7 +28,7 @@ class TraceEvent:
     num_bytes: int = 0
     """The bytes that moved."""
     cause: str = ""
-    """Of a stall: the queue or lane that compute waited for."""
+    """The queue or lane that compute waited for, if the event is a stall."""
 
     @property
     def seconds(self) -> float:
@@ -82,6 +82,8 @@ def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -
     for step, events in steps:
         for event in events:
             track = lanes.setdefault(event.lane, len(lanes))
+
+            # The format counts microseconds.
             details = {"step": step, "bytes": event.num_bytes, "cause": event.cause}
             start = event.start_ns / 1e3
             length = (event.end_ns - event.start_ns) / 1e3

@@ -1,4 +1,4 @@
-"""The recorder of a pass: what its lanes are at, and the events of what has ended.
+"""The recorder of a pass, which knows what its lanes are at, and makes events of what has ended.
 
 Threads: the thread that computes calls `access`, `collect` and `take`; the lanes that update call `work`.
 """
@@ -28,7 +28,7 @@ class Recorder:
     def __init__(self) -> None:
         """Begin with no events."""
         self.busy: dict[str, str] = {}
-        """Per lane, the queue or wait that it is at now: the cause of a stall that waits for this lane. Each lane
+        """The queue or wait that each lane is at now, which is the cause of a stall that waits for this lane. Each lane
         writes its own entry."""
         self._accesses: list[tuple[Access, str, Instant, Instant, Instant, list[Pause]]] = []
         """Uses whose end the device may not have reached yet."""
@@ -81,18 +81,19 @@ class Recorder:
                 self._transfers.append(transfer)
 
     def own_seconds(self) -> float:
-        """The seconds that this rank took itself, of the events since `take`. Nothing is waited for."""
+        """Return the seconds that this rank took itself, of the events since `take`. Nothing is waited for."""
         self.collect(())
         return own_seconds(self._events)
 
     def take(self, transfers: Iterable[Transfer]) -> list[TraceEvent]:
-        """The events that ended since the last call, in the order of their starts. All others belong to the next call.
+        """Return the events that ended since the last call, by their starts. All others belong to the next call.
 
         It waits for compute alone, not for moves.
 
         Raises:
             TransferError, IntegrityError: a move of the store failed.
         """
+        # The times of compute may lie ahead on the device, so reading them waits for it.
         for used in self._accesses:
             self._note_access(*used)
         self._accesses = []

@@ -83,6 +83,8 @@ def plan_choices(
     """
     device = choose_device(config.tiers)
     rates = rates_here(config.tiers, device)
+
+    # Settings chosen by rates that nobody measured would be chosen by chance.
     if rates is None or rates.assumed(world):
         if rates is not None or device.type == "cuda":
             command = "megatier bench" if world.ranks == 1 else "torchrun ... -m megatier bench"
@@ -94,6 +96,7 @@ def plan_choices(
     try:
         choice = search(model, config, rates, budgets, compiles=compiled, fixed=given, world=world)
     except PlanError as error:
+        # An estimate must not refuse a run that may fit. The session counts the bytes, and refuses what does not.
         console.print(f"no plan fits by estimate, so the settings stay as they are: {error}", highlight=False)
         return config, None
 
@@ -128,6 +131,7 @@ def _describe_hidden(console: Console, choice: Choice, tokens: int) -> None:
     if least is None:
         return
 
+    # `hidden_at` tries no fewer tokens than the run has, so the true N* may be below that.
     text = f"from N* = {least:,} tokens a step on; this run has {tokens:,}"
     if least == tokens:
         text = f"at this run's {tokens:,} tokens a step"

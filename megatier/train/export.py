@@ -70,6 +70,9 @@ def export_checkpoint(
         console.print(UNBOUND.format(checkpoint.name), markup=False, highlight=False, soft_wrap=True)
 
     _mention_later_steps(console, path, state.step)
+
+    # The checkpoint has the weights. The model's config, buffers and tokenizer come from where the run had them, and
+    # are compared with what they were (`origin`).
     config = from_dict(state.config)
     model, _ = open_model(config)
     units = find_units(model)
@@ -119,6 +122,8 @@ def export_end(
     folder = directory / MODEL_FOLDER
     dtype = config.output.export_dtype
     crew = session.ranks or Alone()
+
+    # What fails from here on is noted and not raised at once, because the state has to be saved first.
     error: Exception | None = None
     try:
         with crew.together():

@@ -37,7 +37,7 @@ from megatier.train.watchdog import Watchdog
 RANKS = "ranks"
 """The lane by which bytes come from other ranks."""
 TRACED_STEPS = 3
-"""How many of the last steps the trace keeps, because one step of a large model has thousands of events."""
+"""The number of last steps that the trace keeps: few, because one step of a large model has thousands of events."""
 OUTCOMES = {"confirmed": "kept", "void": "void", None: None}
 """The words of `metrics.jsonl` for the outcome of speculative updates. They stay, since users' files have them."""
 
@@ -84,6 +84,8 @@ class Loop:
         self._crew = session.ranks or Alone()
         self._hosts = self._crew.agree(platform.node())
         self._device = session.engine.options.device
+
+        # Loading has moved bytes too, but no placement demanded those of a step.
         self._moved_before = session.store.moved_bytes.copy()
         self.traced: list[tuple[int, list[TraceEvent]]] = []
 
@@ -158,6 +160,7 @@ class Loop:
         """Return the bytes that each queue moved, and that came from other ranks, since this process began to train."""
         ranks = self._session.ranks
         others = Counter[str]() if ranks is None else ranks.moved_bytes
+        # The difference of two Counters leaves out queues that moved nothing.
         return self._session.store.moved_bytes - self._moved_before + others
 
     def _step(self, step: int, progress: Progress) -> None:
@@ -168,11 +171,16 @@ class Loop:
         rate = rate_of(step, train)
         batch = self._text.batch(step - 1, train.batch)
         waited = time.perf_counter() - began
+
+        # A group has the same rows of every column: ids, labels, and positions if documents are apart.
         columns = [value.chunk(train.groups) for value in batch.values()]
         groups = [dict(zip(batch, parts, strict=True)) for parts in zip(*columns, strict=True)]
 
         with self._watchdog.watch(session.player):
             result = session.engine.train_step(step, rate, groups)
+
+        # The loss was read, so the device is through with forward and backward. In the deferred mode updates of this
+        # step may still be running; the next step waits for them, and has their time.
         seconds = time.perf_counter() - began
         self._last_step = step
 

@@ -114,6 +114,7 @@ def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
 
 def _shown(value: object) -> str:
     """Return a value as JSON, or its checksum if it is long."""
+    # Keys are sorted, since another order of them in the file changes no number.
     text = json.dumps(value, sort_keys=True)
     return text if len(text) <= TEXT_CHARACTERS_MAX else _checksum(text.encode())
 

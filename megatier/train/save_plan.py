@@ -22,10 +22,12 @@ from megatier.tier import Tier
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavePlan:
-    """What a run saves on its way, as planned before its first step."""
+    """The plan, as it is made before the first step."""
 
     output: OutputConfig
+    """The settings of what the run writes."""
     room: Room
+    """The bytes that a checkpoint and the export take, and those that are free."""
     num_kept: int
     """Number of checkpoints that are kept; 0: none is written, unless the run is stopped or its export fails."""
     cost_s: float

@@ -69,6 +69,8 @@ class Saves:
         self._origin = origin
         self._room = plan.room
         self._pace = plan.pace()
+
+        # If the plan keeps none, one is written all the same when the run is stopped or its export fails.
         self._num_kept = plan.num_kept or config.output.keep_checkpoints
         self._device = session.engine.options.device
         directory = Path(config.output.directory)
@@ -111,6 +113,8 @@ class Saves:
         Raises:
             MegatierError: saving failed, and the run was told to save.
         """
+        # A checkpoint that has become whole is told of first. Otherwise it would still count as on its way, and the
+        # clock would begin no other.
         self.end(say, waits=False)
         every = self._config.output.savepoint_every
 
@@ -141,10 +145,13 @@ class Saves:
 
     def _begin(self, step: int, say: Say, *, prunes: bool = True) -> None:
         """Begin a checkpoint; the steps after it go on while it is written."""
+        # One checkpoint is on its way at a time, so the one before is waited for.
         self.end(say)
         began = time.perf_counter()
         with self._watchdog.watch(self._session.player):
             self._session.player.drain()
+
+        # All updates are over after the drain, so the lane reads the state of exactly this step (`checkpoint_writer`).
         num_kept = self._num_kept if prunes else None
         self.writer = CheckpointWriter(self._session, self._folder, step, self._state(step), num_kept)
         self._has_learnt = False

@@ -1,4 +1,4 @@
-"""What the ranks of a run share: its choices, its directory, its text. The first rank has them, and tells the others.
+"""Shared parts of a run with several ranks: choices, directory, text. The first rank has them, and tells the others.
 
 One process alone goes the same way, and has nobody to tell.
 """
@@ -54,6 +54,8 @@ def choices_of(
     crew = ranks or Alone()
     with crew.together():
         own = budgets_here(config.tiers, choose_device(config.tiers, ranks))
+
+    # Homes and slots follow from the budgets, and have to be the same on all ranks.
     budgets = Budgets.least(crew.agree(own))
     return crew.first(lambda: plan_choices(fix_choices(config), given, budgets, world_of(ranks), console))
 
@@ -87,9 +89,12 @@ def run_before_restart(
     if stored is None:
         return None
 
+    # The directory is taken from the command: it may have been moved since its config was written.
     words = to_dict(config)
     for section, _, name in (dotted.partition(".") for dotted in sorted(given | {"output.directory"})):
         stored[section][name] = words[section][name]
+
+    # A stored config has every setting, so all of them count as given, and no planner changes them on the way.
     return from_dict(stored), given_in(stored)
 
 
@@ -170,17 +175,18 @@ class SharedText:
 
     def holdout(self, batch: int) -> Iterator[dict[str, torch.Tensor]]:
         """Yield held-out batches in order."""
+        # Only the first rank has a text. Its None ends the loop on all ranks, so none waits for a batch in vain.
         batches = iter(()) if self._text is None else self._text.holdout(batch)
         while (found := self._crew.first(lambda: next(batches, None))) is not None:
             yield found
 
     @property
     def state(self) -> dict[str, Any]:
-        """The note of a checkpoint that tells this text, and the position in it, from others."""
+        """The note of this text, and of the position in it, that a checkpoint has."""
         return self._crew.first(lambda: self.own.state)
 
     @property
     def own(self) -> PackedText | TextStream:
-        """The text itself. The first rank asks for it."""
+        """The text itself, which only the first rank has."""
         assert self._text is not None
         return self._text

@@ -54,6 +54,8 @@ class Start:
         checkpoint = last_checkpoint(directory / CHECKPOINT_FOLDER)
         savepoint = Savepoint.last(directory)
         state = None
+
+        # There is one only if it is newer than the last checkpoint (`Savepoint.last`).
         if savepoint is not None:
             state = savepoint.state
         elif checkpoint is not None:

@@ -56,6 +56,8 @@ class StopRequest:
         if not self.is_asked:
             self.is_asked = True
             self._first = (number, now)
+
+            # A handler may print here, although another print may be under way: the outlet has no buffer (`outlet`).
             self._say("stopping after this step, with a checkpoint; once more to stop at once")
         elif number != self._first[0] or now - self._first[1] >= REPEAT_S:
             before = self._before.get(signal.Signals(number))

@@ -64,7 +64,7 @@ def train(
     resumes: bool = False,
     accepts_changes: bool = False,
 ) -> None:
-    """Train as the config says; settings that nobody gave are chosen by the planner where the machine was measured.
+    """Train as the config says. If the machine was measured, the planner chooses the settings that nobody gave.
 
     Writes, in `output.directory`: config.yaml, metrics.jsonl, data/, checkpoints/, savepoints/, model/ (the export); by
     option trace.json and tensorboard/. SIGINT, SIGTERM and SIGHUP let the step end and write a checkpoint; the second
@@ -123,19 +123,22 @@ def train(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
-    """What a run is made of, before it has a place on the tiers."""
+    """The parts of a run before it has a place on the tiers."""
 
     model: PreTrainedModel
     """The skeleton."""
     reader: WeightReader
     """Gives the weights that the run begins with."""
     tokenizer: PreTrainedTokenizerBase
+    """Turns the run's text into tokens, and goes with the export."""
     origin: Origin
+    """What model and tokenizer were made of, to compare when the run is resumed."""
     changes: list[str]
     """Changes since the run began or was saved, all of which are accepted."""
 
 
 def _watchdog(config: RunConfig, expected: Prediction | None, ranks: Ranks | None) -> Watchdog:
+    """Return the watchdog. It is entered before all that may hang while it closes, so that it still watches then."""
     expected_s = 0.0 if expected is None else expected.forecast.seconds
 
     # Each rank says what it was at, since the one that stalls may wait for another.
@@ -224,6 +227,8 @@ def _open_session(
     if start.savepoint is not None:
         start.savepoint.check(session, config)
 
+    # The text is opened before memory and files are allocated, so that a run whose text is refused does not first fill
+    # them.
     text = None
     if directory.leads:
         text = _open_text(stack, config, source.tokenizer, directory.path / DATA_FOLDER, start)

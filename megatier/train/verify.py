@@ -21,8 +21,11 @@ from megatier.session.session import Session
 from megatier.tier import Activations, Tier
 
 STEPS = 5
+"""The steps of each run. A wrong update shows in the loss of the step after it, and a wrong moment in later ones."""
 SEQUENCES = 4
+"""The sequences of each group."""
 SEQUENCE_LENGTH = 32
+"""The tokens of each sequence."""
 MODEL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 512,
@@ -33,6 +36,7 @@ MODEL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "attention_dropout": 0.1,
 }
+"""A tiny model. Its dropout makes the random numbers of a forward a part of what is compared."""
 PLACEMENTS: dict[str, tuple[tuple[str, ...], int, int, float, int]] = {
     "all on the gpu": (("gpu",), 64 << 20, 64 << 20, 0.0, 1),
     "all in ram": (("ram",), 4 << 20, 64 << 20, 0.0, 1),
@@ -41,8 +45,10 @@ PLACEMENTS: dict[str, tuple[tuple[str, ...], int, int, float, int]] = {
     "all on nvme, twice": (("nvme",), 4 << 20, 16 << 20, 0.0, 2),
     "gpu, ram and nvme": (("gpu", "ram", "nvme"), 4 << 20, 6 << 20, 0.0, 1),
 }
-"""For each name: tiers that may hold state, GPU budget and RAM budget in bytes, share that streams, generations."""
+"""The placements by name: tiers that may hold state, GPU budget and RAM budget in bytes, share that streams, and number
+of generations."""
 NVME_BYTES = 64 << 20
+"""The bytes on the drive, in each placement."""
 CLIP = 3.22
 """Some of the steps are above it, and some below, so that some speculative updates are confirmed and some are void."""
 
@@ -101,6 +107,8 @@ def _verify_ranks(device: str, directory: Path, console: Console, ranks: Ranks) 
     table = Table("state", "processes", "clip", "NVMe bytes", "digest", "")
     agree = True
     for clip in (CLIP, None):
+        # All ranks train alone at the same time, so each has a folder of its own. Groups are a numeric choice, so there
+        # are as many in both kinds of runs.
         own = directory / f"alone-{ranks.rank}"
         own.mkdir(parents=True, exist_ok=True)
         expected, _ = _run(device, own, PLACEMENTS["all in ram"], Activations.KEEP, clip, groups=ranks.size)
@@ -170,6 +178,8 @@ def _run(
             tokens = torch.randint(0, 512, (SEQUENCES * groups, SEQUENCE_LENGTH), generator=generator)
             batches = [{"input_ids": part, "labels": part} for part in tokens.chunk(groups)]
             result = session.engine.train_step(step, 1e-3, batches)
+
+            # `repr` writes as many digits as tell a float from every other one, so no bit is lost.
             digest.update(repr((result.loss, result.grad_norm)).encode())
 
         session.player.drain()

@@ -48,7 +48,7 @@ QUEUES_TITLE = "queues (a copy on a CUDA stream counts as in flight until its qu
 
 
 class Patience:
-    """How long nothing may move on: a least time, and a multiple of the longest that it took before.
+    """The patience of a watchdog: a least time, and a multiple of the longest that it took before.
 
     Attributes:
         expected_s: seconds that it may take in any case; 0: not known.
@@ -98,6 +98,8 @@ class Watchdog:
         """
         self._path = path
         self._patience = Patience(least_s, expected_s)
+
+        # This is 0 if it never acts. Then no thread is started and no signal is caught.
         self._look_s = min(LOOK_S_MAX, least_s / LOOKS_MIN)
         self._player: Player | None = None
         self._error: StallError | None = None
@@ -112,6 +114,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         if self._look_s:
             if self._trainer is not None:
+                # Python gives None for a handler that was not set from Python, and does not take None back.
                 self._handler = signal.signal(SIGNAL, self._interrupt) or signal.SIG_DFL
             self._thread.start()
         return self
@@ -166,6 +169,7 @@ class Watchdog:
 
     def _stop(self, player: Player) -> None:
         """Write the report, and raise the error in the training thread if that can be reached."""
+        # The error is set before the signal is sent, because the handler raises it.
         self._error = StallError(self._patience.quiet_s, str(self._path))
         # Neither the terminal nor the drive can be relied on now, so each is written to on a thread of its own.
         text = report(player, self._patience.quiet_s)
@@ -194,7 +198,7 @@ class Watchdog:
 
 
 def attempt(write: Callable[[], object]) -> None:
-    """Write, on a thread that is left behind if the drive, or the reader of the pipe, is what hangs."""
+    """Write on a thread of its own, which is given up if the drive, or the reader of the pipe, hangs."""
 
     def run() -> None:
         with suppress(OSError):
