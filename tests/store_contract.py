@@ -307,6 +307,11 @@ class StoreContract:
         with pytest.raises(BlockNotFoundError, match="lease it fresh"):
             store.lease("scratch", Tier.RAM)
 
+    @pytest.mark.parametrize("tier", [Tier.GPU, Tier.RAM])
+    def test_scratch_block_without_bytes_is_not_leased_unless_fresh(self, store: TieredStore, tier: Tier) -> None:
+        with pytest.raises(BlockNotFoundError, match="no bytes"):
+            store.lease("scratch", tier)
+
     def test_scratch_block_is_never_evicted_to_make_room(self, store: TieredStore) -> None:
         with store.lease("scratch", self.away, fresh=True) as block:
             block.bytes.copy_(pattern(10, NUM_BYTES))

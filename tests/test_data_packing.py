@@ -111,9 +111,10 @@ def test_build_unwritable_directory_raises(tmp_path: Path) -> None:
         pack(tmp_path, ["abcdef"])
 
 
-def test_batch_cut_token_file_raises(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_tokens", [0, 1, 2])
+def test_batch_cut_token_file_raises(tmp_path: Path, num_tokens: int) -> None:
     data = pack(tmp_path, ["abcdef" * 4])
-    data.train.path.write_bytes(b"")
+    data.train.path.write_bytes(data.train.path.read_bytes()[: num_tokens * data.train.dtype.itemsize])
     with pytest.raises(DataError, match=r"cannot read tokens from .*train\.tokens"):
         data.batch(0, 1)
 

@@ -32,7 +32,7 @@ def main(directory: Path) -> None:
     prompt = tokenizer(PROMPT, return_tensors="pt")
     torch.manual_seed(0)
     options = {"max_new_tokens": 80, "do_sample": True, "temperature": 0.5, "pad_token_id": tokenizer.eos_token_id}
-    output = model.generate(**prompt, **options)  # type: ignore[misc]  # its self type is a protocol mypy cannot match
+    output = model.generate(**prompt, **options)
     text = str(tokenizer.decode(output[0]))
     print("the trained model continues:", text, sep="\n")
     assert text.startswith(PROMPT)

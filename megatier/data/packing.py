@@ -67,7 +67,8 @@ class TokenRange:
             with os.fdopen(open_regular(self.path), "rb") as file:
                 for row, number in zip(rows, numbers, strict=True):
                     file.seek((self.start + number * length) * self.dtype.itemsize)
-                    row[:] = np.frombuffer(file.read(length * self.dtype.itemsize), self.dtype)
+                    # Without the count numpy would spread the last token of a file that was cut over the whole row.
+                    row[:] = np.frombuffer(file.read(row.nbytes), self.dtype, count=length)
         except (OSError, ValueError) as error:
             raise DataError(
                 f"cannot read tokens from {self.path}: {error}. Something outside the run changed the file; `megatier "

@@ -20,6 +20,9 @@ RECORD_FORMATS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".a
 ROWS_AT_ONCE = 1024
 """Rows of a table that are in RAM as Python objects at once."""
 
+HEAD_BYTES = 1024
+"""Bytes of a file that are enough to see its first character behind blank ones."""
+
 
 def read_records(path: Path, file_format: str) -> Iterator[tuple[str, Any]]:
     """Yield each record of a file with its place, such as "a.jsonl, line 3".
@@ -72,7 +75,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
 def _is_array(path: Path) -> bool:
     """Return whether a .json file holds an array; many hold an object a line."""
     with path.open("rb") as file:
-        return file.read(ROWS_AT_ONCE).lstrip()[:1] == b"["
+        return file.read(HEAD_BYTES).lstrip()[:1] == b"["
 
 
 def _read_json(path: Path) -> list[Any]:

@@ -107,7 +107,7 @@ class Fills:
         try:
             source = copy.block.find(Tier.GPU, span)
         except BlockNotFoundError:
-            raise BlockNotFoundError(f"block {key} has no bytes {span} anywhere; lease it fresh first.") from None
+            raise _no_bytes(key, span) from None
 
         # Compute that was enqueued by now may still be writing the bytes, so the copy comes after it.
         after = [*source.arriving(span), *self._lanes.point(key)]
@@ -173,13 +173,19 @@ class Fills:
         block.reads = [*(read for read in block.reads if not read.done()), transfer]
 
     def _ram_spans(self, block: Block, span: Span) -> list[Span]:
-        """Cut a span at the copies that lie in RAM now, and the rest of it into pieces that fit into slots there."""
+        """Cut a span at the copies that lie in RAM now, and the rest of it into pieces that fit into slots there.
+
+        Raises:
+            BlockNotFoundError: the block is scratch, and RAM does not have all of these bytes.
+        """
         copies = [copy.span for copy in block.on(Tier.RAM) if overlap(copy.span, span) and copy.is_usable()]
         parts = [(max(start, span[0]), min(stop, span[1])) for start, stop in copies]
         rest = without(span, parts)
         if rest and self._reader is not None and block.extent is not None:
             parts += rest
-        elif rest and block.spec.home is not None:
+        elif rest and block.spec.home is None:
+            raise _no_bytes(block.spec.key, rest[0])
+        elif rest:
             # Pieces are of whole granules, because a read verifies a checksum for each. A slot smaller than a granule
             # is refused by `Reservation.pool` when the piece asks for one.
             granule = self._files.options.granule_bytes if self._files is not None else 1
@@ -187,3 +193,8 @@ class Fills:
             for start, stop in rest:
                 parts += [(first, min(first + size, stop)) for first in range(start, stop, size)]
         return sorted(parts)
+
+
+def _no_bytes(key: str, span: Span) -> BlockNotFoundError:
+    """The error of whoever wants bytes of a scratch block that nobody has written."""
+    return BlockNotFoundError(f"block {key} has no bytes {span} anywhere; lease it fresh first.")
