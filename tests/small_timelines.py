@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatier.schedule.placement import Placement
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.schedule.slots import SlotPlan
-from megatier.schedule.timeline import Access
+from megatier.schedule.timeline import Access, Load, Scatter, Timeline, Update
 from megatier.tier import STATE_KINDS, Kind, Phase, Tier
 
 RATES = Rates(
@@ -42,3 +42,18 @@ def placement(
         chunk_elements=SIZE,
         grad_homes={unit: Tier.GPU if unit in gpu else grads for unit in units},
     )
+
+
+def planned_loads(timeline: Timeline) -> list[Load]:
+    """The loads that no update feeds."""
+    return [item for item in timeline.items if isinstance(item, Load)]
+
+
+def planned_updates(timeline: Timeline) -> list[Update]:
+    """The updates, but for those that loads make."""
+    return [item for item in timeline.items if isinstance(item, Update)]
+
+
+def planned_scatters(timeline: Timeline) -> list[Scatter]:
+    """The scatters."""
+    return [item for item in timeline.items if isinstance(item, Scatter)]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from _pytest.mark import ParameterSet
+from small_timelines import planned_loads, planned_updates
 from tiny_runs import (
     BATCH,
     MODELS,
@@ -288,8 +289,8 @@ def test_player_steady_step_follows_the_timeline_and_moves_what_it_demands(
             if (exchange := session.player.updates.exchange) is not None:
                 exchange.wait()  # streamed state goes and comes on its own time
             if step > 2 or (step == 2 and clip is None):
-                timeline = session.player.planned("train", updates=clip is not None)
-                assert session.player.timeline == timeline
+                timeline = session.player.timeline
+                assert timeline is not None
                 check_trace(session, timeline)
                 moved = Counter(session.store.moved_bytes)
                 moved.subtract(before)
@@ -301,8 +302,8 @@ def check_trace(session: Session, timeline: Timeline) -> None:
     events = session.player.take_events()
     used = [event.name for event in events if event.lane == "compute"]
     assert used == [f"{access.unit} {access.phase} {access.group}" for access in timeline.accesses]
-    loads = [load.unit for load in timeline.loads]
-    fed = [update.unit for update in timeline.updates if update.load is not None]
+    loads = [load.unit for load in planned_loads(timeline)]
+    fed = [update.unit for update in planned_updates(timeline) if update.load is not None]
     came = [event for event in events if event.lane == "ram_to_gpu" and event.name.endswith("/weight")]
     moved: Counter[str] = Counter()
     for event in came:  # a unit on NVMe comes in several pieces
@@ -311,21 +312,20 @@ def check_trace(session: Session, timeline: Timeline) -> None:
     for name in loads + fed:
         expected[f"{name}/weight"] += 2 * session.blocks.units[name].num_elements
     assert moved == expected
-    if not timeline.updates:
+    if not planned_updates(timeline):
         assert [name for name, _ in itertools.groupby(event.name for event in came)] == [f"{n}/weight" for n in loads]
 
 
 def demanded(session: Session, timeline: Timeline) -> dict[str, int]:
-    blocks, streamed = session.blocks, session.placement.streamed
+    blocks = session.blocks
     moves = Moves(blocks.units, session.placement, blocks.policy)
-    moved = by_lane(moves.of_pass(timeline, gradients=blocks.units, updated=blocks.units))
+    parts = [moves.of(item) for item in timeline.items]
+    parts += [moves.gradients(unit) for unit in blocks.units]
+    if not blocks.policy.deferred:
+        parts += [moves.update(unit) for unit in blocks.units]
+    moved = by_lane(move for part in parts for move in part)
     offloaded = blocks.policy.groups * sum(unit.activation_bytes for unit in blocks.units.values())
-    moved += by_lane([stash(offloaded), unstash(offloaded)])
-    if streamed:  # 10 bytes of state go and come; the weights, which come anyway, go home
-        num_elements = sum(blocks.units[name].num_elements for name in streamed)
-        moved |= {"state_to_gpu": 10 * num_elements, "state_to_ram": 10 * num_elements}
-        moved["gpu_to_ram"] += 2 * num_elements
-    return moved
+    return moved + by_lane([stash(offloaded), unstash(offloaded)])
 
 
 def test_player_state_on_nvme_is_read_and_written_once_a_step(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ import torch
 from conftest import check_invariants, slow_reads
 from integer_runs import BROKEN, HANG_S, PLACES, STREAMED, UNITS, Run, close, fail_moves, starter, within
 from interrupts import python_locks
+from small_timelines import planned_loads
 
 from megatier.errors import IntegrityError, TimelineError
 from megatier.play.blocks import block_key
 from megatier.schedule.sizes import UnitSpec
-from megatier.schedule.timeline import Access, Timeline
+from megatier.schedule.timeline import Access, Timeline, build
 from megatier.tier import Kind, Phase, Tier
 from megatier.trace.events import stall_seconds
 
@@ -89,9 +90,8 @@ def test_order_is_learnt_in_the_first_pass_and_planned_from_then_on(start: Calla
     for _ in range(2):
         run.train_step()
         played.append(run.player.timeline)
-    assert played == [None, run.player.planned("train", updates=True)]
-    assert played[1] is not None
-    assert played[1].accesses == tuple(Access(*access) for access in run.order())
+    order = [Access(*access) for access in run.order()]
+    assert played == [None, build(order, run.placement, due=run.blocks.units)]
     run.check_state()
 
 
@@ -109,7 +109,7 @@ def test_trace_of_later_passes_equals_the_timeline(start: Callable[..., Run]) ->
         compute = [event.name for event in events if event.lane == "compute"]
         assert compute == [f"{a.unit} {a.phase} {a.group}" for a in timeline.accesses]
         loads = [event.name for event in events if event.lane == "ram_to_gpu"]
-        assert loads == [block_key(load.unit, Kind.WEIGHT) for load in timeline.loads]
+        assert loads == [block_key(load.unit, Kind.WEIGHT) for load in planned_loads(timeline)]
         assert [event for event in events if event.start_ns > event.end_ns] == []
 
 
@@ -322,8 +322,9 @@ def test_failing_read_reaches_compute_and_nothing_hangs(
 def test_planned_timeline_is_one_of_the_recorded_order(start: Callable[..., Run]) -> None:
     run = start("mixed")
     run.evaluate()
-    timeline = run.player.planned("evaluate", updates=False)
-    assert isinstance(timeline, Timeline)
+    run.evaluate()
+    timeline = run.player.timeline
+    assert timeline is not None
     assert [access.unit for access in timeline.accesses] == [unit.name for unit in UNITS]
 
 

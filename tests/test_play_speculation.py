@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import check_invariants, slow_reads
 from integer_runs import BROKEN, UNITS, Run, check_broken_for_good, fail_moves, starter, within
+from small_timelines import planned_loads, planned_updates
 
 from megatier.errors import PlanError
 from megatier.play.blocks import block_key
@@ -76,7 +77,7 @@ def test_speculation_that_is_confirmed_updates_in_the_backward_alone(start: Call
     assert run.speculation.updated == {unit.name for unit in UNITS}
     run.train_step()
     assert run.player.timeline is not None
-    assert run.player.timeline.updates == ()
+    assert planned_updates(run.player.timeline) == []
     run.player.drain()
     names = [unit.name for unit in UNITS]
     assert run.adder.updated == 2 * names[::-1]
@@ -86,7 +87,7 @@ def test_speculation_moves_state_once_and_weights_twice(start: Callable[..., Run
     run = start("nvme")
     moved = run.moved_in_a_step()
     assert run.player.timeline is not None
-    weights = sum(4 * run.blocks.units[load.unit].num_elements for load in run.player.timeline.loads)
+    weights = sum(4 * run.blocks.units[load.unit].num_elements for load in planned_loads(run.player.timeline))
     state = sum(12 * unit.num_elements for unit in UNITS)
     assert moved["nvme_to_ram"] == state + weights
     assert moved["ram_to_nvme"] == state

@@ -97,7 +97,8 @@ def test_streamed_state_beside_units_at_home_on_the_gpu(
     slots, home, passing = 4 * (16 << 10), 64 << 10, 48 << 10
     monkeypatch.setitem(PLACES, "streamed", ((Tier.GPU, Tier.RAM), slots + home + passing, 2 << 20))
     run = start("streamed", units)
-    assert [run.placement.updater(unit.name) for unit in units] == [Tier.GPU, Tier.GPU, Tier.RAM, Tier.RAM, Tier.RAM]
+    lanes = ["update_gpu", "update_gpu", "update", "update", "update"]
+    assert [run.placement.update_lane(unit.name) for unit in units] == lanes
     assert run.placement.homes["u0", Kind.WEIGHT] is Tier.GPU
     assert run.placement.streamed == ("u1",)
     for _ in range(3):

@@ -20,6 +20,7 @@ from integer_runs import (
     starter,
     within,
 )
+from small_timelines import planned_loads, planned_updates
 
 from megatier.errors import NonFiniteError, TransferError
 from megatier.play.blocks import block_key
@@ -46,12 +47,14 @@ def test_updates_run_in_forward_order_and_feed_the_loads(start: Callable[..., Ru
     assert run.adder.updated == [unit.name for unit in UNITS]
     timeline = run.player.timeline
     assert timeline is not None
-    assert all(update.load is not None for update in timeline.updates)
+    assert all(update.load is not None for update in planned_updates(timeline))
     moves = Moves(run.blocks.units, run.placement, run.policy)
-    demanded = by_lane(moves.of_pass(timeline, gradients=run.blocks.units, updated=run.blocks.units))
+    parts = [moves.of(item) for item in timeline.items]
+    parts += [moves.gradients(unit) for unit in run.blocks.units]
+    demanded = by_lane(move for part in parts for move in part)
     assert moved == demanded
     state = sum(12 * unit.num_elements for unit in UNITS)
-    again = sum(4 * run.blocks.units[load.unit].num_elements for load in timeline.loads)
+    again = sum(4 * run.blocks.units[load.unit].num_elements for load in planned_loads(timeline))
     assert demanded["nvme_to_ram"] == state + again  # state once; weights again only where the backward reloads them
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
+from small_timelines import planned_loads, planned_scatters, planned_updates
 
 from megatier.schedule.placement import Placement
 from megatier.schedule.slots import SLOTS_MIN, SlotPlan
-from megatier.schedule.timeline import Access, Load, Scatter, Timeline, build
+from megatier.schedule.timeline import Access, Exchange, Load, Scatter, Timeline, Update, build
 from megatier.tier import STATE_KINDS, Kind, Phase, Tier
 
 SIZE = 2048
@@ -32,7 +33,8 @@ class Pass:
     placement: Placement
 
     def timeline(self, updated: Set[str] = frozenset()) -> Timeline:
-        return build(self.accesses, self.placement, updates=True, updated=updated, scatters=self.scatters)
+        due = self.placement.grad_homes.keys() - updated
+        return build(self.accesses, self.placement, due=due, ahead=self.placement.streamed, scatters=self.scatters)
 
 
 def placement(
@@ -73,7 +75,7 @@ def some_pass(rng: random.Random, ranks: int) -> Pass:
 
     last_uses = {(access.unit, access.group): index for index, access in enumerate(accesses)}
     scatters = [
-        Scatter(access.unit, access.group, index, 2)
+        Scatter(unit=access.unit, group=access.group, after_access=index, width=2)
         for index, access in enumerate(accesses)
         if access.unit in trained and last_uses[access.unit, access.group] == index
     ]
@@ -92,6 +94,11 @@ class World:
     """What each collective is: the same on all ranks."""
 
 
+def collectives(timeline: Timeline) -> list[Load | Scatter]:
+    """Loads and scatters in their order."""
+    return [item for item in timeline.items if isinstance(item, Load | Scatter)]
+
+
 class Rank:
     """One rank in one pass: its lanes, and what they tell each other."""
 
@@ -101,8 +108,8 @@ class Rank:
         self.timeline = played.timeline()
         self.placement = played.placement
         self.left_out = left_out
-        self.collectives = self.timeline.collectives()
-        self.made_by = {scatter.access: scatter for scatter in played.scatters}
+        self.collectives = collectives(self.timeline)
+        self.made_by = {scatter.after_access: scatter for scatter in played.scatters}
         self.used = 0  # accesses that are over: the gate
         self.updated: set[str] = set()
         self.arrived: set[int] = set()  # own shards, by the access of their load
@@ -128,26 +135,24 @@ class Rank:
 
     def updates(self) -> Lane:
         """Updates on the CPU wait for nothing of this pass."""
-        for update in self.timeline.updates:
-            if self.placement.updater(update.unit) is Tier.RAM:
+        for update in planned_updates(self.timeline):
+            if self.placement.update_lane(update.unit) != "update_gpu":
                 yield lambda: True
                 self.updated.add(update.unit)
 
     def updates_on_gpu(self) -> Lane:
-        """A streamed unit is updated where its shard came to, behind all units at home there. The exchange is last."""
-        streamed = self.placement.streamed
-        on_gpu = [update.unit for update in self.timeline.updates if self.placement.updater(update.unit) is Tier.GPU]
-        for unit in sorted(on_gpu, key=lambda unit: unit in streamed):
-            yield lambda: True
-            if unit in streamed:
-                first = next(load.access for load in self.timeline.loads if load.unit == unit)
-                yield lambda first=first: first in self.arrived  # type: ignore[misc]
-                assert unit in self.shards, "its shard left before its update"
-                self.returning.append(unit)
-            self.updated.add(unit)
-
-        on_cpu = {update.unit for update in self.timeline.updates} - set(on_gpu)
-        yield lambda: on_cpu <= self.updated
+        """A streamed unit is updated where its shard came to; a unit at home there waits for nothing. Exchanges end."""
+        for item in self.timeline.items:
+            if isinstance(item, Load) and item.updates:
+                yield lambda access=item.access: access in self.arrived  # type: ignore[misc]
+                assert item.unit in self.shards, "its shard left before its update"
+                self.returning.append(item.unit)
+                self.updated.add(item.unit)
+            elif isinstance(item, Update) and self.placement.update_lane(item.unit) == "update_gpu":
+                yield lambda: True
+                self.updated.add(item.unit)
+            elif isinstance(item, Exchange):
+                yield lambda: {update.unit for update in planned_updates(self.timeline)} <= self.updated
 
     def is_updated(self, unit: str) -> bool:
         return unit in self.updated or unit not in self.placement.grad_homes
@@ -155,11 +160,11 @@ class Rank:
     def loads(self) -> Lane:
         """A shard comes when its unit is updated, and when the gather before the last one is over."""
         before: list[int] = []
-        for load in self.timeline.loads:
+        for load in planned_loads(self.timeline):
             unit = load.unit
             if len(before) == SLOTS_MIN:
                 yield lambda first=before[0]: first in self.gathered  # type: ignore[misc]
-            if unit not in self.placement.streamed:
+            if not load.updates:
                 yield lambda unit=unit: self.is_updated(unit)  # type: ignore[misc]
             if self.placement.homes[unit, Kind.WEIGHT] is not Tier.GPU:
                 yield lambda unit=unit: self.has_room(unit)  # type: ignore[misc]
@@ -207,20 +212,20 @@ class Rank:
             self.leaving.append(unit)
 
     def copies(self) -> Lane:
-        shipped = [s for s in self.timeline.scatters if self.placement.grad_homes[s.unit] is not Tier.GPU]
+        shipped = [s for s in planned_scatters(self.timeline) if self.placement.grad_homes[s.unit] is not Tier.GPU]
         for _ in shipped:
             yield lambda: bool(self.leaving)
             self.leaving.pop(0)
 
     def returns(self) -> Lane:
-        for update in self.timeline.updates:
-            if update.unit in self.placement.streamed:
+        for load in planned_loads(self.timeline):
+            if load.updates:
                 yield lambda: bool(self.returning)
                 self.returning.pop(0)
 
     def computes(self) -> Lane:
         """One access after the other. A gradient is handed over before the access is left, or after it."""
-        loads = {load.access for load in self.timeline.loads}
+        loads = {load.access for load in planned_loads(self.timeline)}
         for index, access in enumerate(self.timeline.accesses):
             yield lambda unit=access.unit: self.is_updated(unit)  # type: ignore[misc]
             if index in loads:
@@ -277,19 +282,37 @@ def test_ranks_with_any_orders_slots_and_delays_never_wait_for_ever(ranks: int) 
             assert not rank.grads
 
 
-def test_collectives_wait_only_for_what_stands_before_them() -> None:
-    """Compute at access k waits for its load, so what stands before that load may wait for accesses before k alone."""
+def test_items_wait_only_for_what_stands_before_them() -> None:
+    """Access k waits for the items that serve it, so what stands before these may wait for accesses before k alone."""
     rng = random.Random(0)
-    for _ in range(500):
-        played = some_pass(rng, 2)
-        timeline = played.timeline()
-        order = timeline.collectives()
-        assert [planned for planned in order if isinstance(planned, Load)] == list(timeline.loads)
-        assert [planned for planned in order if isinstance(planned, Scatter)] == list(timeline.scatters)
-        for place, planned in enumerate(order):
-            waits_for = planned.after_access if isinstance(planned, Load) else planned.access
-            behind = [other.access for other in order[place:] if isinstance(other, Load)]
-            assert all(access > waits_for for access in behind)
+    for ranks in (1, 2):
+        for _ in range(500):
+            played = some_pass(rng, ranks)
+            items = played.timeline().items
+            assert [item for item in items if isinstance(item, Scatter)] == list(played.scatters)
+            serving = [item for item in items if isinstance(item, Load | Update)]
+            assert [item.access for item in serving] == sorted(item.access for item in serving)
+            for place, item in enumerate(items):
+                behind = [other.access for other in items[place:] if isinstance(other, Load | Update)]
+                assert all(access > item.after_access for access in behind)
+
+
+def test_update_stands_before_what_loads_its_unit_and_the_exchange_behind_all() -> None:
+    rng = random.Random(2)
+    for ranks in (1, 2):
+        for _ in range(300):
+            played = some_pass(rng, ranks)
+            items = played.timeline().items
+            updated: list[str] = []
+            for item in items:
+                if isinstance(item, Update) or (isinstance(item, Load) and item.updates):
+                    updated.append(item.unit)
+                if isinstance(item, Load) and item.unit in played.placement.grad_homes:
+                    assert item.unit in updated
+                if isinstance(item, Exchange):
+                    assert item is items[-1]
+                    assert {*item.home} == {*item.fetched} == {*played.placement.streamed}
+            assert len(updated) == len({*updated}) == len(played.placement.grad_homes)
 
 
 def test_order_of_collectives_does_not_depend_on_which_updates_are_due() -> None:
@@ -299,12 +322,14 @@ def test_order_of_collectives_does_not_depend_on_which_updates_are_due() -> None
         played = some_pass(rng, 2)
         units = sorted(played.placement.grad_homes)
         every = played.timeline()
-        assert all(update.load is None for update in every.updates)
-        assert len(every.updates) == len({access.unit for access in played.accesses} & set(units))
+        assert all(update.load is None for update in planned_updates(every))
         for _ in range(3):
             updated = frozenset(unit for unit in units if rng.random() < 0.5)
-            other = played.timeline(updated)
-            assert other.loads == every.loads
-            assert other.collectives() == every.collectives()
-        idle = build(played.accesses, played.placement, updates=False, scatters=played.scatters)
-        assert idle.collectives() == every.collectives()
+            assert plain(played.timeline(updated)) == plain(every)
+        idle = build(played.accesses, played.placement, scatters=played.scatters)
+        assert plain(idle) == plain(every)
+
+
+def plain(timeline: Timeline) -> list[Load | Scatter]:
+    """Loads and scatters in their order, whether a load updates or not."""
+    return [replace(item, updates=False) if isinstance(item, Load) else item for item in collectives(timeline)]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from small_timelines import planned_scatters
 
 from megatier.schedule.forecast import Forecast, floor, forecast
 from megatier.schedule.jobs import HOST_SECONDS
@@ -14,7 +15,7 @@ from megatier.schedule.moves import Moves, by_lane
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import DriveRates, Rates
 from megatier.schedule.sizes import Budgets, Policy, UnitSpec
-from megatier.schedule.timeline import Access, build, scatters_of
+from megatier.schedule.timeline import Access, Load, Scatter, build, scatters_of
 from megatier.state import ADAMW_BF16
 from megatier.tier import Kind, Phase, Tier
 
@@ -73,16 +74,17 @@ def of(place_name: str, rates: Rates) -> tuple[Forecast, Placement, Policy]:
 @pytest.mark.parametrize("name", PLACES)
 def test_forecast_moves_the_bytes_that_the_timeline_demands(name: str) -> None:
     made, placement, policy = of(name, FAST)
-    ran = placement.speculative
     order = accesses(policy.groups)
     scatters = scatters_of(order, UNITS, policy)
-    timeline = build(order, placement, updates=policy.deferred, updated=ran, scatters=scatters)
     units = {unit.name: unit for unit in UNITS}
-    demanded = by_lane(Moves(units, placement, policy).of_pass(timeline, gradients=units, updated=units))
-    for unit in placement.streamed:
-        demanded["gpu_to_ram"] += 2 * units[unit].num_elements
-        demanded["state_to_gpu"] += 10 * units[unit].num_elements
-        demanded["state_to_ram"] += 10 * units[unit].num_elements
+    at_once = units if not policy.deferred else placement.speculative
+    due = units.keys() - set(at_once)
+    timeline = build(order, placement, due=due, ahead=placement.streamed, scatters=scatters)
+    moves = Moves(units, placement, policy)
+    parts = [moves.of(item) for item in timeline.items]
+    parts += [moves.gradients(unit) for unit in units]
+    parts += [moves.update(unit) for unit in at_once]
+    demanded = by_lane(move for part in parts for move in part)
     assert {queue: size for queue, size in made.moved_bytes.items() if size} == pytest.approx(demanded)
 
 
@@ -232,13 +234,13 @@ def test_forecast_of_ranks_loses_the_slowdown_of_what_comes_beside_compute() -> 
 def test_forecast_of_ranks_works_on_collectives_in_their_order(name: str) -> None:
     made, placement, policy = of(name, SLOW["ranks"])
     order = accesses(policy.groups)
-    timeline = build(order, placement, updates=True, scatters=scatters_of(order, UNITS, policy))
+    timeline = build(order, placement, scatters=scatters_of(order, UNITS, policy))
     moves = Moves({unit.name: unit for unit in UNITS}, placement, policy)
     spans = [span for span in made.spans if span.lane == "ranks"]
-    assert [span.name for span in spans] == [planned.unit for planned in timeline.collectives()]
+    assert [span.name for span in spans] == [item.unit for item in timeline.items if isinstance(item, Load | Scatter)]
     assert all(before.end <= after.start + 1e-9 for before, after in pairwise(spans))
-    assert len(timeline.scatters) == 6 * policy.groups
-    received = sum(move.num_bytes for scatter in timeline.scatters for move in moves.scatter(scatter))
+    assert len(planned_scatters(timeline)) == 6 * policy.groups
+    received = sum(move.num_bytes for scatter in planned_scatters(timeline) for move in moves.scatter(scatter))
     assert received == 6 * policy.groups * (policy.ranks - 1) * 2 * MIB
 
 

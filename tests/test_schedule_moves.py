@@ -12,16 +12,17 @@ from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Move, Moves, by_lane
 from megatier.schedule.placement import Placement
 from megatier.schedule.sizes import Policy, UnitSpec
-from megatier.schedule.timeline import build
-from megatier.tier import Tier
+from megatier.schedule.timeline import Access, Update, build
+from megatier.tier import Phase, Tier
 
 UNITS = {name: UnitSpec(name=name, num_elements=SIZE * (number + 1)) for number, name in enumerate("abc")}
 
 
 def of_pass(where: Placement, policy: Policy, order: str, *, trains: bool, updates: bool) -> dict[str, int]:
-    timeline = build(accesses(order), where, updates=updates)
+    timeline = build(accesses(order), where, due=UNITS if updates else ())
     moves = Moves(UNITS, where, policy)
-    return by_lane(moves.of_pass(timeline, gradients=UNITS if trains else (), updated=UNITS if updates else ()))
+    made = [move for item in timeline.items for move in moves.of(item)]
+    return by_lane([*made, *(move for unit in UNITS if trains for move in moves.gradients(unit))])
 
 
 def test_moves_of_an_evaluation_are_its_loads() -> None:
@@ -79,7 +80,8 @@ def test_update_reads_a_gradient_on_nvme_once() -> None:
     where = replace(placement("abc", 1), grad_homes=dict.fromkeys("abc", Tier.NVME))
     moves = Moves(UNITS, where, Policy())
     assert by_lane(moves.update("a")) == {"nvme_to_ram": 14 * SIZE, "ram_to_nvme": 12 * SIZE}
-    assert moves.ship("a", is_last=True) == (Move("gpu_to_ram", 2 * SIZE), Move("ram_to_nvme", 2 * SIZE))
+    shipped = moves.gradient("a", 0).shipped
+    assert shipped == (Move("gpu_to_ram", 2 * SIZE), Move("ram_to_nvme", 2 * SIZE))
 
 
 @pytest.mark.parametrize("gpu_direct", [False, True])
@@ -103,22 +105,51 @@ def test_state_of_a_streamed_unit_goes_home_and_comes_again_but_for_its_weights(
     assert moves.fetch_state("b") == (Move("state_to_gpu", 10 * 2 * SIZE),)
 
 
+def test_items_of_streamed_units_move_their_state_and_weights() -> None:
+    where = replace(placement("abc", 1, ram="abc"), streamed=("a", "b"))
+    moves = Moves(UNITS, where, Policy())
+    found = [by_lane(moves.of(item)) for item in build(accesses("abc"), where, due="ab", ahead="a").items]
+    assert found == [
+        {"state_to_gpu": 20 * SIZE},  # b has to come before its update
+        {"ram_to_gpu": 2 * SIZE, "gpu_to_ram": 2 * SIZE},
+        {"ram_to_gpu": 4 * SIZE, "gpu_to_ram": 4 * SIZE},
+        {"ram_to_gpu": 6 * SIZE},
+        {"state_to_ram": 30 * SIZE, "state_to_gpu": 30 * SIZE},
+    ]
+
+
 @pytest.mark.parametrize("deferred", [True, False])
-def test_demand_of_a_pass_takes_back_what_it_left_out(deferred: bool) -> None:
-    where, policy = placement("abc", 3), Policy(deferred=deferred)
-    timeline = build(accesses("abccba"), where, updates=deferred)
-    moves = Moves(UNITS, where, policy)
-    demand = Demand(moves, where, policy)
-    demand.begin_pass(timeline, trains=True)
-    whole = demand.moved
-    demand.end_pass(timeline, {"a", "c"}, trains=True)
-    expected = by_lane(moves.gradients("b")) if deferred else by_lane((*moves.gradients("b"), *moves.update("b")))
-    assert dict(whole - demand.moved) == expected
+def test_gradient_of_the_last_group_is_final_and_updated_unless_the_norm_is_waited_for(deferred: bool) -> None:
+    moves = Moves(UNITS, placement("abc", 3), Policy(groups=2, deferred=deferred))
+    first, last = (moves.gradient("a", group) for group in range(2))
+    assert (first.is_final, last.is_final) == (False, True)
+    assert first.sums_in_ram
+    assert last.sums_in_ram
+    assert first.update is None
+    assert last.update == (None if deferred else Update(unit="a"))
+
+
+def test_gradient_of_a_unit_that_speculates_is_updated_at_once() -> None:
+    where = replace(placement("abc", 3), spilled=("a", "b", "c"), speculative=("a",))
+    moves = Moves(UNITS, where, Policy(generations=2))
+    made = [moves.gradient(unit, 0).update for unit in "ab"]
+    assert made == [Update(unit="a"), None]
+
+
+def test_sums_are_fetched_ahead_if_they_left_the_gpu_after_the_group_before() -> None:
+    order = [Access(unit, Phase.BACKWARD, group) for group in range(2) for unit in "abc"]
+    homes = {"a": Tier.NVME, "b": Tier.RAM, "c": Tier.GPU}
+    where = replace(placement("abc", 1, gpu="abc"), grad_homes=homes, sums_on_gpu=True)
+    moves, timeline = Moves(UNITS, where, Policy(groups=2)), build(order, where)
+    assert moves.sums_ahead(timeline) == {3, 4}
+    assert [bool(moves.gradient(unit, 1).fetched) for unit in "abc"] == [True, True, False]
+    assert not moves.gradient("a", 0).fetched
+    in_ram = Moves(UNITS, replace(where, sums_on_gpu=False), Policy(groups=2))
+    assert in_ram.sums_ahead(timeline) == frozenset()
 
 
 def test_demand_of_several_threads_loses_no_move() -> None:
-    where = placement("abc", 3)
-    demand = Demand(Moves(UNITS, where, Policy()), where, Policy())
+    demand = Demand()
     with ThreadPoolExecutor(4) as threads:
         for _ in range(2000):
             threads.submit(demand.add, [Move("ram_to_gpu", 3), Move("gpu_to_ram", 4)])

@@ -251,7 +251,7 @@ def _spilled_gradient_bytes(work: Workload, placement: Placement) -> int:
     # Only gradients go to NVMe among these moves, so those bytes are the gradients that RAM does not take.
     units = {spec.name: spec for spec in work.specs}
     moves = Moves(units, placement, work.policy)
-    return by_lane(move for unit in units for move in moves.gradients(unit))["ram_to_nvme"]
+    return by_lane(move for unit in placement.grad_homes for move in moves.gradients(unit))["ram_to_nvme"]
 
 
 def checkpoint_seconds(num_bytes: int, spilled_bytes: int, drives: Sequence[DriveRates]) -> float | None:

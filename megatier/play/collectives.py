@@ -9,10 +9,9 @@ stands between the two:
   belong to its shard, and adds them in fp32 in the order of the groups. The sum has the same bits however many ranks
   there are, because one rank alone adds the same groups in the same order.
 
-Why no rank waits for ever: all ranks have the same timeline, and the lane works on `Timeline.collectives` in its order,
-one after the other. On each rank a collective waits only for accesses and collectives that come before it, as the
-docstring there proves. Number the collectives: the one with the least number that is not over waits for compute alone,
-on each rank, and compute waits for none that comes later.
+Why no rank waits for ever: all ranks have the same timeline, and the lane works on its loads and scatters in their
+order, one after the other. On each rank a collective waits only for accesses and collectives that come before it, as
+the docstring of `Timeline` proves.
 
 Threads: compute hands gradients over (autograd's thread, in a backward). Everything else runs on the lane's worker.
 """
@@ -180,11 +179,12 @@ class Collectives:
             return
 
         done = {(scatter.unit, scatter.group) for scatter in self._pass.scatters}
-        for scatter in self._pass.timeline.scatters:
-            named = scatter.unit, scatter.group
-            if scatter.access < len(self._pass.accesses) and named in left_out and named not in done:
-                self._make(scatter.unit, scatter.width).zero_()
-                self._hand_over(scatter.unit, scatter.group)
+        for item in self._pass.timeline.items:
+            if not isinstance(item, Scatter) or item.after_access >= len(self._pass.accesses):
+                continue
+            if (named := (item.unit, item.group)) in left_out and named not in done:
+                self._make(item.unit, item.width).zero_()
+                self._hand_over(item.unit, item.group)
 
     def abandon(self) -> None:
         """Give up what waits for compute, or for other ranks."""
@@ -268,7 +268,7 @@ class Collectives:
             lease.release()
         made = mark(self._store.clock, unit)
 
-        scatter = Scatter(unit, group, len(self._pass.accesses) - 1, width)
+        scatter = Scatter(unit=unit, group=group, after_access=len(self._pass.accesses) - 1, width=width)
         self._pass.scatters.append(scatter)
         if self._pass.timeline is None:
             self._check_order(f"scatter {unit} {group} {width}")

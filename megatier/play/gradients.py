@@ -13,7 +13,8 @@ import torch
 from megatier.play.blocks import UnitBlocks
 from megatier.play.grad_blocks import grad_key
 from megatier.play.updates import Updates
-from megatier.schedule.timeline import Update
+from megatier.schedule.demand import Demand
+from megatier.schedule.moves import Moves
 from megatier.store.lease import Lease
 from megatier.store.transfer import mark
 from megatier.tier import Tier
@@ -22,15 +23,19 @@ from megatier.tier import Tier
 class UnitGradients:
     """The gradients of the present step, as compute makes them."""
 
-    def __init__(self, blocks: UnitBlocks, updates: Updates) -> None:
+    def __init__(self, blocks: UnitBlocks, updates: Updates, moves: Moves, demand: Demand) -> None:
         """No step has begun.
 
         Args:
             blocks: the run's blocks.
             updates: takes the gradients.
+            moves: says what follows a gradient.
+            demand: counts the bytes that move.
         """
         self._blocks = blocks
         self._updates = updates
+        self._moves = moves
+        self._demand = demand
         self.final: set[str] = set()
         """The units whose gradient of this step is final."""
         self._summed: set[str] = set()
@@ -70,10 +75,10 @@ class UnitGradients:
             group: the group.
             speculates: whether the unit may be updated before the norm is known, if this pass speculates.
         """
-        policy = self._blocks.policy
-        last = group == policy.groups - 1
+        gradient = self._moves.gradient(unit, group)
+        self._demand.add((*gradient.fetched, *gradient.shipped))
         self._summed.add(unit)
-        if last:
+        if gradient.is_final:
             self.final.add(unit)
 
         # The lease ends before the gradient is sent: sending evicts the GPU slot, and a lease forbids that.
@@ -84,16 +89,17 @@ class UnitGradients:
         if group and (summed := self._updates.of(unit)) is not None:
             summed.wait()
 
-        if self._blocks.placement.grad_homes[unit] is not Tier.GPU:
-            self._blocks.grads.send(unit, final=last)
-            if self._blocks.grads.sums_in_ram(unit):
-                self._updates.submit_sum(unit, group)
+        if gradient.shipped:
+            self._blocks.grads.send(unit, final=gradient.is_final)
+        if gradient.sums_in_ram:
+            self._updates.submit_sum(unit, group)
 
         # After the sum: an update comes behind the sum of its unit that was submitted last.
-        if last:
+        if gradient.update is not None:
             made = mark(self._blocks.store.clock, unit)
-            if not policy.deferred:
-                self._updates.submit(Update(unit, None), made)
+            if not self._blocks.policy.deferred:
+                self._demand.add(self._moves.of(gradient.update))
+                self._updates.submit(gradient.update, made)
             elif speculates:
                 self._updates.submit_speculative(unit, made)
 

@@ -11,6 +11,7 @@ import torch
 
 from megatier.errors import ConfigError
 from megatier.play.blocks import activation_key
+from megatier.schedule.activations import Activations
 from megatier.schedule.demand import Demand
 from megatier.schedule.moves import stash, unstash
 from megatier.schedule.sizes import UnitSpec
@@ -32,13 +33,16 @@ class Offload:
         self._store = store
         self._units = units
         self._demand = demand
-        self._stashed: list[tuple[str, torch.Size, torch.dtype]] = []
-        """Activations in RAM, the last one last."""
+        self._activations = Activations()
+        """Says which activation comes back when."""
+        self._stashed: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        """The shape and dtype of each unit's activation in RAM."""
         self._fetched: dict[str, tuple[torch.Tensor, Transfer]] = {}
         """Activations on their way back, and the tensors that they come to."""
 
     def clear(self) -> None:
         """Forget the activations of a pass that was abandoned."""
+        self._activations = Activations()
         self._stashed.clear()
         self._fetched.clear()
 
@@ -57,27 +61,18 @@ class Offload:
             )
 
         self._store.push(activation_key(unit), tensor)
-        self._stashed.append((unit, tensor.shape, tensor.dtype))
+        self._activations.stash(unit)
+        self._stashed[unit] = tensor.shape, tensor.dtype
         self._demand.add([stash(tensor.nbytes)])
 
     def fetch(self, unit: str) -> torch.Tensor:
         """Bring a stashed activation back to the GPU; compute that is enqueued next comes after it."""
-        # It is on its way already, unless the backward comes to units in another order than the forward's reversed.
-        if unit not in self._fetched:
-            self._fetch_last(unit)
+        for asked in self._activations.fetch(unit):
+            shape, dtype = self._stashed.pop(asked)
+            back = torch.empty(shape, dtype=dtype, device=self._store.device)
+            self._fetched[asked] = back, self._store.pull(activation_key(asked), back)
+            self._demand.add([unstash(back.nbytes)])
+
         tensor, transfer = self._fetched.pop(unit)
         transfer.order()
-
-        # One ahead: the backward wants the one before it next, and that comes while this one is worked on.
-        if self._stashed:
-            self._fetch_last(self._stashed[-1][0])
         return tensor
-
-    def _fetch_last(self, unit: str) -> None:
-        """Start bringing the activation that a unit stashed last: a backward needs them in that order."""
-        index = max(i for i, (name, _, _) in enumerate(self._stashed) if name == unit)
-        _, shape, dtype = self._stashed.pop(index)
-
-        tensor = torch.empty(shape, dtype=dtype, device=self._store.device)
-        self._fetched[unit] = tensor, self._store.pull(activation_key(unit), tensor)
-        self._demand.add([unstash(tensor.nbytes)])

@@ -11,7 +11,6 @@ from megatier.schedule.order import passed_over
 from megatier.schedule.placement import Placement
 from megatier.schedule.timeline import Access, Scatter, Timeline, build
 from megatier.store.transfer import Transfer
-from megatier.tier import Tier
 
 TRAIN = "train"
 """The pass that has a backward. Every other name is that of an evaluation."""
@@ -72,19 +71,17 @@ class Pass:
 class Orders:
     """The order of each pass, recorded the first time, and the timelines that follow from it."""
 
-    def __init__(self, units: Set[str], placement: Placement) -> None:
+    def __init__(self, placement: Placement) -> None:
         """Nothing is recorded yet.
 
         Args:
-            units: the names of all units of the run.
             placement: the units' homes and slots.
         """
-        self._units = units
         self._placement = placement
         self._orders: dict[str, tuple[Access, ...]] = {}
         self._scatters: dict[str, tuple[Scatter, ...]] = {}
-        self._timelines: dict[tuple[str, Set[str]], Timeline] = {}
-        """The timelines so far, by the name of the pass and the units that it updates."""
+        self._timelines: dict[tuple[str, Set[str], Set[str]], Timeline] = {}
+        """The timelines so far, by the name of the pass, the units that it updates, and those whose state is ahead."""
 
     def record(self, played: Pass) -> None:
         """Remember the order of a pass, unless it is known."""
@@ -95,37 +92,24 @@ class Orders:
         """Whether the order of a pass was recorded."""
         return name in self._orders
 
-    def timeline(self, name: str, updated: frozenset[str]) -> Timeline | None:
+    def timeline(self, name: str, due: frozenset[str], ahead: frozenset[str]) -> Timeline | None:
         """The timeline of a pass; None before its order is known.
 
         Args:
             name: the name of the pass.
-            updated: the units that are updated in it.
+            due: the units that are updated in it.
+            ahead: the streamed units whose state is on the GPU when it begins.
         """
         if name not in self._orders:
             return None
-        if (name, updated) not in self._timelines:
-            others = self._units - updated
-            self._timelines[name, updated] = self._build(name, updates=bool(updated), updated=others)
-        return self._timelines[name, updated]
 
-    def planned(self, name: str, *, updates: bool) -> Timeline:
-        """The timeline of a recorded pass in which no unit, or every unit, is updated."""
-        return self._build(name, updates=updates)
-
-    def _build(self, name: str, *, updates: bool, updated: Set[str] = frozenset()) -> Timeline:
-        """The timeline of a recorded pass; see `build`."""
-        scatters = self._scatters[name]
-        return build(self._orders[name], self._placement, updates=updates, updated=updated, scatters=scatters)
-
-    def sums_ahead(self, played: Pass) -> frozenset[int]:
-        """The accesses whose backward adds to a sum that left the GPU after the group before, and has to come again."""
-        # Sums that are taken in RAM stay there, and a gradient at home on the GPU never leaves it. If ranks scatter
-        # gradients, the lane that does so asks for the sums.
-        is_shared = self._placement.ranks > 1
-        if played.timeline is None or not played.trains or not self._placement.sums_on_gpu or is_shared:
-            return frozenset()
-
-        shipped = {unit for unit, home in self._placement.grad_homes.items() if home is not Tier.GPU}
-        uses = played.timeline.last_uses().items()
-        return frozenset(index for (unit, group), index in uses if group and unit in shipped)
+        if (name, due, ahead) not in self._timelines:
+            self._timelines[name, due, ahead] = build(
+                self._orders[name],
+                self._placement,
+                due=due,
+                ahead=ahead,
+                scatters=self._scatters[name],
+                trains=name == TRAIN,
+            )
+        return self._timelines[name, due, ahead]

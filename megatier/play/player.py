@@ -4,7 +4,7 @@
 belong to `Updates` from then on, which has lanes of its own. The player begins and ends passes, and says what all of
 them do.
 
-Why nothing deadlocks: the comments of `Player.begin` and `Player._submit` prove it step by step.
+Why nothing deadlocks: the comments of `Player.begin` prove it, with the order that `Timeline` decides.
 
 Threads: the training thread begins and ends passes. In a backward, autograd's thread calls `UnitWeights` and
 `UnitGradients`, while the training thread waits. The watchdog looks at any time.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatier.errors import TimelineError
 from megatier.play.blocks import UnitBlocks
@@ -32,7 +32,7 @@ from megatier.schedule.demand import Demand
 from megatier.schedule.moves import Moves
 from megatier.schedule.placement import Placement
 from megatier.schedule.sizes import Policy, UnitSpec
-from megatier.schedule.timeline import Access, Load, Timeline
+from megatier.schedule.timeline import Access, Exchange, Item, Load, Scatter, Timeline, Update, drain_items
 from megatier.store.queue import Queue
 from megatier.store.store import TieredStore
 from megatier.store.transfer import mark
@@ -67,12 +67,13 @@ class Player:
         by_name = {unit.name: unit for unit in units}
         self._store = store
         self._placement = placement
-        self._orders = Orders(by_name.keys(), placement)
+        self._orders = Orders(placement)
         self._pass = Pass("")
         """The present pass, or the last one."""
         self._updates_due: frozenset[str] = frozenset()
         """The last step's updates wait for a pass, or for `drain`, to submit them."""
-        self._demand = Demand(Moves(by_name, placement, policy), placement, policy)
+        self._moves = Moves(by_name, placement, policy)
+        self._demand = Demand()
 
         self.gate = Gate()
         """Counts the accesses of this pass that are over."""
@@ -82,7 +83,7 @@ class Player:
         """The names of the units' blocks, and leases on them."""
         self.updates = Updates(self.blocks, optimizer, self.gate, self.recorder, self._demand)
         """The lanes that update."""
-        self._grads = UnitGradients(self.blocks, self.updates)
+        self._grads = UnitGradients(self.blocks, self.updates, self._moves, self._demand)
         """Takes the gradients of what this rank has."""
         self._collectives: Collectives | None = None
         """Gathers weights and scatters gradients, if there are other ranks."""
@@ -129,10 +130,6 @@ class Player:
         """Bytes per queue that the placement demanded of the passes and updates so far."""
         return self._demand.moved
 
-    def planned(self, name: str, *, updates: bool) -> Timeline:
-        """The timeline of a recorded pass in which no unit, or every unit, is updated."""
-        return self._orders.planned(name, updates=updates)
-
     def take_events(self) -> list[TraceEvent]:
         """The events that ended since the last call. It does not wait for moves in flight, which may outlast a step."""
         return self.recorder.take(self._store.take_log())
@@ -157,8 +154,10 @@ class Player:
         #    itself; it waits for slots and queues alone.
         # 3. With one, `_submit` hands everything to the lanes before the first access: access k can only wait for work
         #    that some lane has already.
-        # 4. Access k waits for its load and for its unit's update. `_submit` shows that these wait only for accesses
-        #    before k. The earliest access that waits therefore always gets what it waits for.
+        # 4. `Timeline` proves that whatever access k waits for waits only for accesses before k. That holds for lanes
+        #    that do their items in its order. In addition updates wait for gradients of the last step, which are made,
+        #    and for readers on the lane `checkpoint`, which waits for drives alone. The exchange waits for the update
+        #    lanes of the CPU, which never wait for it.
         # 5. Slots close no circle. GPU slots for weights: a load evicts the unit that the timeline names, after that
         #    unit's access. RAM slots: they are leased while bytes move or AdamW runs, and bytes that were merely read
         #    ahead give way. GPU slots for gradients: they are free as soon as the copy to RAM is submitted, and a RAM
@@ -177,8 +176,12 @@ class Player:
 
         if not self._orders.knows(name):  # 2
             self.drain()
-        self._pass.timeline = self._orders.timeline(name, self._updates_due - self.updates.speculation.updated)
-        self._pass.sums_ahead = self._orders.sums_ahead(self._pass)
+        due = self._updates_due - self.updates.speculation.updated
+        timeline = self._pass.timeline = self._orders.timeline(name, due, self.updates.ahead)
+
+        # If ranks scatter gradients, the lane that does so asks for the sums.
+        if timeline is not None and self._pass.trains and self._collectives is None:
+            self._pass.sums_ahead = self._moves.sums_ahead(timeline)
 
         # Before anything is submitted: an interrupt from here on is followed by `cancel`.
         self._pass.is_open = True
@@ -188,45 +191,30 @@ class Player:
             if self._pass.trains:
                 self._grads.begin()
                 self.updates.speculation.begin()
-            if self._pass.timeline is not None:  # 3
-                self._submit(self._pass.timeline)
+            if timeline is not None:  # 3
+                self._submit(timeline.items)
             self._updates_due = frozenset()
 
-    def _submit(self, timeline: Timeline) -> None:
-        """Hand all loads and updates of a pass to their lanes, which begin at once."""
-        # The second half of the proof in `begin`, of its step 4. A lane works in the order of submission, and both
-        # updates and loads come in the order of the accesses that they serve. So whatever is ahead of an item in its
-        # lane serves an earlier access, and waits for less.
-        self._demand.begin_pass(timeline, trains=self._pass.trains)
-        streamed = {update.unit: update for update in timeline.updates if update.unit in self._placement.streamed}
+    def _submit(self, items: Iterable[Item]) -> None:
+        """Hand everything that is planned to its lane, which begins at once, and count what it moves."""
         gradients = mark(self._store.clock, "gradients")
-
-        # a. Updates of units that are not streamed wait for gradients of the last step, which are made, and for readers
-        #    on the lane `checkpoint`, which waits for drives alone. One that feeds a load for access k waits for
-        #    accesses before k too. On the lane `update_gpu`, units at home there so come before all streamed ones.
-        for update in timeline.updates:
-            if update.unit not in streamed:
-                self.updates.submit(update, gradients)
-
-        # b. A load for access k waits for accesses before k and for its unit's update. It looks for that update as soon
-        #    as the lane comes to it. So the updates were submitted first: else it would find that of the last step, and
-        #    bring weights that are about to change.
-        # c. A streamed unit is updated in the slot into which its weights are loaded: its update waits for its first
-        #    load, and no load waits for the update.
-        #    If ranks share the state, that load brings a shard, and the gather waits for the update. Scatters stand
-        #    between the gathers, in the order that all ranks have.
-        for planned in timeline.collectives():
-            if isinstance(planned, Load):
-                brought = self.weights.submit(planned)
-                if (due := streamed.pop(planned.unit, None)) is not None:
-                    self.updates.submit(due, gradients, brought)
-                self.weights.gather(planned, brought)
-            elif self._collectives is not None:
-                self._collectives.submit(planned)
-
-        # d. The exchange comes last in its lane and waits for the CPU's update lanes, which never wait for it.
-        if self._pass.trains:
-            self.updates.submit_exchange(goes_home=bool(self._updates_due), comes_again=True)
+        for item in items:
+            self._demand.add(self._moves.of(item))
+            match item:
+                case Update():
+                    self.updates.submit(item, gradients)
+                case Load():
+                    # A load looks for its unit's update as soon as its lane comes to it. The timeline has the update
+                    # before it, else the load would bring weights that are about to change.
+                    brought = self.weights.submit(item)
+                    if item.updates:
+                        self.updates.submit(Update(unit=item.unit), gradients, brought)
+                    self.weights.gather(item, brought)
+                case Scatter():
+                    assert self._collectives is not None, "one rank alone scatters nothing"
+                    self._collectives.submit(item)
+                case Exchange():
+                    self.updates.submit_exchange(item)
 
     def end(self) -> None:
         """End a pass: its order is known from now on, and no weights stay in GPU slots.
@@ -234,9 +222,7 @@ class Player:
         Raises:
             TimelineError: units were used in a forward, and not in the backward that the recorded order has.
         """
-        played = self._pass.timeline
-        is_shared = self._collectives is not None
-        if played is not None:
+        if self._pass.timeline is not None:
             # What the end of the pass leaves out still has loads on the lane.
             try:
                 self.weights.pass_over(None)
@@ -245,20 +231,17 @@ class Player:
                 raise
         else:
             # A pass that was recorded is counted as what it was: one load for each access.
-            on_demand = [
-                Load(unit=access.unit, access=index, slot=0, evicts=None, after_access=-1)
-                for index, access in enumerate(self._pass.accesses)
-                if is_shared or self._placement.homes[access.unit, Kind.WEIGHT] is not Tier.GPU
-            ]
-            played = Timeline(tuple(self._pass.accesses), tuple(on_demand), (), tuple(self._pass.scatters))
-            self._demand.begin_pass(played, trains=self._pass.trains)
+            for access in self._pass.accesses:
+                if self._collectives is not None or self._placement.homes[access.unit, Kind.WEIGHT] is not Tier.GPU:
+                    self._demand.add(self._moves.load(access.unit))
+            for scatter in self._pass.scatters:
+                self._demand.add(self._moves.scatter(scatter))
 
         # The lane `ranks` makes gradients final, so it has to be through with this pass.
         if self._collectives is not None:
             self._collectives.wait()
-        self._demand.end_pass(played, self._grads.final, trains=self._pass.trains)
-        if self._collectives is not None and self._pass.trains:
-            self._collectives.drop_left_out()
+            if self._pass.trains:
+                self._collectives.drop_left_out()
 
         self._orders.record(self._pass)
         self.weights.evict()
@@ -364,9 +347,11 @@ class Player:
         self._leave_open_pass()
         self.updates.speculation.abandon()
         if self._updates_due:
+            due = self._updates_due - self.updates.speculation.updated
+            ordered = [unit for unit in self.blocks.units if unit in due]
             # As in `begin`: some of the updates are no whole step.
             with self._store.tear.change:
-                self.updates.submit_all(self._updates_due)
+                self._submit(drain_items(ordered, self._placement, self.updates.ahead))
                 self._updates_due = frozenset()
         self.updates.drain()
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from megatier.errors import StepAbandonedError
@@ -31,9 +31,9 @@ from megatier.play.optimizer import Applied, Optimizer
 from megatier.play.speculation import Speculation
 from megatier.play.spilled import SpilledUpdates
 from megatier.schedule.demand import Demand
-from megatier.schedule.timeline import Update
+from megatier.schedule.timeline import Exchange, Update
 from megatier.store.queue import Queue
-from megatier.store.transfer import Transfer, mark
+from megatier.store.transfer import Transfer
 from megatier.tier import Kind, Tier
 from megatier.trace.recorder import Recorder
 
@@ -56,7 +56,7 @@ class Updates:
             optimizer: does the arithmetic.
             gate: counts the accesses of the pass that are over; a fed load waits for its slot there.
             recorder: notes updates.
-            demand: counts the bytes that move in addition to those that a pass demands as a whole.
+            demand: counts the bytes that speculative updates move.
         """
         self._blocks = blocks
         self._optimizer = optimizer
@@ -65,8 +65,6 @@ class Updates:
         self._placement = blocks.placement
         self._policy = blocks.policy
 
-        self._demand = demand
-
         self.exchange: Transfer | None = None
         """The last transfer that was submitted to take streamed state home and bring it again."""
         self._last: dict[str, Transfer] = {}
@@ -74,8 +72,8 @@ class Updates:
         so its error stops every step that follows."""
         self._fetched: dict[str, Transfer] = {}
         """Sums of groups on their way to the GPU that nobody has taken yet."""
-        self._is_ahead = False
-        """Whether streamed state is on the GPU, or on its way there, for the next update."""
+        self.ahead: frozenset[str] = frozenset()
+        """The streamed units whose state is on the GPU, or on its way there, for the next update."""
         self._is_closed = False
 
         recorder.busy.update(update="update", update_nvme="nvme_to_ram", update_gpu="update_gpu")
@@ -122,10 +120,11 @@ class Updates:
         # This update takes the place of a speculative one: whoever asks for the unit waits for this one.
         self.speculation.drop(unit)
 
-        if self._placement.updater(unit) is Tier.GPU:
+        lane = self._placement.update_lane(unit)
+        if lane == "update_gpu":
             transfer = self._on_gpu.submit(unit, 0, partial(self._update_on_gpu, unit), after, behind)
             self._recorder.watch(transfer)
-        elif self._blocks.is_cut(unit):
+        elif lane == "update_nvme":
             # Sums are taken on another lane, `update`, so the order of this lane alone would not do.
             if self._policy.groups > 1 and (summed := self._last.get(unit)) is not None:
                 after.append(summed)
@@ -133,14 +132,6 @@ class Updates:
         else:
             transfer = self._in_ram.submit(unit, 0, partial(self._update_in_ram, unit), after, behind)
         self._last[unit] = transfer
-
-        # The exchange brought the state ahead, unless there was none since the last drain.
-        if unit in self._placement.streamed:
-            moves = self._demand.moves
-            if not self._is_ahead:
-                self._demand.add(moves.fetch_state(unit))
-            self._demand.add(moves.return_state(unit))
-            self._demand.add(moves.return_weights(unit))
 
     def submit_sum(self, unit: str, group: int) -> None:
         """Add a group's gradient, which is in RAM or on its way there, to those before it."""
@@ -163,27 +154,19 @@ class Updates:
         summed = self._last.get(unit) if self._policy.groups > 1 else None
         self.speculation.submit(unit, [made for made in (gradient, summed) if made is not None])
 
-    def submit_exchange(self, *, goes_home: bool, comes_again: bool) -> None:
-        """Take streamed state home behind all updates, and bring it to the GPU again for the next update."""
-        streamed = self._placement.streamed
-        if not streamed:
-            return
-
-        if comes_again and (goes_home or not self._is_ahead):
-            for unit in streamed:
-                self._demand.add(self._demand.moves.fetch_state(unit))
-        self._is_ahead = comes_again
-
+    def submit_exchange(self, exchange: Exchange) -> None:
+        """Take streamed state home behind the updates before, and bring it to the GPU for the next ones."""
         # The CPU's updates take all that memory gives, so state goes home when they are over (docs/decisions/0011).
-        on_cpu = [transfer for unit, transfer in self._last.items() if self._placement.updater(unit) is Tier.RAM]
-        work = partial(self._exchange_state, on_cpu if goes_home else [], goes_home, comes_again)
-        self.exchange = self._on_gpu.submit("streamed state", 0, work)
+        lane = self._placement.update_lane
+        on_cpu = [transfer for unit, transfer in self._last.items() if exchange.home and lane(unit) != "update_gpu"]
+        self.exchange = self._on_gpu.submit("streamed state", 0, partial(self._exchange_state, exchange, on_cpu))
+        self.ahead = self.ahead - set(exchange.home) | set(exchange.fetched)
 
     def of(self, unit: str) -> Transfer | None:
         """The unit's update or sum that was submitted last."""
         # A lane may ask while another thread submits. It never asks about a unit whose update is just being submitted:
-        # the loads of a pass are submitted after its updates, and a gradient is final after the unit's last use. A sum
-        # may be submitted meanwhile, but that changes no weights.
+        # a unit's load is submitted after its update, and a gradient is final after the unit's last use. A sum may be
+        # submitted meanwhile, but that changes no weights.
         return self.speculation.of(unit) or self._last.get(unit)
 
     def wait(self) -> None:
@@ -229,7 +212,7 @@ class Updates:
         self._last.clear()
         self._fetched.clear()
         self.exchange = None
-        self._is_ahead = False
+        self.ahead = frozenset()
         self._blocks.generations.forget_readers()
 
     def close(self) -> None:
@@ -239,20 +222,6 @@ class Updates:
         self.speculation.close()
         for lane in self.queues:
             lane.close()
-
-    def submit_all(self, due: Collection[str]) -> None:
-        """Update these units outside of a pass, and take streamed state home."""
-        gradients = mark(self._store.clock, "gradients")
-        moves = self._demand.moves
-        for unit in self._blocks.units:
-            if unit not in due or unit in self.speculation.updated:
-                continue
-
-            self.submit(Update(unit, None), gradients)
-            self._demand.add(moves.update(unit))
-            if unit in self._placement.streamed:
-                self._demand.add(moves.bring(unit))
-        self.submit_exchange(goes_home=True, comes_again=False)
 
     def _all(self) -> list[Transfer]:
         """Every update or sum that was submitted last, and the exchange."""
@@ -282,15 +251,15 @@ class Updates:
                 work.wait()  # on the CPU that stands for a GPU
             state.write_back()
 
-    def _exchange_state(self, on_cpu: Sequence[Transfer], goes_home: bool, comes_again: bool) -> None:
-        """Take the state of all streamed units home, then fetch that of each as soon as its old bytes are home."""
+    def _exchange_state(self, exchange: Exchange, on_cpu: Sequence[Transfer]) -> None:
+        """Take the state of units home, then fetch that of others, and of these as soon as their old bytes are home."""
         for transfer in on_cpu:
             transfer.over()
-        for unit in self._placement.streamed if goes_home else ():
+        for unit in exchange.home:
             self._blocks.return_state(unit)
 
         # A fetch waits until the copy on the GPU, which is leaving, is home: the store sees to that.
-        for unit in self._placement.streamed if comes_again else ():
+        for unit in exchange.fetched:
             if not self._is_closed:
                 self._blocks.fetch_state(unit)
 

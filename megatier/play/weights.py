@@ -226,8 +226,7 @@ class UnitWeights:
             return
 
         # A streamed unit is updated where its shard came to. Any other one is updated before that.
-        streamed = load.unit in self._blocks.placement.streamed
-        update = self._updates.of(load.unit) if streamed else None
+        update = self._updates.of(load.unit) if load.updates else None
         transfer = self._collectives.submit(load, [own] if update is None else [own, update])
         self._gathers.append(transfer)
         self._pass.loads[load.access] = transfer

@@ -1,7 +1,7 @@
 """Forecast: how long a step takes on a machine with given rates, and what bounds it. Pure.
 
-The jobs are those that the player would play (`schedule.jobs`, `schedule.rank_jobs`): the loads of the timeline,
-compute, gradients, AdamW on the CPU and on the GPU, state from and to NVMe. Three steps are simulated in a row, because
+The jobs are those that the player would play (`schedule.jobs`, `schedule.rank_jobs`): the items of the timeline,
+compute, and what follows gradients. Three steps are simulated in a row, because
 a step's updates run under the next one. The last one counts.
 """
 
@@ -135,11 +135,11 @@ def forecast(
         PlanError: a unit must be loaded and there is no GPU slot.
     """
     jobs = _jobs(compute_seconds, units, placement, policy)
-    timeline = _timeline(accesses, units, placement, policy)
+    first, later = _timelines(accesses, units, placement, policy)
 
     # The first step has no updates to do. The second does those of the first; its last writes and its exchange reach
     # into the third, which is therefore as all later ones.
-    ends = [jobs.step(timeline) for _ in range(NUM_STEPS)]
+    ends = [jobs.step(timeline) for timeline in (first, *[later] * (NUM_STEPS - 1))]
     lanes = lanes_of(rates, policy.ranks)
     times = simulate(jobs.jobs, lanes)
     start = times[ends[-2]][1]
@@ -183,7 +183,7 @@ def floor(
     """
     jobs = _jobs(compute_seconds, units, placement, policy)
     jobs.follow_a_step()
-    jobs.step(_timeline(accesses, units, placement, policy))
+    jobs.step(_timelines(accesses, units, placement, policy)[1])
     return least_seconds(jobs.jobs, lanes_of(rates, policy.ranks), "compute")
 
 
@@ -197,12 +197,13 @@ def _jobs(
     return (RankJobs if policy.ranks > 1 else StepJobs)(compute_seconds, units, placement, policy)
 
 
-def _timeline(accesses: Sequence[Access], units: Sequence[UnitSpec], placement: Placement, policy: Policy) -> Timeline:
-    """The timeline of a step whose updates in the backward are not void."""
-    return build(
-        accesses,
-        placement,
-        updates=policy.deferred,
-        updated=placement.speculative,
-        scatters=scatters_of(accesses, units, policy),
+def _timelines(
+    accesses: Sequence[Access], units: Sequence[UnitSpec], placement: Placement, policy: Policy
+) -> tuple[Timeline, Timeline]:
+    """The timelines of the first step and of every later one. Updates in the backward are not void."""
+    scatters = scatters_of(accesses, units, policy)
+    due = placement.grad_homes.keys() - set(placement.speculative) if policy.deferred else set()
+    return (
+        build(accesses, placement, scatters=scatters),
+        build(accesses, placement, due=due, ahead=placement.streamed, scatters=scatters),
     )

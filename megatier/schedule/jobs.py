@@ -1,20 +1,22 @@
 """Jobs: what the lanes do in a step, and what each job waits for, as the player would play it. Pure.
 
-`schedule.moves` says how many bytes each part of a step takes over which lane. Only their order in time is known here.
-The forecast simulates these jobs.
+The timeline has the items of a step in order, `Moves` says what each of them takes over which lane, and what follows a
+gradient. Here they become jobs, which the forecast simulates: with the jobs of compute between them, and with the slots
+for which each has to wait.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from megatier.schedule.moves import Move, Moves, by_lane, stash, unstash
+from megatier.schedule.activations import Activations
+from megatier.schedule.moves import Gradient, Move, Moves, stash, unstash
 from megatier.schedule.placement import Placement
 from megatier.schedule.simulate import Job
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import GRAD_DEPTH, SLOTS_MIN, UPDATE_DEPTH
-from megatier.schedule.timeline import Access, Load, Timeline
+from megatier.schedule.timeline import Access, Exchange, Item, Load, Timeline, Update
 from megatier.tier import Phase, Tier
 
 HOST_SECONDS = 0.03
@@ -77,9 +79,10 @@ class StepJobs:
         self._states: dict[str, int] = {}
         """The job that brought its state to the GPU, if it is streamed."""
         self._stashed: dict[str, int] = {}
-        """The job that brought its activation to RAM. The last activation comes back first."""
+        """The job that brought its activation to RAM."""
         self._fetched: dict[str, int] = {}
         """The job that brings its activation back."""
+        self._activations = Activations()
 
         # Slots are few, so a job may wait for the one that empties a slot. Each of these keeps as many jobs as there
         # are slots: the first one empties the slot that is free next.
@@ -102,14 +105,14 @@ class StepJobs:
         last_uses = timeline.last_uses()
         offloaded = self._offloaded(timeline)
 
-        # Units that the last backward updated are due no more.
+        # What the last backward updated is not updated again.
         self._updates = self._speculated
         self._speculated = {}
-        weights = self._weights(timeline)
+        items = deque(timeline.items)
 
         for index, access in enumerate(timeline.accesses):
             unit = self._units[access.unit]
-            next(weights)
+            self._add_items(items, index)
             before = self._uses[-1] if self._uses else self._begun
             activation = self._offload(access, before) if (unit.name, access.group) in offloaded else None
 
@@ -119,8 +122,7 @@ class StepJobs:
             if makes_grad:
                 self._hand_over(unit, access.group, self._uses[-1], before)
 
-        next(weights, None)
-        self._exchange()
+        self._add_items(items, len(timeline.accesses))
         self._begun = self._add("host", "step", HOST_SECONDS, self._uses[-1], *self._sums, *self._awaited())
         return self._begun
 
@@ -151,10 +153,7 @@ class StepJobs:
         }
 
     def _offload(self, access: Access, before: int | None) -> int | None:
-        """Move a unit's input; returns the job that its use waits for.
-
-        The input leaves as the unit's forward begins. The backward waits for it, and asks for the input that the next
-        unit of the backward will want.
+        """Move a unit's input as `Activations` says; returns the job that its use waits for.
 
         Args:
             access: the use.
@@ -163,87 +162,69 @@ class StepJobs:
         if access.phase is Phase.FORWARD:
             out = stash(self._units[access.unit].activation_bytes)
             self._stashed[access.unit] = self._chain([out], access.unit, before)
+            self._activations.stash(access.unit)
             return None
 
-        # Nobody has asked for the input of the first unit of a backward yet.
-        if access.unit not in self._fetched:
-            self._fetch(access.unit, before)
-        if self._stashed:
-            self._fetch(next(reversed(self._stashed)), before)
+        for asked in self._activations.fetch(access.unit):
+            back = unstash(self._units[asked].activation_bytes)
+            self._fetched[asked] = self._chain([back], asked, self._stashed.pop(asked), before)
         return self._fetched.pop(access.unit)
-
-    def _fetch(self, unit: str, before: int | None) -> None:
-        """Bring a unit's activation back."""
-        back = unstash(self._units[unit].activation_bytes)
-        self._fetched[unit] = self._chain([back], unit, self._stashed.pop(unit), before)
 
     # ------------------------------------------------------------------ weights and updates
 
-    def _weights(self, timeline: Timeline) -> Iterator[None]:
-        """Add updates and loads, and yield before each access when its weights are brought."""
-        fed = {update.unit: update.load for update in timeline.updates if update.load is not None}
-        loads = {load.access: load for load in timeline.loads}
+    def _add_items(self, items: deque[Item], index: int) -> None:
+        """Add the items that come before an access, or before the end of the pass."""
+        while items and self._comes_before(items[0], index):
+            self._add_item(items.popleft())
 
-        for index, access in enumerate(timeline.accesses):
-            unit = self._units[access.unit]
-            load = loads.get(index)
-            # In the immediate mode the timeline has no updates: they follow the gradients, in `_ship`.
-            is_due = bool(timeline.updates) and self._begun is not None and unit.name not in self._updates
-            is_due = is_due and unit.num_trained > 0
+    def _comes_before(self, item: Item, index: int) -> bool:
+        """Whether an item is added before an access, because that needs it."""
+        return item.access <= index
 
-            # A unit's update comes before its load, because the load takes the new weights. A streamed unit is updated
-            # after its load, because AdamW works in the slot that the load fills.
-            if is_due and unit.name not in self._placement.streamed:
-                copied = self._update(unit, fed.get(unit.name))
-                if copied is not None:
-                    self._arrivals[unit.name] = copied
-            elif unit.name in fed and fed[unit.name].access == index:
-                # In the first step there is nothing to update, so no update feeds the load.
-                load = fed[unit.name]
+    def _add_item(self, item: Item) -> None:
+        """Add the jobs of an item."""
+        match item:
+            case Update():
+                self._update(item)
+            case Load():
+                self._load(item)
+            case Exchange():
+                self._exchange(item)
 
-            if load is not None:
-                self._arrivals[unit.name] = self._load(unit, load)
-            if is_due and unit.name in self._placement.streamed:
-                self._update_streamed(unit, self._arrivals[unit.name])
-            yield
-
-    def _load(self, unit: UnitSpec, load: Load) -> int:
-        """Bring weights to the GPU, as soon as their slot is free and they are updated; returns the last job."""
+    def _load(self, load: Load) -> None:
+        """Bring weights to the GPU, as soon as their slot is free and they are updated."""
         # AdamW on a streamed unit works in the slot that this load fills, so it comes after.
-        updated = None if unit.name in self._placement.streamed else self._updates.get(unit.name)
+        unit = self._units[load.unit]
+        updated = None if load.updates else self._updates.get(unit.name)
         moves = self._moves.load(unit.name)
 
         # In pieces: one comes to RAM while the one before goes on to the GPU.
         pieces = self._num_pieces(unit.num_elements) if len(moves) > 1 else 1
-        return self._chain(moves, unit.name, self._slot_free(load), updated, pieces=pieces)
+        arrived = self._chain(moves, unit.name, self._slot_free(load), updated, pieces=pieces)
+        self._arrivals[unit.name] = arrived
+        if load.updates:
+            self._update_streamed(unit, arrived)
 
     def _slot_free(self, load: Load) -> int | None:
         """The job after which the slot of a load is free."""
         return self._uses[load.after_access] if load.after_access >= 0 else self._begun
 
-    def _update(self, unit: UnitSpec, fed: Load | None) -> int | None:
-        """Run AdamW where the unit's state is at home; returns the job that brings the weights it feeds, if any."""
+    def _update(self, update: Update) -> None:
+        """Run AdamW where the unit's state is at home."""
+        unit = self._units[update.unit]
+        lane = self._placement.update_lane(unit.name)
+        if lane == "update_nvme":
+            self._update_spilled(unit, update.load)
+        else:
+            gradient = self._grads.get(unit.name)
+            self._updates[unit.name] = self._add(lane, unit.name, unit.num_trained, self._begun, gradient)
+
+    def _update_spilled(self, unit: UnitSpec, fed: Load | None) -> None:
+        """Run AdamW on a unit with bytes on NVMe, piece by piece: read, update, feed, write."""
         gradient = self._grads.get(unit.name)
-        if self._placement.updater(unit.name) is Tier.GPU:
-            self._updates[unit.name] = self._add("update_gpu", unit.name, unit.num_trained, self._begun, gradient)
-            return None
-
-        if not by_lane(self._moves.update(unit.name)):
-            self._updates[unit.name] = self._add("update", unit.name, unit.num_trained, self._begun, gradient)
-            return None
-
-        return self._update_spilled(unit, gradient, fed)
-
-    def _update_spilled(self, unit: UnitSpec, gradient: int | None, fed: Load | None) -> int | None:
-        """Run AdamW on a unit with bytes on NVMe, piece by piece: read, update, feed, write.
-
-        Returns:
-            The job that brings the weights it feeds, if any.
-        """
         pieces = self._num_pieces(unit.num_trained)
         is_speculative = unit.name in self._placement.speculative
         amount = unit.num_trained * (1 + ALLOCATE_BYTES / UPDATE_BYTES * is_speculative)
-        copied: int | None = None
         updated = -1
 
         for _ in range(pieces):
@@ -253,15 +234,14 @@ class StepJobs:
             updated = self._add("update_nvme", unit.name, amount / pieces, read)
             if fed is not None:
                 weights = self._moves.feed(unit.name)
-                copied = self._part(weights, unit.name, pieces, updated, self._slot_free(fed))
+                self._arrivals[unit.name] = self._part(weights, unit.name, pieces, updated, self._slot_free(fed))
 
             self._chunks.append(self._part(self._moves.write_state(unit.name), unit.name, pieces, updated))
 
         # Frozen weights lie behind the trained ones, and no update feeds them.
         if fed is not None and unit.frozen_elements:
-            copied = self._chain(self._moves.load_frozen(unit.name), unit.name, updated)
+            self._arrivals[unit.name] = self._chain(self._moves.load_frozen(unit.name), unit.name, updated)
         (self._speculated if is_speculative else self._updates)[unit.name] = updated
-        return copied
 
     def _update_streamed(self, unit: UnitSpec, arrival: int) -> int:
         """Run AdamW on the GPU, when weights, gradient and state are there; returns the job that takes weights home."""
@@ -269,15 +249,15 @@ class StepJobs:
         self._updates[unit.name] = self._add("update_gpu", unit.name, unit.num_trained, *needs)
         return self._chain(self._moves.return_weights(unit.name), unit.name, self._updates[unit.name])
 
-    def _exchange(self) -> None:
+    def _exchange(self, exchange: Exchange) -> None:
         """Move streamed state home when the CPU is through with its own updates, and to the GPU again."""
-        on_cpu = [job for name, job in self._updates.items() if self._placement.updater(name) is Tier.RAM]
-        for unit in self._placement.streamed:
-            home = None
-            if unit in self._updates:
-                home = self._chain(self._moves.return_state(unit), unit, *on_cpu, self._updates[unit])
-            # The new bytes fill the slot that the old ones leave.
-            self._states[unit] = self._chain(self._moves.fetch_state(unit), unit, home, self._begun)
+        on_cpu = [job for name, job in self._updates.items() if self._placement.update_lane(name) != "update_gpu"]
+        homes: dict[str, int] = {}
+        for unit in exchange.home:
+            homes[unit] = self._chain(self._moves.return_state(unit), unit, *on_cpu, self._updates[unit])
+        # The new bytes fill the slot that the old ones leave.
+        for unit in exchange.fetched:
+            self._states[unit] = self._chain(self._moves.fetch_state(unit), unit, homes.get(unit), self._begun)
 
     # ------------------------------------------------------------------ gradients
 
@@ -296,29 +276,29 @@ class StepJobs:
             made: the use that makes the gradient.
             before: the use before.
         """
-        if group and (fetched := self._moves.fetch_sum(unit.name)):
-            arrived = self._chain(fetched, unit.name, self._grads[unit.name], before)
+        gradient = self._moves.gradient(unit.name, group)
+        if gradient.fetched:
+            arrived = self._chain(gradient.fetched, unit.name, self._grads[unit.name], before)
             # The addition takes next to no time, but the gradient is final only when the sum of the others has arrived.
             made = self._add("compute", f"{unit.name} sum", 0.0, made, arrived)
-        self._ship(unit, group, made)
+        self._ship(unit, gradient, made)
 
-    def _ship(self, unit: UnitSpec, group: int, made: int) -> None:
-        """Move a sum of groups, or the gradient of one, to where it waits. In the immediate mode its update follows."""
-        is_last = group == self._policy.groups - 1
+    def _ship(self, unit: UnitSpec, gradient: Gradient, made: int) -> None:
+        """Move a sum of groups, or the gradient of one, to where it waits. Its update may follow."""
         self._grads[unit.name] = made
-        if shipped := self._moves.ship(unit.name, is_last=is_last):
+        if gradient.shipped:
             # A GPU slot is free again when the gradient is where it waits, in RAM or on NVMe.
             slot = self._sums[0] if len(self._sums) == GRAD_DEPTH else None
-            self._grads[unit.name] = self._chain(shipped, unit.name, made, slot)
+            self._grads[unit.name] = self._chain(gradient.shipped, unit.name, made, slot)
             self._grad_slots.append(self._grads[unit.name])
 
-            if self._policy.groups > 1 and self._placement.sums_at(unit.name) is not Tier.GPU:
-                amount = unit.num_trained * SUM_BYTES[is_last] / UPDATE_BYTES
-                self._grads[unit.name] = self._add("update", unit.name, amount, self._grads[unit.name])
-                self._sums.append(self._grads[unit.name])
+        if gradient.sums_in_ram:
+            amount = unit.num_trained * SUM_BYTES[gradient.is_final] / UPDATE_BYTES
+            self._grads[unit.name] = self._add("update", unit.name, amount, self._grads[unit.name])
+            self._sums.append(self._grads[unit.name])
 
-        if is_last and (not self._policy.deferred or unit.name in self._placement.speculative):
-            self._update(unit, None)
+        if gradient.update is not None:
+            self._update(gradient.update)
 
     def _awaited(self) -> Iterable[int | None]:
         """What a step waits for in addition to compute and sums: its own updates, if they run in its backward."""

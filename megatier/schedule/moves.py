@@ -1,14 +1,14 @@
 """Moves: the bytes that each part of a step takes from tier to tier, and the lanes on which they go. Pure.
 
-This is written down once, for three readers. The forecast times these moves. `Demand` adds them up, as the player and
-its lanes ask the store for the parts of a step one by one. The store counts what really moved, which has to be the same
-to the byte. A new lane between tiers begins here.
+The timeline says what is done in which order. This says what each of its items moves, and what follows the gradient of
+a group, which no timeline plans: a unit may be left out. The forecast times these moves. `Demand` adds them up as the
+player asks for them. The store counts what really moved, which has to be the same to the byte.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatier.schedule.placement import Placement
@@ -20,7 +20,7 @@ from megatier.schedule.sizes import (
     grad_bytes,
     trained_bytes,
 )
-from megatier.schedule.timeline import Scatter, Timeline
+from megatier.schedule.timeline import Exchange, Item, Load, Scatter, Timeline, Update
 from megatier.tier import Kind, Tier
 
 
@@ -32,6 +32,23 @@ class Move:
     """A queue of the store, such as `nvme_to_ram`; or `ranks`, by which bytes come from other ranks."""
     num_bytes: int
     """As many bytes as the store counts, in whole pages."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gradient:
+    """What becomes of a unit's gradient of one group, once compute has made it, or ranks have scattered it."""
+
+    fetched: tuple[Move, ...]
+    """Moves that bring the sum of the groups before to the GPU, if this gradient is added to it there."""
+    shipped: tuple[Move, ...]
+    """Moves that take the sum, or the gradient of one group, from the GPU to its home; none if it stays there."""
+    sums_in_ram: bool
+    """Whether it is then added up in RAM, on the lane `update`."""
+    is_final: bool
+    """Whether the sum is the unit's gradient of the step."""
+    update: Update | None
+    """The update that follows at once, because the norm is not waited for: in the immediate mode, or because the unit
+    speculates."""
 
 
 class Moves:
@@ -51,6 +68,23 @@ class Moves:
         self._units = units
         self._placement = placement
         self._policy = policy
+
+    def of(self, item: Item) -> tuple[Move, ...]:
+        """All moves of a planned item, of one that feeds or updates those of both parts."""
+        match item:
+            case Load():
+                return (*self.load(item.unit), *(self.return_weights(item.unit) if item.updates else ()))
+            case Update() if item.unit in self._placement.streamed:
+                return (*self.bring(item.unit), *self.return_weights(item.unit))
+            case Update(load=None):
+                return self.update(item.unit)
+            case Update():
+                return (*self.update(item.unit), *self.feed(item.unit), *self.load_frozen(item.unit))
+            case Scatter():
+                return self.scatter(item)
+            case Exchange():
+                home = [move for unit in item.home for move in self.return_state(unit)]
+                return (*home, *(move for unit in item.fetched for move in self.fetch_state(unit)))
 
     # ------------------------------------------------------------------ weights
 
@@ -77,42 +111,32 @@ class Moves:
 
     # ------------------------------------------------------------------ gradients
 
-    def ship(self, unit: str, *, is_last: bool) -> tuple[Move, ...]:
-        """Moves that take the gradient of a group from the GPU to its home.
+    def gradient(self, unit: str, group: int) -> Gradient:
+        """What becomes of a unit's gradient of one group. If a step has a gradient of it, all its groups have one."""
+        placement = self._placement
+        is_last = group == self._policy.groups - 1
+        updates = is_last and (not self._policy.deferred or unit in placement.speculative)
+        return Gradient(
+            fetched=self._fetch_sum(unit) if group else (),
+            shipped=self._ship(unit, is_last=is_last),
+            sums_in_ram=self._policy.groups > 1 and placement.sums_at(unit) is Tier.RAM,
+            is_final=is_last,
+            update=Update(unit=unit) if updates else None,
+        )
 
-        Args:
-            unit: the unit.
-            is_last: whether it is the last group. If groups are summed on the GPU, this gradient is the final one.
-        """
-        # A unit that is frozen whole has no gradient, and no entry.
-        home = self._placement.grad_homes.get(unit, Tier.GPU)
-        if home is Tier.GPU:
-            return ()
+    def gradients(self, unit: str) -> tuple[Move, ...]:
+        """Moves of a unit's gradients in all groups of a step, until the gradient is final."""
+        made = [self.gradient(unit, group) for group in range(self._policy.groups)]
+        return tuple(move for gradient in made for move in (*gradient.fetched, *gradient.shipped))
 
-        # A sum is fp32, and the final gradient in the compute dtype may be smaller.
-        size = grad_bytes(self._units[unit], self._policy)
-        if is_last and self._placement.sums_on_gpu:
-            size = final_grad_bytes(self._units[unit], self._policy)
-        out = Move("gpu_to_ram", size)
-        return (out, Move("ram_to_nvme", size)) if home is Tier.NVME else (out,)
-
-    def fetch_sum(self, unit: str) -> tuple[Move, ...]:
-        """Moves that bring the sum of the groups before to the GPU, if this group's gradient is added there."""
-        home = self._placement.grad_homes.get(unit, Tier.GPU)
-        if home is Tier.GPU or not self._placement.sums_on_gpu:
-            return ()
-        return self._up(home, grad_bytes(self._units[unit], self._policy))
+    def sums_ahead(self, timeline: Timeline) -> frozenset[int]:
+        """The accesses whose backward adds to a sum that has left the GPU: it has to come again before they end."""
+        uses = timeline.last_uses().items()
+        return frozenset(index for (unit, group), index in uses if group and self._fetch_sum(unit))
 
     def scatter(self, scatter: Scatter) -> tuple[Move, ...]:
         """Moves by which a rank receives the others' gradients of its shard, of one group each."""
         return self._from_others(self._units[scatter.unit].num_trained * scatter.width)
-
-    def gradients(self, unit: str) -> tuple[Move, ...]:
-        """Moves of a unit's gradients in all groups of a step, until the gradient is final."""
-        groups = self._policy.groups
-        shipped = [move for group in range(groups) for move in self.ship(unit, is_last=group == groups - 1)]
-        fetched = [move for _ in range(groups - 1) for move in self.fetch_sum(unit)]
-        return (*shipped, *fetched)
 
     # ------------------------------------------------------------------ updates
 
@@ -145,31 +169,33 @@ class Moves:
         """Moves that take the weights of a streamed unit home after its update."""
         return (Move("gpu_to_ram", trained_bytes(self._units[unit], Kind.WEIGHT)),)
 
-    # ------------------------------------------------------------------ passes
+    # ------------------------------------------------------------------ sizes
 
-    def of_pass(self, timeline: Timeline, *, gradients: Iterable[str], updated: Iterable[str]) -> Iterator[Move]:
-        """Moves of weights, gradients and updates in one pass, but not of activations and streamed state.
+    def _ship(self, unit: str, *, is_last: bool) -> tuple[Move, ...]:
+        """Moves that take the gradient of a group from the GPU to its home.
 
         Args:
-            timeline: the pass.
-            gradients: units with a backward in it.
-            updated: units whose AdamW runs in it.
+            unit: the unit.
+            is_last: whether it is the last group. If groups are summed on the GPU, this gradient is the final one.
         """
-        for load in timeline.loads:
-            yield from self.load(load.unit)
-        for update in timeline.updates:
-            if update.load is not None:
-                yield from self.feed(update.unit)
-                yield from self.load_frozen(update.unit)
+        home = self._placement.grad_homes[unit]
+        if home is Tier.GPU:
+            return ()
 
-        for scatter in timeline.scatters:
-            yield from self.scatter(scatter)
-        for unit in gradients:
-            yield from self.gradients(unit)
-        for unit in updated:
-            yield from self.update(unit)
+        # A sum is fp32, and the final gradient in the compute dtype may be smaller.
+        size = grad_bytes(self._units[unit], self._policy)
+        if is_last and self._placement.sums_on_gpu:
+            size = final_grad_bytes(self._units[unit], self._policy)
+        out = Move("gpu_to_ram", size)
+        return (out, Move("ram_to_nvme", size)) if home is Tier.NVME else (out,)
 
-    # ------------------------------------------------------------------ sizes
+    def _fetch_sum(self, unit: str) -> tuple[Move, ...]:
+        """Moves that bring the sum of the groups before to the GPU, if the gradients of groups are added there."""
+        # A unit that is frozen whole has no gradient, and no entry.
+        home = self._placement.grad_homes.get(unit, Tier.GPU)
+        if home is Tier.GPU or not self._placement.sums_on_gpu:
+            return ()
+        return self._up(home, grad_bytes(self._units[unit], self._policy))
 
     def _up(self, home: Tier | None, size: int) -> tuple[Move, ...]:
         """Moves to the GPU from a home, or from a slot in RAM (None)."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from megatier.errors import PlanError
 from megatier.schedule.ram import Homes, RamShare, fill_ram, spills
@@ -30,6 +31,9 @@ from megatier.schedule.sizes import (
 )
 from megatier.schedule.slots import SlotPlan, collective_slots, gpu_slots, least_gpu_bytes, total_bytes
 from megatier.tier import Kind, Tier, round_up
+
+UpdateLane = Literal["update", "update_nvme", "update_gpu"]
+"""A lane that updates: on the CPU units in RAM, on the CPU units that spill, or on the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,9 +67,11 @@ class Placement:
     other_bytes: Mapping[Tier, int] = field(default_factory=dict)
     """Bytes of gradients, activations, slots and further generations in each tier."""
 
-    def updater(self, unit: str) -> Tier:
-        """The tier where AdamW runs for a unit: gpu or ram."""
-        return Tier.GPU if self.homes[unit, Kind.WEIGHT] is Tier.GPU or unit in self.streamed else Tier.RAM
+    def update_lane(self, unit: str) -> UpdateLane:
+        """The lane on which AdamW runs for a unit that is trained."""
+        if self.homes[unit, Kind.WEIGHT] is Tier.GPU or unit in self.streamed:
+            return "update_gpu"
+        return "update_nvme" if unit in self.spilled or self.grad_homes[unit] is Tier.NVME else "update"
 
     def sums_at(self, unit: str) -> Tier:
         """The tier where the gradients of several groups are added up for a unit that is trained: gpu or ram."""

@@ -8,13 +8,13 @@ two works at a time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatier.schedule.jobs import StepJobs
 from megatier.schedule.placement import Placement
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import SLOTS_MIN
-from megatier.schedule.timeline import Load, Scatter, Timeline
+from megatier.schedule.timeline import Item, Load, Scatter
 from megatier.tier import Phase
 
 LANES = {"gather": "ranks", "scatter": "ranks"}
@@ -42,39 +42,19 @@ class RankJobs(StepJobs):
         self._scatters: deque[int] = deque(maxlen=SLOTS_MIN)
         """The last scatters, each of which emptied a GPU slot for the gradient of a group."""
 
-    def _weights(self, timeline: Timeline) -> Iterator[None]:
-        """Add updates and collectives, and yield before each access when all are there that may come before it."""
-        due = deque(update.unit for update in timeline.updates if self._begun is not None)
-        streamed = {unit for unit in self._placement.streamed if unit in due}
-        planned = deque(timeline.collectives())
+    def _comes_before(self, item: Item, index: int) -> bool:
+        """Whether an item is added before an access, because all is there that it may wait for."""
+        return item.after_access < index
 
-        for index in range(len(timeline.accesses) + 1):
-            while planned and self._waits_for(planned[0]) < index:
-                collective = planned.popleft()
-                if isinstance(collective, Scatter):
-                    self._scatter(collective)
-                    continue
+    def _add_item(self, item: Item) -> None:
+        """Add the jobs of an item."""
+        if isinstance(item, Scatter):
+            self._scatter(item)
+        else:
+            super()._add_item(item)
 
-                # Updates come in the order of first uses, and so do the first loads, which take the new weights.
-                while collective.unit in due:
-                    if (unit := due.popleft()) not in streamed:
-                        self._update(self._units[unit], None)
-                self._arrivals[collective.unit] = self._gather(collective, updates=collective.unit in streamed)
-                streamed.discard(collective.unit)
-
-            yield
-
-    def _waits_for(self, planned: Load | Scatter) -> int:
-        """Index of the access that must be over before a collective."""
-        return planned.after_access if isinstance(planned, Load) else planned.access
-
-    def _gather(self, load: Load, *, updates: bool) -> int:
-        """Bring this rank's shard to the GPU, if it is not at home there, and then those of all ranks together.
-
-        Args:
-            load: what is gathered.
-            updates: whether the unit is streamed and its update is due: then AdamW works on the shard that has come.
-        """
+    def _load(self, load: Load) -> None:
+        """Bring this rank's shard to the GPU, if it is not at home there, and then those of all ranks together."""
         unit = self._units[load.unit]
         *own, gather = self._moves.load(unit.name)
         updated = self._updates.get(unit.name)
@@ -85,14 +65,14 @@ class RankJobs(StepJobs):
             arrived = self._chain(own, unit.name, self._begun, *slot, updated, pieces=pieces)
 
         returned: tuple[int, ...] = ()
-        if updates:
+        if load.updates:
             assert arrived is not None
             returned = (self._update_streamed(unit, arrived),)
             arrived = self._updates[unit.name]
 
         self._last = self._add("gather", unit.name, gather.num_bytes, self._last, arrived, self._slot_free(load))
         self._shards.append((self._last, *returned))
-        return self._last
+        self._arrivals[unit.name] = self._last
 
     def _hand_over(self, unit: UnitSpec, group: int, made: int, before: int | None) -> None:
         """Leave the gradient to the lane `ranks`."""
@@ -101,9 +81,10 @@ class RankJobs(StepJobs):
     def _scatter(self, scatter: Scatter) -> None:
         """Send a group's gradient to the owners of its shards, and add what came to the sum of this rank's shard."""
         unit = self._units[scatter.unit]
+        gradient = self._moves.gradient(unit.name, scatter.group)
         fetched = None
-        if scatter.group and (moves := self._moves.fetch_sum(unit.name)):
-            fetched = self._chain(moves, unit.name, self._grads[unit.name], self._last)
+        if gradient.fetched:
+            fetched = self._chain(gradient.fetched, unit.name, self._grads[unit.name], self._last)
 
         (move,) = self._moves.scatter(scatter)
         made = self._made.pop((unit.name, scatter.group))
@@ -113,7 +94,7 @@ class RankJobs(StepJobs):
         # The addition takes next to no time, but it needs the sum of the groups before, or a slot for a new one.
         slot = super()._grad_slot(unit.name)
         self._last = self._add("scatter", f"{unit.name} sum", 0.0, self._last, fetched, slot)
-        self._ship(unit, scatter.group, self._last)
+        self._ship(unit, gradient, self._last)
 
     def _grad_slot(self, unit: str) -> int | None:
         """The job that empties a slot in which a whole gradient of a group is made; None: a slot is free."""

@@ -1,9 +1,9 @@
-"""Timeline: the planned loads and updates of a pass, from the order in which its units are used. Pure.
+"""Timeline: what the lanes do in a pass, and in which order, from the order in which its units are used. Pure.
 
-Step 1 runs in module order and records its accesses. From step 2 on this timeline says which load goes into which GPU
-slot, and after which access it may start. A load takes the slot whose occupant is used again furthest in the future.
-This rule, Belady's, is optimal because the order is known. So the backward starts with the units that the forward left
-in the slots.
+Step 1 runs in module order and records its accesses. From step 2 on this timeline says what is loaded, updated,
+scattered and exchanged. A load says into which GPU slot it goes, and after which access it may start. It takes the slot
+whose occupant is used again furthest in the future. This rule, Belady's, is optimal because the order is known. So the
+backward starts with the units that the forward left in the slots.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatier.errors import PlanError
 from megatier.schedule.placement import Placement
@@ -30,97 +30,119 @@ class Access:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
-    """Weights of a unit come into a GPU slot, for one access and for those that follow while they stay there."""
+class Turn:
+    """When an item of a timeline has its turn."""
+
+    access: int = -1
+    """Index of the first access that needs it; -1: none in the pass does."""
+    after_access: int = -1
+    """Index of the access that must be over before; -1: none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load(Turn):
+    """Weights of a unit come into a GPU slot, for one access and for those that follow while they stay there.
+
+    If ranks share the state, each brings its shard to the GPU, and the slot takes what they gather.
+    """
 
     unit: str
-    access: int
-    """Index of the access that needs it."""
     slot: int
     """Number of the GPU slot."""
     evicts: str | None
     """The unit that leaves the slot first; None: the slot is empty."""
-    after_access: int
-    """Index of the access that must be over before; -1: none."""
+    updates: bool = False
+    """Whether AdamW runs on the GPU on what has come, before anyone uses it: the unit is streamed and its update is
+    due."""
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """AdamW on a unit whose gradient has waited since the last step."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update(Turn):
+    """AdamW on a unit whose gradient is final."""
 
     unit: str
-    load: Load | None
+    load: Load | None = None
     """The load that it feeds span by span, if the weights come from NVMe and would otherwise be read twice."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scatter:
-    """A group's gradient of a unit, whose shards go to the ranks that own them."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scatter(Turn):
+    """A group's gradient of a unit, whose shards go to the ranks that own them, after the access that makes it."""
 
     unit: str
     group: int
     """Group of the step, from 0."""
-    access: int
-    """Index of the access after which compute hands the gradient over."""
     width: int
     """Bytes of an element on its way: as few as lose nothing."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange(Turn):
+    """State of streamed units, except weights, goes home and comes to the GPU for the next update."""
+
+    home: tuple[str, ...]
+    """Units whose state goes home, when all updates before are over."""
+    fetched: tuple[str, ...]
+    """Units whose state comes, each as soon as its old bytes are home."""
+
+
+Item = Load | Update | Scatter | Exchange
+"""Something that a lane does in a pass."""
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All planned loads and updates of one pass over a recorded order."""
+    """All that is planned in one pass over a recorded order.
+
+    The player hands the items to their lanes in this order, all of them before the first access. The simulator makes
+    jobs of them in this order. `Moves.of` says what each one moves.
+
+    Why nothing deadlocks: number the accesses. A load or an update serves the access that needs it. Each lane works in
+    the order of the items.
+
+    1. Loads and updates stand in the order of the accesses that they serve. One that serves access k waits for accesses
+       before k, which use the slot that it fills, and for items that stand before it: a load for its unit's update.
+    2. A scatter waits for its access s. It stands behind the loads that serve s and earlier accesses. It stands before
+       the first load that waits for s, or that comes after such a load. So what stands before a load that serves access
+       k waits for accesses before k alone.
+    3. Access k waits for what serves it, or an earlier access. All that stands before that waits for accesses before k,
+       too. So the earliest access that waits always gets what it waits for.
+    4. An exchange is last, and nothing in the pass waits for it; or it is first, and waits for no access.
+
+    The order of loads and scatters is the same on all ranks, whichever updates are due. Each of them takes part in one
+    after the other. Number them: the one with the least number that is not over waits for compute alone, on each rank,
+    and compute waits for none that comes later.
+    """
 
     accesses: tuple[Access, ...]
     """The recorded order."""
-    loads: tuple[Load, ...]
-    """The loads that no update feeds, in the order in which they are issued."""
-    updates: tuple[Update, ...]
-    """The updates, in the order in which the pass comes to their units."""
-    scatters: tuple[Scatter, ...] = ()
-    """The scatters, in the order in which compute hands gradients over. One rank alone has none."""
-
-    def collectives(self) -> list[Load | Scatter]:
-        """Loads and scatters in the order in which every rank begins them.
-
-        It is the same on all ranks, and nobody waits for what comes later. A load for access k waits for accesses
-        before k, and stands before all scatters of access k and later ones. A scatter waits for its access, whose
-        load stands before it.
-        """
-        merged: list[Load | Scatter] = []
-        scatters = deque(self.scatters)
-        after = -1
-
-        # Loads stay in their own order, so one that waits for little comes behind those before it that wait for more.
-        for load in self.loads:
-            after = max(after, load.after_access)
-            while scatters and scatters[0].access <= after:
-                merged.append(scatters.popleft())
-            merged.append(load)
-
-        return [*merged, *scatters]
+    items: tuple[Item, ...]
+    """Everything that the lanes do, in the order in which they are handed it."""
 
     def last_uses(self) -> dict[tuple[str, int], int]:
         """Index of each unit's last access in each group, which makes its gradient."""
-        return {(access.unit, access.group): index for index, access in enumerate(self.accesses)}
+        return _last_uses(self.accesses)
 
 
 def build(
     accesses: Sequence[Access],
     placement: Placement,
     *,
-    updates: bool,
-    updated: Collection[str] = (),
+    due: Collection[str] = (),
+    ahead: Collection[str] = (),
     scatters: Sequence[Scatter] = (),
+    trains: bool = True,
 ) -> Timeline:
     """Plan one pass.
 
     Args:
         accesses: the recorded order.
         placement: homes and GPU slots; units at home on the GPU are never loaded, unless ranks share them.
-        updates: whether the last step's updates run in this pass, each before its unit's first access, as they do in
-            the deferred mode. Units that are frozen have none.
-        updated: units that need no update, because theirs ran speculatively.
+        due: units whose updates run in this pass, each before its unit's first access. Frozen ones among them have
+            none.
+        ahead: streamed units whose state is on the GPU when the pass begins.
         scatters: the gradients that ranks scatter in the pass, as they were recorded.
+        trains: whether another step follows, for whose updates streamed state comes to the GPU.
 
     Raises:
         PlanError: a unit must be loaded and there is no slot.
@@ -128,22 +150,71 @@ def build(
     is_shared = placement.ranks > 1
     num_slots = placement.num_slots(Tier.GPU, Kind.GATHERED if is_shared else Kind.WEIGHT)
     on_gpu = {unit for (unit, kind), home in placement.homes.items() if kind is Kind.WEIGHT and home is Tier.GPU}
-    loads = _assign(accesses, frozenset() if is_shared else on_gpu, num_slots)
-    if not updates:
-        return Timeline(tuple(accesses), tuple(loads), (), tuple(scatters))
+    loads = {load.access: load for load in _assign(accesses, frozenset() if is_shared else on_gpu, num_slots)}
+    left = set(due).intersection(placement.grad_homes)
+    handed = deque(scatters)
+    after = -1
+    items: list[Item] = []
 
-    # An update runs ahead of its unit's first access, so it can only feed the unit's first load.
-    first_load = {load.unit: load for load in reversed(loads)}
-    planned = []
-    trained = (access.unit for access in accesses if access.unit in placement.grad_homes)
-    for unit in dict.fromkeys(unit for unit in trained if unit not in updated):
-        # A load that gathers cannot be fed: the shards of all ranks have to be there at once.
-        fed = placement.homes[unit, Kind.WEIGHT] is Tier.NVME and not is_shared
-        planned.append(Update(unit, first_load[unit] if fed else None))
+    for index, access in enumerate(accesses):
+        unit = access.unit
+        load = loads.get(index)
+        if load is not None:
+            # Loads stay in their own order, so one that waits for little comes behind those before it that wait for
+            # more, and behind the scatters that stand before those.
+            after = max(after, load.after_access)
+            while handed and handed[0].after_access <= after:
+                items.append(handed.popleft())
 
-    fed_loads = {update.load for update in planned}
-    unfed = tuple(load for load in loads if load not in fed_loads)
-    return Timeline(tuple(accesses), unfed, tuple(planned), tuple(scatters))
+        if unit in left:
+            left.remove(unit)
+            # AdamW on a streamed unit works in the slot that the load fills. Any other load takes the new weights.
+            if unit in placement.streamed:
+                load = replace(loads[index], updates=True)
+            elif placement.homes[unit, Kind.WEIGHT] is Tier.NVME and not is_shared:
+                items.append(Update(unit=unit, access=index, after_access=loads[index].after_access, load=load))
+                load = None
+            else:
+                # A load that gathers cannot be fed: the shards of all ranks have to be there at once.
+                items.append(Update(unit=unit, access=index))
+
+        if load is not None:
+            items.append(load)
+
+    items += handed
+    return Timeline(tuple(accesses), _exchanged(items, placement, ahead, comes_again=trains))
+
+
+def drain_items(due: Iterable[str], placement: Placement, ahead: Collection[str]) -> tuple[Item, ...]:
+    """Plan the updates that are due outside of a pass. Streamed state goes home after them.
+
+    Args:
+        due: units that are trained, in the order in which they are updated.
+        placement: homes.
+        ahead: streamed units whose state is on the GPU.
+    """
+    return _exchanged([Update(unit=unit) for unit in due], placement, ahead, comes_again=False)
+
+
+def _exchanged(
+    items: Sequence[Item], placement: Placement, ahead: Collection[str], *, comes_again: bool
+) -> tuple[Item, ...]:
+    """Add the exchanges of streamed state before and behind the items of a pass.
+
+    Args:
+        items: the updates, and all else.
+        placement: streamed units.
+        ahead: those of them whose state is on the GPU.
+        comes_again: whether all state comes to the GPU after the updates.
+    """
+    updated = {item.unit for item in items if isinstance(item, Update) or (isinstance(item, Load) and item.updates)}
+    home = tuple(unit for unit in placement.streamed if unit in updated)
+    missing = tuple(unit for unit in home if unit not in ahead)
+    fetched = tuple(unit for unit in placement.streamed if unit in home or unit not in ahead) if comes_again else ()
+
+    first = [Exchange(home=(), fetched=missing)] if missing else []
+    behind = [Exchange(home=home, fetched=fetched)] if home or fetched else []
+    return (*first, *items, *behind)
 
 
 def scatters_of(accesses: Sequence[Access], units: Iterable[UnitSpec], policy: Policy) -> tuple[Scatter, ...]:
@@ -151,18 +222,21 @@ def scatters_of(accesses: Sequence[Access], units: Iterable[UnitSpec], policy: P
     if policy.ranks == 1:
         return ()
 
-    # The last use of a unit in a group makes its gradient.
-    last = {(access.unit, access.group): index for index, access in enumerate(accesses)}
     uses = Counter((access.unit, access.group) for access in accesses if access.phase is Phase.FORWARD)
     widths = {unit.name: unit.schema.grad_width for unit in trained(units)}
     made = []
-    for (unit, group), index in last.items():
+    for (unit, group), index in _last_uses(accesses).items():
         # A sum of uses or slices has fp32 on its way, and so has what a fused head makes in the forward.
         is_sum = uses[unit, group] * policy.slices > 1 or accesses[index].phase is Phase.FORWARD
         if unit in widths:
-            made.append(Scatter(unit, group, index, 4 if is_sum else widths[unit]))
+            made.append(Scatter(unit=unit, group=group, after_access=index, width=4 if is_sum else widths[unit]))
 
-    return tuple(sorted(made, key=lambda scatter: scatter.access))
+    return tuple(sorted(made, key=lambda scatter: scatter.after_access))
+
+
+def _last_uses(accesses: Sequence[Access]) -> dict[tuple[str, int], int]:
+    """Index of each unit's last access in each group, which makes its gradient."""
+    return {(access.unit, access.group): index for index, access in enumerate(accesses)}
 
 
 def _assign(accesses: Sequence[Access], resident: Container[str], num_slots: int) -> list[Load]:

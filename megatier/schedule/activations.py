@@ -1,0 +1,35 @@
+"""Offloaded activations: which of them comes back to the GPU when. Pure.
+
+The input of each unit leaves as the unit's forward begins. A backward wants them in the opposite order, so each is
+asked for while the unit before it is worked on. Only the first unit of a backward asks for its own.
+"""
+
+from __future__ import annotations
+
+
+class Activations:
+    """The units whose activations are in RAM, or on their way back."""
+
+    def __init__(self) -> None:
+        """Nothing was stashed yet."""
+        self._stashed: list[str] = []
+        """Units with an activation in RAM, the last one last."""
+        self._fetched: set[str] = set()
+        """Units whose activation was asked for, and not used yet."""
+
+    def stash(self, unit: str) -> None:
+        """Note that the activation of a unit goes to RAM."""
+        self._stashed.append(unit)
+
+    def fetch(self, unit: str) -> list[str]:
+        """The units whose activations are asked for now, because the backward has come to a unit."""
+        # It is on its way already, unless the backward comes to units in another order than the forward's reversed.
+        asked = [] if unit in self._fetched else [unit]
+        if asked:
+            self._stashed.remove(unit)
+        self._fetched.discard(unit)
+
+        if self._stashed:
+            asked.append(self._stashed.pop())
+            self._fetched.add(asked[-1])
+        return asked
