@@ -234,9 +234,12 @@ class StallError(MegatierError):
         )
 
 
+UNITS = ("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)
+
+
 def mib(num_bytes: int) -> str:
     """Return bytes as people read them."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, scale in UNITS:
         if num_bytes >= scale:
             return f"{num_bytes / scale:.1f} {unit}"
     return f"{num_bytes} B"
@@ -244,7 +247,7 @@ def mib(num_bytes: int) -> str:
 
 def at_least(num_bytes: int) -> str:
     """Return bytes as people read them, rounded up, so that a minimum is enough when it is typed in."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, scale in UNITS:
         if num_bytes >= scale:
             return f"{-(-10 * num_bytes // scale) / 10:.1f} {unit}"
     return f"{num_bytes} B"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatier.errors import ConfigError
-from megatier.models.folder import resolve
+from megatier.models.location import resolve
 
 
 def test_resolve_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:

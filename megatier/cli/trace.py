@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megatier.checkpoint.run_directory import TRACE_FILE
 from megatier.cli.output import write_text
 from megatier.errors import ConfigError
 from megatier.report.metrics import format_seconds, format_share
-
-if TYPE_CHECKING:
-    from megatier.report.picture import LaneUse
-    from megatier.trace.events import TraceEvent
+from megatier.report.picture import LaneUse, draw, lane_uses, read_trace, step_seconds
+from megatier.trace.events import TraceEvent, stall_seconds
 
 
 def run(argv: Sequence[str]) -> int:
@@ -38,11 +36,6 @@ def run(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.output is not None and options.output.suffix != ".svg":
         raise ConfigError(f"--output {options.output}: the picture is an SVG. Name a file that ends in .svg.")
-
-    # Imported here because these load torch: wrong arguments are refused without waiting for that.
-    from megatier.checkpoint.run_directory import TRACE_FILE
-    from megatier.report.picture import draw, lane_uses, read_trace, step_seconds
-    from megatier.trace.events import stall_seconds
 
     path: Path = options.trace / TRACE_FILE if options.trace.is_dir() else options.trace
     steps = read_trace(path)

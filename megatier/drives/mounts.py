@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatier.config.values import MountBudget
-from megatier.errors import ConfigError, TransferError
+from megatier.errors import ConfigError, TransferError, mib
 from megatier.hardware import mount_of
 from megatier.private import FOLDER_FLAGS, LOCK_FILE, PrivateDirectory
 
@@ -132,10 +133,16 @@ def budget_bytes(mount: MountBudget) -> int:
     """Return a mount's budget: nine tenths of the free space there if none was given.
 
     Raises:
-        ConfigError: it is no directory on a drive, or it is full.
+        ConfigError: it is no directory on a drive, the drive is smaller than the budget, or it is full.
     """
     check_directory(mount.directory)
     if mount.num_bytes is not None:
+        total_bytes = shutil.disk_usage(mount.directory).total
+        if mount.num_bytes > total_bytes:
+            raise ConfigError(
+                f"tiers.nvme gives {mount.directory} {mib(mount.num_bytes)}, but its drive has {mib(total_bytes)} in "
+                "all. Lower the budget, or leave it out for what is free."
+            )
         return mount.num_bytes
     if not (budget := free_bytes(mount.directory) * 9 // 10):
         raise ConfigError(f"tiers.nvme: {mount.directory} is full. Free space on it, or name another drive.")

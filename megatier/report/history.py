@@ -6,23 +6,16 @@ lies where, what the planner expects) and counts moved bytes from 0.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatier.errors import ConfigError
 from megatier.files import open_regular
-from megatier.planner.prediction import Prediction
 from megatier.report.figures import SlowestRank, TierState
-from megatier.session.session import Session
-from megatier.tier import STATE_KINDS, Kind
 
 FIGURE_MAX = 1e18
 """Bound of bytes, seconds, tokens and steps. A larger figure is damage, and sums of smaller ones stay finite."""
@@ -201,50 +194,6 @@ def read_what_there_is(path: Path) -> History:
         return read_history(path)
     except ConfigError:
         return History()
-
-
-def opening(
-    session: Session, tiers: Sequence[TierState], expected: Prediction | None, changes: Sequence[str] = ()
-) -> dict[str, object]:
-    """Return the opening record of a process, without its step.
-
-    Args:
-        session: open, with its placement.
-        tiers: what the placement puts in each tier.
-        expected: the planned step, if there is one.
-        changes: changes of numbers since the step that the run goes on from.
-    """
-    placement = session.placement
-    device = session.engine.options.device
-    homes = {unit.name: {str(kind): str(tier) for kind, tier in _homes(session, unit.name)} for unit in session.units}
-    forecast = None
-    if expected is not None:
-        names = ("seconds", "bound_by", "busy_seconds", "moved_bytes")
-        forecast = {name: getattr(expected.forecast, name) for name in names}
-        forecast["seconds_range"] = expected.seconds_range
-
-    return {
-        "run": "begins",
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "num_parameters": sum(tensor.num_elements for unit in session.wholes for tensor in unit.layout.tensors),
-        "homes": homes,
-        "streamed": placement.streamed,
-        "speculative": placement.speculative,
-        "tiers": [dataclasses.asdict(tier) for tier in tiers],
-        "expected": forecast,
-        "changes": changes,
-    }
-
-
-def _homes(session: Session, unit: str) -> Iterator[tuple[Kind, str]]:
-    """Yield the kinds of a unit's blocks with their homes."""
-    placement = session.placement
-    for kind in STATE_KINDS:
-        if (unit, kind) in placement.homes:
-            yield kind, placement.homes[unit, kind]
-    if unit in placement.grad_homes:
-        yield Kind.GRAD, placement.grad_homes[unit] or "slot"
 
 
 # ---------------------------------------------------------------------- reading

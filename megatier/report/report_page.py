@@ -9,8 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from megatier.checkpoint.checkpoint import checkpoints, step_of
-from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, CONFIG_FILE, METRICS_FILE, SAVEPOINT_FOLDER, TRACE_FILE
+from megatier.checkpoint.run_directory import (
+    CHECKPOINT_FOLDER,
+    CONFIG_FILE,
+    METRICS_FILE,
+    SAVEPOINT_FOLDER,
+    TRACE_FILE,
+    checkpoints,
+    step_of,
+)
 from megatier.config.file import load, to_dict
 from megatier.config.text import dump
 from megatier.errors import ConfigError, mib
@@ -20,8 +27,7 @@ from megatier.report.history import Corrected, History, Opening, Saved, read_his
 from megatier.report.html import cards, details, note, page, section, table
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
 from megatier.report.recorded_run import RecordedRun, amount_of, tokens_per_s, totals_of
-from megatier.store.lanes import QUEUES
-from megatier.tier import Tier
+from megatier.tier import QUEUES, Tier
 
 RANKS_SHOWN = 8
 """Number of the slowest ranks that are shown."""

@@ -2,7 +2,7 @@
 
 A block always lies in its home tier, and may have copies in faster tiers, whole or in spans. Whoever reads or writes
 bytes holds a lease of them, and nothing that is leased is evicted. Each kind of move has a queue of its own
-(`lanes.QUEUES`). Bytes from NVMe are verified, and a move that fails leaves the block whole where it was. All memory is
+(`tier.QUEUES`). Bytes from NVMe are verified, and a move that fails leaves the block whole where it was. All memory is
 allocated when the first block is used (`seal`), and never later.
 
     with TieredStore.open(ram="64GiB", nvme=["/mnt/a:500GiB"]) as store:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+
+import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
 from megatier.config.schema import RunConfig
 from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
+from megatier.planner.prediction import Prediction
 from megatier.report.figures import TierState
 from megatier.report.metrics import format_count
 from megatier.report.report import print_placement
 from megatier.schedule.placement import Placement
 from megatier.session.session import Session
 from megatier.store.store import TieredStore
-from megatier.tier import Tier
+from megatier.tier import STATE_KINDS, Kind, Tier
 from megatier.train.outlet import say
 from megatier.train.save_plan import SavePlan
 
@@ -84,6 +90,50 @@ def tier_states(session: Session) -> list[TierState]:
         )
         for tier in Tier
     ]
+
+
+def opening(
+    session: Session, tiers: Sequence[TierState], expected: Prediction | None, changes: Sequence[str] = ()
+) -> dict[str, object]:
+    """Return the opening record of a process, without its step.
+
+    Args:
+        session: open, with its placement.
+        tiers: what the placement puts in each tier.
+        expected: the planned step, if there is one.
+        changes: changes of numbers since the step that the run goes on from.
+    """
+    placement = session.placement
+    device = session.engine.options.device
+    homes = {unit.name: {str(kind): str(tier) for kind, tier in _homes(session, unit.name)} for unit in session.units}
+    forecast = None
+    if expected is not None:
+        names = ("seconds", "bound_by", "busy_seconds", "moved_bytes")
+        forecast = {name: getattr(expected.forecast, name) for name in names}
+        forecast["seconds_range"] = expected.seconds_range
+
+    return {
+        "run": "begins",
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "num_parameters": sum(tensor.num_elements for unit in session.wholes for tensor in unit.layout.tensors),
+        "homes": homes,
+        "streamed": placement.streamed,
+        "speculative": placement.speculative,
+        "tiers": [dataclasses.asdict(tier) for tier in tiers],
+        "expected": forecast,
+        "changes": changes,
+    }
+
+
+def _homes(session: Session, unit: str) -> Iterator[tuple[Kind, str]]:
+    """Yield the kinds of a unit's blocks with their homes."""
+    placement = session.placement
+    for kind in STATE_KINDS:
+        if (unit, kind) in placement.homes:
+            yield kind, placement.homes[unit, kind]
+    if unit in placement.grad_homes:
+        yield Kind.GRAD, placement.grad_homes[unit] or "slot"
 
 
 def _model(session: Session, config: RunConfig) -> str:

@@ -24,8 +24,7 @@ from megatier.report.metrics import format_seconds
 from megatier.report.report import Progress, print_moves
 from megatier.session.process import memory_bytes
 from megatier.session.session import Session
-from megatier.store.lanes import QUEUES
-from megatier.tier import Tier
+from megatier.tier import QUEUES, Tier
 from megatier.trace.events import TraceEvent, busy_seconds, stall_seconds
 from megatier.train.description import nvme_path
 from megatier.train.outlet import say

@@ -14,8 +14,14 @@ from typing import Self
 
 from rich.console import Console
 
-from megatier.checkpoint.checkpoint import UNBOUND, is_bound, last_checkpoint, read_state, restore
-from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, METRICS_FILE, MODEL_FOLDER, NUMBERS_FILE
+from megatier.checkpoint.checkpoint import UNBOUND, is_bound, read_state, restore
+from megatier.checkpoint.run_directory import (
+    CHECKPOINT_FOLDER,
+    METRICS_FILE,
+    MODEL_FOLDER,
+    NUMBERS_FILE,
+    last_checkpoint,
+)
 from megatier.checkpoint.run_state import RunState, check_numbers, noted_origin
 from megatier.checkpoint.savepoint import Savepoint
 from megatier.config.schema import RunConfig

@@ -37,14 +37,13 @@ from megatier.models.decoder import check_stops_at_borders
 from megatier.planner.prediction import Prediction
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks, joined
-from megatier.report.history import opening
 from megatier.report.metrics import MetricsLog
 from megatier.report.tensorboard import Scalars, load_tensorboard
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 from megatier.session.skeleton import WeightReader, open_model
 from megatier.trace.events import write_trace
-from megatier.train.description import describe, describe_positions, tier_states
+from megatier.train.description import describe, describe_positions, opening, tier_states
 from megatier.train.export import export_end
 from megatier.train.loop import Loop
 from megatier.train.origin import Origin, origin_of
