@@ -56,6 +56,24 @@ class CapacityError(MegatierError):
         super().__init__(f"{full}: needs {mib(needed_bytes)}, {mib(free_bytes)} free. {remedy}")
 
 
+class SpanError(MegatierError, ValueError):
+    """Bytes [start, stop) of a block cannot be moved by themselves."""
+
+    def __init__(self, key: str, span: tuple[int, int], num_bytes: int, multiple: int) -> None:
+        """Name block and span, the size of the block, and the number of which both ends have to be multiples."""
+        self.key = key
+        self.span = span
+        self.num_bytes = num_bytes
+        super().__init__(
+            f"bytes {span[0]} to {span[1]} of block {key}: a span lies within the {num_bytes} bytes of its block, is "
+            f"not empty, and begins and ends at a multiple of {multiple} or at the end of the block."
+        )
+
+
+class ClosedError(MegatierError, RuntimeError):
+    """A store was used after it was closed."""
+
+
 class BlockNotFoundError(MegatierError, KeyError):
     """No block was registered under this key."""
 
