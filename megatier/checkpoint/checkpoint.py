@@ -239,10 +239,15 @@ def _open_arrays(path: Path, shapes: dict[tuple[str, str], tuple[int, ...]]) -> 
     return {place: manifest.array(root, "/".join(place), grid) for place, grid in grids.items()}
 
 
-def restore(session: Session, path: Path) -> None:
+def restore(session: Session, path: Path, progress: Callable[[Unit], None] = lambda _: None) -> None:
     """Fill the whole state of a run, also after something broke off while state was changed.
 
     A rank reads the elements of its shards. It does not matter how many ranks have written them.
+
+    Args:
+        session: sealed.
+        path: the checkpoint.
+        progress: is called after each unit.
 
     Raises:
         CheckpointError: the arrays are not those of this model or checkpoint, or damaged.
@@ -261,11 +266,11 @@ def restore(session: Session, path: Path) -> None:
     # If something breaks off in here, also on another rank, the state is torn until it is loaded again.
     crew = session.ranks or Alone()
     with session.player.loading(), crew.together():
-        _fill(session, _open_arrays(path, arrays_of(session.units)))
+        _fill(session, _open_arrays(path, arrays_of(session.units)), progress)
         session.player.drain()
 
 
-def _fill(session: Session, arrays: dict[tuple[str, str], StoredArray]) -> None:
+def _fill(session: Session, arrays: dict[tuple[str, str], StoredArray], progress: Callable[[Unit], None]) -> None:
     """Fill all state from arrays, unit by unit."""
     with _files(arrays.values()) as files:
         for unit in session.units:
@@ -278,6 +283,7 @@ def _fill(session: Session, arrays: dict[tuple[str, str], StoredArray]) -> None:
                 # Units that hold parts of one parameter read their own elements of its array alone.
                 pieces = files.read(places, [tensor.elements for tensor in tensors])
                 session.fill(unit, planes, ((tensors[i].place(first), values) for i, first, values in pieces))
+            progress(unit)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
     words = [*overrides, f"--output.directory={options.directory}"]
     loaded = config_file.load(path, words)
     console = run_console()
-    announce(console, loaded.output.directory)
+    announce(console, f"{loaded.output.directory}: loading PyTorch and transformers")
     check_paths(loaded)
 
     # Imported here because it loads torch: what is wrong so far is refused without waiting for that.

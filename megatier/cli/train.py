@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
     words = argv[1:] if path else argv
     loaded = config_file.load(path, words)
     console = run_console()
-    announce(console, loaded.output.directory)
+    announce(console, f"{loaded.output.directory}: loading PyTorch and transformers")
     check_paths(loaded)
 
     # A run that torchrun starts again finds itself there.

@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True, slots=True)
-class TierUse:
-    """How full a tier is."""
-
-    tier: str
-    used_bytes: int
-    budget_bytes: int
+STALLED_MIN = 0.02
+"""Share of a step. If compute waits for less, nothing is said of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +39,6 @@ class StepReport:
     seconds: float
     stall_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds that compute waited, by cause."""
-    tiers: tuple[TierUse, ...] = ()
     attainment: float | None = None
     """Seconds that the step should take over those that it took; None if the machine was not measured."""
     bound_by: str = ""
@@ -54,6 +47,18 @@ class StepReport:
     """Seconds that each lane was busy."""
     slowest: SlowestRank | None = None
     """The slowest of the ranks; None: this process is alone."""
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Seconds that compute waited, for whatever cause."""
+        return sum(self.stall_seconds.values())
+
+    @property
+    def main_stall(self) -> str | None:
+        """The cause that compute waited longest for; None if it waited for less than `STALLED_MIN` of the step."""
+        if not self.stall_seconds or self.stalled_seconds < STALLED_MIN * self.seconds:
+            return None
+        return max(self.stall_seconds, key=self.stall_seconds.__getitem__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

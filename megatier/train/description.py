@@ -13,16 +13,59 @@ from transformers import PreTrainedModel
 from megatier.config.schema import RunConfig
 from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
+from megatier.errors import mib
+from megatier.models.limits import max_positions
 from megatier.planner.prediction import Prediction
 from megatier.report.figures import TierState
 from megatier.report.metrics import format_count
-from megatier.report.report import print_placement
+from megatier.report.report import NO_GPU, print_placement
 from megatier.schedule.placement import Placement
 from megatier.session.session import Session
 from megatier.store.store import TieredStore
 from megatier.tier import STATE_KINDS, Kind, Tier
 from megatier.train.outlet import say
 from megatier.train.save_plan import SavePlan
+
+EPOCHS_MAX = 10
+"""A run that trains on its text more often than that is told so."""
+
+
+def describe_reserved(console: Console, session: Session) -> None:
+    """Say how much memory is about to be reserved, which takes seconds for each 10 GiB."""
+    has_gpu = session.engine.options.device.type != "cpu"
+    names = {Tier.GPU: "GPU memory" if has_gpu else "RAM for gpu", Tier.RAM: "RAM", Tier.NVME: "NVMe"}
+    held = {Tier(tier.tier): tier.state_bytes + tier.other_bytes for tier in tier_states(session)}
+    words = ", ".join(f"{mib(size)} of {names[tier]}" for tier, size in held.items() if size)
+    say(console, f"reserving {words}")
+
+
+def describe_text(console: Console, config: RunConfig, text: PackedText | TextStream) -> None:
+    """Print how much text there is, and how long the run is in epochs of it."""
+    if not isinstance(text, PackedText):
+        say(console, "a stream of tokens to train on")
+        return
+
+    if text.bad is not None and text.bad.count:
+        say(
+            console,
+            f"{text.bad.count:,} bad records are left out (data.skip_bad). The first: {' '.join(text.bad.first)}",
+        )
+
+    words = f"{format_count(text.num_tokens)} tokens to train on"
+    if (count := text.train.num_documents) is not None:
+        things = "conversations" if config.data.chat is not None else "documents"
+        words = f"{count:,} {things if count != 1 else things[:-1]}, {words}"
+    learnt = text.train.num_learnt
+    if learnt is not None and learnt < text.num_tokens:
+        words += f", of which {format_count(learnt)} are learnt"
+
+    steps = text.num_sequences / config.train.batch
+    epochs = config.train.steps / steps
+    say(console, f"{words}; an epoch is {steps:,.4g} steps, and {config.train.steps:,} steps are {epochs:,.3g} epochs")
+    if epochs > EPOCHS_MAX:
+        say(
+            console, f"Note that this trains on the same text {epochs:,.0f} times. train.epochs sets how often it does."
+        )
 
 
 def describe(
@@ -39,7 +82,8 @@ def describe(
     """
     if text.damaged is not None:
         say(console, f"{text.damaged} was damaged, so the text was tokenised again.")
-    say(console, f"{_model(session, config)}; {_tokens(text)}; {nvme_path(session.store)}{_io_threads(session)}")
+    say(console, f"{_model(session, config)}; {nvme_path(session.store)}{_io_threads(session)}")
+    describe_text(console, config, text)
     if config.tiers.gpu_limit is not None and session.engine.options.device.type != "cuda":
         say(console, "tiers.gpu_limit is ignored, because this run has no GPU.")
 
@@ -53,6 +97,8 @@ def describe(
     if count := sum(home is Tier.NVME for home in placement.grad_homes.values()):
         what = "sums of groups" if placement.sums_on_gpu else "gradients"
         say(console, f"{what} of {count} units lie on NVMe, because RAM is too short for them")
+    if session.engine.options.device.type == "cpu":
+        say(console, NO_GPU)
     print_placement(console, tier_states(session), placement.ranks)
     if session.ranks is not None:
         say(console, f"weights and gradients go between ranks by {session.ranks.way}")
@@ -62,8 +108,8 @@ def describe(
 
 def describe_positions(console: Console, model: PreTrainedModel, sequence_length: int) -> None:
     """Warn if sequences are longer than those that the model was made for."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(positions, int) and positions < sequence_length:
+    positions = max_positions(model)
+    if positions is not None and positions < sequence_length:
         say(
             console,
             f"data.sequence_length is {sequence_length}, and the model was made for {positions} positions "
@@ -144,12 +190,6 @@ def _model(session: Session, config: RunConfig) -> str:
         f"{format_count(num_parameters)} parameters{trained} in {len(session.units)} units, "
         f"{config.model.compute_dtype}, on {session.engine.options.device}"
     )
-
-
-def _tokens(text: PackedText | TextStream) -> str:
-    if isinstance(text, PackedText):
-        return f"{format_count(text.num_tokens)} tokens to train on"
-    return "a stream of tokens to train on"
 
 
 def _io_threads(session: Session) -> str:

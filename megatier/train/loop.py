@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich.console import Console
@@ -19,12 +19,12 @@ from megatier.numerics.learning_rate import learning_rate
 from megatier.planner.prediction import Prediction
 from megatier.play.speculation import Speculation
 from megatier.ranks.channel import Alone
-from megatier.report.figures import QueueBytes, SlowestRank, StepReport, TierUse
+from megatier.report.figures import QueueBytes, SlowestRank, StepReport
 from megatier.report.metrics import format_seconds
 from megatier.report.report import Progress, print_moves
 from megatier.session.process import memory_bytes
 from megatier.session.session import Session
-from megatier.tier import QUEUES, Tier
+from megatier.tier import QUEUES
 from megatier.trace.events import TraceEvent, busy_seconds, stall_seconds
 from megatier.train.description import nvme_path
 from megatier.train.outlet import say
@@ -191,7 +191,6 @@ class Loop:
             num_tokens=num_real_tokens(batch),
             seconds=seconds,
             stall_seconds=stalls,
-            tiers=tuple(_tier_uses(session)),
             attainment=None if forecast is None else forecast.seconds / seconds,
             bound_by="" if forecast is None else forecast.bound_by,
             busy_seconds=busy_seconds(events),
@@ -285,11 +284,3 @@ def _describe_speculation(console: Console, speculation: Speculation) -> None:
         f"updates in the backward: confirmed in {confirmed} steps, void in {void} that clipped or were left out, which "
         f"moved {mib(speculation.void_bytes)} in vain",
     )
-
-
-def _tier_uses(session: Session) -> Iterator[TierUse]:
-    """Yield how full each tier of the run is."""
-    for tier in Tier:
-        usage = session.store.usage(tier)
-        if budget := usage.pop("budget"):
-            yield TierUse(str(tier), sum(usage.values()), budget)

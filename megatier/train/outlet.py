@@ -70,7 +70,7 @@ def say(console: Console, words: str) -> None:
     console.print(words, markup=False, highlight=False, soft_wrap=True)
 
 
-def announce(console: Console, directory: str) -> None:
-    """Say that a run begins, before libraries are loaded that take seconds. The first rank alone does."""
+def announce(console: Console, words: str) -> None:
+    """Say something before libraries are loaded that take seconds. The first rank alone does."""
     if os.environ.get("RANK", "0") == "0":
-        say(console, f"{directory}: loading PyTorch and transformers")
+        say(console, words)
