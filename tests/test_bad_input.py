@@ -71,7 +71,7 @@ def tree(folder: Path) -> dict[Path, bytes]:
         ({"train.learning_rte": 0.1}, "did you mean train.learning_rate?"),
         ({"train.steps": "many"}, "train.steps is 'many'; expected int"),
         ({"tiers.ram": "12 parsecs"}, "tiers.ram"),
-        ({"tiers.ram": "100PiB"}, "tiers.ram is 104857600.0 GiB, but this machine, or its container, has "),
+        ({"tiers.ram": "100PiB"}, "tiers.ram is 102400.0 TiB, but this machine, or its container, has "),
         ({"train.batch": 3, "train.groups": 2}, "multiple of groups"),
         ({"tiers.state": "ram,cloud"}, "tiers.state"),
         ({"data.tokenizer": None}, "data.tokenizer"),

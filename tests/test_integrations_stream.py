@@ -125,10 +125,11 @@ def test_streamed_step_tells_the_loss_that_its_forwards_gave() -> None:
 
 def test_streamed_model_moves_to_where_it_is_and_nowhere_else() -> None:
     with megatier.stream(plain_model(exactness_config("untied")), tiers=TIERS) as streamed:
-        assert streamed.model.to("cpu") is streamed.model.to(torch.bfloat16) is streamed.model
+        move: Any = streamed.model.to
+        assert move("cpu") is move(torch.bfloat16) is streamed.model
         for place in ("cuda", torch.float16, torch.device("meta")):
             with pytest.raises(StreamedModelError, match="stay on megatier's tiers and compute on cpu"):
-                streamed.model.to(place)
+                move(place)
 
 
 def test_streamed_gradients_that_torch_would_clip_or_unscale_are_refused_by_name() -> None:

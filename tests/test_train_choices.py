@@ -12,8 +12,9 @@ from tiny_models import FAMILIES, tiny_config
 from transformers import AutoModelForCausalLM
 
 from megatier.cli import main
+from megatier.config.data_section import DataConfig
 from megatier.config.file import load
-from megatier.config.schema import DataConfig, ModelConfig, RunConfig
+from megatier.config.schema import ModelConfig, RunConfig
 from megatier.errors import ConfigError
 from megatier.models.decoder import build_skeleton
 from megatier.models.limits import has_position_table, max_positions
@@ -82,16 +83,16 @@ def test_train_by_epochs_counts_its_steps_and_says_how_much_text_there_is(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("epochs", "said"),
     [
-        ({"epochs": 0}, "train.epochs is 0; it must be above 0"),
-        ({"epochs": -1.0}, "train.epochs is -1.0; it must be above 0"),
-        ({"epochs": float("inf")}, "train.epochs is inf"),
+        (0, "train.epochs is 0; it must be above 0"),
+        (-1.0, "train.epochs is -1.0; it must be above 0"),
+        (float("inf"), "train.epochs is inf"),
     ],
 )
-def test_epochs_that_are_no_number_of_times_are_refused(settings: dict[str, float], said: str) -> None:
+def test_epochs_that_are_no_number_of_times_are_refused(epochs: float, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        replace(run_config(8).train, **settings)
+        replace(run_config(8).train, epochs=epochs)
     with pytest.raises(ConfigError, match=r"null with data\.streaming, whose end is not known"):
         stream = DataConfig(dataset="a/b", streaming=True, tokenizer="bytes")
         replace(run_config(8), data=stream, train=replace(run_config(8).train, epochs=1))

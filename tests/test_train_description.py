@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatier.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
+from megatier.config.data_section import DataConfig
+from megatier.config.schema import ModelConfig, RunConfig, TrainConfig
 from megatier.data.packing import PackedText
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.train.description import describe_text

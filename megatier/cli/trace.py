@@ -14,7 +14,7 @@ from megatier.checkpoint.run_directory import TRACE_FILE
 from megatier.cli.output import write_text
 from megatier.errors import ConfigError
 from megatier.report.metrics import format_seconds, format_share
-from megatier.report.picture import LaneUse, draw, lane_uses, read_trace, step_seconds
+from megatier.report.picture import IDLE, LaneUse, draw, idle_seconds, lane_uses, read_trace, step_seconds
 from megatier.trace.events import TraceEvent, stall_seconds
 
 
@@ -45,7 +45,8 @@ def run(argv: Sequence[str]) -> int:
     write_text(output, picture, "--output FILE.svg")
 
     console = Console()
-    console.print(_table(step, step_seconds(events), lane_uses(events), stall_seconds(events)))
+    uses, seconds, stalls = lane_uses(events), step_seconds(events), stall_seconds(events)
+    console.print(_table(step, seconds, uses, {**stalls, "": idle_seconds(uses, seconds, stalls)}))
     console.print(f"picture written to {output}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
@@ -63,7 +64,7 @@ def _choose(path: Path, steps: dict[int, list[TraceEvent]], step: int | None) ->
 
 
 def _table(step: int, seconds: float, uses: Iterable[LaneUse], stalls: Mapping[str, float]) -> Table:
-    """Busy time of each lane, then stalls by cause, longest first, each with its share of the step."""
+    """Busy time of each lane, then stalls by cause and idle time, longest first, each with its share of the step."""
     table = Table("lane", title=f"step {step}: {format_seconds(seconds)}", title_justify="left")
     for name in ("busy", "share", "at once"):
         table.add_column(name, justify="right")
@@ -73,5 +74,7 @@ def _table(step: int, seconds: float, uses: Iterable[LaneUse], stalls: Mapping[s
 
     table.add_section()
     for cause, stalled in sorted(stalls.items(), key=lambda item: -item[1]):
-        table.add_row(escape(f"stall: {cause}"), format_seconds(stalled), format_share(stalled, seconds))
+        table.add_row(
+            escape(f"stall: {cause}" if cause else IDLE), format_seconds(stalled), format_share(stalled, seconds)
+        )
     return table

@@ -374,15 +374,17 @@ def _stay(streamed: Streamed, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: 
     Raises:
         StreamedModelError: another device or dtype is asked for.
     """
-    device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+    # Typed by torch as if a device and a dtype were always given.
+    asked: tuple[torch.device | None, torch.dtype | None] = torch._C._nn._parse_to(*args, **kwargs)[:2]
+    device, dtype = asked
     here = streamed.device
     is_here = device is None or (device.type == here.type and device.index in (None, here.index or 0))
     computes = streamed._engine.options.dtype
     if is_here and dtype in (None, computes):
         return streamed.model
-    asked = " and ".join(str(what) for what in (device, dtype) if what is not None)
+    words = " and ".join(str(what) for what in asked if what is not None)
     raise StreamedModelError(
-        f"the model was to move to {asked}, but its weights stay on megatier's tiers and compute on {here} in "
+        f"the model was to move to {words}, but its weights stay on megatier's tiers and compute on {here} in "
         f"{computes}. Leave out .to(), or call Accelerator.prepare without the model; tiers.device and compute_dtype "
         "of megatier.stream choose another place."
     )

@@ -50,6 +50,8 @@ class Opening:
     tiers: tuple[TierState, ...]
     expected: Expected | None
     """The planned step; None if the machine was not measured."""
+    flops_per_s: float | None = None
+    """Floating point operations a second of the products that `megatier bench` measured; None: it did not."""
     changes: tuple[str, ...] = ()
     """Changes of numbers since the step, all of which the user accepted."""
 
@@ -75,6 +77,10 @@ class Step:
     gpu_bytes: float | None
     slowest: SlowestRank | None
     """The slowest of the ranks; None: one process trained alone."""
+    learning_rate: float | None
+    grad_norm: float | None
+    time: str
+    """UTC of its end, as ISO 8601; empty if it is not on file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,6 +218,7 @@ def _opening(step: int, record: Mapping[str, Any]) -> Opening:
         speculative=tuple(map(_text, record["speculative"])),
         tiers=tuple(_tier(tier) for tier in record["tiers"]),
         expected=None if expected is None else _expected(expected),
+        flops_per_s=_optional(record.get("flops_per_s")),
         changes=tuple(map(_text, record.get("changes", ()))),
     )
 
@@ -255,6 +262,9 @@ def _step(step: int, record: Mapping[str, Any], moved: Mapping[str, float], dema
         resident_bytes=_optional(record.get("resident_bytes")),
         gpu_bytes=_optional(record.get("gpu_bytes")),
         slowest=None if slowest is None else _slowest(slowest),
+        learning_rate=_optional(record.get("learning_rate")),
+        grad_norm=None if record.get("grad_norm") is None else float(record["grad_norm"]),
+        time=_text(record.get("time", "")),
     )
 
 

@@ -168,6 +168,7 @@ def opening(
         "speculative": placement.speculative,
         "tiers": [dataclasses.asdict(tier) for tier in tiers],
         "expected": forecast,
+        "flops_per_s": None if expected is None else expected.flops_per_s,
         "changes": changes,
     }
 

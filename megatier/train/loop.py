@@ -7,9 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
 
 from rich.console import Console
 
+from megatier.checkpoint.run_directory import METRICS_FILE
 from megatier.checkpoint.run_state import RunState
 from megatier.config.schema import RunConfig, TrainConfig
 from megatier.data.packing import num_real_tokens
@@ -20,12 +23,13 @@ from megatier.planner.prediction import Prediction
 from megatier.play.speculation import Speculation
 from megatier.ranks.channel import Alone
 from megatier.report.figures import QueueBytes, SlowestRank, StepReport
+from megatier.report.history import read_what_there_is
 from megatier.report.metrics import format_seconds
 from megatier.report.report import Progress, print_moves
 from megatier.session.process import memory_bytes
 from megatier.session.session import Session
 from megatier.tier import QUEUES
-from megatier.trace.events import TraceEvent, busy_seconds, stall_seconds
+from megatier.trace.events import STEP, TraceEvent, busy_seconds, stall_seconds
 from megatier.train.description import nvme_path
 from megatier.train.outlet import say
 from megatier.train.saves import Record, Saves
@@ -80,6 +84,8 @@ class Loop:
         self._watchdog = watchdog
         self._saves = saves
         self._last_step = 0
+        self._tokens_seen = 0
+        """Tokens of all steps so far, those of earlier processes included."""
         self._crew = session.ranks or Alone()
         self._hosts = self._crew.agree(platform.node())
         self._device = session.engine.options.device
@@ -100,6 +106,8 @@ class Loop:
         """
         train = self._config.train
         self._last_step = 0 if state is None else state.step
+        before = read_what_there_is(Path(self._config.output.directory) / METRICS_FILE)
+        self._tokens_seen = round(sum(step.tokens for step in before.steps))
         first = self._last_step + 1
         stops = False
         with Progress(self._console, train.steps) as progress, StopRequest(progress.note) as stop:
@@ -163,23 +171,27 @@ class Loop:
         """Run one step, and tell and record it."""
         train = self._config.train
         session = self._session
-        began = time.perf_counter()
+        began_ns = time.perf_counter_ns()
         rate = rate_of(step, train)
         batch = self._text.batch(step - 1, train.batch)
-        waited = time.perf_counter() - began
+        read_ns = time.perf_counter_ns()
         columns = [value.chunk(train.groups) for value in batch.values()]
         groups = [dict(zip(batch, parts, strict=True)) for parts in zip(*columns, strict=True)]
 
         with self._watchdog.watch(session.player):
             result = session.engine.train_step(step, rate, groups)
-        seconds = time.perf_counter() - began
+        ended_ns = time.perf_counter_ns()
+        seconds = (ended_ns - began_ns) / 1e9
         self._last_step = step
 
+        # The same events give the printed figures, the records, the picture and the trace.
         events = session.player.take_events()
+        events.append(TraceEvent(lane=STEP, name=f"step {step}", start_ns=began_ns, end_ns=ended_ns))
+        if self._config.data.streaming:
+            waits = TraceEvent(lane="stall", name="text", start_ns=began_ns, end_ns=read_ns, cause="data")
+            events.append(waits)
         self.traced = [*self.traced[1 - TRACED_STEPS :], (step, events)]
         stalls = stall_seconds(events)
-        if self._config.data.streaming:
-            stalls["data"] = waited
         self._saves.step(seconds, stalls.get("checkpoint", 0.0), learnt=result.skipped is None)
 
         forecast = None if self._expected is None else self._expected.forecast
@@ -201,6 +213,7 @@ class Loop:
             what = "the loss" if result.skipped == "loss" else f"the gradient of {result.skipped}"
             progress.note(f"step {step} is left out, so that no weight changes: {what} is not finite")
 
+        self._tokens_seen += report.num_tokens
         self._record(self._figures(report, result))
         self._correct(step, events, progress)
 
@@ -221,6 +234,8 @@ class Loop:
             "clip_coefficient": result.clip_coefficient,
             "skipped": result.skipped,
             "tokens": report.num_tokens,
+            "tokens_seen": self._tokens_seen,
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "seconds": report.seconds,
             "tokens_per_s": report.num_tokens / report.seconds,
             "attainment": report.attainment,
