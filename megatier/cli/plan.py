@@ -21,8 +21,8 @@ from megatier.config.schema import RunConfig
 from megatier.errors import ConfigError, mib
 from megatier.hardware import device_for, mount_of
 from megatier.measure.probe import io_threads, rates_or_assumed
+from megatier.report.figures import NO_GPU
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
-from megatier.report.report import NO_GPU
 from megatier.schedule.rates import ASSUMED, Rates, World, as_dict, read_rates
 from megatier.schedule.sizes import Budgets
 

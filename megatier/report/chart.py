@@ -188,7 +188,7 @@ def _pointers(lines: Sequence[Line], axes: _Axes) -> Iterator[str]:
     # A column ends half-way to its neighbours, so there is one under every place of the pointer.
     places = [axes.x(step) for step in sorted(shown)]
     edges = [LEFT, *((one + two) / 2 for one, two in pairwise(places)), RIGHT]
-    for step, left, right in zip(sorted(shown), edges, edges[1:], strict=True):
+    for step, (left, right) in zip(sorted(shown), pairwise(edges), strict=True):
         values = ((name, points.get(step, math.nan)) for name, points in found)
         said = ", ".join(f"{name} {value:,.5g}" for name, value in values if abs(value) < VALUE_MAX)
         size = f'x="{left:.1f}" y="{TOP}" width="{max(right - left, 0.1):.1f}" height="{BOTTOM - TOP}"'

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+NO_GPU = "There is no GPU. In all that follows, gpu is a part of RAM that stands for its memory."
+"""Said once where a run computes on the CPU."""
+
 STALLED_MIN = 0.02
 """Share of a step. If compute waits for less, nothing is said of it."""
 

@@ -39,8 +39,8 @@ body { margin: 0 auto; max-width: 1240px; padding: 16px 20px 48px; background: v
   font: 14px/1.45 system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; }
 h1 { font-size: 22px; margin: 8px 0 2px; overflow-wrap: anywhere; } h2 { font-size: 16px; margin: 32px 0 8px; }
 p { margin: 4px 0 8px; max-width: 75em; overflow-wrap: anywhere; } .dim { color: var(--dim); }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 10px; margin: 16px 0; }
-.cards div { background: var(--track); border-radius: 6px; padding: 8px 12px; }
+.cards { display: flex; flex-wrap: wrap; gap: 10px; margin: 16px 0; }
+.cards div { flex: 1 1 150px; background: var(--track); border-radius: 6px; padding: 8px 12px; }
 .cards b { display: block; font-size: 19px; font-weight: 600; overflow-wrap: anywhere; }
 .cards span { color: var(--dim); }
 .row { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 0 32px; }

@@ -14,7 +14,7 @@ from megatier.report.history import History, Opening, Step
 from megatier.report.metrics import format_count, format_seconds
 from megatier.trace.events import TraceEvent
 
-SMOOTHING = 0.95
+SMOOTHING = 0.9
 """Weight of a point in a smoothed line, against that of the next one."""
 
 Amounts = Callable[[Step], Mapping[str, float]]

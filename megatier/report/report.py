@@ -21,9 +21,6 @@ from megatier.report.figures import QueueBytes, SlowestRank, StepReport, TierSta
 from megatier.report.metrics import format_seconds, format_share
 from megatier.report.panel import WIDTH, Course, panel
 
-NO_GPU = "There is no GPU. In all that follows, gpu is a part of RAM that stands for its memory."
-"""Said once where a run computes on the CPU."""
-
 SMOOTHING = 0.9
 """Weight of the past in seconds per step, from which the time left follows."""
 

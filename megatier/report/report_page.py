@@ -23,6 +23,7 @@ from megatier.config.text import dump
 from megatier.errors import ConfigError, mib
 from megatier.report import chart, picture, placement_map
 from megatier.report.chart import Line, Mark, Scale
+from megatier.report.figures import NO_GPU
 from megatier.report.history import Corrected, History, Opening, Saved, read_history
 from megatier.report.html import cards, details, note, page, section, table
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
@@ -87,6 +88,8 @@ def _status(run: RecordedRun) -> str:
         began = openings[0].time.replace("T", " ").replace("+00:00", " UTC")
         words.append(f"On {openings[-1].device}, begun {began}.")
 
+    if openings and openings[-1].device == "cpu":
+        words.append(NO_GPU)
     if len(openings) > 1:
         words.append(f"It went on after step {', '.join(f'{opening.step:,}' for opening in openings[1:][-5:])}.")
     for opening in openings:
@@ -143,7 +146,8 @@ def _use_of_compute(opening: Opening, tokens_per_s: float) -> Iterator[tuple[str
         measured = f"of the {opening.flops_per_s / 1e12:.3g} TFLOP/s that `megatier bench` measured"
         yield "MFU", f"{flops / opening.flops_per_s:.0%}", measured
     else:
-        yield "model FLOP/s", f"{flops / 1e12:.3g} T", "six a parameter and token"
+        written = f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.3g} GFLOP/s"
+        yield "model", written, "six operations a parameter and token"
 
 
 # ---------------------------------------------------------------------- over steps

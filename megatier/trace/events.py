@@ -83,6 +83,7 @@ def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -
     """
     lanes: dict[str, int] = {}
     rows: list[dict[str, object]] = []
+    arrows: list[dict[str, object]] = []
     for step, made in steps:
         events = list(made)
         for event in events:
@@ -92,7 +93,7 @@ def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -
             length = (event.end_ns - event.start_ns) / 1e3
             row = {"ph": "X", "pid": 0, "tid": track, "ts": start, "dur": length, "name": event.name, "args": details}
             rows.append(row)
-        rows += _flows(events, lanes, len(rows))
+        arrows += _flows(events, lanes, len(arrows))
 
     names = [
         {"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": lane}}
@@ -101,7 +102,7 @@ def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -
 
     try:
         with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-            file.write(json.dumps({"traceEvents": [*names, *rows]}).encode())
+            file.write(json.dumps({"traceEvents": [*names, *arrows, *rows]}).encode())
     except OSError as error:
         raise TransferError("writing the trace", "disk", str(path), 0, error.errno or 0) from error
 

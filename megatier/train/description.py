@@ -16,9 +16,9 @@ from megatier.data.stream import TextStream
 from megatier.errors import mib
 from megatier.models.limits import max_positions
 from megatier.planner.prediction import Prediction
-from megatier.report.figures import TierState
+from megatier.report.figures import NO_GPU, TierState
 from megatier.report.metrics import format_count
-from megatier.report.report import NO_GPU, print_placement
+from megatier.report.report import print_placement
 from megatier.schedule.placement import Placement
 from megatier.session.session import Session
 from megatier.store.store import TieredStore
