@@ -47,10 +47,10 @@ def test_main_as_a_module_is_the_same_program() -> None:
 
 
 def test_main_unknown_command_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trian"]) == main(["serve"]) == 2
+    assert main(["trainn"]) == main(["serve"]) == 2
     there = ", ".join(cli.COMMANDS)
     assert capsys.readouterr().err == (
-        f"megatier: error: no command 'trian'. Did you mean train?\n"
+        f"megatier: error: no command 'trainn'. Did you mean train?\n"
         f"megatier: error: no command 'serve'. There are {there}.\n"
     )
 

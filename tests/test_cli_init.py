@@ -45,7 +45,7 @@ def test_init_writes_a_config_for_the_shape_of_the_data_that_loads(
     assert made.output.directory == "runs/run"
 
     lines = [line for line in Path("run.yaml").read_text().splitlines() if line.startswith("  ")]
-    assert all("  # " in line for line in lines)
+    assert all("  # " in line and len(line) <= 120 for line in lines)
     assert len(lines) == len(given(Path("run.yaml")))
 
 

@@ -130,10 +130,10 @@ def _tiers(nvme: str) -> dict[str, Any]:
 
 
 def _remarks(settings: Iterable[str]) -> dict[str, str]:
-    """The first sentence of what each setting means."""
+    """The first words of what each setting means."""
     docs = {name: config_file.field_docs(section) for name, section in SECTIONS.items()}
     said = {}
     for dotted in settings:
         section, _, key = dotted.partition(".")
-        said[dotted] = re.split(r"(?<=[.:]) (?=[A-Z\"])", docs[section][key])[0].rstrip(".")
+        said[dotted] = re.split(r"[.;:] ", docs[section][key])[0].rstrip(".")
     return said
