@@ -147,7 +147,7 @@ def _use_of_compute(opening: Opening, tokens_per_s: float) -> Iterator[tuple[str
         yield "MFU", f"{flops / opening.flops_per_s:.0%}", measured
     else:
         written = f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.3g} GFLOP/s"
-        yield "model", written, "six operations a parameter and token"
+        yield "compute", written, "six operations a parameter and token"
 
 
 # ---------------------------------------------------------------------- over steps
