@@ -57,6 +57,24 @@ class CapacityError(MegatierError):
         super().__init__(f"{full}: needs {mib(needed_bytes)}, {mib(free_bytes)} free. {remedy}")
 
 
+class SpanError(MegatierError, ValueError):
+    """Bytes [start, stop) of a block cannot be moved by themselves."""
+
+    def __init__(self, key: str, span: tuple[int, int], num_bytes: int, multiple: int) -> None:
+        """Name block and span, the size of the block, and the number of which both ends have to be multiples."""
+        self.key = key
+        self.span = span
+        self.num_bytes = num_bytes
+        super().__init__(
+            f"bytes {span[0]} to {span[1]} of block {key}: a span lies within the {num_bytes} bytes of its block, is "
+            f"not empty, and begins and ends at a multiple of {multiple} or at the end of the block."
+        )
+
+
+class ClosedError(MegatierError, RuntimeError):
+    """A store was used after it was closed."""
+
+
 class BlockNotFoundError(MegatierError, KeyError):
     """No block was registered under this key."""
 
@@ -237,9 +255,12 @@ class StallError(MegatierError):
         )
 
 
+UNITS = ("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)
+
+
 def mib(num_bytes: int) -> str:
     """Return bytes as people read them."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, scale in UNITS:
         if num_bytes >= scale:
             return f"{num_bytes / scale:.1f} {unit}"
     return f"{num_bytes} B"
@@ -247,7 +268,7 @@ def mib(num_bytes: int) -> str:
 
 def at_least(num_bytes: int) -> str:
     """Return bytes as people read them, rounded up, so that a minimum is enough when it is typed in."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, scale in UNITS:
         if num_bytes >= scale:
             return f"{-(-10 * num_bytes // scale) / 10:.1f} {unit}"
     return f"{num_bytes} B"

@@ -70,6 +70,8 @@ class Activations(StrEnum):
         return Activations.RECOMPUTE if self.offloads_input else self
 
 
+QUEUES = ("nvme_to_ram", "nvme_to_gpu", "ram_to_gpu", "gpu_to_ram", "ram_to_nvme", "state_to_gpu", "state_to_ram")
+"""The names of the queues. Between RAM and the GPU, state that compute does not wait for has two of its own."""
 STATE_KINDS = (Kind.WEIGHT, Kind.REMAINDER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 """All kinds of state that any schema has (`megatier.state`)."""
 

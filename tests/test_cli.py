@@ -43,13 +43,16 @@ def test_main_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 def test_main_as_a_module_is_the_same_program() -> None:
     done = subprocess.run([sys.executable, "-m", "megatier", "trainn"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("megatier: error: no command 'trainn'")
+    assert done.stderr == "megatier: error: no command 'trainn'. Did you mean train?\n"
 
 
 def test_main_unknown_command_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trainn"]) == 2
+    assert main(["trainn"]) == main(["serve"]) == 2
     there = ", ".join(cli.COMMANDS)
-    assert capsys.readouterr().err == f"megatier: error: no command 'trainn'; there are {there}.\n"
+    assert capsys.readouterr().err == (
+        f"megatier: error: no command 'trainn'. Did you mean train?\n"
+        f"megatier: error: no command 'serve'. There are {there}.\n"
+    )
 
 
 def test_train_help_shows_each_setting_without_torch() -> None:
@@ -131,7 +134,7 @@ def test_train_interrupted_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_verify_result_is_the_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, agrees: bool) -> None:
     seen: list[tuple[str, Path]] = []
 
-    def verify(device: str, directory: Path, console: Console) -> bool:
+    def verify(device: str, directory: Path, console: Console, *, is_quick: bool) -> bool:
         assert directory.is_dir()
         seen.append((device, directory))
         return agrees
@@ -167,6 +170,9 @@ def test_doctor_here_checks_everything_and_leaves_nothing(tmp_path: Path) -> Non
 def test_doctor_missing_directory_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--nvme", str(tmp_path / "none")]) == 1
     assert "fail" in capsys.readouterr().out
+    checks = found(tmp_path / "none")
+    assert (checks["drive"].state, checks["drive"].found) == ("fail", f"{tmp_path / 'none'} is no directory")
+    assert not {"file system", "free space", "O_DIRECT"} & set(checks)
 
 
 def test_doctor_json_is_all_of_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,7 +186,7 @@ def test_doctor_json_is_all_of_stdout(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")
 def test_doctor_directory_in_ram_fails() -> None:
     check = found(Path("/dev/shm"))["file system"]
-    assert (check.state, check.found) == ("fail", "tmpfs on /dev/shm")
+    assert (check.state, check.found) == ("fail", "/dev/shm: tmpfs on /dev/shm")
 
 
 def test_doctor_several_mounts_each_have_their_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +197,7 @@ def test_doctor_several_mounts_each_have_their_rows(tmp_path: Path, capsys: pyte
     assert [check.state for check in checks if check.name == "O_DIRECT"] != ["fail", "fail"]
     enough, short = (check for check in checks if check.name == "free space")
     assert enough.state != "fail"
-    assert (short.state, short.remedy.startswith("Less than the 1073741824.0 GiB given.")) == ("fail", True)
+    assert (short.state, short.remedy.startswith("Less than the 1048576.0 TiB given.")) == ("fail", True)
     assert main(["doctor", "--nvme", f"{tmp_path}/a:1KiB,{tmp_path}/b:1EB"]) == 2
     assert f"--nvme is '{tmp_path}/b:1EB'" in capsys.readouterr().err
 

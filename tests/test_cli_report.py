@@ -53,7 +53,8 @@ def test_report_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest
     assert f"cannot write {output}: No such file or directory. Name another --output FILE.html." in message
 
 
-def test_report_help_needs_no_torch() -> None:
-    code = "import sys; from megatier.cli import main\ntry: main(['report', '--help'])\nexcept SystemExit: pass\n"
+@pytest.mark.parametrize("words", [["report", "--help"], ["report", "none"], ["trace", "none"]])
+def test_report_and_trace_need_no_torch(words: list[str]) -> None:
+    code = f"import sys; from megatier.cli import main\ntry: main({words})\nexcept SystemExit: pass\n"
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=60).returncode == 0

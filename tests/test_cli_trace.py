@@ -51,6 +51,7 @@ def test_trace_prints_busy_time_and_stalls_longest_first(run: Path, capsys: pyte
         ["compute", "340", "ms", "85.0", "%"],
         ["stall:", "update", "40", "ms", "10.0", "%"],
         ["stall:", "nvme_to_ram", "20", "ms", "5.0", "%"],
+        ["idle", "0", "ms", "0.0", "%"],
     ]
 
 

@@ -132,6 +132,11 @@ def test_dump_of_any_text_is_read_again() -> None:
         (["--model.config.a=["], r"model\.config\.a is no valid YAML"),
         (["--train.steps=!!timestamp x"], r"NoneType.*settings are written --section\.key VALUE"),
         (["--train.stesp", "3"], r"unknown setting train\.stesp; did you mean train\.steps\?"),
+        (["--train.lr", "3"], r"unknown setting train\.lr; did you mean train\.learning_rate\?"),
+        (["--batch_size", "3"], r"unknown setting batch_size; did you mean train\.batch\?"),
+        (["--data.max_length", "3"], r"unknown setting data\.max_length; did you mean data\.sequence_length\?"),
+        (["--tiers.ram", "-5GiB"], r"tiers\.ram is '-5GiB'; expected size such as 96GiB"),
+        (["--train.eps", "-1"], r"train\.eps is -1\.0; it must be above 0"),
         (["--learning_rate", "3"], r"unknown setting learning_rate; did you mean train\.learning_rate\?"),
         (["--model.batch=3"], r"unknown setting model\.batch; did you mean train\.batch\?"),
         (["--train.zqzqzqzqzqzqzq", "3"], r"unknown setting train\.zqzq\w+; known are train\.steps, "),
@@ -272,13 +277,21 @@ def test_load_binary_file_says_no_yaml(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("96GiB", 96 << 30), ("500 MB", 500_000_000), ("4096", 4096), ("1.5g", 3 << 29), (" 2TiB ", 2 << 40), ("7B", 7)],
+    [
+        ("96GiB", 96 << 30),
+        ("500 MB", 500_000_000),
+        ("4096", 4096),
+        ("1.5g", 3 << 29),
+        (" 2TiB ", 2 << 40),
+        ("7B", 7),
+        ("1e9", 10**9),
+    ],
 )
 def test_parse_bytes_units_are_read(text: str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "5 bananas", "1,000", "9" * 5000, "9" * 400 + ".5"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e999", "5 bananas", "1,000", "9" * 5000, "9" * 400 + ".5"])
 def test_parse_bytes_other_text_raises(text: str) -> None:
     with pytest.raises(ConfigError, match="no byte size"):
         parse_bytes(text)

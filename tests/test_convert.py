@@ -1,4 +1,4 @@
-"""`megatier convert`: what MegaTrain's and DeepSpeed's files become, key by key."""
+"""`megatier convert`: what MegaTrain's, LLaMA-Factory's and DeepSpeed's files become, key by key."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ MICRO = "train_micro_batch_size_per_gpu"
 EXAMPLES = Path(__file__).parent.parent / "examples" / "convert"
 """Files as the trainers' users have them."""
 MEGATRAIN = (EXAMPLES / "megatrain.yaml").read_text()  # 2e-5 in it is text to plain YAML
+LLAMA_FACTORY = (EXAMPLES / "llama_factory.yaml").read_text()
 Z3_OFFLOAD = (EXAMPLES / "ds_z3_offload.json").read_text()  # goes with Hugging Face's Trainer and LLaMA-Factory
 INFINITY = (EXAMPLES / "ds_z3_infinity.json").read_text()
 
@@ -46,7 +47,7 @@ def leaves(tree: dict[str, Any], before: str = "") -> set[str]:
     return keys
 
 
-@pytest.mark.parametrize("content", [MEGATRAIN, Z3_OFFLOAD, INFINITY])
+@pytest.mark.parametrize("content", [MEGATRAIN, LLAMA_FACTORY, Z3_OFFLOAD, INFINITY])
 def test_convert_names_each_key_once(content: str, tmp_path: Path) -> None:
     made = convert(written(tmp_path, content))
     tree = yaml.safe_load(content)
@@ -348,3 +349,63 @@ def test_convert_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert path.read_text() == MEGATRAIN
     assert main(["convert", str(tmp_path / "none"), "--output", str(tmp_path / "run.yaml")]) == 2
     assert "cannot read" in capsys.readouterr().err
+
+
+def test_convert_llama_factory(tmp_path: Path) -> None:
+    made = convert(written(tmp_path, LLAMA_FACTORY))
+    assert made.trainer == "LLaMA-Factory"
+    assert made.settings == {
+        "model.path": "meta-llama/Meta-Llama-3-8B-Instruct",
+        "model.compute_dtype": "bf16",
+        "data.files": ["data/dataset_info.json#identity", "data/dataset_info.json#alpaca_en_demo"],
+        "data.sequence_length": 2048,
+        "data.holdout_fraction": 0.0,
+        "train.batch": 2,
+        "train.groups": 2,
+        "train.epochs": 3.0,
+        "train.seed": 42,
+        "train.activations": "recompute",
+        "train.learning_rate": 1e-5,
+        "train.weight_decay": 0.0,
+        "train.beta1": 0.9,
+        "train.beta2": 0.999,
+        "train.eps": 1e-8,
+        "train.clip": 1.0,
+        "train.schedule": "cosine",
+        "output.directory": "saves/llama3-8b/full/sft",
+        "output.checkpoint_every": 500,
+    }
+    assert findings(made, "left").keys() == {"do_train", "template", "max_samples", "logging_steps", "warmup_ratio"}
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"max_steps": 200, "warmup_ratio": 0.1}, {"train.steps": 200, "train.warmup_steps": 20}),
+        ({"max_steps": -1, "num_train_epochs": 2}, {"train.epochs": 2}),
+        ({"warmup_steps": 7, "warmup_ratio": 0.1}, {"train.warmup_steps": 7}),
+        ({"flash_attn": "disabled", "val_size": 0.1}, {"model.attention": "eager", "data.holdout_fraction": 0.1}),
+        ({"dataset": ["a", "b"], "dataset_dir": "my/"}, {"data.files": [f"my/dataset_info.json#{n}" for n in "ab"]}),
+        ({"bf16": False}, {"model.compute_dtype": "fp32"}),
+    ],
+)
+def test_convert_llama_factory_values_that_depend_on_others(
+    more: dict[str, object], expected: dict[str, object], tmp_path: Path
+) -> None:
+    made = settings(tmp_path, {"model_name_or_path": "a", "dataset": "x", "finetuning_type": "full", **more})
+    assert {key: made[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"finetuning_type": "lora"}, "finetuning_type is lora; it must be full: all parameters are trained"),
+        ({"stage": "dpo"}, "stage is dpo; `megatier train` does sft and pt"),
+        ({"cutoff_len": 1}, "cutoff_len is 1; it must be a whole number of at least 2"),
+    ],
+)
+def test_convert_llama_factory_run_of_another_kind_is_refused(
+    more: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        convert(written(tmp_path, {"model_name_or_path": "a", "dataset": "x", **more}))

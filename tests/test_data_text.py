@@ -9,6 +9,7 @@ import pytest
 
 from megatier.config.data_section import DataConfig
 from megatier.data.conversation import Text
+from megatier.data.records import BadRecords
 from megatier.data.text import Source, documents, find_sources
 from megatier.errors import DataError
 
@@ -64,7 +65,10 @@ def test_documents_jsonl_field_and_format_are_settings(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ('{"text": ', "line 2: no valid JSON"),
-        ('{"body": "x"}', "line 2: no text under 'text'"),
+        ('{"body": "x"}', r"line 2: no text under 'text'. Its keys are \['body'\]. Set data.text_field to the key"),
+        ('{"messages": []}', r"line 2: no text under 'text'. Its keys are \['messages'\]. Set data.chat to messages"),
+        ('{"conversations": []}', "line 2: .* Set data.chat to sharegpt"),
+        ('{"instruction": "a", "output": "b"}', "line 2: .* Set data.chat to alpaca"),
         ("[1]", "line 2: no text under"),
         ('{"text": 3}', "line 2: no text under"),
     ],
@@ -123,3 +127,32 @@ def test_find_sources_stdlib_holds_source_alone() -> None:
     assert {"argparse.py", "typing.py"} <= names
     assert all(path.suffix == ".py" and not {"site-packages", "test"} & {*path.parts[-3:]} for path in files)
     assert files == sorted(files)
+
+
+def test_documents_bad_records_are_named_up_to_ten(tmp_path: Path) -> None:
+    lines = ['{"text": "fine"}', "{", '{"text": 3}', '{"text": "fine too"}', *["{"] * 20]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(
+        DataError, match=r"^10 bad records or more: .*line 2: no valid JSON.*line 3: no text.*line 12"
+    ) as raised:
+        read(tmp_path / "a.jsonl")
+    assert "line 13" not in str(raised.value)
+    assert str(raised.value).endswith("data.skip_bad leaves such records out.")
+
+
+def test_documents_bad_records_are_left_out_if_told_so(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{\n{"text": "two"}\n[]\n')
+    bad = BadRecords(skips=True)
+    config = DataConfig(files=(str(tmp_path / "a.jsonl"),), skip_bad=True)
+    assert list(documents(config, bad=bad)) == ["one", "two"]
+    assert bad.count == 2
+    assert [text.partition(": ")[0].rpartition(", ")[2] for text in bad.first] == ["line 2", "line 4"]
+
+
+def test_documents_bad_records_far_apart_do_not_keep_the_text_from_being_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatier.data.records.LOOKED_AT", 3)
+    (tmp_path / "a.jsonl").write_text("\n".join(["{", *['{"text": "x"}'] * 9, "{"]))
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1: no valid JSON.* data\.skip_bad leaves such records out\.$"):
+        read(tmp_path / "a.jsonl")

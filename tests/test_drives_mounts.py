@@ -30,6 +30,36 @@ def files(tmp_path: Path) -> Iterator[BlockFiles]:
     files.close()
 
 
+def test_budget_of_a_mount_beyond_its_drive_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tiers.nvme gives .* 4096.0 TiB, but its drive has .* in all. Lower"):
+        budget_bytes(MountBudget(tmp_path, 1 << 52))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("forgets", [False, True])
+def test_files_of_a_process_that_ends_without_closing_are_removed_unless_kept(
+    keeps: bool, forgets: bool, tmp_path: Path
+) -> None:
+    code = f"""
+import os
+from pathlib import Path
+from megatier.config.values import MountBudget
+from megatier.drives.blockfile import BlockFiles, IoOptions
+files = BlockFiles([MountBudget(Path({str(tmp_path)!r}), 1 << 20)], "0123456789ab", IoOptions())
+files.reserve(65536)
+files.allocate()
+files.keep({keeps})
+if {forgets}:
+    del files
+if os.fork() == 0:
+    raise SystemExit  # a child ends as well, and leaves the files
+os.wait()
+assert os.path.exists({str(tmp_path / "megatier-0123456789ab" / "blocks")!r})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert bool(list(tmp_path.iterdir())) is keeps
+
+
 def test_budget_is_what_was_given_or_nine_tenths_of_the_free_space(tmp_path: Path) -> None:
     assert budget_bytes(MountBudget(tmp_path, 12345)) == 12345
     found = os.statvfs(tmp_path)

@@ -27,7 +27,7 @@ from megatier.data.tokenizer import byte_tokenizer, load_tokenizer
 from megatier.errors import ConfigError, DataError, MegatierError, UnsupportedModelError
 from megatier.models import limits
 from megatier.models.decoder import build_skeleton
-from megatier.models.folder import resolve
+from megatier.models.location import resolve
 from megatier.models.weights import SafetensorsFolder
 from megatier.session.skeleton import read_model_config
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from streamed_loops import TIERS, loop, same, train_config
+from streamed_loops import TIERS, counted, loop, same, train_config
 from tiny_runs import exactness_config, one_thread, plain_model, random_groups
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -105,3 +105,43 @@ def test_stream_leaves_the_model_it_was_given_as_it_was() -> None:
 def test_stream_without_a_backward_per_step_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="accumulation_steps is 0; it must be at least 1"):
         megatier.stream("nowhere", accumulation_steps=0)
+
+
+def test_streamed_step_tells_the_loss_that_its_forwards_gave() -> None:
+    train = train_config("untied")
+    with megatier.stream(plain_model(exactness_config("untied")), tiers=TIERS, accumulation_steps=2) as streamed:
+        for counts in (False, True):
+            groups = random_groups(train, 2112, 1)
+            options = {"num_items_in_batch": counted(groups)} if counts else {}
+            losses = []
+            for batch in groups:
+                losses.append(streamed.model(**batch, **options).loss)
+                losses[-1].backward()
+            streamed.optimizer.step()
+            assert streamed.last is not None
+            whole = sum(loss.item() for loss in losses)
+            assert streamed.last.loss == pytest.approx(whole if counts else whole / 2, rel=1e-6)
+
+
+def test_streamed_model_moves_to_where_it_is_and_nowhere_else() -> None:
+    with megatier.stream(plain_model(exactness_config("untied")), tiers=TIERS) as streamed:
+        move: Any = streamed.model.to
+        assert move("cpu") is move(torch.bfloat16) is streamed.model
+        for place in ("cuda", torch.float16, torch.device("meta")):
+            with pytest.raises(StreamedModelError, match="stay on megatier's tiers and compute on cpu"):
+                move(place)
+
+
+def test_streamed_gradients_that_torch_would_clip_or_unscale_are_refused_by_name() -> None:
+    model = plain_model(exactness_config("untied"))
+    with megatier.stream(model, tiers=TIERS, clip=0.5) as streamed:
+        for batch in random_groups(train_config("untied", groups=1), 2112, 1):
+            streamed.model(**batch).loss.backward()
+        with pytest.raises(StreamedModelError, match="would find none: set streamed"):
+            torch.nn.utils.clip_grad_norm_(streamed.model.parameters(), 0.5)
+        with pytest.raises(StreamedModelError, match="A GradScaler would scale the norm as well"):
+            scaler = torch.amp.GradScaler("cpu")
+            scaler.scale(torch.ones(()))
+            scaler.step(streamed.optimizer)
+        streamed.model.zero_grad()
+        assert streamed.steps == 0

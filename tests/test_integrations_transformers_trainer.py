@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from streamed_loops import TIERS
 from tiny_runs import exactness_config, one_thread, plain_model
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -249,3 +250,24 @@ def test_trainer_epoch_that_ends_in_half_a_step_is_refused_before_it_trains(tmp_
         trainer = MegatierTrainer(streamed, arguments(tmp_path), train_dataset=Rows(10))
         with pytest.raises(ConfigError, match="5 batches, no multiple of gradient_accumulation_steps"):
             trainer.train()
+
+
+def test_trainer_takes_a_folder_and_opens_it_with_its_own_accumulation(tmp_path: Path) -> None:
+    plain_model(exactness_config("plain")).save_pretrained(tmp_path / "model")
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(100, (8, 8))]
+    args = TrainingArguments(
+        output_dir=str(tmp_path / "run"),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+    )
+    trainer = MegatierTrainer(str(tmp_path / "model"), args, train_dataset=rows, tiers=TIERS)
+    assert trainer.streamed.accumulation_steps == 2
+    trainer.train()
+    assert trainer.streamed.steps == 1
+    with pytest.raises(ConfigError, match="tiers are given to"):
+        MegatierTrainer(trainer.streamed, args, train_dataset=rows, tiers=TIERS)
+    trainer.streamed.close()

@@ -9,7 +9,21 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatier.report.chart import BOTTOM, LEFT, POINTS_MAX, RIGHT, TICKS_MAX, TOP, WIDTH, Line, Mark, byte_unit, draw
+from megatier.report.chart import (
+    BOTTOM,
+    COLUMNS_MAX,
+    LEFT,
+    POINTS_MAX,
+    RIGHT,
+    TICKS_MAX,
+    TOP,
+    WIDTH,
+    Line,
+    Mark,
+    Scale,
+    byte_unit,
+    draw,
+)
 
 
 def elements(chart: str, tag: str, tone: str) -> list[ElementTree.Element]:
@@ -95,3 +109,20 @@ def test_draw_numbers_are_few_and_inside(low: float, high: float, from_zero: boo
 @pytest.mark.parametrize(("most", "unit"), [(0, "B"), (1023, "B"), (1 << 20, "MiB"), (5 << 30, "GiB")])
 def test_byte_unit_fits_the_size(most: float, unit: str) -> None:
     assert byte_unit(most)[0] == unit
+
+
+def test_draw_names_its_figures_under_the_pointer_in_columns_that_leave_no_gap() -> None:
+    chart = draw("a", [Line("x", [(1, 1.5), (2, math.nan), (3, 2.25)]), Line("y", [(3, 7.0)])])
+    columns = re.findall(r'pointer" x="([\d.]+)" y="\d+" width="([\d.]+)".*?<title>(.*?)</title>', chart)
+    assert [words for _, _, words in columns] == ["step 1: x 1.5", "step 2: ", "step 3: x 2.25, y 7"]
+    ends = [float(left) + float(width) for left, width, _ in columns]
+    assert (float(columns[0][0]), ends[-1]) == (LEFT, RIGHT)
+    assert [float(left) for left, _, _ in columns[1:]] == pytest.approx(ends[:-1], abs=0.11)
+    many = draw("a", [Line("x", [(step, 1.0) for step in range(10_000)])])
+    assert many.count("<title>") <= COLUMNS_MAX + 1
+
+
+def test_draw_further_scales_stand_below_the_steps() -> None:
+    chart = draw("a", [Line("x", [(1, 1.0), (3, 2.0)])], scales=[Scale("tokens", lambda step: f"{step:.0f}k")])
+    assert ">tokens</text>" in chart
+    assert re.findall(r">(\d+k)</text>", chart) == ["1k", "2k", "3k"]

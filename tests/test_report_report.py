@@ -3,10 +3,12 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
-from megatier.report.figures import QueueBytes, SlowestRank, StepReport, TierState, TierUse
-from megatier.report.report import Progress, print_moves, print_placement, step_line
+from megatier.errors import mib
+from megatier.report.figures import QueueBytes, SlowestRank, StepReport, TierState
+from megatier.report.report import Progress, Work, print_moves, print_placement, step_line
 
 
 def console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
@@ -14,9 +16,12 @@ def console(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
     return Console(file=target, force_terminal=terminal, width=100), target
 
 
+def size(num_bytes: float) -> str:
+    return mib(round(num_bytes))
+
+
 def report(step: int, seconds: float = 0.5) -> StepReport:
     stalls = {"update": 0.002, "nvme_to_ram": 0.1, "ram_to_gpu": 0.0}
-    tiers = (TierUse("gpu", 5, 10), TierUse("nvme", 0, 0))
     return StepReport(
         step=step,
         loss=3.21,
@@ -25,27 +30,30 @@ def report(step: int, seconds: float = 0.5) -> StepReport:
         num_tokens=4096,
         seconds=seconds,
         stall_seconds=stalls,
-        tiers=tiers,
     )
 
 
 def test_step_line_shows_every_figure() -> None:
     assert step_line(report(7), 20, 90) == (
-        "step 7/20  loss 3.2100  lr 1.00e-03  norm 1.500  tokens/s 8,192  s/step 0.500  ETA 1 min 30 s  "
-        "stalled 102 ms (nvme_to_ram 100 ms, update 2 ms)  gpu 50.0 %  nvme -"
+        "step 7/20  loss 3.2100  lr 1.00e-03  norm 1.500  tokens/s 8,192  ETA 1 min 30 s  stalled 20.4 % (nvme_to_ram)"
     )
+
+
+def test_step_line_of_a_step_that_hardly_waited_fits_80_columns_and_says_nothing_of_it() -> None:
+    line = step_line(replace(report(1140), stall_seconds={"update": 0.0099}, num_tokens=8192), 1140, 0)
+    assert line == "step 1140/1140  loss 3.2100  lr 1.00e-03  norm 1.500  tokens/s 16,384  ETA 0 ms"
+    assert len(line) <= 80
 
 
 def test_step_line_of_a_planned_run_shows_attainment_and_what_bounds_it() -> None:
     line = step_line(replace(report(7), attainment=0.957, bound_by="nvme"), 20, 90)
-    assert "s/step 0.500  attainment 96% (nvme)  ETA" in line
+    assert "tokens/s 8,192  attainment 96% (nvme)  ETA" in line
 
 
 def test_step_line_of_several_ranks_names_the_slowest() -> None:
     slowest = SlowestRank(rank=3, host="b", seconds=0.45, least_seconds=0.25)
-    assert "  slowest rank 3 on b (450 ms, fastest 250 ms)  gpu" in step_line(
-        replace(report(7), slowest=slowest), 20, 90
-    )
+    line = step_line(replace(report(7), slowest=slowest), 20, 90)
+    assert "  slowest rank 3 on b (450 ms, fastest 250 ms)  stalled" in line
 
 
 def test_step_line_without_norm_and_stalls_leaves_them_out() -> None:
@@ -54,7 +62,7 @@ def test_step_line_without_norm_and_stalls_leaves_them_out() -> None:
     )
     assert "norm" not in line
     assert "tokens/s -" in line
-    assert line.endswith("stalled 0 ms")
+    assert line.endswith("ETA 0 ms")
 
 
 def test_progress_plain_shows_first_and_last_step_alone_when_fast() -> None:
@@ -89,6 +97,28 @@ def test_progress_on_terminal_redraws_and_keeps_notes() -> None:
         progress.update(report(2))
     assert "held-out loss [2.2]" in target.getvalue()
     assert "2/2" in target.getvalue()
+
+
+def test_work_that_takes_long_is_told_in_lines_and_short_work_is_not() -> None:
+    out, target = console()
+    with Work(out, "weights", 4 << 20, size, line_seconds=0) as work:
+        for _ in range(2):
+            work.advance(1 << 20)
+    with Work(out, "weights", 4 << 20, size) as work:
+        work.advance(1 << 20)
+    with Work(out, "tokens", None, "{:.0f}".format, line_seconds=0) as work:
+        work.advance(7)
+    assert target.getvalue() == "weights: 1.0 MiB of 4.0 MiB\nweights: 2.0 MiB of 4.0 MiB\ntokens: 7\n"
+
+
+def test_work_on_a_terminal_draws_a_bar_and_takes_it_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatier.report.report.REDRAW_SECONDS", 0)
+    out, target = console(terminal=True)
+    with Work(out, "weights", 4 << 20, size) as work:
+        work.advance(1 << 20)
+    drawn = target.getvalue()
+    assert "1.0 MiB of 4.0 MiB" in drawn
+    assert drawn.endswith("\x1b[2K")
 
 
 def test_print_placement_shares_add_up() -> None:

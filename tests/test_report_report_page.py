@@ -139,7 +139,7 @@ def test_page_of_a_planned_run_compares_it_with_the_plan(run: Path) -> None:
     assert "a step|400 ms|500 ms|+25.0%|compute busy|300 ms|300 ms|+0.0%" in plan
     assert "as planned" in page.section("Loss and throughput")
     assert "on the GPU, held by torch" in page.section("Memory")
-    assert "nvme_to_ram|400 ms|20.0 %|100 ms" in page.section("What compute waited for")
+    assert "nvme_to_ram|300 ms|20.0 %|100 ms" in page.section("What compute waited for")
     assert "nvme_to_ram|1.0 MiB|4.0 MiB|4.0 MiB|none" in page.section("What moved")
     assert "Units with two generations, updated in the backward: 1." in page.section("What lies where")
 

@@ -20,8 +20,8 @@ from tiny_runs import one_thread
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from warm_python import WarmPython
 
-from megatier.checkpoint.checkpoint import checkpoints, last_checkpoint
 from megatier.checkpoint.room import Room
+from megatier.checkpoint.run_directory import checkpoints, last_checkpoint
 from megatier.cli import main
 from megatier.engine.step import Engine
 

@@ -46,8 +46,10 @@ from megatier.tier import BlockSpec, Tier
 hardware.MEMORY_FILE_SYSTEMS.clear()  # the small drive lies in RAM
 directory = sys.argv[1]
 mount_small_drive(directory, "size=4m")
-store = TieredStore.open(ram="1MiB", nvme=[f"{directory}:64MiB"])
-store.register(BlockSpec("a", 32 << 20, Tier.NVME))
+with open(f"{directory}/other", "wb") as other:
+    other.write(bytes(2 << 20))
+store = TieredStore.open(ram="1MiB", nvme=[f"{directory}:4MiB"])
+store.register(BlockSpec("a", 3 << 20, Tier.NVME))
 try:
     store.seal()
 except CapacityError as error:
@@ -72,10 +74,10 @@ def test_disk_smaller_than_the_plan_is_refused_with_figures(tmp_path: Path, pyth
     assert done.returncode == 0, done.stderr
     refusal, left, works = done.stdout.splitlines()
     tier, needed, free, *sentence = refusal.split(" ")
-    assert (tier, int(needed)) == ("nvme", 32 << 20)
-    assert 3 << 20 < int(free) <= 4 << 20
+    assert (tier, int(needed)) == ("nvme", 3 << 20)
+    assert 1 << 20 < int(free) <= 2 << 20
     assert f"Give {tmp_path} a smaller size in tiers.nvme or free space on it." in " ".join(sentence)
-    assert left == "[]"
+    assert left == "['other']"
     assert works == "True"
 
 

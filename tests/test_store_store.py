@@ -17,6 +17,7 @@ from store_contract import StoreContract
 from megatier.drives.blockfile import IoOptions
 from megatier.errors import (
     CapacityError,
+    ClosedError,
     ConfigError,
     DirtyBlockError,
     LeaseHeldError,
@@ -376,3 +377,12 @@ def test_lease_waiting_for_a_slot_gets_it_when_a_write_ends(open_nvme: Callable[
         store.write_back("a", Tier.RAM)  # and no evict: the slot is free when the write has ended
         assert got.wait(10)
         thread.join()
+
+
+def test_store_that_is_closed_says_so(tmp_path: Path) -> None:
+    store = TieredStore.open(ram=1 << 20, nvme=[f"{tmp_path}:1MiB"])
+    store.register(BlockSpec("a", 100, Tier.NVME))
+    store.seal()
+    store.close()
+    with pytest.raises(ClosedError, match="the store is closed"):
+        store.lease("a", Tier.RAM)

@@ -66,3 +66,18 @@ def test_write_trace_gives_one_named_track_per_lane(tmp_path: Path) -> None:
 def test_write_trace_where_it_cannot_be_written_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(TransferError, match=r"writing the trace failed in .*none/trace\.json .*: No such file"):
         write_trace(tmp_path / "none" / "trace.json", [])
+
+
+def test_write_trace_links_a_stall_to_what_compute_waited_for(tmp_path: Path) -> None:
+    events = [
+        TraceEvent(lane="nvme_to_ram", name="a/weight", start_ns=0, end_ns=4000),
+        TraceEvent(lane="nvme_to_ram", name="b/weight", start_ns=5000, end_ns=8000),
+        TraceEvent(lane="stall", name="a", start_ns=1000, end_ns=4500, cause="nvme_to_ram"),
+        TraceEvent(lane="stall", name="c", start_ns=9000, end_ns=9500, cause="nobody"),
+    ]
+    write_trace(tmp_path / "trace.json", [(1, events)])
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    [begin, end] = [row for row in rows if row["ph"] in "sf"]
+    assert (begin["ts"], end["ts"], begin["id"]) == (0.0, 4.5, end["id"])
+    tracks = {row["args"]["name"]: row["tid"] for row in rows if row["ph"] == "M"}
+    assert (begin["tid"], end["tid"]) == (tracks["nvme_to_ram"], tracks["stall"])

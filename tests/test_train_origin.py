@@ -15,8 +15,8 @@ from small_commands import after_step, all_records, command, outcome
 from tiny_models import tiny_config
 from tiny_runs import one_thread, plain_model
 
-from megatier.checkpoint.checkpoint import last_checkpoint
 from megatier.checkpoint.manifest import digest_of
+from megatier.checkpoint.run_directory import last_checkpoint
 from megatier.cli import main
 from megatier.data.tokenizer import byte_tokenizer
 from megatier.errors import DataError

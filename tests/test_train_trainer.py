@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,8 @@ def test_train_metrics_have_every_figure_of_every_step(tmp_path: Path) -> None:
         "clip_coefficient",
         "skipped",
         "tokens",
+        "tokens_seen",
+        "time",
         "seconds",
         "tokens_per_s",
         "attainment",
@@ -272,6 +275,8 @@ def test_train_metrics_have_every_figure_of_every_step(tmp_path: Path) -> None:
     }
     assert first["loss"] == pytest.approx(math.log(MODEL["vocab_size"]), rel=0.05)
     assert first["tokens"] == 4 * 32
+    assert [record["tokens_seen"] for record in records if "loss" in record] == [128, 256, 384]
+    assert all(datetime.fromisoformat(record["time"]).tzinfo for record in records if "loss" in record)
     assert first["tokens_per_s"] == pytest.approx(first["tokens"] / first["seconds"])
     assert first["clip_coefficient"] == min(1.0, 1.0 / (first["grad_norm"] + 1e-6))
     assert set(first["moved_bytes"]) == {"ram_to_gpu", "gpu_to_ram"}

@@ -27,9 +27,9 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-def report_of(directory: Path) -> tuple[bool, str]:
+def report_of(directory: Path, *, is_quick: bool = False) -> tuple[bool, str]:
     written = io.StringIO()
-    agrees = verify.verify("cpu", directory, Console(file=written, width=160))
+    agrees = verify.verify("cpu", directory, Console(file=written, width=160), is_quick=is_quick)
     return agrees, written.getvalue()
 
 
@@ -37,9 +37,16 @@ def test_verify_here_finds_every_placement_equal_and_leaves_nothing(tmp_path: Pa
     agrees, report = report_of(tmp_path)
     assert agrees
     assert report.count("equal") == 36
-    assert "36 runs of 1 steps" in report
+    assert "36 runs of 1 steps, about " in report
     assert "bit-identical" in report
     assert list(tmp_path.iterdir()) == []
+
+
+def test_verify_that_is_quick_tries_every_placement_once(tmp_path: Path) -> None:
+    agrees, report = report_of(tmp_path, is_quick=True)
+    assert agrees
+    assert report.count("equal") == len(verify.PLACEMENTS) == 6
+    assert all(name in report for name in verify.PLACEMENTS)
 
 
 def test_verify_one_placement_that_differs_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from megatier.checkpoint.arrays import ArrayReader
 from megatier.checkpoint.chunkfile import ChunkFiles
 from megatier.checkpoint.grid import Grid, StoredArray
 from megatier.checkpoint.manifest import METADATA_FILE, Manifest, digest_of, read_json
-from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER
+from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, CHECKPOINT_NAME, checkpoints, last_checkpoint, step_of
 from megatier.durable import REPLACED, discard, settle
 from megatier.errors import CapacityError, CheckpointError, DamagedCheckpointError, TransferError
 from megatier.layout import Layout, TensorSlice
@@ -47,8 +47,6 @@ UNBOUND_FORMAT = 2
 """The format of versions that wrote no manifest."""
 NUM_THREADS = 4
 """Native threads that read."""
-NAME = re.compile(r"step-(\d{8,})")
-"""Name of a whole checkpoint. Eight digits or more, so that names sort as steps do up to a hundred million of them."""
 WRITING = ".partial"
 """End of the hidden name of a checkpoint that is not whole yet."""
 REMOVING = ".removed"
@@ -99,24 +97,6 @@ def check_room(folder: Path, units: Sequence[Unit]) -> None:
         raise CapacityError(f"a checkpoint in {folder}", needed, free, "Free space there, or name another directory.")
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """Return the whole checkpoints in a folder, oldest first."""
-    # Anything else in the folder is somebody else's.
-    found = folder.iterdir() if folder.is_dir() else iter(())
-    return sorted((path for path in found if NAME.fullmatch(path.name)), key=step_of)
-
-
-def step_of(path: Path) -> int:
-    """Return the last step of the state that a checkpoint holds."""
-    return int(path.name.removeprefix("step-"))
-
-
-def last_checkpoint(folder: Path) -> Path | None:
-    """Return the newest whole checkpoint in a folder; None if there is none."""
-    found = checkpoints(folder)
-    return found[-1] if found else None
-
-
 def find_checkpoint(path: Path) -> Path:
     """Return the checkpoint at a path, or the last whole one of the run directory there.
 
@@ -124,7 +104,7 @@ def find_checkpoint(path: Path) -> Path:
         CheckpointError: there is none.
     """
     # Resolved, because the path may be `.` or end in `..`.
-    if NAME.fullmatch(path.resolve().name) and path.is_dir():
+    if CHECKPOINT_NAME.fullmatch(path.resolve().name) and path.is_dir():
         return path
     found = last_checkpoint(path / CHECKPOINT_FOLDER)
     if found is None:
@@ -232,7 +212,7 @@ def _read_root(path: Path) -> tuple[dict[str, Any], Manifest | None]:
         raise DamagedCheckpointError(str(file), "is damaged: its digest is not that of its state")
 
     # A checkpoint that is not whole yet has a hidden name, which says no step.
-    if manifest is not None and NAME.fullmatch(path.name) and manifest.step != step_of(path):
+    if manifest is not None and CHECKPOINT_NAME.fullmatch(path.name) and manifest.step != step_of(path):
         raise DamagedCheckpointError(str(file), f"is of another checkpoint: that of step {manifest.step}")
     return state, manifest
 
@@ -261,10 +241,15 @@ def _open_arrays(path: Path, shapes: dict[tuple[str, str], tuple[int, ...]]) -> 
     return {place: manifest.array(root, "/".join(place), grid) for place, grid in grids.items()}
 
 
-def restore(session: Session, path: Path) -> None:
+def restore(session: Session, path: Path, progress: Callable[[Unit], None] = lambda _: None) -> None:
     """Fill the whole state of a run, also after something broke off while state was changed.
 
     A rank reads the elements of its shards. It does not matter how many ranks have written them.
+
+    Args:
+        session: sealed.
+        path: the checkpoint.
+        progress: is called after each unit.
 
     Raises:
         CheckpointError: the arrays are not those of this model or checkpoint, or damaged.
@@ -284,11 +269,11 @@ def restore(session: Session, path: Path) -> None:
     # outermost, so that it sees the error of another rank, which `together` raises here.
     crew = session.ranks or Alone()
     with session.player.loading(), crew.together():
-        _fill(session, _open_arrays(path, arrays_of(session.units)))
+        _fill(session, _open_arrays(path, arrays_of(session.units)), progress)
         session.player.drain()
 
 
-def _fill(session: Session, arrays: dict[tuple[str, str], StoredArray]) -> None:
+def _fill(session: Session, arrays: dict[tuple[str, str], StoredArray], progress: Callable[[Unit], None]) -> None:
     """Fill all state from arrays, unit by unit."""
     # Units are filled one after the other, so staging buffers are all the RAM that this takes.
     with _files(arrays.values()) as files:
@@ -302,6 +287,7 @@ def _fill(session: Session, arrays: dict[tuple[str, str], StoredArray]) -> None:
                 # Units that hold parts of one parameter read their own elements of its array alone.
                 pieces = files.read(places, [tensor.elements for tensor in tensors])
                 session.fill(unit, planes, ((tensors[i].place(first), values) for i, first, values in pieces))
+            progress(unit)
 
 
 @contextmanager

@@ -10,8 +10,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatier.checkpoint.checkpoint import checkpoint_bytes, checkpoints
-from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER
+from megatier.checkpoint.checkpoint import checkpoint_bytes
+from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, checkpoints
 from megatier.config.schema import OutputConfig
 from megatier.errors import CapacityError, TransferError
 from megatier.models.export import export_bytes

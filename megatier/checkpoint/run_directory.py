@@ -23,7 +23,7 @@ from megatier.drives.leftovers import is_abandoned
 from megatier.errors import ConfigError
 from megatier.files import replace_file
 from megatier.foreign import read_text
-from megatier.private import lock_directory
+from megatier.private import LOCK_FILE, lock_directory
 
 # The names in a run directory. A new run refuses a directory that has one of them (`_begin`).
 CONFIG_FILE = "config.yaml"
@@ -33,6 +33,8 @@ STALL_FILE = "stall.txt"
 MODEL_FOLDER = "model"
 DATA_FOLDER = "data"
 CHECKPOINT_FOLDER = "checkpoints"
+CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
+"""Name of a whole checkpoint. Eight digits or more, so that names sort as steps do up to a hundred million of them."""
 SAVEPOINT_FOLDER = "savepoints"
 TENSORBOARD_FOLDER = "tensorboard"
 NUMBERS_FILE = "numbers.json"
@@ -69,6 +71,7 @@ class RunDirectory:
                 f"{self.path} holds no run to go on with: {CONFIG_FILE} is missing. Give the output.directory of a run."
             )
 
+        _refuse_files(self.path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -93,13 +96,7 @@ class RunDirectory:
             ConfigError: a run is there already, or the config cannot be written.
         """
         # Refused here, where nothing is written yet: records and weights of another run would be mixed with this one's.
-        folders = (MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER, SAVEPOINT_FOLDER, TENSORBOARD_FOLDER)
-        names = (CONFIG_FILE, METRICS_FILE, *folders)
-        if taken := [name for name in names if (self.path / name).exists()]:
-            raise ConfigError(
-                f"{self.path} holds a run already ({taken[0]}). Nothing was changed; name another --output.directory "
-                "or move the old run away."
-            )
+        _refuse_run(self.path)
         self.write_config(config)
 
     @property
@@ -178,10 +175,71 @@ class RunDirectory:
         """Remove the lock's file and give the lock back, and remove the directory if it is new and empty."""
         with contextlib.suppress(OSError):
             # Removed while this process holds it. Later it might be the lock of the next run.
-            (self.path / "lock").unlink(missing_ok=True)
+            (self.path / LOCK_FILE).unlink(missing_ok=True)
             if self._is_new:
                 self.path.rmdir()  # refused if it holds anything
         os.close(self._lock)
+
+
+def check_is_free(path: Path) -> None:
+    """Refuse a directory in which a new run cannot begin. Nothing is written there.
+
+    Raises:
+        ConfigError: it, or what it should lie in, is a file; or it holds a run already.
+    """
+    _refuse_files(path)
+
+    # Of a run that goes on there the lock says so, and it must not be moved away.
+    if not (path / LOCK_FILE).exists() or is_abandoned(path):
+        _refuse_run(path)
+
+
+def _refuse_files(path: Path) -> None:
+    """Refuse a directory if it, or what it should lie in, is no directory.
+
+    Raises:
+        ConfigError: names the file.
+    """
+    for place in (path, *path.parents):
+        with contextlib.suppress(OSError):  # what may not be looked at is refused when it is opened
+            if place.exists():
+                if not place.is_dir():
+                    raise ConfigError(
+                        f"output.directory is {path}, but {place} is a file. Name another directory, or move it away."
+                    )
+                return
+
+
+def _refuse_run(path: Path) -> None:
+    """Refuse a directory that holds a run.
+
+    Raises:
+        ConfigError: names what is there.
+    """
+    folders = (MODEL_FOLDER, DATA_FOLDER, CHECKPOINT_FOLDER, SAVEPOINT_FOLDER, TENSORBOARD_FOLDER)
+    if taken := [name for name in (CONFIG_FILE, METRICS_FILE, *folders) if (path / name).exists()]:
+        raise ConfigError(
+            f"{path} holds a run already ({taken[0]}). Nothing was changed; name another --output.directory or move "
+            "the old run away."
+        )
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the whole checkpoints in a folder, oldest first."""
+    # Anything else in the folder is somebody else's.
+    found = folder.iterdir() if folder.is_dir() else iter(())
+    return sorted((path for path in found if CHECKPOINT_NAME.fullmatch(path.name)), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """Return the last step of the state that a checkpoint holds."""
+    return int(path.name.removeprefix("step-"))
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """Return the newest whole checkpoint in a folder; None if there is none."""
+    found = checkpoints(folder)
+    return found[-1] if found else None
 
 
 def killed_runs(directory: Path) -> Iterator[Path]:

@@ -30,17 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from megatier.checkpoint.checkpoint import (
-    WRITING,
-    checkpoints,
-    last_checkpoint,
-    prune,
-    remove,
-    remove_leftovers,
-    step_of,
-)
+from megatier.checkpoint.checkpoint import WRITING, prune, remove, remove_leftovers
 from megatier.checkpoint.manifest import Manifest, digest_of, read_json
-from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER
+from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER, checkpoints, last_checkpoint, step_of
 from megatier.checkpoint.run_state import RunState
 from megatier.checkpoint.savepoint_blocks import fingerprint, read_blocks, resident_bytes, verify_spilled, write_blocks
 from megatier.config.schema import RunConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.metadata
 import os
@@ -20,9 +21,10 @@ GROUPS = {
     "before a run": {
         "doctor": "say what this machine has, what is missing, and what to do about it",
         "bench": "measure this machine: drives, links between RAM and GPU, processors",
+        "init": "write a config for a model, a dataset and this machine, to begin with",
         "plan": "say whether a run fits, how fast it will be, and what would help",
         "config": "show all settings of a run, and where each comes from",
-        "convert": "make a config from a config of MegaTrain or DeepSpeed",
+        "convert": "make a config from a config of LLaMA-Factory, MegaTrain or DeepSpeed",
         "verify": "show on this machine that the result is the same, bit for bit, wherever the state lies",
     },
     "a run": {
@@ -134,7 +136,9 @@ def _run(words: Sequence[str]) -> int:
 
     command, *rest = words
     if command not in COMMANDS:
-        print(f"megatier: error: no command {command!r}; there are {', '.join(COMMANDS)}.", file=sys.stderr)
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(COMMANDS)}."
+        print(f"megatier: error: no command {command!r}. {hint}", file=sys.stderr)
         return EXIT_ERROR
 
     # Imported here, so that --help is fast, and doctor runs even if another command cannot be imported.

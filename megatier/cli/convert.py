@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatier.cli.output import write_new
 from megatier.config import file as config_file
 from megatier.config import text as config_text
 from megatier.convert.conversion import Conversion, Finding
@@ -31,12 +32,12 @@ def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="megatier convert",
         usage="%(prog)s FILE --output CONFIG.yaml [--section.key VALUE ...]",
-        description="Write a config of megatier from MegaTrain's YAML or DeepSpeed's JSON, and say of every key what "
-        "it became, or why it was left out. The content of the file shows which of the two it is.",
+        description="Write a config of megatier from the YAML of LLaMA-Factory or MegaTrain, or from DeepSpeed's JSON, "
+        "and say of every key what it became, or why it was left out. The content of the file shows whose it is.",
         epilog="example: megatier convert ds.json --output run.yaml --model.path my/model --data.files my/texts",
     )
     parser.add_argument(
-        "file", type=Path, metavar="FILE", help="config of MegaTrain or DeepSpeed; settings on the command line win"
+        "file", type=Path, metavar="FILE", help="config of one of them; settings on the command line win"
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="CONFIG.yaml", help="the file to write; it must not exist yet"
@@ -49,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
     head = f"# From {made.trainer}'s {options.file.name}, by `megatier convert`.\n"
     if needed:
         head += f"# Still needed: {', '.join(needed)}\n"
-    _write(options.output, head + config_text.write(sections, names, {}))
+    write_new(options.output, head + config_text.write(sections, names, {}))
 
     print(*_report(made.findings), sep="\n")
     if needed:
@@ -93,14 +94,3 @@ def _report(findings: Sequence[Finding]) -> Iterator[str]:
         if lines := [f"  {finding}" for finding in findings if finding.outcome == outcome]:
             yield f"{title}:"
             yield from lines
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        # A file that is there may have been edited by hand, so it is never replaced.
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{path} exists already. Name another --output CONFIG.yaml.") from None
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}. Name another --output CONFIG.yaml.") from error

@@ -276,15 +276,19 @@ def _huge_pages() -> Check:
 def _drive(given: MountBudget) -> Iterator[Check]:
     """Check one mount: its file system, free space and O_DIRECT."""
     directory = given.directory
+    if not directory.is_dir():
+        yield _fail("drive", f"{directory} is no directory", "Create it, or give --nvme one that exists.")
+        return
+
     mount = hardware.mount_of(directory)
-    found = f"{mount.file_system} on {mount.directory}"
+    found = f"{directory}: {mount.file_system} on {mount.directory}"
     if mount.is_memory:
         remedy = "Files here lie in RAM, so a run refuses it. Give --nvme a directory on a drive."
         yield _fail("file system", found, remedy)
     else:
         yield _ok("file system", found)
 
-    found = f"{mib(mount.free_bytes)} of {mib(mount.total_bytes)} on {mount.directory}"
+    found = f"{directory}: {mib(mount.free_bytes)} of {mib(mount.total_bytes)} on {mount.directory}"
     if mount.free_bytes < (given.num_bytes or 0):
         remedy = f"Less than the {mib(given.num_bytes or 0)} given. Free space, or give less: {directory}:SIZE."
         yield _fail("free space", found, remedy)
@@ -309,7 +313,11 @@ def _direct_io(directory: Path) -> Check:
             try:
                 descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
             except OSError as error:
-                return _warn("O_DIRECT", f"refused: {error.strerror}", "It works through the page cache, but slower.")
+                return _warn(
+                    "O_DIRECT",
+                    f"{directory}: refused, {error.strerror}",
+                    "It works through the page cache, but slower.",
+                )
 
             try:
                 written = os.pwrite(descriptor, page, 0)
@@ -319,7 +327,7 @@ def _direct_io(directory: Path) -> Check:
                 os.close(descriptor)
 
             if (written, read, page[:]) != (PAGE_BYTES, PAGE_BYTES, pattern):
-                return _fail("O_DIRECT", "read back other bytes than written", "Do not use this drive.")
+                return _fail("O_DIRECT", f"{directory}: read back other bytes than written", "Do not use this drive.")
     except OSError as error:
         return _fail("O_DIRECT", f"{directory}: {error.strerror}", "Give --nvme a directory you may write to.")
-    return _ok("O_DIRECT", f"wrote and read one page in {directory}")
+    return _ok("O_DIRECT", f"{directory}: wrote and read one page")

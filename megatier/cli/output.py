@@ -28,6 +28,21 @@ def write_text(path: Path, text: str, option: str) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}. Name another {option}.") from error
 
 
+def write_new(path: Path, text: str) -> None:
+    """Write a config that does not exist yet.
+
+    Raises:
+        ConfigError: there is a file of this name, or it cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists already. Name another --output CONFIG.yaml.") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}. Name another --output CONFIG.yaml.") from error
+
+
 def json_text(document: Mapping[str, Any]) -> str:
     """Return a document as JSON. JSON has no NaN, so a NaN is written as text."""
     return json.dumps(plain(document), indent=2, allow_nan=False) + "\n"

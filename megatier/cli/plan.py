@@ -16,10 +16,12 @@ from rich.table import Table
 from megatier.checkpoint.pace import about, every_seconds
 from megatier.cli.output import json_text, print_json, write_text
 from megatier.config import file as config_file
+from megatier.config import text as config_text
 from megatier.config.schema import RunConfig
 from megatier.errors import ConfigError, mib
 from megatier.hardware import device_for, mount_of
 from megatier.measure.probe import io_threads, rates_or_assumed
+from megatier.report.figures import NO_GPU
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
 from megatier.schedule.rates import ASSUMED, Rates, World, as_dict, read_rates
 from megatier.schedule.sizes import Budgets
@@ -67,11 +69,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
 
     console = Console()
-    if chosen:
-        words = " ".join(f"--{name} {value}" for name, value in chosen.items())
-        console.print(f"chosen: {words}", markup=False, highlight=False, soft_wrap=True)
-    for table in (_bytes_table(plan), _time_table(plan), _change_table(plan)):
-        console.print(table)
+    _print_plan(console, plan, chosen, has_gpu=not here or device_for(loaded.tiers.device) != "cpu")
     if loaded.tiers.nvme:
         console.print(f"NVMe: {threads} I/O threads each way, {why}.", highlight=False, soft_wrap=True)
     console.print(*_sentences(plan), sep="\n", markup=False, highlight=False)
@@ -81,6 +79,16 @@ def run(argv: Sequence[str]) -> int:
     if names := rates.assumed(world):
         console.print(_links_assumption(names, world, here=here), markup=False, highlight=False)
     return 0
+
+
+def _print_plan(console: Console, plan: Plan, chosen: Mapping[str, Any], *, has_gpu: bool) -> None:
+    """Print the choice, and the tables of the plan."""
+    if chosen:
+        console.print(f"chosen: {config_text.options(chosen)}", markup=False, highlight=False, soft_wrap=True)
+    if not has_gpu:
+        console.print(NO_GPU, highlight=False, soft_wrap=True)
+    for table in (_bytes_table(plan), _time_table(plan), _change_table(plan)):
+        console.print(table)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -166,16 +174,16 @@ def _planned(
     from megatier.planner.search import changed, search
     from megatier.session.machine import choose_device, compiles
     from megatier.session.skeleton import skeleton_of
-    from megatier.train.choices import budgets_here, fix_choices, with_true_loss
+    from megatier.train.choices import budgets_here, fit_positions, fix_choices, with_true_loss
 
     model = skeleton_of(loaded.model)
     if here:
         device = choose_device(loaded.tiers)
-        loaded = fix_choices(loaded, model)
+        loaded = fix_choices(loaded, given, model)
         budgets = budgets_here(loaded.tiers, device)
         compiled = compiles(loaded.model, device)
     else:
-        loaded = with_true_loss(loaded, model)
+        loaded = with_true_loss(fit_positions(loaded, given, model), model)
         budgets = _budgets(loaded, rates.gpu_bytes if searches else None)
         compiled = _compiles(loaded)
 

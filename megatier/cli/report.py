@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatier.cli.output import write_text
+from megatier.report.report_page import build
 
 
 def run(argv: Sequence[str]) -> int:
@@ -28,9 +29,6 @@ def run(argv: Sequence[str]) -> int:
         help="file to write (default: report.html in the run's directory)",
     )
     options = parser.parse_args(argv)
-    # Imported here because it loads torch: wrong arguments are refused without waiting for that.
-    from megatier.report.report_page import build
-
     text = build(options.directory)
     output: Path = options.output or options.directory / "report.html"
     write_text(output, text, "--output FILE.html")

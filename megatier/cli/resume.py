@@ -9,7 +9,8 @@ from pathlib import Path
 from megatier.checkpoint.run_directory import CONFIG_FILE
 from megatier.config import file as config_file
 from megatier.errors import ConfigError
-from megatier.train.outlet import run_console
+from megatier.session.paths import check_paths
+from megatier.train.outlet import announce, run_console
 
 
 def run(argv: Sequence[str]) -> int:
@@ -40,12 +41,16 @@ def run(argv: Sequence[str]) -> int:
     # The directory may have been moved since the config was written into it.
     words = [*overrides, f"--output.directory={options.directory}"]
     loaded = config_file.load(path, words)
-    # Imported here because it loads torch: a wrong config is refused without waiting for that.
+    console = run_console()
+    announce(console, f"{loaded.output.directory}: loading PyTorch and transformers")
+    check_paths(loaded)
+
+    # Imported here because it loads torch: what is wrong so far is refused without waiting for that.
     from megatier.train.trainer import train
 
     train(
         loaded,
-        run_console(),
+        console,
         config_file.given(path, words),
         resumes=True,
         accepts_changes=options.accept_changes,

@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megatier.checkpoint.run_directory import TRACE_FILE
 from megatier.cli.output import write_text
 from megatier.errors import ConfigError
 from megatier.report.metrics import format_seconds, format_share
-
-if TYPE_CHECKING:
-    from megatier.report.picture import LaneUse
-    from megatier.trace.events import TraceEvent
+from megatier.report.picture import IDLE, LaneUse, draw, idle_seconds, lane_uses, read_trace, step_seconds
+from megatier.trace.events import TraceEvent, stall_seconds
 
 
 def run(argv: Sequence[str]) -> int:
@@ -39,11 +37,6 @@ def run(argv: Sequence[str]) -> int:
     if options.output is not None and options.output.suffix != ".svg":
         raise ConfigError(f"--output {options.output}: the picture is an SVG. Name a file that ends in .svg.")
 
-    # Imported here because these load torch: wrong arguments are refused without waiting for that.
-    from megatier.checkpoint.run_directory import TRACE_FILE
-    from megatier.report.picture import draw, lane_uses, read_trace, step_seconds
-    from megatier.trace.events import stall_seconds
-
     path: Path = options.trace / TRACE_FILE if options.trace.is_dir() else options.trace
     steps = read_trace(path)
     step, events = _choose(path, steps, options.step)
@@ -52,7 +45,8 @@ def run(argv: Sequence[str]) -> int:
     write_text(output, picture, "--output FILE.svg")
 
     console = Console()
-    console.print(_table(step, step_seconds(events), lane_uses(events), stall_seconds(events)))
+    uses, seconds, stalls = lane_uses(events), step_seconds(events), stall_seconds(events)
+    console.print(_table(step, seconds, uses, {**stalls, "": idle_seconds(uses, seconds, stalls)}))
     console.print(f"picture written to {output}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
@@ -70,7 +64,10 @@ def _choose(path: Path, steps: dict[int, list[TraceEvent]], step: int | None) ->
 
 
 def _table(step: int, seconds: float, uses: Iterable[LaneUse], stalls: Mapping[str, float]) -> Table:
-    """Return a table of the busy time of each lane, then of stalls by cause, longest first, with shares of the step."""
+    """Return a table of the busy time of each lane, then of stalls by cause and idle time, longest first.
+
+    Each has its share of the step.
+    """
     table = Table("lane", title=f"step {step}: {format_seconds(seconds)}", title_justify="left")
     for name in ("busy", "share", "at once"):
         table.add_column(name, justify="right")
@@ -80,5 +77,7 @@ def _table(step: int, seconds: float, uses: Iterable[LaneUse], stalls: Mapping[s
 
     table.add_section()
     for cause, stalled in sorted(stalls.items(), key=lambda item: -item[1]):
-        table.add_row(escape(f"stall: {cause}"), format_seconds(stalled), format_share(stalled, seconds))
+        table.add_row(
+            escape(f"stall: {cause}" if cause else IDLE), format_seconds(stalled), format_share(stalled, seconds)
+        )
     return table

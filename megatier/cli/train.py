@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from megatier.checkpoint.run_directory import check_is_free
 from megatier.config import file as config_file
 from megatier.config import schema
 from megatier.config import values as config_values
 from megatier.errors import ConfigError
-from megatier.train.outlet import run_console
+from megatier.session.paths import check_paths
+from megatier.train.outlet import announce, run_console
 
 HELP = """\
 usage: megatier train [CONFIG.yaml] [--section.key VALUE ...]
@@ -47,11 +50,18 @@ def run(argv: Sequence[str]) -> int:
     path = Path(argv[0]) if argv and not argv[0].startswith("-") else None
     words = argv[1:] if path else argv
     loaded = config_file.load(path, words)
+    console = run_console()
+    announce(console, f"{loaded.output.directory}: loading PyTorch and transformers")
+    check_paths(loaded)
 
-    # Imported here because it loads torch: a wrong config is refused without waiting for that.
+    # A run that torchrun starts again finds itself there.
+    if "RANK" not in os.environ:
+        check_is_free(Path(loaded.output.directory))
+
+    # Imported here because it loads torch: what is wrong so far is refused without waiting for that.
     from megatier.train.trainer import train
 
-    train(loaded, run_console(), config_file.given(path, words))
+    train(loaded, console, config_file.given(path, words))
     return 0
 
 

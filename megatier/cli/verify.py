@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from megatier.hardware import scratch_directory
+from megatier.train.outlet import announce
 
 
 def run(argv: Sequence[str]) -> int:
@@ -29,11 +30,17 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="directory on the drive to try (default: a temporary one)"
     )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="make 6 runs instead of 36: every placement, but one activation policy, and with clipping alone",
+    )
     options = parser.parse_args(argv)
+    announce(Console(), "loading PyTorch and transformers")
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
     from megatier.train.verify import verify
 
     if options.directory is not None:
-        return 0 if verify(options.device, options.directory, Console()) else 1
+        return 0 if verify(options.device, options.directory, Console(), is_quick=options.quick) else 1
     with TemporaryDirectory(prefix="megatier-verify-", dir=scratch_directory()) as directory:
-        return 0 if verify(options.device, Path(directory), Console()) else 1
+        return 0 if verify(options.device, Path(directory), Console(), is_quick=options.quick) else 1

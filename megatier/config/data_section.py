@@ -9,7 +9,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
-from megatier.config.values import ByteCount, read_text
+from megatier.config.values import ByteCount, check_choices, read_text
 from megatier.config.values import require as _require
 
 PYTHON_STDLIB = "python-stdlib"
@@ -46,6 +46,9 @@ class DataConfig:
     """How a file is read: as one text, or as records. Records are JSON objects, one a line or in an array, or the
     rows of a table, which need the extra megatier[data]. auto goes by the suffix; .json is one text unless chat is
     set."""
+    skip_bad: bool = False
+    """Leave out records that cannot be read, and say how many they are and where the first ones stand. False: such a
+    record refuses the text."""
     text_field: str = "text"
     """Key of the text in each record."""
     chat: Literal["messages", "sharegpt", "alpaca"] | None = None
@@ -76,7 +79,7 @@ class DataConfig:
     tokenizer: str | None = None
     """Folder or hub id of a tokenizer, or "bytes" (257 tokens, no download). None: the model's own."""
     sequence_length: int = 1024
-    """Tokens in a sequence, at least 2."""
+    """Tokens in a sequence, at least 2. If it is not given and the model was made for fewer positions, that many."""
     holdout_fraction: float = 0.02
     """Share of the documents that is kept for evaluation, from 0 to below 1. It does not count for a stream, or
     with data.holdout_split."""
@@ -95,6 +98,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         """Check each value."""
+        check_choices(self, "data")
         read_text(self, "data", sizes=("max_bytes",), lists=("files", "suffixes"))
         self._check_source()
 
@@ -128,6 +132,8 @@ class DataConfig:
         if self.holdout_split is not None:
             self._check_holdout(self.holdout_split)
 
+        bound = "false with data.streaming, which reads on while the run does"
+        _require(not (self.skip_bad and self.streaming), "data.skip_bad", self.skip_bad, bound)
         bound = "null with data.streaming: train.steps bounds a stream"
         _require(self.max_bytes is None or not self.streaming, "data.max_bytes", self.max_bytes, bound)
 

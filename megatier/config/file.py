@@ -25,6 +25,36 @@ from megatier.config.values import ByteCount, parse_bytes, parse_list, parse_yam
 from megatier.errors import ConfigError
 from megatier.foreign import shown
 
+ELSEWHERE = {
+    "lr": "train.learning_rate",
+    "lr_scheduler_type": "train.schedule",
+    "batch_size": "train.batch",
+    "train_batch_size": "train.batch",
+    "per_device_train_batch_size": "train.batch",
+    "gradient_accumulation_steps": "train.groups",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "max_steps": "train.steps",
+    "num_steps": "train.steps",
+    "max_grad_norm": "train.clip",
+    "warmup_ratio": "train.warmup_steps",
+    "gradient_checkpointing": "train.activations",
+    "max_length": "data.sequence_length",
+    "max_seq_length": "data.sequence_length",
+    "cutoff_len": "data.sequence_length",
+    "model_name_or_path": "model.path",
+    "attn_implementation": "model.attention",
+    "dtype": "model.compute_dtype",
+    "bf16": "model.compute_dtype",
+    "fp16": "model.compute_dtype",
+    "template": "data.chat_template",
+    "output_dir": "output.directory",
+    "save_steps": "output.checkpoint_every",
+    "save_total_limit": "output.keep_checkpoints",
+    "eval_steps": "train.evaluate_every",
+}
+"""Settings by the names that other trainers give them, for suggestions."""
+
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file, lay overrides over it, check everything.
@@ -51,7 +81,7 @@ def from_dict(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConf
 def _parsed(tree: dict[str, dict[str, Any]], overrides: Sequence[str]) -> RunConfig:
     """Return the config of a tree of sections, with overrides laid over it."""
     # Overrides go into the tree one after the other, so the last one of a setting wins, and each wins over the file.
-    words = _take_model_config(overrides, tree)
+    words = _joined(_take_model_config(overrides, tree))
     _check_known(word[2:].partition("=")[0] for word in words if word.startswith("--"))
 
     # `model.config` goes past the parser, which would take its quoted "1" and "null" for 1 and null.
@@ -105,6 +135,9 @@ class _ByteSize(int):
     """The parser's type for a `ByteCount`: text with a unit, or an int."""
 
     def __new__(cls, value: object) -> _ByteSize:
+        # YAML and the parser read 1e9 as a float.
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ConfigError(f"{value!r} is no byte size")
 
@@ -237,6 +270,18 @@ def _take_model_config(overrides: Sequence[str], tree: dict[str, dict[str, Any]]
     return rest
 
 
+def _joined(words: Sequence[str]) -> list[str]:
+    """Words in which a value that begins with a minus is joined to its key, since the parser takes it for a key."""
+    joined: list[str] = []
+    for word in words:
+        is_value = word.startswith("-") and not word.startswith("--")
+        if is_value and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
 def _dotted(name: str, keys: Mapping[str, Any]) -> Iterator[str]:
     return (f"{name}.{key}" for key in keys)
 
@@ -251,8 +296,10 @@ def _check_known(keys: Iterable[str], where: str | None = None) -> None:
         if key in SECTIONS:
             raise ConfigError(f"{key} is a section; set one of its keys, such as --{_section_keys(key)[0]}.")
 
-        # A key in the wrong section is as common as a misspelt one.
-        near = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+        # A name of another trainer, or a key in the wrong section, is as common as a misspelt one.
+        last = key.rpartition(".")[2]
+        near = [ELSEWHERE[last]] if last in ELSEWHERE else []
+        near = near or [name for name in known if name.rpartition(".")[2] == last]
         near = near or difflib.get_close_matches(key, [*known, *SECTIONS], n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(_section_keys(key.partition('.')[0]))}."
         raise ConfigError(f"{where}: unknown setting {key}; {hint}" if where else f"unknown setting {key}; {hint}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatier.config.data_section import DataConfig
-from megatier.config.values import ByteCount, MountBudget, parse_mount, read_text
+from megatier.config.values import ByteCount, MountBudget, check_choices, parse_mount, read_text
 from megatier.config.values import require as _require
 from megatier.errors import ConfigError
 
@@ -51,6 +51,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Check each value."""
+        check_choices(self, "model")
         if (self.path is None) == (self.config is None):
             raise ConfigError(
                 "give exactly one of model.path (to go on with a model) and model.config (to start anew)."
@@ -111,6 +112,7 @@ class TiersConfig:
 
     def __post_init__(self) -> None:
         """Check each value."""
+        check_choices(self, "tiers")
         read_text(self, "tiers", sizes=("gpu", "gpu_limit", "ram", "chunk"), lists=("nvme", "state"))
 
         for name in ("gpu", "gpu_limit", "ram"):
@@ -147,6 +149,9 @@ class TrainConfig:
 
     steps: int = 1000
     """Optimizer steps, at least 1."""
+    epochs: float | None = None
+    """Times that the text is trained on, above 0. It sets train.steps when the text is known. None: train.steps says
+    how long the run is."""
     batch: int = 8
     """Sequences in a step, a multiple of groups * slices."""
     groups: int = 1
@@ -190,6 +195,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Check each value, then those that depend on each other."""
+        check_choices(self, "train")
         for name in ("steps", "batch", "groups", "slices", "evaluate_batches"):
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
 
@@ -207,8 +213,12 @@ class TrainConfig:
         _require(0 < self.eps < math.inf, "train.eps", self.eps, "above 0")
         _require(clip is None or 0 < clip < math.inf, "train.clip", clip, "above 0, or null for no clipping")
         _require(
-            self.warmup_steps < self.steps, "train.warmup_steps", self.warmup_steps, f"below train.steps {self.steps}"
+            self.epochs is None or 0 < self.epochs < math.inf, "train.epochs", self.epochs, "above 0, or null for steps"
         )
+
+        # With epochs the steps are not known yet. This is checked again when they are.
+        is_short = self.epochs is not None or self.warmup_steps < self.steps
+        _require(is_short, "train.warmup_steps", self.warmup_steps, f"below train.steps {self.steps}")
 
         parts = self.groups * self.slices
         _require(self.batch % parts == 0, "train.batch", self.batch, f"a multiple of groups * slices ({parts})")
@@ -261,6 +271,7 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         """Check each value."""
+        check_choices(self, "output")
         _require(self.directory != "", "output.directory", self.directory, "a path")
         every = self.checkpoint_every
         _require(every == "auto" or every >= 0, "output.checkpoint_every", every, "auto or at least 0")
@@ -292,6 +303,8 @@ class RunConfig:
             None,
             'a tokenizer such as "bytes", because model.config brings none',
         )
+        bound = "null with data.streaming, whose end is not known: set train.steps"
+        _require(not (self.train.epochs and self.data.streaming), "train.epochs", self.train.epochs, bound)
         self._check_generations()
         self._check_borders()
 

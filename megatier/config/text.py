@@ -73,6 +73,16 @@ def _lines(section: type[Any], key: str, value: object) -> Iterator[str]:
     yield from textwrap.indent(dump({key: value}), INDENT).splitlines()
 
 
+def options(settings: Mapping[str, Any]) -> str:
+    """Settings by dotted name as options of the command line, with units."""
+    words = []
+    for dotted, value in settings.items():
+        section, _, key = dotted.partition(".")
+        is_size = ByteCount in get_args(get_type_hints(SECTIONS[section], include_extras=True)[key])
+        words.append(f"--{dotted} {exact_size(value) if is_size and value is not None else value}")
+    return " ".join(words)
+
+
 def exact_size(num_bytes: int) -> int | str:
     """Return bytes as text with the largest unit of which they are a multiple; as a plain number if there is none."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):

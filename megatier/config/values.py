@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -46,12 +46,14 @@ class MountBudget:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of a size such as "96GiB", "500 MB", "1.5g" or "4096". K, M, G, T, P alone are powers of 1024.
+    """Return the bytes of a size such as "96GiB", "500 MB", "1.5g", "4096" or "1e9".
+
+    K, M, G, T, P alone are powers of 1024.
 
     Raises:
         ConfigError: not a size.
     """
-    match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*)", text.strip().lower())
+    match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?(?:e\d{1,2})?)\s*([a-df-z]*)", text.strip().lower())
     if match is None or match[2] not in BYTE_UNITS:
         raise ConfigError(f"{text!r} is no byte size; write 96GiB, 500MB or a plain number of bytes")
 
@@ -192,6 +194,25 @@ def read_text(section: object, name: str, *, sizes: Sequence[str] = (), lists: S
 
     for key in lists:
         object.__setattr__(section, key, parse_list(getattr(section, key)))
+
+
+def check_choices(section: object, name: str) -> None:
+    """Refuse a value that is not among the choices of its field. The reader refuses it earlier; Python code does not.
+
+    Args:
+        section: the section, while it is built.
+        name: its name, for messages.
+
+    Raises:
+        ConfigError: names setting, value and choices.
+    """
+    for key, hint in get_type_hints(type(section), include_extras=True).items():
+        kinds = get_args(hint) if get_origin(hint) is not Literal else (hint,)
+        choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+        value = getattr(section, key)
+        is_another_kind = len(kinds) > 1 and not isinstance(value, str)
+        if choices and not is_another_kind:
+            require(value in choices, f"{name}.{key}", value, f"one of {', '.join(choices)}")
 
 
 def require(holds: bool, name: str, value: object, bound: str) -> None:

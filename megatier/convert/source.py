@@ -12,15 +12,18 @@ from jsonargparse import get_loader
 from megatier.config.file import check_sections
 from megatier.config.schema import SECTIONS
 from megatier.config.values import parse_yaml, read_text_of
-from megatier.convert import deepspeed, megatrain
+from megatier.convert import deepspeed, llama_factory, megatrain
 from megatier.convert.conversion import Conversion
 from megatier.errors import ConfigError
 
-KINDS = "MegaTrain's YAML (model.name, dataset, training) or DeepSpeed's JSON (zero_optimization, train_batch_size)"
+KINDS = (
+    "MegaTrain's YAML (model.name, dataset, training), LLaMA-Factory's (model_name_or_path, finetuning_type) or "
+    "DeepSpeed's JSON (zero_optimization, train_batch_size)"
+)
 
 
 def convert(path: Path) -> Conversion:
-    """Convert a config of MegaTrain or DeepSpeed into settings of megatier, with a finding for each of its keys.
+    """Convert a config of MegaTrain, LLaMA-Factory or DeepSpeed into settings, with a finding for each of its keys.
 
     Raises:
         ConfigError: the file cannot be read, belongs to neither trainer, or has a value that makes no sense.
@@ -39,6 +42,9 @@ def convert(path: Path) -> Conversion:
 
 
 def _recognised(path: Path, tree: Mapping[str, Any]) -> tuple[str, Callable[[Conversion], None]]:
+    if tree.keys() & llama_factory.KEYS and not tree.keys() & {"model", "training"}:
+        return "LLaMA-Factory", llama_factory.convert
+
     model = tree.get("model")
     is_megatrain = bool(tree.keys() & {"dataset", "training"}) or (isinstance(model, dict) and "name" in model)
     is_deepspeed = bool(tree.keys() & deepspeed.KEYS)

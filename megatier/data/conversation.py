@@ -23,6 +23,10 @@ SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "observ
 """The roles of ShareGPT, and what chat templates call them."""
 
 
+CHAT_KEYS = {"messages": "messages", "sharegpt": "conversations", "alpaca": "instruction"}
+"""The key by which each value of `data.chat` is recognised."""
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """Messages, of which the assistant's are learnt."""
@@ -62,7 +66,10 @@ class Text:
         """Return the text of a record; see `Shape`."""
         text = record.get(self.key)
         if not isinstance(text, str):
-            raise DataError(f"{place}: no text under {self.key!r}. Set data.text_field to its key.")
+            remedy = f"Its keys are {_shown(list(record))}. " if record else ""
+            chat = next((chat for chat, key in CHAT_KEYS.items() if key in record), None)
+            remedy += f"Set data.chat to {chat}." if chat else "Set data.text_field to the key of the text."
+            raise DataError(f"{place}: no text under {self.key!r}. {remedy}")
         return _whole_characters(text)
 
 

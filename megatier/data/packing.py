@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -25,10 +25,11 @@ from transformers import PreTrainedTokenizerBase
 from megatier.config.data_section import DataConfig
 from megatier.data import hub
 from megatier.data.conversation import Conversation
-from megatier.data.packer import MARK_BITS, Packer, columns_of
+from megatier.data.packer import FIRST, LEARNT, MARK_BITS, Packer, columns_of
+from megatier.data.records import BadRecords
 from megatier.data.text import documents, read_rows
 from megatier.data.token_files import NOTE_FILE, Content, read_contents, write_note
-from megatier.errors import DataError
+from megatier.errors import REMEDIES, DataError
 from megatier.files import create_file, open_regular
 
 FILES = "train.tokens", "holdout.tokens"
@@ -53,6 +54,10 @@ class TokenRange:
     """Whether documents are apart, so that positions and attention start anew in each of them."""
     crc32: int
     """CRC32 of the whole file."""
+    num_documents: int | None = None
+    """Documents in it; None: unknown."""
+    num_learnt: int | None = None
+    """Tokens in it that are learnt; None: unknown."""
 
     def read(self, numbers: Sequence[int], length: int) -> dict[str, torch.Tensor]:
         """Return the sequences of these numbers, as `columns_of` gives them.
@@ -98,16 +103,30 @@ class PackedText:
     """Decides the order of sequences (`data.seed`)."""
     damaged: str | None = None
     """The file that made it necessary to tokenise again."""
+    bad: BadRecords | None = None
+    """The records that were left out when the text was tokenised."""
 
     @staticmethod
-    def build(config: DataConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> PackedText:
+    def build(
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        directory: Path,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> PackedText:
         """Tokenise the dataset into `train.tokens` and `holdout.tokens` in a directory.
+
+        Args:
+            config: the dataset, and how it becomes sequences.
+            tokenizer: makes tokens.
+            directory: where the files lie.
+            progress: is called with the number of tokens that came since the last call.
 
         Raises:
             DataError: a path is missing, a line is malformed, there is no text or less than one sequence, or no room
                 for the files.
         """
-        train, held_out, damaged = tokenise(config, tokenizer, directory)
+        bad = BadRecords(skips=config.skip_bad)
+        train, held_out, damaged = tokenise(config, tokenizer, directory, progress, bad)
         train, held_out = _split_few(train, held_out, config)
         if train.num_tokens < config.sequence_length:
             raise DataError(
@@ -120,6 +139,7 @@ class PackedText:
             sequence_length=config.sequence_length,
             seed=config.seed,
             damaged=damaged,
+            bad=bad,
         )
 
     @property
@@ -153,7 +173,11 @@ class PackedText:
 
 
 def tokenise(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, directory: Path
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    progress: Callable[[int], None] = lambda _: None,
+    bad: BadRecords | None = None,
 ) -> tuple[TokenRange, TokenRange, str | None]:
     """Tokenise the dataset into two files, to train on and held out; of a stream, what is held out alone.
 
@@ -176,12 +200,11 @@ def tokenise(
         if contents is None:
             # While the files are being made no note may say that they are there.
             (directory / NOTE_FILE).unlink(missing_ok=True)
-            contents = _write_tokens(config, tokenizer, dtype, directory)
+            contents = _write_tokens(config, tokenizer, dtype, directory, progress, bad)
             write_note(directory, settings, FILES, contents)
     except OSError as error:
-        raise DataError(
-            f"cannot write tokens to {directory}: {error.strerror}. Check the drive, or name another output.directory."
-        ) from error
+        remedy = REMEDIES.get(error.errno or 0, "Check the drive, or name another output.directory.")
+        raise DataError(f"cannot write tokens to {directory}: {error.strerror or error}. {remedy}") from error
 
     train, held_out = (
         TokenRange(
@@ -191,6 +214,8 @@ def tokenise(
             num_tokens=content.num_bytes // dtype.itemsize,
             is_apart=config.is_apart,
             crc32=content.crc32,
+            num_documents=content.num_documents,
+            num_learnt=content.num_learnt,
         )
         for name, content in zip(FILES, contents, strict=True)
     )
@@ -216,6 +241,10 @@ def settings_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     made_by = [type(tokenizer).__name__, tokenizer.name_or_path, len(tokenizer), tokenizer.eos_token_id]
     settings = {**dataclasses.asdict(config), "made_by": made_by, "template": tokenizer.chat_template}
 
+    # Versions that had no such setting left nothing out either.
+    if not config.skip_bad:
+        del settings["skip_bad"]
+
     # Documents that are laid end to end give the same tokens for any length of a row.
     if not config.is_apart:
         settings["sequence_length"] = None
@@ -223,16 +252,24 @@ def settings_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _write_tokens(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, dtype: np.dtype[Any], directory: Path
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: np.dtype[Any],
+    directory: Path,
+    progress: Callable[[int], None],
+    bad: BadRecords | None,
 ) -> list[Content]:
     """Tokenise into two files, which get their names when both are whole and on the drive; return what is in each."""
     directory.mkdir(parents=True, exist_ok=True)
     partial = [directory / f"{name}.partial" for name in FILES]
     with create_file(partial[0]) as to_train, create_file(partial[1]) as to_held_out:
-        writers = [_TokenWriter(file, dtype, Packer(config, tokenizer)) for file in (to_train, to_held_out)]
-        for is_for_evaluation, document in _sorted_out(config):
+        writers = [
+            _TokenWriter(file, dtype, Packer(config, tokenizer), config.is_apart) for file in (to_train, to_held_out)
+        ]
+        for is_for_evaluation, document in _sorted_out(config, bad):
             writer = writers[is_for_evaluation]
-            writer.write(writer.packer.lay(document))
+            writer.num_documents += 1
+            progress(writer.write(writer.packer.lay(document)))
         for writer in writers:
             writer.write(writer.packer.end())
             writer.file.flush()
@@ -242,7 +279,7 @@ def _write_tokens(
     # the text is tokenised again.
     for path, name in zip(partial, FILES, strict=True):
         path.rename(directory / name)
-    return [Content(writer.num_bytes, writer.crc32) for writer in writers]
+    return [Content(w.num_bytes, w.crc32, w.num_documents, w.num_learnt) for w in writers]
 
 
 @dataclass(slots=True)
@@ -252,19 +289,29 @@ class _TokenWriter:
     file: IO[bytes]
     dtype: np.dtype[Any]
     packer: Packer
+    is_apart: bool
     num_bytes: int = 0
     crc32: int = 0
+    num_documents: int = 0
+    num_learnt: int = 0
 
-    def write(self, pieces: Iterable[NDArray[np.int64]]) -> None:
-        """Append marked tokens."""
+    def write(self, pieces: Iterable[NDArray[np.int64]]) -> int:
+        """Append marked tokens; return their number."""
+        count = 0
         for piece in pieces:
+            count += len(piece)
+
+            # The first token of a document that is apart has nothing before it from which it could be told.
+            unlearnt_marks = FIRST if self.is_apart else 0
+            self.num_learnt += int(np.count_nonzero(piece & (LEARNT | unlearnt_marks) == LEARNT))
             raw = piece.astype(self.dtype).tobytes()
             self.file.write(raw)
             self.num_bytes += len(raw)
             self.crc32 = zlib.crc32(raw, self.crc32)
+        return count
 
 
-def _sorted_out(config: DataConfig) -> Iterator[tuple[bool, str | Conversation]]:
+def _sorted_out(config: DataConfig, bad: BadRecords | None) -> Iterator[tuple[bool, str | Conversation]]:
     """Yield whether a document is held out, and the document; of a stream, those that are held out."""
     split = config.holdout_split
     if config.streaming:
@@ -274,10 +321,10 @@ def _sorted_out(config: DataConfig) -> Iterator[tuple[bool, str | Conversation]]
         yield from ((True, document) for document in rows if document)
         return
 
-    for number, document in enumerate(documents(config)):
+    for number, document in enumerate(documents(config, bad=bad)):
         yield split is None and is_held_out(number, config.holdout_fraction, config.seed), document
     if split is not None:
-        yield from ((True, document) for document in documents(config, split))
+        yield from ((True, document) for document in documents(config, split, bad))
 
 
 def is_held_out(number: int, fraction: float, seed: int) -> bool:
@@ -328,4 +375,7 @@ def _split_few(train: TokenRange, held_out: TokenRange, config: DataConfig) -> t
     wanted = int(whole.num_tokens * config.holdout_fraction) // length * length
     wanted = max(wanted, length if whole.num_tokens >= 2 * length else 0)
     cut = whole.num_tokens - wanted
+
+    # Of these nobody counted how many are learnt.
+    whole = replace(whole, num_learnt=None)
     return replace(whole, num_tokens=cut), replace(whole, start=cut, num_tokens=wanted)

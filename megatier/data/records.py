@@ -24,8 +24,62 @@ HEAD_BYTES = 1024
 """Bytes of a file that are enough to see its first character behind blank ones."""
 
 
+BAD_SHOWN = 10
+"""Most bad records that are named."""
+LOOKED_AT = 100_000
+"""Records that are looked at after a bad one for more of them, before the text is refused."""
+
+
+class BadRecords:
+    """Records that cannot be read: how many there were, and what is wrong with the first ones."""
+
+    def __init__(self, *, skips: bool) -> None:
+        """Begin with none. They are left out if `skips`, else the text is refused."""
+        self.skips = skips
+        self.count = 0
+        self.first: list[str] = []
+        self._left = LOOKED_AT
+
+    def add(self, error: DataError) -> None:
+        """Take one.
+
+        Raises:
+            DataError: the text is refused, and enough is known to say why.
+        """
+        self.count += 1
+        if len(self.first) < BAD_SHOWN:
+            self.first.append(str(error))
+        if self.count == BAD_SHOWN:
+            self.end()
+
+    @property
+    def refuses(self) -> bool:
+        """Whether the text is refused, and only more bad records are looked for."""
+        return self.count > 0 and not self.skips
+
+    def pass_over(self) -> None:
+        """Pass over a good record of a text that is refused.
+
+        Raises:
+            DataError: enough records were looked at.
+        """
+        self._left -= 1
+        if not self._left:
+            self.end()
+
+    def end(self) -> None:
+        """Refuse the text if it has bad records and they are not to be left out.
+
+        Raises:
+            DataError: names the first ones.
+        """
+        if self.refuses:
+            said = self.first[0] if self.count == 1 else f"{self.count} bad records or more: {' '.join(self.first)}"
+            raise DataError(f"{said} data.skip_bad leaves such records out.")
+
+
 def read_records(path: Path, file_format: str) -> Iterator[tuple[str, Any]]:
-    """Yield each record of a file with its place, such as "a.jsonl, line 3".
+    """Yield each record of a file with its place, such as "a.jsonl, line 3". A line that is no JSON is a `DataError`.
 
     Raises:
         DataError: the file is damaged, with the place; or pyarrow is missing.
@@ -59,7 +113,7 @@ def saved_files(folder: Path) -> list[Path] | None:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the JSON of each line; blank lines are skipped."""
+    """Yield the JSON of each line, or the error of one that is none; blank lines are skipped."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -67,9 +121,9 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
             try:
                 yield f"{path}, line {number}", json.loads(line)
             except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number}: no valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}."
-                ) from error
+                place = f"{path}, line {number}"
+                reason = error.msg.removesuffix(" at")
+                yield place, DataError(f"{place}: no valid JSON: {reason} at column {error.colno}.")
 
 
 def _is_array(path: Path) -> bool:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatier.config.data_section import DATASET_INFO, PYTHON_STDLIB, DataConfig
 from megatier.data import hub
-from megatier.data.conversation import SHAREGPT, Alpaca, Conversation, Shape, Text, Turns
+from megatier.data.conversation import CHAT_KEYS, SHAREGPT, Alpaca, Conversation, Shape, Text, Turns
 from megatier.data.dataset_info import describe
-from megatier.data.records import RECORD_FORMATS, read_records, saved_files
+from megatier.data.records import RECORD_FORMATS, BadRecords, read_records, saved_files
 from megatier.errors import DataError
 
 CHAT_SHAPES: dict[str, Shape] = {"messages": Turns(), "sharegpt": SHAREGPT, "alpaca": Alpaca()}
@@ -36,8 +36,8 @@ class Source:
     shape: Shape
     """The keys under which a record holds its document. A text file has no records."""
 
-    def read(self) -> Iterator[str | Conversation]:
-        """Yield its documents.
+    def read(self, bad: BadRecords) -> Iterator[str | Conversation]:
+        """Yield its documents, and an empty text for each bad record that is left out.
 
         Raises:
             DataError: it cannot be read, or is damaged. The message names the place.
@@ -46,13 +46,14 @@ class Source:
             if self.file_format == "text":
                 yield self.path.read_bytes().decode("utf-8", errors="replace")
                 return
-            for place, record in read_records(self.path, self.file_format):
-                yield self.shape.read(record if isinstance(record, dict) else {}, place)
+            yield from _shaped(read_records(self.path, self.file_format), self.shape, bad)
         except OSError as error:
             raise DataError(f"cannot read {self.path}: {error.strerror or error}.") from error
 
 
-def documents(config: DataConfig, split: str | None = None) -> Iterator[str | Conversation]:
+def documents(
+    config: DataConfig, split: str | None = None, bad: BadRecords | None = None
+) -> Iterator[str | Conversation]:
     """Yield the documents in order, up to `data.max_bytes` of UTF-8. Empty documents are left out.
 
     The last text is cut off there; a conversation that does not fit whole is left out.
@@ -60,13 +61,14 @@ def documents(config: DataConfig, split: str | None = None) -> Iterator[str | Co
     Args:
         config: files, or a dataset.
         split: the split of the dataset, if it is not `data.split`.
+        bad: takes the records that cannot be read.
 
     Raises:
         DataError: a path is missing or unreadable, a record is malformed, or there is no document at all.
     """
     left = config.max_bytes
     found = False
-    for document in _read(config, split or config.split):
+    for document in _read(config, split or config.split, bad or BadRecords(skips=config.skip_bad)):
         if left is not None:
             document, left = _cut(document, left)
         if document:
@@ -76,21 +78,43 @@ def documents(config: DataConfig, split: str | None = None) -> Iterator[str | Co
             return
 
     if not found:
-        what = "data.files, data.suffixes"
-        names = ", ".join(config.files)
+        sought = "text" if config.chat is None else "conversation"
+        key = "data.text_field" if config.chat is None else "data.chat"
+        where = f"{', '.join(config.files)}. Check data.files, data.suffixes"
         if config.dataset is not None:
-            what = "data.dataset, data.split"
-            names = config.dataset
-        raise DataError(f"no text in {names}. Check {what} and data.text_field.")
+            where = f"{config.dataset}. Check data.dataset, data.split"
+        raise DataError(f"no {sought} in {where} and {key}: there is no record, or all of them are empty.")
 
 
-def _read(config: DataConfig, split: str) -> Iterator[str | Conversation]:
+def _read(config: DataConfig, split: str, bad: BadRecords) -> Iterator[str | Conversation]:
     """Yield all documents, empty ones too."""
     if config.dataset is not None:
-        yield from read_rows(config, split, hub.load(config, split))
+        yield from _shaped(hub.rows(config, split, hub.load(config, split)), _shape(config), bad)
         return
     for source in find_sources(config):
-        yield from source.read()
+        yield from source.read(bad)
+
+
+def _shaped(records: Iterable[tuple[str, Any]], shape: Shape, bad: BadRecords) -> Iterator[str | Conversation]:
+    """Yield a document for each record. One that is left out counts as an empty text.
+
+    Raises:
+        DataError: records are bad, and they are not to be left out.
+    """
+    for place, record in records:
+        document: str | Conversation = ""
+        try:
+            if isinstance(record, DataError):
+                raise record
+            document = shape.read(record if isinstance(record, dict) else {}, place)
+        except DataError as error:
+            bad.add(error)
+
+        if bad.refuses:
+            bad.pass_over()
+        else:
+            yield document
+    bad.end()
 
 
 def read_rows(config: DataConfig, split: str, dataset: Any) -> Iterator[str | Conversation]:  # noqa: ANN401
@@ -152,6 +176,29 @@ def _sources(entry: str, config: DataConfig) -> Iterator[Source]:
                 "set data.format."
             )
         yield Source(path, file_format, shape)
+
+
+def guess_shape(config: DataConfig) -> tuple[str | None, str]:
+    """Return the `data.chat` and the `data.text_field` that fit the first record of the files.
+
+    Raises:
+        DataError: an entry matches nothing, or the first record cannot be read.
+    """
+    path = find_sources(config)[0].path
+    file_format = RECORD_FORMATS.get(path.suffix.lower())
+    if file_format is None:
+        return None, config.text_field
+
+    place, record = next(read_records(path, file_format), (str(path), {}))
+    if isinstance(record, DataError):
+        raise record
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: a record is an object with keys, and this is none.")
+
+    chat = next((chat for chat, key in CHAT_KEYS.items() if key in record), None)
+    texts = {key: value for key, value in record.items() if isinstance(value, str)}
+    longest = max(texts, key=lambda key: len(texts[key]), default=config.text_field)
+    return chat, config.text_field if config.text_field in texts or chat else longest
 
 
 def _expand(entry: str, suffixes: tuple[str, ...]) -> list[Path]:

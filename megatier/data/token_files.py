@@ -33,6 +33,10 @@ class Content:
     """Its size."""
     crc32: int
     """The CRC32 of all its bytes."""
+    num_documents: int | None = None
+    """Documents in it; None: the version that made it did not count them."""
+    num_learnt: int | None = None
+    """Tokens that are learnt; None likewise."""
 
 
 def write_note(directory: Path, settings: str, names: Sequence[str], contents: Sequence[Content]) -> None:
@@ -80,15 +84,16 @@ def read_contents(directory: Path, settings: str, names: Sequence[str]) -> tuple
     if note["settings"] != settings:
         return None, None
 
-    found = [content_of(path) for path in paths]
-    for path, content in zip(paths, found, strict=True):
-        if note["files"].get(path.name) != list(astuple(content)):
+    noted = [Content(*note["files"].get(path.name, (0, 0))) for path in paths]
+    for path, content in zip(paths, noted, strict=True):
+        found_now = content_of(path)
+        if (found_now.num_bytes, found_now.crc32) != (content.num_bytes, content.crc32):
             return None, str(path)
-    return found, None
+    return noted, None
 
 
 def content_of(path: Path) -> Content:
-    """Return what a file holds.
+    """Return bytes and checksum of a file.
 
     Raises:
         DataError: it is no regular file, or cannot be read.

@@ -182,8 +182,11 @@ class BlockFiles:
                     remedy = f"Raise the limit on the size of a file (ulimit -f); it stops {path}."
                 raise CapacityError("nvme", size, free_bytes(path.parent), remedy) from error
 
-    def fill(self) -> None:
+    def fill(self, progress: Callable[[int], None] = lambda _: None) -> None:
         """Write zeros over everything that is new. The head of this file says why.
+
+        Args:
+            progress: is called with the bytes that were asked for since the last call.
 
         Raises:
             TransferError: the device failed.
@@ -202,6 +205,7 @@ class BlockFiles:
                 # Without checksums: every extent begins with those of zeros.
                 batch = self._engine.submit([segment], 0, self.options.granule_bytes, writes=True)
                 batches.append(FileBatch(batch, "write", "(zeros)", [path]))
+                progress(segment[3])
 
         try:
             for file_batch in batches:

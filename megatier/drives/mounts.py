@@ -7,13 +7,15 @@ that was killed. A directory or file that others may have put in their place is 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatier.config.values import MountBudget
-from megatier.errors import ConfigError, TransferError
+from megatier.errors import ConfigError, TransferError, mib
 from megatier.hardware import mount_of
 from megatier.private import FOLDER_FLAGS, LOCK_FILE, PrivateDirectory
 
@@ -23,6 +25,21 @@ KEPT_FILE = "savepoint"
 FILES = (KEPT_FILE, BLOCK_FILE, LOCK_FILE)
 """All files of a run's directory on a mount, in the order in which they are removed. The mark goes first, so that it
 never stands for block files that are gone. The lock goes last, since whoever removes files holds it."""
+
+
+_OPEN: set[MountDirectories] = set()
+"""The directories that are locked, also those of stores that nobody can reach any more."""
+
+
+@atexit.register
+def _close_all() -> None:
+    """Remove the files of stores that nobody closed, when the process ends in the usual way."""
+    for directories in list(_OPEN):
+        directories.close(keeps=directories.is_marked)
+
+
+# A forked child may end in the usual way too. It leaves the files to its parent.
+os.register_at_fork(after_in_child=_OPEN.clear)
 
 
 class MountDirectories:
@@ -46,6 +63,7 @@ class MountDirectories:
             ConfigError: other users may enter a directory.
             RunLockedError: another process uses a directory.
         """
+        _OPEN.add(self)
         for path in self._names:
             # Each one is noted as soon as it is locked, so that `close` unlocks it if the next one is refused.
             self._directories.append(PrivateDirectory(path))
@@ -87,6 +105,11 @@ class MountDirectories:
             except OSError as error:
                 raise TransferError("synchronising", "nvme", str(directory.path), 0, error.errno or 0) from error
 
+    @property
+    def is_marked(self) -> bool:
+        """Whether the block files are marked as kept."""
+        return any(directory.holds(KEPT_FILE) for directory in self._directories)
+
     def sync(self, mount: int) -> None:
         """Wait until the names of a mount's files, and of the directory itself, are on the drive.
 
@@ -98,6 +121,7 @@ class MountDirectories:
 
     def close(self, *, keeps: bool) -> None:
         """Remove the files, unless they are kept, and unlock. It is safe to call this twice."""
+        _OPEN.discard(self)
         for directory in self._directories:
             # A directory without a block file has nothing to keep, such as one that was locked before an error.
             directory.close(() if keeps and directory.holds(BLOCK_FILE) else FILES)
@@ -132,10 +156,16 @@ def budget_bytes(mount: MountBudget) -> int:
     """Return a mount's budget: nine tenths of the free space there if none was given.
 
     Raises:
-        ConfigError: it is no directory on a drive, or it is full.
+        ConfigError: it is no directory on a drive, the drive is smaller than the budget, or it is full.
     """
     check_directory(mount.directory)
     if mount.num_bytes is not None:
+        total_bytes = shutil.disk_usage(mount.directory).total
+        if mount.num_bytes > total_bytes:
+            raise ConfigError(
+                f"tiers.nvme gives {mount.directory} {mib(mount.num_bytes)}, but its drive has {mib(total_bytes)} in "
+                "all. Lower the budget, or leave it out for what is free."
+            )
         return mount.num_bytes
     if not (budget := free_bytes(mount.directory) * 9 // 10):
         raise ConfigError(f"tiers.nvme: {mount.directory} is full. Free space on it, or name another drive.")

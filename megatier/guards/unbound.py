@@ -6,7 +6,7 @@ An unbound parameter refuses every change, and most ways of computing with it, s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
@@ -19,7 +19,9 @@ from megatier.guards.unchanged import REMEDY
 
 ALIASES = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 """Functions that give the same place under another name, to callers that look at it and do not compute."""
-HARMLESS = (*ALIASES, Tensor.grad.__get__)  # type: ignore[union-attr]
+GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
+"""The function that gives a gradient."""
+HARMLESS = (*ALIASES, GRADIENT)
 """Functions that compute nothing with a tensor."""
 CHANGES = (Tensor.__setitem__, Tensor.data.__set__)  # type: ignore[attr-defined]
 """Functions that change their first argument, though their names do not say so."""
@@ -41,6 +43,8 @@ class Unbound(nn.Parameter):
     """The dtype of the weights that are bound."""
     full_name: str
     """The name of the parameter in the model."""
+    refuses_gradient: bool = False
+    """Whether nobody may ask for its gradient, which would be None and be taken for nothing to clip."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -72,8 +76,15 @@ class Unbound(nn.Parameter):
 
         Raises:
             UnsupportedModelError: it does.
+            StreamedModelError: it asks for a gradient that nobody may ask for.
         """
         kwargs = kwargs or {}
+        if function == GRADIENT and args[0].refuses_gradient:
+            raise StreamedModelError(
+                "gradients of a streamed model are on their way to its tiers, and never in .grad. torch's "
+                "clip_grad_norm_ would find none: set streamed.clip instead, and read the norm from "
+                "streamed.grad_norm(). A GradScaler would scale the norm as well: train in bf16 without one."
+            )
         for target in _targets(function, args, kwargs):
             raise UnsupportedModelError(
                 f"the weight {target.full_name} is changed where it is not bound, which would change nothing. {REMEDY}"
@@ -135,6 +146,13 @@ def make_unbound(parameter: Tensor, device: torch.device, dtype: torch.dtype, na
     unbound.bound_device = device
     unbound.bound_dtype = dtype
     unbound.full_name = name
+
+
+def refuse_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Let nobody ask unbound parameters for their gradients."""
+    for parameter in parameters:
+        if isinstance(parameter, Unbound):
+            parameter.refuses_gradient = True
 
 
 def _targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Unbound]:  # noqa: ANN401

@@ -18,8 +18,8 @@ from megatier.hardware import device_for
 from megatier.integrations.in_ram import InRam
 from megatier.integrations.streamed import Streamed
 from megatier.models.decoder import build_skeleton
-from megatier.models.folder import resolve
 from megatier.models.frozen import freeze
+from megatier.models.location import resolve
 from megatier.models.weights import SafetensorsFolder
 from megatier.ranks.ranks import joined
 from megatier.session.process import share_interpreter

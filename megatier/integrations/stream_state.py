@@ -17,16 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from megatier.checkpoint.checkpoint import (
-    UNBOUND,
-    is_bound,
-    last_checkpoint,
-    read_state,
-    restore,
-    settle_replaced,
-    step_of,
-)
+from megatier.checkpoint.checkpoint import UNBOUND, is_bound, read_state, restore, settle_replaced
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
+from megatier.checkpoint.run_directory import last_checkpoint, step_of
 from megatier.errors import BlockNotFoundError, CapacityError, CheckpointError, StreamedModelError
 from megatier.hardware import ram_available_bytes
 from megatier.integrations.stream_optimizer import StreamedAdamW

@@ -31,7 +31,7 @@ from transformers.utils.generic import ModelOutput
 from megatier.config.schema import TrainConfig
 from megatier.engine.step import StepResult
 from megatier.errors import StreamedModelError
-from megatier.guards.unbound import refused_outside
+from megatier.guards.unbound import refuse_gradients, refused_outside
 from megatier.integrations.stream_optimizer import StreamedAdamW
 from megatier.integrations.stream_state import StreamedState
 from megatier.session.session import Session
@@ -59,8 +59,9 @@ class Streamed(StreamedState):
         rank: number of this process among the ranks, from 0.
         num_ranks: number of ranks, 1 without `torchrun`.
         steps: number of steps that `optimizer.step` has ended, those that were left out included.
-        last: result of the last step: its norm, its clip coefficient, and whether it was left out. Its loss is NaN,
-            because only the loop knows the loss. None before the first step.
+        last: result of the last step: its norm, its clip coefficient, whether it was left out, and its loss. The loss
+            is the mean of those that the model gave in the step's forwards of this rank, or their sum if they were
+            called with `num_items_in_batch`; NaN if the loop computes losses itself. None before the first step.
     """
 
     def __init__(self, session: Session, train: TrainConfig, opened: contextlib.ExitStack) -> None:
@@ -86,6 +87,8 @@ class Streamed(StreamedState):
         self.last: StepResult | None = None
         self._groups = 0
         """Forwards with gradients since the last step; 0: no step is open."""
+        self._losses: list[torch.Tensor] = []
+        """What each forward of the open step adds to its loss."""
         self._norm: float | None = None
         """Norm of the open step's gradients, once it was measured."""
         self._is_inside = False
@@ -99,6 +102,9 @@ class Streamed(StreamedState):
         # A function, no method: accelerate would bind a method to the model.
         self.model.forward = _entering(self._forward, self.model.forward)
         self.model.register_state_dict_pre_hook(_refuse_state_dict)
+        vars(self.model)["to"] = functools.partial(_stay, self)
+        vars(self.model)["zero_grad"] = self.optimizer.zero_grad
+        refuse_gradients(self.model.parameters())
 
     def __enter__(self) -> Self:
         return self
@@ -187,10 +193,13 @@ class Streamed(StreamedState):
         self.steps = step
         self._groups = 0
         self._norm = None
+        losses = self._losses
+        self._losses = []
 
-        # The loop alone knows the loss, so the guard gets one that is finite and judges by the norm.
+        # The loop may compute losses itself, so the guard gets one that is finite and judges by the norm.
         result = self._engine.finish_step(step, rate, norm, 0.0)
-        self.last = replace(result, loss=float("nan"))
+        has_all = len(losses) == self.accumulation_steps
+        self.last = replace(result, loss=float(torch.stack(losses).sum()) if has_all else float("nan"))
         self._events = [*self._events[1 - TRACED_STEPS :], (step, self._session.player.take_events())]
         return self.last
 
@@ -202,6 +211,7 @@ class Streamed(StreamedState):
         if self._groups:
             self._groups = 0
             self._norm = None
+            self._losses = []
             self._has_parted = self.num_ranks > 1
             self._engine.abandon()
 
@@ -263,7 +273,14 @@ class Streamed(StreamedState):
             outputs = forward(*args, **kwargs)
             if torch.is_grad_enabled():
                 self._engine.model.check_outputs(outputs)
+                self._note_loss(outputs, is_sum=kwargs.get("num_items_in_batch") is not None)
             return self._without_logits(outputs)
+
+    def _note_loss(self, outputs: Any, *, is_sum: bool) -> None:  # noqa: ANN401
+        """Keep what a forward adds to the loss of its step."""
+        loss = outputs.get("loss") if isinstance(outputs, ModelOutput) else None
+        if torch.is_tensor(loss):
+            self._losses.append(loss.detach() if is_sum else loss.detach() / self.accumulation_steps)
 
     def _without_logits(self, outputs: Any) -> Any:  # noqa: ANN401
         """Return the model's outputs, without logits if it has none."""
@@ -349,6 +366,28 @@ def _entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callabl
         return enter(forward, *args, **kwargs)
 
     return entering
+
+
+def _stay(streamed: Streamed, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - torch's
+    """Stand in for `Module.to`: the model stays where it computes, and is asked for nothing else.
+
+    Raises:
+        StreamedModelError: another device or dtype is asked for.
+    """
+    # Typed by torch as if a device and a dtype were always given.
+    asked: tuple[torch.device | None, torch.dtype | None] = torch._C._nn._parse_to(*args, **kwargs)[:2]
+    device, dtype = asked
+    here = streamed.device
+    is_here = device is None or (device.type == here.type and device.index in (None, here.index or 0))
+    computes = streamed._engine.options.dtype
+    if is_here and dtype in (None, computes):
+        return streamed.model
+    words = " and ".join(str(what) for what in asked if what is not None)
+    raise StreamedModelError(
+        f"the model was to move to {words}, but its weights stay on megatier's tiers and compute on {here} in "
+        f"{computes}. Leave out .to(), or call Accelerator.prepare without the model; tiers.device and compute_dtype "
+        "of megatier.stream choose another place."
+    )
 
 
 def _refuse_state_dict(_: nn.Module, __: str, keep_vars: bool) -> None:

@@ -9,6 +9,7 @@ the extra `trainer` (accelerate).
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from megatier.config.schema import TiersConfig
 from megatier.durable import discard
 from megatier.errors import ConfigError
+from megatier.integrations.stream import stream
 from megatier.integrations.streamed import Streamed
 
 STATE_FOLDER = "megatier"
@@ -39,14 +42,36 @@ class StreamedTraining(Base):
 
     Attributes:
         streamed: the streamed model.
+        fuses_loss: whether a folder is opened so that head and loss are one.
     """
 
-    def __init__(self, model: Streamed, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the Trainer's
+    fuses_loss = True
+
+    def __init__(
+        self,
+        model: Streamed | str | os.PathLike[str],
+        *args: Any,  # noqa: ANN401 - the Trainer's
+        tiers: TiersConfig | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
         """Take a streamed model in the place of the Trainer's model, and all other arguments of the Trainer.
+
+        Args:
+            model: a streamed model; or a folder or hub id, which is opened with the accumulation of the arguments. Its
+                block files are removed then by `self.streamed.close()`, or when the process ends.
+            *args: those of the Trainer.
+            tiers: budgets and mounts, for a folder or hub id.
+            **kwargs: those of the Trainer.
 
         Raises:
             ConfigError: an argument of the Trainer asks for something that a streamed model does not have.
         """
+        if not isinstance(model, Streamed):
+            given = kwargs.get("args") or next(iter(args), None)
+            groups = getattr(given, "gradient_accumulation_steps", 1)
+            model = stream(model, tiers=tiers, accumulation_steps=groups, fused_loss=self.fuses_loss)
+        elif tiers is not None:
+            raise ConfigError("tiers are given to megatier.stream, which has opened this model already.")
         self.streamed = model
         self._losses: list[Tensor] = []
         """Losses of the step's backwards of this rank."""

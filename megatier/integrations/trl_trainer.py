@@ -17,15 +17,18 @@ from megatier.integrations.transformers_trainer import StreamedTraining
 class StreamedTrl(StreamedTraining):
     """Mixin for trainers of TRL; see `StreamedTraining`."""
 
-    def __init__(self, model: Streamed, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the trainer's
-        """Take a streamed model in the place of the trainer's model, and all other arguments of the trainer.
+    fuses_loss = False
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the trainer's
+        """Take a streamed model, or a folder, in the place of the trainer's model, and all other arguments.
 
         Raises:
             ConfigError: an argument asks for something that a streamed model does not have.
         """
-        if not model.has_logits:
+        if isinstance(model, Streamed) and not model.has_logits:
             raise ConfigError("TRL computes the loss itself: call megatier.stream with fused_loss=False.")
         super().__init__(model, *args, **kwargs)
+        model = self.streamed
 
         # TRL's constructor has replaced the forward by now, so this one wraps TRL's.
         forward = model.model.forward

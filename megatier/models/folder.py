@@ -1,14 +1,13 @@
-"""A model's folder in Hugging Face's format: where it is, and what its files of weights say that they hold."""
+"""A model's folder in Hugging Face's format: what its files of weights say that they hold."""
 
 from __future__ import annotations
 
 import contextlib
-import re
 from pathlib import Path
 
 from transformers import GenerationConfig
 
-from megatier.errors import ConfigError, UnsupportedModelError
+from megatier.errors import UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, read_object, reading, shown
 from megatier.models.shards import StoredTensor, read_header
 
@@ -16,36 +15,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
 """File with the settings by which the model's text is generated."""
-
-
-def resolve(path_or_id: str) -> Path:
-    """Return the folder of a model: a local one, or a snapshot of a hub repository, which is downloaded if needed.
-
-    Raises:
-        ConfigError: there is neither.
-    """
-    folder = Path(path_or_id).expanduser()
-
-    # A text that is no path at all, such as a name that is too long, is an error of the system.
-    with contextlib.suppress(OSError):
-        if folder.is_dir():
-            return folder
-
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id) or path_or_id.startswith("."):
-        raise ConfigError(f"no such model folder: {shown(path_or_id)}. Give a folder that exists, or a hub id.")
-
-    # Imported only here, because the client is slow to import and most runs never need it.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-    try:
-        return Path(snapshot_download(path_or_id, allow_patterns=patterns))
-    except (OSError, HFValidationError) as error:
-        raise ConfigError(
-            f"{path_or_id} is no local folder, and the hub could not be read ({type(error).__name__}). "
-            "Give the path of a downloaded model, or check the name, the network and your access rights."
-        ) from error
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:

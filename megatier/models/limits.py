@@ -8,6 +8,7 @@ counted while it makes it, whatever its config calls it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from transformers import PreTrainedModel
 
 from megatier.errors import UnsupportedModelError, mib
 from megatier.foreign import shown
@@ -28,6 +30,10 @@ ELEMENTS_MAX = 1 << 44
 BUFFER_BYTES_MAX = 1 << 30
 """Bytes of buffers, which are real, in RAM: masks and tables of positions, 0.1 GiB in GPT-J."""
 
+POSITIONS = re.compile(r"(?:^|[._])(?:wpe|pos(?:ition)?s?(?:_emb\w*)?|embed_positions)(?:\.\w+)?$")
+"""Names of tables of positions."""
+ROWS_IN_FRONT_MAX = 8
+"""Most rows of such a table that stand for no position."""
 COUNTS = re.compile(r"(?:^|_)n?(?:layers?|blocks|depths?|stages|dense_replace|attention_types)$")
 """Keys whose numbers say how often something is repeated. Experts are not among them, because Doge has 16,384 in one
 table."""
@@ -80,6 +86,29 @@ def counted() -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Return the number of positions that a model was made for; None if its config names none."""
+    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
+
+
+def has_position_table(model: PreTrainedModel) -> bool:
+    """Return whether a model looks positions up in a table that ends with the last one it was made for.
+
+    Rotary and sinusoid positions go on beyond that.
+    """
+    most = max_positions(model)
+    if most is None:
+        return False
+    tables = itertools.chain(model.named_parameters(), model.named_buffers())
+    return any(POSITIONS.search(name) and _has_rows(table, most) for name, table in tables)
+
+
+def _has_rows(table: Tensor, most: int) -> bool:
+    """Return whether a table has a row for each position, and perhaps a few in front of them, as OPT has."""
+    return table.ndim == 2 and most <= table.shape[0] <= most + ROWS_IN_FRONT_MAX
 
 
 class _Count:

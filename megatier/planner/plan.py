@@ -30,7 +30,7 @@ from megatier.schedule.sizes import Budgets
 from megatier.schedule.timeline import Access
 from megatier.session.workload import Workload
 from megatier.tier import Kind, Tier
-from megatier.trace.events import TraceEvent
+from megatier.trace.events import STEP, TraceEvent
 
 HIDDEN = 1.05
 """A step counts as bound by compute while it takes at most this many times as long as compute."""
@@ -170,11 +170,13 @@ class Plan:
 
     def events(self) -> list[TraceEvent]:
         """Return the forecast as events of a trace, for the picture."""
-        return [
+        step = TraceEvent(lane=STEP, name="as planned", start_ns=0, end_ns=int(self.forecast.seconds * 1e9))
+        made = (
             TraceEvent(lane=span.lane, name=span.name, start_ns=int(span.start * 1e9), end_ns=int(span.end * 1e9))
             for span in self.forecast.spans
             if span.lane != "host"
-        ]
+        )
+        return [step, *made]
 
 
 def make_plan(

@@ -87,6 +87,11 @@ class Prediction:
         """Return the prediction for the settings that the planner chose."""
         return cls(choice.trial, choice.placement, choice.forecast, choice.seconds_range)
 
+    @property
+    def flops_per_s(self) -> float:
+        """Floating point operations a second of large products, as `megatier bench` measured them."""
+        return self._trial.rates.flops_per_s
+
     def observe(self, events: Iterable[TraceEvent]) -> Correction | None:
         """Take the events of the next step of this process.
 

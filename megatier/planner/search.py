@@ -237,4 +237,8 @@ def _fitted(trial: Trial) -> Trial:
         needed = round(trial.activations.peak)
         had = round(trial.gpu_bytes)
         raise PlanError("GPU memory for activations", needed, had, "This is an estimate. Train on fewer tokens a step.")
+
+    # Whole mebibytes can be read and typed. Of a gibibyte and more, the rest is less than a thousandth.
+    if left >= 1 << 30:
+        left -= left % (1 << 20)
     return replace(trial, budgets=replace(trial.budgets, gpu=left))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from statistics import fmean
 
-from megatier.report.html import NUM_TONES, legend
+from megatier.report.html import CELL_MAX, NUM_TONES, legend
 from megatier.report.svg import plain, ticks
 
 WIDTH = 580
@@ -24,6 +24,10 @@ POINTS_MAX = 400
 most."""
 DOTS_MAX = 30
 """A line of at most so many points has a dot for each."""
+COLUMNS_MAX = 100
+"""Columns that show figures under the pointer."""
+SCALE_HEIGHT = 16
+"""Pixels of a further row of numbers below."""
 TICKS_MAX = 6
 """Numbers at an axis, at most, or one more."""
 HEADROOM = 0.04
@@ -60,6 +64,15 @@ class Mark:
     """The number of its colour (`html.NUM_TONES`)."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Scale:
+    """Another measure of the way than steps, such as tokens, whose numbers stand below those of the steps."""
+
+    name: str
+    at: Callable[[float], str]
+    """Gives what to write at a step."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Bucket:
     """Neighbouring points, drawn as one."""
@@ -79,13 +92,21 @@ def byte_unit(most: float) -> tuple[str, int]:
     return next((unit for unit in BYTE_UNITS if most >= unit[1]), BYTE_UNITS[-1])
 
 
-def draw(title: str, lines: Sequence[Line], marks: Sequence[Mark] = (), *, from_zero: bool = True) -> str:
+def draw(
+    title: str,
+    lines: Sequence[Line],
+    marks: Sequence[Mark] = (),
+    scales: Sequence[Scale] = (),
+    *,
+    from_zero: bool = True,
+) -> str:
     """Return a chart with its legend; empty if no line has a finite point.
 
     Args:
         title: what is shown, with its unit.
         lines: those without a finite point are left out.
         marks: things that happened at steps.
+        scales: rows of numbers below those of the steps.
         from_zero: whether the axis begins at 0; False: at the least value.
     """
     drawn = {line: runs for line in _distinct(lines) if (runs := _buckets(line.points))}
@@ -93,7 +114,7 @@ def draw(title: str, lines: Sequence[Line], marks: Sequence[Mark] = (), *, from_
     if not buckets:
         return ""
     axes = _Axes.of(buckets, from_zero=from_zero)
-    parts = [*axes.draw()]
+    parts = [*axes.draw(scales)]
     entries = []
     tone = -1
 
@@ -113,8 +134,11 @@ def draw(title: str, lines: Sequence[Line], marks: Sequence[Mark] = (), *, from_
         path = "".join(f"M{x} {TOP}V{BOTTOM}" for x in places)
         parts.append(f'<path class="tone{mark.tone} dashed" d="{path}"/>')
 
-    svg = f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{plain(title)}">'
-    return "\n".join([f"<div><p><b>{plain(title)}</b></p>", legend(entries), svg, *parts, "</svg></div>"])
+    parts += _pointers(lines, axes)
+    height = HEIGHT + SCALE_HEIGHT * len(scales)
+    svg = f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{plain(title)}">'
+    head = f"<div><p><b>{plain(title)}</b></p>"
+    return "\n".join([head, legend(entries), f'<div class="wide">{svg}', *parts, "</svg></div></div>"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +172,8 @@ class _Axes:
         """Return the pixels of a value."""
         return BOTTOM - (value - self.low) / (self.high - self.low) * (BOTTOM - TOP)
 
-    def draw(self) -> Iterator[str]:
-        """Yield level lines with their values, and numbers of steps."""
+    def draw(self, scales: Sequence[Scale]) -> Iterator[str]:
+        """Yield level lines with their values, and numbers of steps, with further rows of numbers below."""
         for tick in _ticks(self.low, self.high):
             y = self.y(tick)
             yield f'<path class="grid" d="M{LEFT} {y:.1f}H{RIGHT}"/>'
@@ -157,6 +181,29 @@ class _Axes:
         for step in _ticks(self.first, self.last, least=1.0):
             yield f'<text x="{self.x(step):.1f}" y="{BOTTOM + 18}" text-anchor="middle">{step:,.0f}</text>'
         yield f'<text x="{LEFT - 8}" y="{BOTTOM + 18}" text-anchor="end">step</text>'
+        for row, scale in enumerate(scales, 1):
+            y = BOTTOM + 18 + SCALE_HEIGHT * row
+            yield f'<text x="{LEFT - 8}" y="{y}" text-anchor="end">{plain(scale.name)}</text>'
+            for step in _ticks(self.first, self.last, least=1.0):
+                yield f'<text x="{self.x(step):.1f}" y="{y}" text-anchor="middle">{plain(scale.at(step))}</text>'
+
+
+def _pointers(lines: Sequence[Line], axes: _Axes) -> Iterator[str]:
+    """Yield columns that show the figures of a step while a pointer is over them, at most COLUMNS_MAX and a few."""
+    found = [(line.name, dict(line.points)) for line in lines if line.points]
+    steps = sorted({step for _, points in found for step in points})
+    shown = set(steps[:: math.ceil(len(steps) / COLUMNS_MAX)])
+    for _, points in found:
+        shown |= set(points) if len(points) <= DOTS_MAX else set()
+
+    # A column ends half-way to its neighbours, so there is one under every place of the pointer.
+    places = [axes.x(step) for step in sorted(shown)]
+    edges = [LEFT, *((one + two) / 2 for one, two in pairwise(places)), RIGHT]
+    for step, (left, right) in zip(sorted(shown), pairwise(edges), strict=True):
+        values = ((name, points.get(step, math.nan)) for name, points in found)
+        said = ", ".join(f"{name} {value:,.5g}" for name, value in values if abs(value) < VALUE_MAX)
+        size = f'x="{left:.1f}" y="{TOP}" width="{max(right - left, 0.1):.1f}" height="{BOTTOM - TOP}"'
+        yield f'<rect class="pointer" {size}><title>{plain(f"step {step:,.0f}: {said}", CELL_MAX)}</title></rect>'
 
 
 def _distinct(lines: Sequence[Line]) -> list[Line]:

@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+NO_GPU = "There is no GPU. In all that follows, gpu is a part of RAM that stands for its memory."
+"""Said once where a run computes on the CPU."""
 
-@dataclass(frozen=True, slots=True)
-class TierUse:
-    """The use of a tier."""
-
-    tier: str
-    """The tier."""
-    used_bytes: int
-    """Bytes at home there, and slots."""
-    budget_bytes: int
-    """Bytes that may be used."""
+STALLED_MIN = 0.02
+"""Share of a step. If compute waits for less, nothing is said of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +47,6 @@ class StepReport:
     """Seconds from its batch to its result."""
     stall_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds that compute waited, by cause."""
-    tiers: tuple[TierUse, ...] = ()
-    """The use of each tier that has a budget."""
     attainment: float | None = None
     """Seconds that the step should take over those that it took; None if the machine was not measured."""
     bound_by: str = ""
@@ -63,6 +55,18 @@ class StepReport:
     """Seconds that each lane was busy."""
     slowest: SlowestRank | None = None
     """The slowest of the ranks; None: this process is alone."""
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Seconds that compute waited, for whatever cause."""
+        return sum(self.stall_seconds.values())
+
+    @property
+    def main_stall(self) -> str | None:
+        """The cause that compute waited longest for; None if it waited for less than `STALLED_MIN` of the step."""
+        if not self.stall_seconds or self.stalled_seconds < STALLED_MIN * self.seconds:
+            return None
+        return max(self.stall_seconds, key=self.stall_seconds.__getitem__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

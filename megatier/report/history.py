@@ -6,23 +6,16 @@ lies where, what the planner expects) and counts moved bytes from 0.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatier.errors import ConfigError
 from megatier.files import open_regular
-from megatier.planner.prediction import Prediction
 from megatier.report.figures import SlowestRank, TierState
-from megatier.session.session import Session
-from megatier.tier import STATE_KINDS, Kind
 
 FIGURE_MAX = 1e18
 """Bound of bytes, seconds, tokens and steps. A larger figure is damage, and sums of smaller ones stay finite."""
@@ -66,6 +59,8 @@ class Opening:
     """The bytes in each tier."""
     expected: Expected | None
     """The planned step; None if the machine was not measured."""
+    flops_per_s: float | None = None
+    """Floating point operations a second of the products that `megatier bench` measured; None: it did not."""
     changes: tuple[str, ...] = ()
     """Changes of numbers since the step, all of which the user accepted."""
 
@@ -91,6 +86,10 @@ class Step:
     gpu_bytes: float | None
     slowest: SlowestRank | None
     """The slowest of the ranks; None: one process trained alone."""
+    learning_rate: float | None
+    grad_norm: float | None
+    time: str
+    """UTC of its end, as ISO 8601; empty if it is not on file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,50 +214,6 @@ def read_what_there_is(path: Path) -> History:
         return History()
 
 
-def opening(
-    session: Session, tiers: Sequence[TierState], expected: Prediction | None, changes: Sequence[str] = ()
-) -> dict[str, object]:
-    """Return the opening record of a process, without its step.
-
-    Args:
-        session: open, with its placement.
-        tiers: what the placement puts in each tier.
-        expected: the planned step, if there is one.
-        changes: changes of numbers since the step that the run goes on from.
-    """
-    placement = session.placement
-    device = session.engine.options.device
-    homes = {unit.name: {str(kind): str(tier) for kind, tier in _homes(session, unit.name)} for unit in session.units}
-    forecast = None
-    if expected is not None:
-        names = ("seconds", "bound_by", "busy_seconds", "moved_bytes")
-        forecast = {name: getattr(expected.forecast, name) for name in names}
-        forecast["seconds_range"] = expected.seconds_range
-
-    return {
-        "run": "begins",
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "num_parameters": sum(tensor.num_elements for unit in session.wholes for tensor in unit.layout.tensors),
-        "homes": homes,
-        "streamed": placement.streamed,
-        "speculative": placement.speculative,
-        "tiers": [dataclasses.asdict(tier) for tier in tiers],
-        "expected": forecast,
-        "changes": changes,
-    }
-
-
-def _homes(session: Session, unit: str) -> Iterator[tuple[Kind, str]]:
-    """Yield the kinds of a unit's blocks with their homes."""
-    placement = session.placement
-    for kind in STATE_KINDS:
-        if (unit, kind) in placement.homes:
-            yield kind, placement.homes[unit, kind]
-    if unit in placement.grad_homes:
-        yield Kind.GRAD, placement.grad_homes[unit] or "slot"
-
-
 # ---------------------------------------------------------------------- reading
 
 
@@ -275,6 +230,7 @@ def _opening(step: int, record: Mapping[str, Any]) -> Opening:
         speculative=tuple(map(_text, record["speculative"])),
         tiers=tuple(_tier(tier) for tier in record["tiers"]),
         expected=None if expected is None else _expected(expected),
+        flops_per_s=_optional(record.get("flops_per_s")),
         changes=tuple(map(_text, record.get("changes", ()))),
     )
 
@@ -318,6 +274,9 @@ def _step(step: int, record: Mapping[str, Any], moved: Mapping[str, float], dema
         resident_bytes=_optional(record.get("resident_bytes")),
         gpu_bytes=_optional(record.get("gpu_bytes")),
         slowest=None if slowest is None else _slowest(slowest),
+        learning_rate=_optional(record.get("learning_rate")),
+        grad_norm=None if record.get("grad_norm") is None else float(record["grad_norm"]),
+        time=_text(record.get("time", "")),
     )
 
 

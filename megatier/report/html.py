@@ -27,22 +27,30 @@ IN_THE_DARK = {
 STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1f2933; --dim: #5b6470; --track: #eef1f5; --rule: #d5dae1;
   --tone0: #2f6fb5; --tone1: #c8640a; --tone2: #2f8f4e; --tone3: #c02942; --tone4: #7b4fb3; --tone5: #11838c;
-  --tone6: #b83f86; --tone7: #6b7580; --gpu: #2f8f4e; --ram: #2f6fb5; --nvme: #c8640a; --slot: #8a929c; }
+  --tone6: #b83f86; --tone7: #6b7580; --gpu: #28803f; --ram: #2f6fb5; --nvme: #b35605; --slot: #6b7580;
+  --label: #ffffff; }
 @media (prefers-color-scheme: dark) {
   :root { --paper: #14181d; --ink: #e4e8ed; --dim: #a3adb8; --track: #222931; --rule: #39424d;
     --tone0: #6fa9e8; --tone1: #f2a04c; --tone2: #63c384; --tone3: #f27b86; --tone4: #b99bea; --tone5: #56c4cc;
-    --tone6: #ec8fc5; --tone7: #a3adb8; --gpu: #3f9e60; --ram: #4a86c8; --nvme: #cf7a26; --slot: #6b7580; }
+    --tone6: #ec8fc5; --tone7: #a3adb8; --gpu: #3f9e60; --ram: #4a86c8; --nvme: #cf7a26; --slot: #7d8894;
+    --label: #0d1014; }
 }
 body { margin: 0 auto; max-width: 1240px; padding: 16px 20px 48px; background: var(--paper); color: var(--ink);
   font: 14px/1.45 system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; }
 h1 { font-size: 22px; margin: 8px 0 2px; overflow-wrap: anywhere; } h2 { font-size: 16px; margin: 32px 0 8px; }
 p { margin: 4px 0 8px; max-width: 75em; overflow-wrap: anywhere; } .dim { color: var(--dim); }
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(190px, 1fr)); gap: 10px; margin: 16px 0; }
-.cards div { background: var(--track); border-radius: 6px; padding: 8px 12px; }
+.cards { display: flex; flex-wrap: wrap; gap: 10px; margin: 16px 0; }
+.cards div { flex: 1 1 150px; background: var(--track); border-radius: 6px; padding: 8px 12px; }
 .cards b { display: block; font-size: 19px; font-weight: 600; overflow-wrap: anywhere; }
 .cards span { color: var(--dim); }
 .row { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 0 32px; }
-.wide { overflow-x: auto; } .wide svg { min-width: 900px; } svg { display: block; width: 100%; height: auto; }
+.wide { overflow-x: auto; background: linear-gradient(to right, var(--paper) 30%, transparent) left / 40px 100%,
+  linear-gradient(to left, var(--paper) 30%, transparent) right / 40px 100%,
+  linear-gradient(to right, var(--rule), transparent) left / 12px 100%,
+  linear-gradient(to left, var(--rule), transparent) right / 12px 100%; background-repeat: no-repeat;
+  background-attachment: local, local, scroll, scroll; }
+.wide svg { min-width: 900px; } .wide svg.chart { min-width: 520px; } .pointer { fill: transparent; }
+svg { display: block; width: 100%; height: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 4px 0 8px; }
 th, td { padding: 3px 14px 3px 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule); }
 th { font-weight: 600; color: var(--dim); }
@@ -52,7 +60,7 @@ ul.legend i { display: inline-block; width: 14px; height: 4px; margin-right: 6px
 ul.legend i.square { height: 12px; } ul.legend i.dashed { height: 0; background: none; border-top: 2px dashed; }
 .chart text, .map text { fill: var(--dim); font-size: 12px; } .chart .grid { stroke: var(--rule); }
 .chart path { fill: none; stroke-width: 1.6; stroke-linejoin: round; } .chart .band { stroke: none; opacity: 0.22; }
-.chart .dashed { stroke-dasharray: 6 4; } .map .label { fill: #ffffff; }
+.chart .dashed { stroke-dasharray: 6 4; } .map .label { fill: var(--label); }
 pre { overflow-x: auto; background: var(--track); padding: 10px 14px; border-radius: 6px; font-size: 12px; }
 summary { cursor: pointer; }
 """

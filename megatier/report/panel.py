@@ -1,4 +1,4 @@
-"""The live panel of a run: the course of its loss, what bounds a step, how full tiers and how busy lanes are."""
+"""The live panel of a run: the course of its loss, what bounds a step, how busy lanes are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from megatier.errors import mib
 from megatier.report.figures import StepReport
 from megatier.report.metrics import format_seconds, format_share
 from megatier.report.picture import in_row_order
@@ -19,8 +18,6 @@ WIDTH = 32
 """Characters of a bar and of the course of the loss; even, because pairs of points are merged."""
 LEVELS = "▁▂▃▄▅▆▇█"
 """Characters of a course from the least to the most."""
-STALLED_MIN = 0.05
-"""Share of a step. If compute waits for less, the step is bound by compute."""
 
 
 class Course:
@@ -67,10 +64,7 @@ def bound_of(report: StepReport) -> str:
     """Return what bounds a step: as planned, else the cause that compute waited longest for, if it waited for long."""
     if report.attainment is not None:
         return f"{report.bound_by}, attainment {report.attainment:.0%}"
-    stalls = report.stall_seconds
-    if sum(stalls.values()) < STALLED_MIN * report.seconds:
-        return "compute"
-    return max(stalls, key=lambda cause: stalls[cause])
+    return report.main_stall or "compute"
 
 
 def panel(report: StepReport, num_steps: int, seconds_left: float, losses: Course) -> RenderableType:
@@ -88,7 +82,7 @@ def panel(report: StepReport, num_steps: int, seconds_left: float, losses: Cours
     _row(grid, "step", _bar(report.step, num_steps), f"{report.step}/{num_steps}  ETA {format_seconds(seconds_left)}")
     _row(grid, "loss", Text(sparkline(losses.points)), f"{report.loss:.4f}  lr {report.learning_rate:.2e}{norm}")
     _row(grid, "tokens/s", Text(speed), f"{report.seconds:.3f} s/step")
-    stalled = sum(report.stall_seconds.values())
+    stalled = report.stalled_seconds
     shares = f"{format_seconds(stalled)}, {format_share(stalled, report.seconds)}"
     _row(grid, "bound by", Text(bound_of(report)), f"stalled {shares}")
 
@@ -96,9 +90,6 @@ def panel(report: StepReport, num_steps: int, seconds_left: float, losses: Cours
         words = f"{format_seconds(slowest.seconds)} itself, the fastest {format_seconds(slowest.least_seconds)}"
         _row(grid, "slowest", Text(f"rank {slowest.rank} on {slowest.host}"), words)
 
-    for use in report.tiers:
-        share = format_share(use.used_bytes, use.budget_bytes)
-        _row(grid, use.tier, _bar(use.used_bytes, use.budget_bytes), f"{share} of {mib(use.budget_bytes)}")
     for lane in in_row_order(report.busy_seconds):
         # Work that began under the step before counts for this one, so a lane may be busy for longer than the step.
         busy = min(report.busy_seconds[lane], report.seconds)

@@ -15,7 +15,7 @@ from megatier.errors import ConfigError
 from megatier.files import read_regular
 from megatier.report.metrics import format_seconds, format_share
 from megatier.report.svg import LETTER, TRACK, WIDTH, bar, grid_line, page, text, ticks
-from megatier.trace.events import TraceEvent, busy_seconds, stall_seconds
+from megatier.trace.events import STEP, TraceEvent, busy_seconds, stall_seconds
 
 LANES = (
     "nvme_to_ram",
@@ -65,6 +65,8 @@ STALL_COLOURS = {
 }
 """Colours by cause, the same in every picture, so that two steps can be compared. The frequent ones differ most."""
 STALL_COLOUR_OTHER = "#ff70d0"
+IDLE = "idle"
+"""The label of the ground: what is not drawn there."""
 STALL = "stall: "
 """Stands before the cause in the legend."""
 
@@ -111,7 +113,7 @@ def read_trace(path: Path) -> dict[int, list[TraceEvent]]:
 
 
 def step_seconds(events: Iterable[TraceEvent]) -> float:
-    """Return the time from the first event's start to the last one's end; 0 without events."""
+    """Return the seconds of a whole step; of events without one, those from the first to the last; 0 without events."""
     start_ns, end_ns = _window(events)
     return (end_ns - start_ns) / 1e9
 
@@ -125,7 +127,7 @@ def lane_uses(events: Sequence[TraceEvent]) -> list[LaneUse]:
             span_seconds[event.lane] += event.seconds
 
     # Stalls are no lane of their own, because it is compute that waits.
-    lanes = in_row_order({_row_lane(event) for event in events})
+    lanes = in_row_order({_row_lane(event) for event in events if event.lane != STEP})
     return [LaneUse(lane, busy.get(lane, 0.0), span_seconds.get(lane, 0.0)) for lane in lanes]
 
 
@@ -156,11 +158,18 @@ def draw(events: Sequence[TraceEvent], title: str) -> str:
     return page(bottom + 36, title, [*parts, *_axis(seconds, top, bottom)])
 
 
-def _summary(uses: Iterable[LaneUse], seconds: float, stalls: Mapping[str, float]) -> str:
+def _summary(uses: Sequence[LaneUse], seconds: float, stalls: Mapping[str, float]) -> str:
     """Return the step in one line: how long it took, and what compute did."""
     busy = sum(use.busy_seconds for use in uses if use.lane == "compute")
-    stalled = format_seconds(sum(stalls.values()))
-    return f"{format_seconds(seconds)} in all; compute busy {format_share(busy, seconds)}, stalled {stalled}"
+    stalled = sum(stalls.values())
+    words = f"compute busy {format_share(busy, seconds)}, stalled {format_seconds(stalled)}"
+    return f"{format_seconds(seconds)} in all; {words}, idle {format_seconds(idle_seconds(uses, seconds, stalls))}"
+
+
+def idle_seconds(uses: Iterable[LaneUse], seconds: float, stalls: Mapping[str, float]) -> float:
+    """Return the time of a step in which compute neither works nor waits for a lane: the host prepares and ends it."""
+    busy = sum(use.busy_seconds for use in uses if use.lane == "compute")
+    return max(0.0, seconds - busy - sum(stalls.values()))
 
 
 def _row(events: Sequence[TraceEvent], use: LaneUse, colours: Mapping[str, str], middle: float) -> Iterator[str]:
@@ -172,7 +181,8 @@ def _row(events: Sequence[TraceEvent], use: LaneUse, colours: Mapping[str, str],
     spans: dict[str, list[tuple[float, float]]] = {label: [] for label in colours}
     for event in events:
         if _row_lane(event) == use.lane:
-            left, right = ((ns - start_ns) * scale for ns in (event.start_ns, event.end_ns))
+            # Work may begin under the step before, or end under the next one.
+            left, right = ((min(max(ns, start_ns), end_ns) - start_ns) * scale for ns in (event.start_ns, event.end_ns))
             spans[_label(event)].append((LEFT + left, LEFT + max(right, left + GAP_MIN)))
 
     yield text(LEFT - 10, middle + 4, use.lane, "end", NAME_MAX)
@@ -219,10 +229,10 @@ def _legend(colours: Mapping[str, str], stalls: Mapping[str, float]) -> tuple[li
 def _colours(events: Iterable[TraceEvent]) -> dict[str, str]:
     """Return colours by label, for the labels that there are; stalls come last."""
     events = list(events)
-    labels = {_label(event) for event in events}
+    labels = {_label(event) for event in events if event.lane != STEP}
     causes = in_row_order({event.cause for event in events if event.lane == "stall"})
     tones = {STALL + cause: STALL_COLOURS.get(cause, STALL_COLOUR_OTHER) for cause in causes}
-    return {label: colour for label, colour in COLOURS.items() if label in labels} | tones
+    return {label: colour for label, colour in COLOURS.items() if label in labels} | tones | {IDLE: TRACK}
 
 
 def _label(event: TraceEvent) -> str:
@@ -264,8 +274,9 @@ def _row_lane(event: TraceEvent) -> str:
 
 
 def _window(events: Iterable[TraceEvent]) -> tuple[int, int]:
-    """Return the start of the first event and the end of the last, in nanoseconds; (0, 0) without events."""
+    """Return start and end of the step, or else of all events together, in nanoseconds; (0, 0) without events."""
     events = list(events)
+    events = [event for event in events if event.lane == STEP] or events
     return min((event.start_ns for event in events), default=0), max((event.end_ns for event in events), default=0)
 
 

@@ -6,11 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from megatier.config.schema import RunConfig
 from megatier.report.history import History, Opening, Step
+from megatier.report.metrics import format_count, format_seconds
 from megatier.trace.events import TraceEvent
+
+SMOOTHING = 0.9
+"""Weight of a point in a smoothed line, against that of the next one."""
 
 Amounts = Callable[[Step], Mapping[str, float]]
 """Gives amounts of a step by name, such as the bytes that each queue moved."""
@@ -57,6 +62,38 @@ class RecordedRun:
         """
         found = ((step.step, figure(step)) for step in self.steps)
         return [(step, math.nan if value is None else value / scale) for step, value in found]
+
+    def tokens_at(self, step: float) -> str:
+        """Return the tokens of all steps up to this one, as people read them."""
+        return format_count(sum(made.tokens for made in self.steps if made.step <= step))
+
+    def time_at(self, step: float) -> str:
+        """Return the time from the beginning of the run to the end of a step; that of its steps if no clock is on file.
+
+        The first and the last step of a run that was stopped in between may be days apart.
+        """
+        made = [each for each in self.steps if each.step <= step]
+        if not made:
+            return "0 ms"
+        began = self.history.openings[0].time if self.history.openings else ""
+        try:
+            passed = datetime.fromisoformat(made[-1].time) - datetime.fromisoformat(began)
+            return format_seconds(max(0.0, passed.total_seconds()))
+        except (ValueError, TypeError):
+            return format_seconds(sum(each.seconds for each in made))
+
+
+def smoothed(points: Sequence[tuple[float, float]], weight: float = SMOOTHING) -> list[tuple[float, float]]:
+    """Return the running mean of points, in which each one counts `weight` times as much as the next."""
+    found = []
+    total = 0.0
+    count = 0.0
+    for step, value in points:
+        if math.isfinite(value):
+            total = weight * total + value
+            count = weight * count + 1.0
+        found.append((step, total / count if count else math.nan))
+    return found
 
 
 def tokens_per_s(step: Step) -> float:

@@ -6,18 +6,20 @@ Plain figures come in, and everything goes out through the console that the call
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 
 from megatier.errors import mib
 from megatier.report.figures import QueueBytes, SlowestRank, StepReport, TierState
 from megatier.report.metrics import format_seconds, format_share
-from megatier.report.panel import Course, panel
+from megatier.report.panel import WIDTH, Course, panel
 
 SMOOTHING = 0.9
 """Weight of the past in seconds per step, from which the time left follows."""
@@ -88,6 +90,69 @@ class Progress:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+class Work:
+    """Shows how far a long piece of work is: a bar on a terminal, else a line every few seconds.
+
+    Use it as a context. Work that ends sooner than the first line leaves nothing behind.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        name: str,
+        total: float | None,
+        form: Callable[[float], str],
+        line_seconds: float = LINE_SECONDS,
+    ) -> None:
+        """Begin at nothing.
+
+        Args:
+            console: where to draw.
+            name: the work, such as "weights in place".
+            total: all that there is to do; None: nobody knows.
+            form: writes an amount, such as 3 << 20 as "3.0 MiB".
+            line_seconds: seconds between two plain lines, at least, and before the first one.
+        """
+        self._console = console
+        self._name = name
+        self._total = total
+        self._form = form
+        self._line_seconds = line_seconds
+        self._done = 0.0
+        self._shown_at = time.monotonic()
+        self._bar: Bar | None = None
+        if console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(WIDTH), TextColumn("{task.fields[shown]}"))
+            self._bar = Bar(*columns, TimeRemainingColumn(), console=console, auto_refresh=False, transient=True)
+            self._bar.add_task(name, total=total, shown="")
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, amount: float) -> None:
+        """Note that so much more is done, and show it if the last picture is old."""
+        self._done += amount
+        now = time.monotonic()
+        if now - self._shown_at < (self._line_seconds if self._bar is None else REDRAW_SECONDS):
+            return
+
+        self._shown_at = now
+        whole = "" if self._total is None else f" of {self._form(self._total)}"
+        shown = f"{self._form(self._done)}{whole}"
+        if self._bar is None:
+            self._console.print(f"{self._name}: {shown}", markup=False, highlight=False, soft_wrap=True)
+            return
+        self._bar.update(self._bar.task_ids[0], completed=self._done, shown=shown, refresh=True)
+
+
 def step_line(report: StepReport, num_steps: int, seconds_left: float) -> str:
     """Return a step as one line."""
     return "  ".join(f"{name} {value}" for name, value in _figures(report, num_steps, seconds_left))
@@ -131,22 +196,13 @@ def _figures(report: StepReport, num_steps: int, seconds_left: float) -> list[tu
 
     figures += [
         ("tokens/s", f"{report.num_tokens / report.seconds:,.0f}" if report.seconds > 0 else "-"),
-        ("s/step", f"{report.seconds:.3f}"),
         *([("attainment", f"{report.attainment:.0%} ({report.bound_by})")] if report.attainment is not None else []),
         ("ETA", format_seconds(seconds_left)),
-        ("stalled", _stalls(report.stall_seconds)),
         *([("slowest", _slowest(report.slowest))] if report.slowest is not None else []),
     ]
-    return figures + [(use.tier, format_share(use.used_bytes, use.budget_bytes)) for use in report.tiers]
-
-
-def _stalls(seconds: Mapping[str, float]) -> str:
-    """Return the time that compute waited, and for what, the longest first."""
-    causes = sorted(((value, cause) for cause, value in seconds.items() if value >= 0.0005), reverse=True)
-    if not causes:
-        return "0 ms"
-    named = ", ".join(f"{cause} {format_seconds(value)}" for value, cause in causes)
-    return f"{format_seconds(sum(seconds.values()))} ({named})"
+    if report.main_stall is not None:
+        figures.append(("stalled", f"{format_share(report.stalled_seconds, report.seconds)} ({report.main_stall})"))
+    return figures
 
 
 def _slowest(slowest: SlowestRank) -> str:

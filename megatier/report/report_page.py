@@ -9,22 +9,31 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from megatier.checkpoint.checkpoint import checkpoints, step_of
-from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, CONFIG_FILE, METRICS_FILE, SAVEPOINT_FOLDER, TRACE_FILE
+from megatier.checkpoint.run_directory import (
+    CHECKPOINT_FOLDER,
+    CONFIG_FILE,
+    METRICS_FILE,
+    SAVEPOINT_FOLDER,
+    TRACE_FILE,
+    checkpoints,
+    step_of,
+)
 from megatier.config.file import load, to_dict
 from megatier.config.text import dump
 from megatier.errors import ConfigError, mib
 from megatier.report import chart, picture, placement_map
-from megatier.report.chart import Line, Mark
+from megatier.report.chart import Line, Mark, Scale
+from megatier.report.figures import NO_GPU
 from megatier.report.history import Corrected, History, Opening, Saved, read_history
 from megatier.report.html import cards, details, note, page, section, table
 from megatier.report.metrics import format_count, format_seconds, format_share, wavering
-from megatier.report.recorded_run import RecordedRun, amount_of, tokens_per_s, totals_of
-from megatier.store.lanes import QUEUES
-from megatier.tier import Tier
+from megatier.report.recorded_run import RecordedRun, amount_of, smoothed, tokens_per_s, totals_of
+from megatier.tier import QUEUES, Tier
 
 RANKS_SHOWN = 8
 """Number of the slowest ranks that are shown."""
+SMOOTHED_MIN = 30
+"""Steps from which the loss has a smoothed line as well."""
 SAVED_SHOWN = 10
 """Number of checkpoints, and of savepoints, that are shown."""
 NO_STEP = "No step is on file yet."
@@ -79,6 +88,8 @@ def _status(run: RecordedRun) -> str:
         began = openings[0].time.replace("T", " ").replace("+00:00", " UTC")
         words.append(f"On {openings[-1].device}, begun {began}.")
 
+    if openings and openings[-1].device == "cpu":
+        words.append(NO_GPU)
     if len(openings) > 1:
         words.append(f"It went on after step {', '.join(f'{opening.step:,}' for opening in openings[1:][-5:])}.")
     for opening in openings:
@@ -117,7 +128,26 @@ def _figures(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
     yield "loss", f"{last.loss:.4f}", f"step {last.step:,}"
     if run.history.heldout:
         step, loss = run.history.heldout[-1]
-        yield "held-out loss", f"{loss:.4f}", f"step {step:,}"
+        best, least = min(run.history.heldout, key=lambda pair: (math.isnan(pair[1]), pair[1]))
+        yield "held-out loss", f"{loss:.4f}", f"step {step:,}; best {least:.4f} at step {best:,}"
+    tokens = sum(step.tokens for step in run.steps)
+    yield "tokens seen", format_count(tokens), f"{format_count(last.tokens)} in the last step"
+    if opening is not None:
+        yield from _use_of_compute(opening, median(map(tokens_per_s, run.steady)))
+
+
+def _use_of_compute(opening: Opening, tokens_per_s: float) -> Iterator[tuple[str, str, str]]:
+    """Yield the operations of the model a second, six a parameter and token, and what share of the machine's that is.
+
+    Attention, and what is computed twice, do not count.
+    """
+    flops = 6 * opening.num_parameters * tokens_per_s
+    if opening.flops_per_s:
+        measured = f"of the {opening.flops_per_s / 1e12:.3g} TFLOP/s that `megatier bench` measured"
+        yield "MFU", f"{flops / opening.flops_per_s:.0%}", measured
+    else:
+        written = f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.3g} GFLOP/s"
+        yield "compute", written, "six operations a parameter and token"
 
 
 # ---------------------------------------------------------------------- over steps
@@ -126,7 +156,10 @@ def _figures(run: RecordedRun) -> Iterator[tuple[str, str, str]]:
 def _course(run: RecordedRun) -> str:
     """Return loss and tokens a second over the steps, with what happened in between."""
     expected = run.opening.expected if run.opening is not None else None
-    loss = [Line("training", run.points(lambda step: step.loss)), Line("held-out", run.history.heldout)]
+    losses = run.points(lambda step: step.loss)
+    loss = [Line("training", losses), Line("held-out", run.history.heldout)]
+    if len(losses) >= SMOOTHED_MIN:
+        loss.append(Line("training, smoothed", smoothed(losses)))
     speed = [Line("measured", run.points(tokens_per_s))]
     if expected is not None:
         speed.append(Line("as planned", run.points(lambda step: step.tokens / expected.seconds), is_dashed=True))
@@ -136,7 +169,13 @@ def _course(run: RecordedRun) -> str:
         Mark("left out", [step.step for step in run.steps if step.skipped is not None], tone=3),
     ]
     shown = [mark for mark in marks if mark.steps]
-    return _row(chart.draw("loss", loss, shown, from_zero=False), chart.draw("tokens/s", speed, shown)) or note(NO_STEP)
+    scales = [Scale("tokens", run.tokens_at), Scale("time", run.time_at)]
+    return _row(
+        chart.draw("loss", loss, shown, scales, from_zero=False),
+        chart.draw("tokens/s", speed, shown, scales),
+        chart.draw("gradient norm", [Line("before clipping", run.points(lambda step: step.grad_norm))], shown),
+        chart.draw("learning rate", [Line("learning rate", run.points(lambda step: step.learning_rate))], shown),
+    ) or note(NO_STEP)
 
 
 def _memory(run: RecordedRun) -> str:
@@ -202,13 +241,13 @@ def _stalls(run: RecordedRun) -> str:
     """Return the time that compute waited, by cause."""
     if not run.steps:
         return note(NO_STEP)
-    totals = totals_of(run.steps, lambda step: step.stall_seconds)
-    seconds = sum(step.seconds for step in run.steps)
+    totals = totals_of(run.steady, lambda step: step.stall_seconds)
+    seconds = sum(step.seconds for step in run.steady)
     if not totals:
         return note("Compute waited for nothing.")
 
     causes = sorted(totals, key=totals.__getitem__, reverse=True)
-    worst = {cause: max(step.stall_seconds.get(cause, 0.0) for step in run.steps) for cause in causes}
+    worst = {cause: max(step.stall_seconds.get(cause, 0.0) for step in run.steady) for cause in causes}
     rows = [
         (cause, format_seconds(totals[cause]), format_share(totals[cause], seconds), format_seconds(worst[cause]))
         for cause in causes
@@ -216,7 +255,8 @@ def _stalls(run: RecordedRun) -> str:
     unit, scale = ("s", 1.0) if max(worst.values()) >= 1 else ("ms", 1e-3)
     lines = [Line(cause, run.points(amount_of(lambda step: step.stall_seconds, cause), scale)) for cause in causes]
     columns = "waited for", "in all", "share of the time", "longest in a step"
-    return _row(table(columns, rows), chart.draw(f"stalled, {unit} a step", lines))
+    words = "The first step of each process, which learns the order of the units, is in the chart alone."
+    return _row(table(columns, rows) + note(words), chart.draw(f"stalled, {unit} a step", lines))
 
 
 def _slowest(run: RecordedRun) -> str:

@@ -74,6 +74,13 @@ def budgets_of(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
             "it, or leave it out for what is free."
         )
 
+    # Without a GPU both budgets are RAM.
+    if device.type == "cpu" and (tiers.gpu or 0) + (tiers.ram or 0) > total_bytes:
+        raise ConfigError(
+            f"tiers.gpu is {mib(tiers.gpu or 0)}, and there is no GPU: RAM stands for it. With tiers.ram that is more "
+            f"than the {mib(total_bytes)} of RAM that this machine, or its container, has. Lower it, or leave it out."
+        )
+
     if tiers.gpu is not None and tiers.ram is not None:
         return tiers.gpu, tiers.ram
     machine = default_budgets(device.type)

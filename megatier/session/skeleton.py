@@ -16,13 +16,12 @@ from megatier.errors import UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, read_object, reading, reason_of, shown
 from megatier.layout import Layout
 from megatier.models.decoder import Unit, build_skeleton
-from megatier.models.folder import resolve
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
 from megatier.models.limits import check_counts
+from megatier.models.location import CONFIG_FILE, resolve
 from megatier.models.weights import SafetensorsFolder
 
-CONFIG_FILE = "config.json"
 NAME_CHARACTERS_MAX = 100
 """Characters of a name that are compared. A longer name resembles none, and comparing it would take long."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from megatier.drives.blockfile import BlockFiles
 from megatier.drives.extent import Extent
-from megatier.errors import BlockNotFoundError, CapacityError
+from megatier.errors import BlockNotFoundError, CapacityError, SpanError
 from megatier.store.reservation import Reservation
 from megatier.store.residency import Block, Copy, Span
 from megatier.tier import BlockSpec, Tier
@@ -62,11 +62,16 @@ class Blocks:
             raise BlockNotFoundError(f"no block {key!r} is registered.") from None
 
     def span(self, key: str, span: Span | None) -> tuple[Block, Span]:
-        """Return a block, and the span of it that a caller means: all of it if none is given."""
+        """Return a block, and the span of it that a caller means: all of it if none is given.
+
+        Raises:
+            BlockNotFoundError: no block was registered under the key.
+            SpanError: the span is not within the block, or cuts a granule.
+        """
         block = self.find(key)
         start, stop = span = span or block.whole
         granule = self._files.options.granule_bytes if self._files is not None and block.extent is not None else 1
-        assert 0 <= start < stop <= block.spec.num_bytes, f"{span} lies outside of {key}"
-        assert start % granule == 0, f"{span} of {key} starts inside a granule"
-        assert stop % granule == 0 or stop == block.spec.num_bytes, f"{span} of {key} ends inside a granule"
+        is_inside = 0 <= start < stop <= block.spec.num_bytes
+        if not is_inside or start % granule or (stop % granule and stop != block.spec.num_bytes):
+            raise SpanError(key, span, block.spec.num_bytes, granule)
         return block, span

@@ -15,12 +15,10 @@ from megatier import _native
 from megatier.store.queue import Queue
 from megatier.store.stream_clock import StreamClock
 from megatier.store.transfer import Completion, Transfer, mark
-from megatier.tier import Kind
+from megatier.tier import QUEUES, Kind
 
 LOG_TRANSFERS_MAX = 1 << 17
 """The most transfers that are kept for a trace. If nobody takes them, the oldest are dropped."""
-QUEUES = ("nvme_to_ram", "nvme_to_gpu", "ram_to_gpu", "gpu_to_ram", "ram_to_nvme", "state_to_gpu", "state_to_ram")
-"""The names of the queues. Between RAM and the GPU, state that compute does not wait for has two of its own."""
 PIECE_BYTES = 128 << 20
 """The most bytes that one lane copies at once between RAM and the GPU. The device makes the copies of one direction in
 the order in which they were enqueued, whatever their streams. So each lane enqueues one piece at a time; else a long

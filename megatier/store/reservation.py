@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatier.errors import CapacityError
+from megatier.errors import CapacityError, ClosedError
 from megatier.store.arena import Allocate, Arena, SlotPool
 from megatier.tier import PAGE_BYTES, BlockSpec, Kind, Tier, round_up
 
@@ -119,8 +119,14 @@ class Reservation:
         return self.pool(tier, spec, 1).slot_bytes
 
     def view(self, tier: Tier, offset: int, num_bytes: int) -> torch.Tensor:
-        """Return uint8 [num_bytes] at an offset in a tier's arena."""
-        return self._arenas[tier].view(offset, num_bytes)
+        """Return uint8 [num_bytes] at an offset in a tier's arena.
+
+        Raises:
+            ClosedError: the arenas were dropped.
+        """
+        if (arena := self._arenas.get(tier)) is None:
+            raise ClosedError("the store is closed, and its memory is given back. Open another one.")
+        return arena.view(offset, num_bytes)
 
     def usage(self, tier: Tier) -> dict[str, int]:
         """Return the bytes at home in a tier by kind, those of its `slots`, and its `budget`."""

@@ -2,7 +2,7 @@
 
 A block always lies in its home tier, and may have copies in faster tiers, whole or in spans. Whoever reads or writes
 bytes holds a lease of them, and nothing that is leased is evicted. Each kind of move has a queue of its own
-(`lanes.QUEUES`). Bytes from NVMe are verified, and a move that fails leaves the block whole where it was. All memory is
+(`tier.QUEUES`). Bytes from NVMe are verified, and a move that fails leaves the block whole where it was. All memory is
 allocated when the first block is used (`seal`), and never later.
 
     with TieredStore.open(ram="64GiB", nvme=["/mnt/a:500GiB"]) as store:
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
@@ -152,10 +152,11 @@ class TieredStore:
             assert not self._is_sealed
             self._reservation.slots(tier, kind, slot_bytes, num_slots)
 
-    def seal(self) -> None:
+    def seal(self, progress: Callable[[int], None] = lambda _: None) -> None:
         """Allocate everything: block files, arenas, slots. The first use of a block calls this.
 
         If no slots were reserved in a tier, the rest of its budget becomes slots for the largest block that passes.
+        While files on NVMe are filled, `progress` is called with the bytes that came since the last call.
 
         Raises:
             CapacityError: the system has less memory or less room on a drive than the budgets say.
@@ -169,7 +170,6 @@ class TieredStore:
             # The files come first, since allocating them is quick and shows a drive that is too small.
             if self.files is not None:
                 self.files.allocate()
-
             for tier in (Tier.GPU, Tier.RAM):
                 specs = [block.spec for block in self._blocks.by_key.values()]
                 passing = [spec.num_bytes for spec in specs if spec.home is not tier]
@@ -177,7 +177,7 @@ class TieredStore:
             self._reservation.allocate(self.device)
 
             if self.files is not None:
-                self.files.fill()
+                self.files.fill(progress)
             if self._reader is not None:
                 self._reader.open(self.device)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,10 @@ class TraceEvent:
         return (self.end_ns - self.start_ns) / 1e9
 
 
+STEP = "step"
+"""The lane of the event that is a whole step, as it is printed: from its first row of text to its end."""
+
+
 def stall_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
     """Sum up the seconds that compute waited, by cause."""
     total: Counter[str] = Counter()
@@ -64,7 +68,7 @@ def busy_seconds(events: Iterable[TraceEvent]) -> dict[str, float]:
     # Events of a lane may overlap, since several moves of a queue are in flight. What was counted already is cut off.
     for event in sorted(events, key=lambda event: event.start_ns):
         lane = event.lane
-        if lane != "stall":
+        if lane not in ("stall", STEP):
             start_ns = max(event.start_ns, until.get(lane, event.start_ns))
             total[lane] = total.get(lane, 0) + max(0, event.end_ns - start_ns)
             until[lane] = max(event.end_ns, start_ns)
@@ -79,7 +83,9 @@ def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -
     """
     lanes: dict[str, int] = {}
     rows: list[dict[str, object]] = []
-    for step, events in steps:
+    arrows: list[dict[str, object]] = []
+    for step, made in steps:
+        events = list(made)
         for event in events:
             track = lanes.setdefault(event.lane, len(lanes))
 
@@ -89,6 +95,7 @@ def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -
             length = (event.end_ns - event.start_ns) / 1e3
             row = {"ph": "X", "pid": 0, "tid": track, "ts": start, "dur": length, "name": event.name, "args": details}
             rows.append(row)
+        arrows += _flows(events, lanes, len(arrows))
 
     names = [
         {"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": lane}}
@@ -97,6 +104,18 @@ def write_trace(path: Path, steps: Iterable[tuple[int, Iterable[TraceEvent]]]) -
 
     try:
         with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-            file.write(json.dumps({"traceEvents": [*names, *rows]}).encode())
+            file.write(json.dumps({"traceEvents": [*names, *arrows, *rows]}).encode())
     except OSError as error:
         raise TransferError("writing the trace", "disk", str(path), 0, error.errno or 0) from error
+
+
+def _flows(events: Sequence[TraceEvent], lanes: Mapping[str, int], first: int) -> Iterator[dict[str, object]]:
+    """Yield arrows from what compute waited for to the stall: the last event of that lane that the stall outlived."""
+    for number, stall in enumerate(event for event in events if event.lane == "stall"):
+        causes = (event for event in events if event.lane == stall.cause and event.start_ns < stall.end_ns)
+        cause = max(causes, key=lambda event: min(event.end_ns, stall.end_ns), default=None)
+        if cause is None:
+            continue
+        flow = {"pid": 0, "id": first + number, "name": "waits for", "cat": "stall"}
+        yield {**flow, "ph": "s", "tid": lanes[cause.lane], "ts": cause.start_ns / 1e3}
+        yield {**flow, "ph": "f", "bp": "e", "tid": lanes["stall"], "ts": stall.end_ns / 1e3}

@@ -12,11 +12,13 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from megatier.config.schema import RunConfig, TiersConfig
+from megatier.config.text import options
 from megatier.drives.mounts import budget_bytes
 from megatier.engine.head import can_fuse
-from megatier.errors import PlanError
+from megatier.errors import ConfigError, PlanError
 from megatier.measure.probe import cached_rates
 from megatier.models.decoder import find_units
+from megatier.models.limits import has_position_table, max_positions
 from megatier.planner.plan import hidden_at
 from megatier.planner.prediction import Prediction
 from megatier.planner.search import Choice, changed, search
@@ -28,7 +30,9 @@ from megatier.session.skeleton import skeleton_of
 from megatier.train.outlet import say
 
 
-def fix_choices(config: RunConfig, model: PreTrainedModel | None = None) -> RunConfig:
+def fix_choices(
+    config: RunConfig, given: frozenset[str] = frozenset(), model: PreTrainedModel | None = None
+) -> RunConfig:
     """Return the config with the numeric choices that machine and model decide, as the run directory records them.
 
     A loss that cannot be fused with the model's head is not, with a warning (`engine.head`). With savepoints the
@@ -36,8 +40,14 @@ def fix_choices(config: RunConfig, model: PreTrainedModel | None = None) -> RunC
 
     Args:
         config: the run.
+        given: dotted names of the settings that stay as they are.
         model: its skeleton, if it was built already.
+
+    Raises:
+        ConfigError: sequences are longer than the model's table of positions.
     """
+    model = model or skeleton_of(config.model)
+    config = fit_positions(config, given, model)
     tiers = config.tiers
     chosen = compiles(config.model, choose_device(tiers))
     if config.output.savepoint_every:
@@ -62,6 +72,26 @@ def with_true_loss(config: RunConfig, model: PreTrainedModel | None = None) -> R
     model = model or skeleton_of(config.model)
     fused = can_fuse(model, find_units(model))
     return replace(config, model=replace(config.model, fused_loss=fused))
+
+
+def fit_positions(config: RunConfig, given: frozenset[str], model: PreTrainedModel) -> RunConfig:
+    """Return the config with sequences that are no longer than the model was made for, unless their length is given.
+
+    Raises:
+        ConfigError: it is given, and the model has a table of positions that ends before.
+    """
+    length = config.data.sequence_length
+    most = max_positions(model)
+    if most is None or length <= most:
+        return config
+    if "data.sequence_length" not in given:
+        return replace(config, data=replace(config.data, sequence_length=most))
+    if has_position_table(model):
+        raise ConfigError(
+            f"data.sequence_length is {length}, but the model looks up positions in a table of {most} "
+            f"(max_position_embeddings). Set data.sequence_length to {most} or less."
+        )
+    return config
 
 
 def plan_choices(
@@ -100,9 +130,9 @@ def plan_choices(
         console.print(f"no plan fits by estimate, so the settings stay as they are: {error}", highlight=False)
         return config, None
 
-    words = "".join(f" --{name} {value}" for name, value in choice.settings.items())
+    words = options(choice.settings)
     prediction = Prediction.of(choice)
-    said = f"planned, {choice.seconds:.3g} s a step{wavering(prediction.seconds_range)}{':' * bool(words)}{words}"
+    said = f"planned, {choice.seconds:.3g} s a step{wavering(prediction.seconds_range)}{': ' * bool(words)}{words}"
     console.print(said, markup=False, highlight=False, soft_wrap=True)
     _describe_hidden(console, choice, config.train.batch * config.data.sequence_length)
     return changed(config, choice.settings), prediction

@@ -2,21 +2,70 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+
+import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
 from megatier.config.schema import RunConfig
 from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
-from megatier.report.figures import TierState
+from megatier.errors import mib
+from megatier.models.limits import max_positions
+from megatier.planner.prediction import Prediction
+from megatier.report.figures import NO_GPU, TierState
 from megatier.report.metrics import format_count
 from megatier.report.report import print_placement
 from megatier.schedule.placement import Placement
 from megatier.session.session import Session
 from megatier.store.store import TieredStore
-from megatier.tier import Tier
+from megatier.tier import STATE_KINDS, Kind, Tier
 from megatier.train.outlet import say
 from megatier.train.save_plan import SavePlan
+
+EPOCHS_MAX = 10
+"""A run that trains on its text more often than that is told so."""
+
+
+def describe_reserved(console: Console, session: Session) -> None:
+    """Say how much memory is about to be reserved, which takes seconds for each 10 GiB."""
+    has_gpu = session.engine.options.device.type != "cpu"
+    names = {Tier.GPU: "GPU memory" if has_gpu else "RAM for gpu", Tier.RAM: "RAM", Tier.NVME: "NVMe"}
+    held = {Tier(tier.tier): tier.state_bytes + tier.other_bytes for tier in tier_states(session)}
+    words = ", ".join(f"{mib(size)} of {names[tier]}" for tier, size in held.items() if size)
+    say(console, f"reserving {words}")
+
+
+def describe_text(console: Console, config: RunConfig, text: PackedText | TextStream) -> None:
+    """Print how much text there is, and how long the run is in epochs of it."""
+    if not isinstance(text, PackedText):
+        say(console, "a stream of tokens to train on")
+        return
+
+    if text.bad is not None and text.bad.count:
+        say(
+            console,
+            f"{text.bad.count:,} bad records are left out (data.skip_bad). The first: {' '.join(text.bad.first)}",
+        )
+
+    words = f"{format_count(text.num_tokens)} tokens to train on"
+    if (count := text.train.num_documents) is not None:
+        things = "conversations" if config.data.chat is not None else "documents"
+        words = f"{count:,} {things if count != 1 else things[:-1]}, {words}"
+    learnt = text.train.num_learnt
+    if learnt is not None and learnt < text.num_tokens:
+        words += f", of which {format_count(learnt)} are learnt"
+
+    steps = text.num_sequences / config.train.batch
+    epochs = config.train.steps / steps
+    say(console, f"{words}; an epoch is {steps:,.4g} steps, and {config.train.steps:,} steps are {epochs:,.3g} epochs")
+    if epochs > EPOCHS_MAX:
+        say(
+            console, f"Note that this trains on the same text {epochs:,.0f} times. train.epochs sets how often it does."
+        )
 
 
 def describe(
@@ -33,7 +82,8 @@ def describe(
     """
     if text.damaged is not None:
         say(console, f"{text.damaged} was damaged, so the text was tokenised again.")
-    say(console, f"{_model(session, config)}; {_tokens(text)}; {nvme_path(session.store)}{_io_threads(session)}")
+    say(console, f"{_model(session, config)}; {nvme_path(session.store)}{_io_threads(session)}")
+    describe_text(console, config, text)
     if config.tiers.gpu_limit is not None and session.engine.options.device.type != "cuda":
         say(console, "tiers.gpu_limit is ignored, because this run has no GPU.")
 
@@ -47,6 +97,8 @@ def describe(
     if count := sum(home is Tier.NVME for home in placement.grad_homes.values()):
         what = "sums of groups" if placement.sums_on_gpu else "gradients"
         say(console, f"{what} of {count} units lie on NVMe, because RAM is too short for them")
+    if session.engine.options.device.type == "cpu":
+        say(console, NO_GPU)
     print_placement(console, tier_states(session), placement.ranks)
     if session.ranks is not None:
         say(console, f"weights and gradients go between ranks by {session.ranks.way}")
@@ -56,8 +108,8 @@ def describe(
 
 def describe_positions(console: Console, model: PreTrainedModel, sequence_length: int) -> None:
     """Warn if sequences are longer than those that the model was made for."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(positions, int) and positions < sequence_length:
+    positions = max_positions(model)
+    if positions is not None and positions < sequence_length:
         say(
             console,
             f"data.sequence_length is {sequence_length}, and the model was made for {positions} positions "
@@ -86,6 +138,51 @@ def tier_states(session: Session) -> list[TierState]:
     ]
 
 
+def opening(
+    session: Session, tiers: Sequence[TierState], expected: Prediction | None, changes: Sequence[str] = ()
+) -> dict[str, object]:
+    """Return the opening record of a process, without its step.
+
+    Args:
+        session: open, with its placement.
+        tiers: what the placement puts in each tier.
+        expected: the planned step, if there is one.
+        changes: changes of numbers since the step that the run goes on from.
+    """
+    placement = session.placement
+    device = session.engine.options.device
+    homes = {unit.name: {str(kind): str(tier) for kind, tier in _homes(session, unit.name)} for unit in session.units}
+    forecast = None
+    if expected is not None:
+        names = ("seconds", "bound_by", "busy_seconds", "moved_bytes")
+        forecast = {name: getattr(expected.forecast, name) for name in names}
+        forecast["seconds_range"] = expected.seconds_range
+
+    return {
+        "run": "begins",
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "num_parameters": sum(tensor.num_elements for unit in session.wholes for tensor in unit.layout.tensors),
+        "homes": homes,
+        "streamed": placement.streamed,
+        "speculative": placement.speculative,
+        "tiers": [dataclasses.asdict(tier) for tier in tiers],
+        "expected": forecast,
+        "flops_per_s": None if expected is None else expected.flops_per_s,
+        "changes": changes,
+    }
+
+
+def _homes(session: Session, unit: str) -> Iterator[tuple[Kind, str]]:
+    """Yield the kinds of a unit's blocks with their homes."""
+    placement = session.placement
+    for kind in STATE_KINDS:
+        if (unit, kind) in placement.homes:
+            yield kind, placement.homes[unit, kind]
+    if unit in placement.grad_homes:
+        yield Kind.GRAD, placement.grad_homes[unit] or "slot"
+
+
 def _model(session: Session, config: RunConfig) -> str:
     num_parameters = sum(tensor.num_elements for unit in session.wholes for tensor in unit.layout.tensors)
     num_trained = sum(tensor.num_elements for unit in session.wholes for tensor in unit.layout.trained.tensors)
@@ -94,12 +191,6 @@ def _model(session: Session, config: RunConfig) -> str:
         f"{format_count(num_parameters)} parameters{trained} in {len(session.units)} units, "
         f"{config.model.compute_dtype}, on {session.engine.options.device}"
     )
-
-
-def _tokens(text: PackedText | TextStream) -> str:
-    if isinstance(text, PackedText):
-        return f"{format_count(text.num_tokens)} tokens to train on"
-    return "a stream of tokens to train on"
 
 
 def _io_threads(session: Session) -> str:

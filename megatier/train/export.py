@@ -9,16 +9,15 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from megatier.checkpoint.checkpoint import (
-    UNBOUND,
-    find_checkpoint,
-    is_bound,
+from megatier.checkpoint.checkpoint import UNBOUND, find_checkpoint, is_bound, open_masters, read_state
+from megatier.checkpoint.run_directory import (
+    CHECKPOINT_FOLDER,
+    METRICS_FILE,
+    MODEL_FOLDER,
+    SAVEPOINT_FOLDER,
     last_checkpoint,
-    open_masters,
-    read_state,
     step_of,
 )
-from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, METRICS_FILE, MODEL_FOLDER, SAVEPOINT_FOLDER
 from megatier.checkpoint.run_state import RunState
 from megatier.config.file import from_dict
 from megatier.config.schema import RunConfig

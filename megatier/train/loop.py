@@ -5,11 +5,14 @@ from __future__ import annotations
 import platform
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
 
 from rich.console import Console
 
+from megatier.checkpoint.run_directory import METRICS_FILE
 from megatier.checkpoint.run_state import RunState
 from megatier.config.schema import RunConfig, TrainConfig
 from megatier.data.packing import num_real_tokens
@@ -19,14 +22,14 @@ from megatier.numerics.learning_rate import learning_rate
 from megatier.planner.prediction import Prediction
 from megatier.play.speculation import Speculation
 from megatier.ranks.channel import Alone
-from megatier.report.figures import QueueBytes, SlowestRank, StepReport, TierUse
+from megatier.report.figures import QueueBytes, SlowestRank, StepReport
+from megatier.report.history import read_what_there_is
 from megatier.report.metrics import format_seconds
 from megatier.report.report import Progress, print_moves
 from megatier.session.process import memory_bytes
 from megatier.session.session import Session
-from megatier.store.lanes import QUEUES
-from megatier.tier import Tier
-from megatier.trace.events import TraceEvent, busy_seconds, stall_seconds
+from megatier.tier import QUEUES
+from megatier.trace.events import STEP, TraceEvent, busy_seconds, stall_seconds
 from megatier.train.description import nvme_path
 from megatier.train.outlet import say
 from megatier.train.saves import Record, Saves
@@ -81,6 +84,8 @@ class Loop:
         self._watchdog = watchdog
         self._saves = saves
         self._last_step = 0
+        self._tokens_seen = 0
+        """Tokens of all steps so far, those of earlier processes included."""
         self._crew = session.ranks or Alone()
         self._hosts = self._crew.agree(platform.node())
         self._device = session.engine.options.device
@@ -103,6 +108,8 @@ class Loop:
         """
         train = self._config.train
         self._last_step = 0 if state is None else state.step
+        before = read_what_there_is(Path(self._config.output.directory) / METRICS_FILE)
+        self._tokens_seen = round(sum(step.tokens for step in before.steps))
         first = self._last_step + 1
         stops = False
         with Progress(self._console, train.steps) as progress, StopRequest(progress.note) as stop:
@@ -167,10 +174,10 @@ class Loop:
         """Run one step, and tell and record it."""
         train = self._config.train
         session = self._session
-        began = time.perf_counter()
+        began_ns = time.perf_counter_ns()
         rate = rate_of(step, train)
         batch = self._text.batch(step - 1, train.batch)
-        waited = time.perf_counter() - began
+        read_ns = time.perf_counter_ns()
 
         # A group has the same rows of every column: ids, labels, and positions if documents are apart.
         columns = [value.chunk(train.groups) for value in batch.values()]
@@ -181,14 +188,18 @@ class Loop:
 
         # The loss was read, so the device is through with forward and backward. In the deferred mode updates of this
         # step may still be running; the next step waits for them, and has their time.
-        seconds = time.perf_counter() - began
+        ended_ns = time.perf_counter_ns()
+        seconds = (ended_ns - began_ns) / 1e9
         self._last_step = step
 
+        # The same events give the printed figures, the records, the picture and the trace.
         events = session.player.take_events()
+        events.append(TraceEvent(lane=STEP, name=f"step {step}", start_ns=began_ns, end_ns=ended_ns))
+        if self._config.data.streaming:
+            waits = TraceEvent(lane="stall", name="text", start_ns=began_ns, end_ns=read_ns, cause="data")
+            events.append(waits)
         self.traced = [*self.traced[1 - TRACED_STEPS :], (step, events)]
         stalls = stall_seconds(events)
-        if self._config.data.streaming:
-            stalls["data"] = waited
         self._saves.step(seconds, stalls.get("checkpoint", 0.0), learnt=result.skipped is None)
 
         forecast = None if self._expected is None else self._expected.forecast
@@ -200,7 +211,6 @@ class Loop:
             num_tokens=num_real_tokens(batch),
             seconds=seconds,
             stall_seconds=stalls,
-            tiers=tuple(_tier_uses(session)),
             attainment=None if forecast is None else forecast.seconds / seconds,
             bound_by="" if forecast is None else forecast.bound_by,
             busy_seconds=busy_seconds(events),
@@ -211,6 +221,7 @@ class Loop:
             what = "the loss" if result.skipped == "loss" else f"the gradient of {result.skipped}"
             progress.note(f"step {step} is left out, so that no weight changes: {what} is not finite")
 
+        self._tokens_seen += report.num_tokens
         self._record(self._figures(report, result))
         self._correct(step, events, progress)
 
@@ -231,6 +242,8 @@ class Loop:
             "clip_coefficient": result.clip_coefficient,
             "skipped": result.skipped,
             "tokens": report.num_tokens,
+            "tokens_seen": self._tokens_seen,
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "seconds": report.seconds,
             "tokens_per_s": report.num_tokens / report.seconds,
             "attainment": report.attainment,
@@ -294,11 +307,3 @@ def _describe_speculation(console: Console, speculation: Speculation) -> None:
         f"updates in the backward: confirmed in {confirmed} steps, void in {void} that clipped or were left out, which "
         f"moved {mib(speculation.void_bytes)} in vain",
     )
-
-
-def _tier_uses(session: Session) -> Iterator[TierUse]:
-    """Yield how full each tier of the run is."""
-    for tier in Tier:
-        usage = session.store.usage(tier)
-        if budget := usage.pop("budget"):
-            yield TierUse(str(tier), sum(usage.values()), budget)

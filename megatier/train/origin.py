@@ -21,8 +21,7 @@ from megatier.config.schema import RunConfig
 from megatier.data.tokenizer import tokenizer_files
 from megatier.errors import ConfigError, DataError, UnsupportedModelError
 from megatier.foreign import SETTINGS_BYTES_MAX, TABLE_BYTES_MAX, read_input, read_object
-from megatier.models.folder import resolve
-from megatier.session.skeleton import CONFIG_FILE
+from megatier.models.location import CONFIG_FILE, resolve
 
 COMPUTED = "computed buffer"
 """Begins the name of a buffer that no file holds, because a constructor computes it with the kernels of this

@@ -68,3 +68,9 @@ def run_console() -> Console:
 def say(console: Console, words: str) -> None:
     """Print a line as it is, however long it is and whatever brackets it has."""
     console.print(words, markup=False, highlight=False, soft_wrap=True)
+
+
+def announce(console: Console, words: str) -> None:
+    """Say something before libraries are loaded that take seconds. The first rank alone does."""
+    if os.environ.get("RANK", "0") == "0":
+        say(console, words)

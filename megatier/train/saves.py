@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatier.checkpoint.checkpoint import last_checkpoint, prune, remove, step_of
+from megatier.checkpoint.checkpoint import prune, remove
 from megatier.checkpoint.checkpoint_writer import CheckpointWriter
-from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER
+from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, SAVEPOINT_FOLDER, last_checkpoint, step_of
 from megatier.checkpoint.run_state import RunState
 from megatier.checkpoint.savepoint import drop_savepoint, save_savepoint
 from megatier.config.schema import RunConfig

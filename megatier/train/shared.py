@@ -6,6 +6,7 @@ One process alone goes the same way, and has nobody to tell.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from rich.console import Console
 
 from megatier.checkpoint.run_directory import CONFIG_FILE, RUN_ID_FILE, RunDirectory
 from megatier.config.file import from_dict, given_in, load, to_dict
-from megatier.config.schema import RunConfig
+from megatier.config.schema import RunConfig, TrainConfig
 from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
 from megatier.errors import ConfigError
@@ -57,7 +58,7 @@ def choices_of(
 
     # Homes and slots follow from the budgets, and have to be the same on all ranks.
     budgets = Budgets.least(crew.agree(own))
-    return crew.first(lambda: plan_choices(fix_choices(config), given, budgets, world_of(ranks), console))
+    return crew.first(lambda: plan_choices(fix_choices(config, given), given, budgets, world_of(ranks), console))
 
 
 def run_before_restart(
@@ -161,6 +162,13 @@ class SharedDirectory:
         self._opened.__exit__(kind, error, trace)
 
 
+def steps_of(text: PackedText | TextStream, train: TrainConfig) -> int:
+    """Return the steps that the epochs of a run take; the last step may reach into the next epoch."""
+    assert isinstance(text, PackedText), "a stream has no epochs"
+    assert train.epochs is not None
+    return max(1, math.ceil(train.epochs * text.num_sequences / train.batch))
+
+
 class SharedText:
     """The text of a run, which the first rank reads and sends. All ranks have to ask for the same."""
 
@@ -179,6 +187,17 @@ class SharedText:
         batches = iter(()) if self._text is None else self._text.holdout(batch)
         while (found := self._crew.first(lambda: next(batches, None))) is not None:
             yield found
+
+    def with_steps(self, train: TrainConfig) -> TrainConfig:
+        """Return the settings with the steps that their epochs take, if they count epochs.
+
+        Raises:
+            ConfigError: the warm-up is as long as that or longer.
+        """
+        if train.epochs is None:
+            return train
+        steps = self._crew.first(lambda: steps_of(self.own, train))
+        return replace(train, steps=steps, epochs=None)
 
     @property
     def state(self) -> dict[str, Any]:

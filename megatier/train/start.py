@@ -14,14 +14,21 @@ from typing import Self
 
 from rich.console import Console
 
-from megatier.checkpoint.checkpoint import UNBOUND, is_bound, last_checkpoint, read_state, restore
-from megatier.checkpoint.run_directory import CHECKPOINT_FOLDER, METRICS_FILE, MODEL_FOLDER, NUMBERS_FILE
+from megatier.checkpoint.checkpoint import UNBOUND, is_bound, read_state, restore
+from megatier.checkpoint.run_directory import (
+    CHECKPOINT_FOLDER,
+    METRICS_FILE,
+    MODEL_FOLDER,
+    NUMBERS_FILE,
+    last_checkpoint,
+)
 from megatier.checkpoint.run_state import RunState, check_numbers, noted_origin
 from megatier.checkpoint.savepoint import Savepoint
 from megatier.config.schema import RunConfig
 from megatier.errors import ConfigError
 from megatier.report.history import read_what_there_is
-from megatier.report.metrics import format_seconds
+from megatier.report.metrics import format_count, format_seconds
+from megatier.report.report import Work
 from megatier.session.machine import choose_device
 from megatier.session.session import Session
 from megatier.session.skeleton import WeightReader
@@ -77,7 +84,7 @@ class Start:
         """Refuse a run that is over, and say if it begins again because it has saved nothing.
 
         Raises:
-            ConfigError: the trained model is there already.
+            ConfigError: the trained model is there already, or its steps would be counted anew.
         """
         if config.output.export and (self.directory / MODEL_FOLDER).exists():
             remedy = (
@@ -87,6 +94,11 @@ class Start:
             if self.state is None:
                 remedy = "It has no checkpoint to go on from: train its model in another run, with model.path."
             raise ConfigError(f"{self.directory} holds a finished run: {MODEL_FOLDER} is there. {remedy}")
+        if self.state is not None and config.train.epochs is not None:
+            raise ConfigError(
+                f"train.epochs is {config.train.epochs:g}, but the steps of {self.directory} were counted when it "
+                "began. Leave it out, or set train.steps instead."
+            )
 
         if self.state is None:
             say(console, "There is no checkpoint yet, so the run begins again.")
@@ -150,15 +162,20 @@ class Start:
             CheckpointError, SavepointError, TransferError: what was saved is damaged, or a drive failed.
         """
         began = time.perf_counter()
+        what = "weights"
         if self.savepoint is not None:
-            self.savepoint.restore(session)
             what = f"savepoint {self.savepoint.path.name}: weights and moments"
         elif self.checkpoint is not None:
             if not is_bound(self.checkpoint):
                 say(console, UNBOUND.format(self.checkpoint.name))
-            restore(session, self.checkpoint)
             what = f"{self.checkpoint.name}: weights and moments"
-        else:
-            session.load(reader)
-            what = "weights"
+
+        total = sum(unit.layout.num_elements for unit in session.units)
+        with Work(console, f"{what} of parameters", total, format_count) as work:
+            if self.savepoint is not None:
+                self.savepoint.restore(session)
+            elif self.checkpoint is not None:
+                restore(session, self.checkpoint, lambda unit: work.advance(unit.layout.num_elements))
+            else:
+                session.load(reader, lambda unit: work.advance(unit.layout.num_elements))
         say(console, f"{what} in place ({format_seconds(time.perf_counter() - began)})")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -30,21 +30,21 @@ from megatier.config.schema import RunConfig
 from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
 from megatier.data.tokenizer import load_tokenizer
-from megatier.errors import ConfigError
+from megatier.errors import ConfigError, mib
 from megatier.guards.unchanged import check_evaluates
 from megatier.hardware import device_for
 from megatier.models.decoder import check_stops_at_borders
 from megatier.planner.prediction import Prediction
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks, joined
-from megatier.report.history import opening
-from megatier.report.metrics import MetricsLog
+from megatier.report.metrics import MetricsLog, format_count
+from megatier.report.report import Work
 from megatier.report.tensorboard import Scalars, load_tensorboard
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 from megatier.session.skeleton import WeightReader, open_model
 from megatier.trace.events import write_trace
-from megatier.train.description import describe, describe_positions, tier_states
+from megatier.train.description import describe, describe_positions, describe_reserved, opening, tier_states
 from megatier.train.export import export_end
 from megatier.train.loop import Loop
 from megatier.train.origin import Origin, origin_of
@@ -98,15 +98,18 @@ def train(
         start = (ranks or Alone()).first(lambda: Start.of(directory.path, accepts_changes=accepts_changes))
         source = _open_source(config, directory, start, console, resumes=resumes)
 
-        session, text = _open_session(stack, config, source, directory, start, ranks)
+        session, text = _open_session(stack, config, source, directory, start, ranks, console)
+        counts_epochs = config.train.epochs is not None
+        config = replace(config, train=text.with_steps(config.train))
         forecast = None if expected is None else expected.forecast
         plan = SavePlan.of(config.output, session, forecast, is_done=start.step == config.train.steps)
         if directory.leads:
             describe(console, config, session, text.own, plan)
 
-        # The settings of a run that is resumed are written down only now, when nothing refuses them any more.
+        # The settings of a run that is resumed are written down only now, when nothing refuses them any more. Those of
+        # one that counts epochs have their steps now.
         start.fill(session, source.reader, console)
-        if resumes and directory.leads:
+        if (resumes or counts_epochs) and directory.leads:
             write_numbers(directory.path / NUMBERS_FILE, config, source.origin)
             directory.write_config(config)
 
@@ -200,8 +203,9 @@ def _open_session(
     directory: SharedDirectory,
     start: Start,
     ranks: Ranks | None,
+    console: Console,
 ) -> tuple[Session, SharedText]:
-    """Open session and text, and allocate all memory and files.
+    """Open session and text, and allocate all memory and files, and tell how far that is.
 
     The session takes the block files of a savepoint, if the run goes on from one, or new ones.
     """
@@ -231,14 +235,21 @@ def _open_session(
     # them.
     text = None
     if directory.leads:
-        text = _open_text(stack, config, source.tokenizer, directory.path / DATA_FOLDER, start)
+        text = _open_text(stack, config, source.tokenizer, directory.path / DATA_FOLDER, start, console)
         remove_leftovers(directory.path / CHECKPOINT_FOLDER)
-    session.store.seal()
+    describe_reserved(console, session)
+    with Work(console, "NVMe filled", None, lambda size: mib(round(size))) as work:
+        session.store.seal(work.advance)
     return session, SharedText(ranks, text)
 
 
 def _open_text(
-    stack: ExitStack, config: RunConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, start: Start
+    stack: ExitStack,
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    start: Start,
+    console: Console,
 ) -> PackedText | TextStream:
     """Open the text that the run trains on: a stream from where the state says, or files with the state's tokens.
 
@@ -251,7 +262,8 @@ def _open_text(
         stream = TextStream(config.data, tokenizer, folder, noted, accepts_changes=start.accepts_changes)
         return stack.enter_context(stream)
 
-    text = PackedText.build(config.data, tokenizer, folder)
+    with Work(console, "text", None, lambda count: f"{format_count(count)} tokens") as work:
+        text = PackedText.build(config.data, tokenizer, folder, work.advance)
     if state is not None and not start.accepts_changes:
         state.check_text(text.state)
     return text

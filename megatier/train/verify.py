@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from megatier.models.decoder import build_skeleton
 from megatier.models.initialiser import Initialiser
 from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks, joined
+from megatier.report.metrics import format_seconds
+from megatier.report.report import Work
 from megatier.session.session import Session
 from megatier.tier import Activations, Tier
 
@@ -63,7 +67,7 @@ RANK_PLACEMENTS: dict[str, tuple[tuple[str, ...], int, int, float, int]] = {
 """The same for ranks, in bytes for each of them. Whole units pass through the GPU, so its budgets are larger."""
 
 
-def verify(device: str, directory: Path, console: Console) -> bool:
+def verify(device: str, directory: Path, console: Console, *, is_quick: bool = False) -> bool:
     """Train under every placement, activation policy and clipping mode, and print a table of the outcomes.
 
     Under torchrun the ranks share the state under some placements, and each of them also trains alone.
@@ -72,6 +76,7 @@ def verify(device: str, directory: Path, console: Console) -> bool:
         device: auto, cuda or cpu.
         directory: on the drive to try; it holds the block files meanwhile.
         console: where the table goes.
+        is_quick: try every placement with one activation policy and one clipping mode.
 
     Returns:
         Whether all outcomes are equal, within each clipping mode.
@@ -79,34 +84,45 @@ def verify(device: str, directory: Path, console: Console) -> bool:
     torch.use_deterministic_algorithms(True)
     with joined(device_for(device)) as ranks:
         if ranks is not None:
-            return _verify_ranks(device, directory, console if ranks.rank == 0 else Console(quiet=True), ranks)
+            quiet = console if ranks.rank == 0 else Console(quiet=True)
+            return _verify_ranks(device, directory, quiet, ranks, is_quick=is_quick)
 
+    clips = (CLIP,) if is_quick else (CLIP, None)
+    policies = (Activations.KEEP,) if is_quick else tuple(Activations)
+    runs = list(itertools.product(clips, PLACEMENTS, policies))
+    total = len(runs)
     table = Table("state", "activations", "clip", "NVMe bytes", "digest", "")
     agree = True
-    for clip in (CLIP, None):
-        # With and without clipping the numbers differ, so the first run of each mode says what the others must give.
-        expected = ""
-        for name in PLACEMENTS:
-            for activations in Activations:
-                digest, moved = _run(device, directory, PLACEMENTS[name], activations, clip)
-                expected = expected or digest
-                agree &= digest == expected
-                verdict = "[green]equal[/]" if digest == expected else "[red]different[/]"
-                mode = "global" if clip is not None else "off"
-                table.add_row(name, activations, mode, f"{moved / 1e6:.1f} MB", digest, verdict)
+
+    # With and without clipping the numbers differ, so the first run of each mode says what the others must give.
+    expected: dict[float | None, str] = {}
+    began = time.monotonic()
+    with Work(console, "runs", total, "{:.0f}".format) as work:
+        for number, (clip, name, activations) in enumerate(runs):
+            digest, moved = _run(device, directory, PLACEMENTS[name], activations, clip)
+            is_equal = digest == expected.setdefault(clip, digest)
+            agree &= is_equal
+            verdict = "[green]equal[/]" if is_equal else "[red]different[/]"
+            mode = "global" if clip is not None else "off"
+            table.add_row(name, activations, mode, f"{moved / 1e6:.1f} MB", digest, verdict)
+
+            if not number:
+                about = format_seconds((time.monotonic() - began) * total)
+                console.print(f"{total} runs of {STEPS} steps, about {about} in all", highlight=False)
+            work.advance(1)
 
     console.print(table)
-    total = len(PLACEMENTS) * len(Activations) * 2
     outcome = "bit-identical" if agree else "NOT identical; please report this with `megatier doctor`"
     console.print(f"{total} runs of {STEPS} steps, compared within each clipping mode: {outcome}", soft_wrap=True)
     return agree
 
 
-def _verify_ranks(device: str, directory: Path, console: Console, ranks: Ranks) -> bool:
+def _verify_ranks(device: str, directory: Path, console: Console, ranks: Ranks, *, is_quick: bool) -> bool:
     """Train on all ranks under some placements, and on each rank alone, and print a table of the outcomes."""
     table = Table("state", "processes", "clip", "NVMe bytes", "digest", "")
     agree = True
-    for clip in (CLIP, None):
+    clips = (CLIP,) if is_quick else (CLIP, None)
+    for clip in clips:
         # All ranks train alone at the same time, so each has a folder of its own. Groups are a numeric choice, so there
         # are as many in both kinds of runs.
         own = directory / f"alone-{ranks.rank}"
@@ -125,7 +141,7 @@ def _verify_ranks(device: str, directory: Path, console: Console, ranks: Ranks) 
             table.add_row(name, str(ranks.size), mode, f"{moved / 1e6:.1f} MB", digest, verdict)
 
     console.print(table)
-    total = len(RANK_PLACEMENTS) * 2
+    total = len(RANK_PLACEMENTS) * len(clips)
     outcome = "bit-identical to one process" if agree else "NOT identical; please report this with `megatier doctor`"
     console.print(f"{total} runs of {STEPS} steps on {ranks.size} ranks: {outcome}", soft_wrap=True)
     return agree

@@ -1,4 +1,4 @@
-"""A model's folder: taken as it is, or downloaded from the hub."""
+"""Where a model lies: a folder, taken as it is, or downloaded from the hub."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from megatier.errors import ConfigError
-from megatier.models.folder import resolve
+from megatier.models.location import resolve
 
 
 def test_resolve_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
     assert resolve(str(tmp_path)) == tmp_path
 
 

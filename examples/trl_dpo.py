@@ -1,0 +1,54 @@
+"""Preference training with TRL's DPOTrainer over a streamed model.
+
+    python examples/trl_dpo.py MODEL PAIRS.jsonl OUTPUT
+
+MODEL is a folder with a tokenizer, or an id of the hub. Each line of PAIRS.jsonl has `prompt`, `chosen` and `rejected`.
+The model is compared with itself as it was, which lies in RAM as a whole.
+"""
+
+import sys
+
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import DPOConfig, DPOTrainer
+
+import megatier
+from megatier.integrations.trl_trainer import StreamedTrl
+
+
+class StreamedDPO(StreamedTrl, DPOTrainer):
+    """TRL's trainer, with the step of megatier."""
+
+
+def main(model: str, pairs: str, output: str, max_steps: int = -1) -> float:
+    """Train, write the model to OUTPUT, and return the mean loss."""
+    args = DPOConfig(
+        output_dir=f"{output}-run",
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=1,
+        learning_rate=1e-6,
+        max_grad_norm=1.0,
+        bf16=False,  # the streamed model computes in bf16 by itself, with masters in fp32
+        report_to=[],
+        use_cpu=not torch.cuda.is_available(),
+        dataloader_pin_memory=torch.cuda.is_available(),
+        max_steps=max_steps,
+    )
+    tiers = megatier.TiersConfig(ram="4GiB")  # for state on drives: nvme=["/mnt/a:500GiB"]
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    with megatier.stream(model, tiers=tiers, fused_loss=False) as streamed:
+        trainer = StreamedDPO(
+            streamed,
+            ref_model=reference,
+            args=args,
+            train_dataset=load_dataset("json", data_files=pairs, split="train"),
+            processing_class=AutoTokenizer.from_pretrained(model),
+        )
+        loss: float = trainer.train().training_loss
+        trainer.save_model(output)
+    return loss
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

@@ -1,0 +1,139 @@
+"""`megatier init`: writes a commented config for a model, a dataset and this machine, to begin with."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatier.cli.output import write_new
+from megatier.config import file as config_file
+from megatier.config import text as config_text
+from megatier.config.data_section import BYTE_TOKENIZER, DATASET_INFO, PYTHON_STDLIB, DataConfig
+from megatier.config.schema import SECTIONS
+from megatier.config.values import parse_list, parse_mount
+from megatier.data.text import guess_shape
+from megatier.drives.mounts import budget_bytes
+from megatier.errors import ConfigError
+from megatier.foreign import SETTINGS_BYTES_MAX, read_object
+from megatier.hardware import default_budgets, device_for
+from megatier.models.location import CONFIG_FILE, find_local
+
+HEAD = """\
+# A run of `megatier train`, written by `megatier init`. Every setting is explained by `megatier train --help`.
+# Next: `megatier bench` measures this machine once, `megatier plan {path}` says whether the run fits and how fast it
+# will be, and `megatier train {path}` trains.
+"""
+LENGTH = 1024
+RATE = 1e-5
+"""Learning rate for a model that is trained on, and not from scratch."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write the config; returns 0 when the file is written."""
+    parser = argparse.ArgumentParser(
+        prog="megatier init",
+        usage="%(prog)s MODEL DATA --output CONFIG.yaml [--nvme DIR[:SIZE],...]",
+        description="Write a config for a run that trains a model on a dataset, with the budgets of this machine and a "
+        "comment for each setting.",
+        epilog="example: megatier init my/model my/chats.jsonl --output run.yaml --nvme /mnt/a",
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face model, or its id on the hub")
+    parser.add_argument(
+        "data", metavar="DATA", help="files, folders or globs, with commas between them; or a dataset's id on the hub"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="CONFIG.yaml", help="the file to write; it must not exist yet"
+    )
+    parser.add_argument(
+        "--nvme", default="", metavar="DIR[:SIZE],...", help="drives that state may spill to (default: none)"
+    )
+    options = parser.parse_args(argv)
+
+    settings = {
+        "model.path": options.model,
+        **_data(options.data),
+        "data.sequence_length": _length(options.model),
+        **_tiers(options.nvme),
+        "train.epochs": 1.0,
+        "train.batch": 8,
+        "train.learning_rate": RATE,
+        "train.activations": "recompute",
+        "output.directory": f"runs/{options.output.stem}",
+        "output.checkpoint_every": "auto",
+    }
+    tree: dict[str, dict[str, Any]] = {}
+    for dotted, value in settings.items():
+        section, _, key = dotted.partition(".")
+        tree.setdefault(section, {})[key] = value
+
+    # What is written is a config that loads.
+    sections = config_file.to_dict(config_file.from_dict(tree))
+    write_new(
+        options.output, HEAD.format(path=options.output) + config_text.write(sections, settings, _remarks(settings))
+    )
+    print(f"{options.output} is written; next, `megatier plan {options.output}` says whether it fits")
+    return 0
+
+
+def _data(given: str) -> dict[str, Any]:
+    """The settings of a dataset: files as they are, or one on the hub.
+
+    Raises:
+        DataError: there is no such file, or its first record cannot be read.
+    """
+    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", given) and not Path(given).exists() and DATASET_INFO not in given
+    if is_hub_id and given != PYTHON_STDLIB:
+        return {"data.dataset": given}
+
+    files = list(parse_list(given))
+    chat, field = guess_shape(DataConfig(files=tuple(files), tokenizer=BYTE_TOKENIZER))
+    found: dict[str, Any] = {"data.files": files}
+    if chat is not None:
+        found["data.chat"] = chat
+    elif field != "text":
+        found["data.text_field"] = field
+    return found
+
+
+def _length(model: str) -> int:
+    """Tokens in a sequence: `LENGTH`, or as many positions as a local model was made for, if they are fewer.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    folder = find_local(model)
+    if folder is None:
+        return LENGTH
+    found = read_object(folder / CONFIG_FILE, SETTINGS_BYTES_MAX, ConfigError)
+    most = [found.get(name) for name in ("max_position_embeddings", "n_positions")]
+    return min([LENGTH, *(count for count in most if isinstance(count, int) and count >= 2)])
+
+
+def _tiers(nvme: str) -> dict[str, Any]:
+    """The budgets of this machine, in whole mebibytes, and the mounts with theirs.
+
+    Raises:
+        ConfigError: a mount cannot be used.
+    """
+    budgets = default_budgets(device_for("auto"))
+    tiers: dict[str, Any] = {
+        "tiers.gpu": f"{budgets.gpu_bytes >> 20}MiB",
+        "tiers.ram": f"{budgets.ram_bytes >> 20}MiB",
+    }
+    mounts = [parse_mount(text, "--nvme") for text in parse_list(nvme)]
+    if mounts:
+        tiers["tiers.nvme"] = [f"{mount.directory}:{budget_bytes(mount) >> 20}MiB" for mount in mounts]
+    return tiers
+
+
+def _remarks(settings: Iterable[str]) -> dict[str, str]:
+    """The first words of what each setting means."""
+    docs = {name: config_file.field_docs(section) for name, section in SECTIONS.items()}
+    said = {}
+    for dotted in settings:
+        section, _, key = dotted.partition(".")
+        said[dotted] = re.split(r"[.;:] ", docs[section][key])[0].rstrip(".")
+    return said

@@ -1,0 +1,76 @@
+"""Where a model lies: a local folder in Hugging Face's format, or a repository of the hub. Runs without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+from megatier.errors import ConfigError
+from megatier.foreign import shown
+
+CONFIG_FILE = "config.json"
+FORMAT = "Give the folder of a Hugging Face model, with config.json and *.safetensors."
+
+
+def resolve(path_or_id: str) -> Path:
+    """Return the folder of a model: a local one, or a snapshot of a hub repository, which is downloaded if needed.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    if (folder := find_local(path_or_id)) is not None:
+        return folder
+
+    # Imported only here, because the client is slow to import and most runs never need it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(path_or_id, allow_patterns=patterns))
+    except (OSError, HFValidationError) as error:
+        raise ConfigError(
+            f"{path_or_id} is no local folder, and the hub could not be read ({type(error).__name__}). "
+            "Give the path of a downloaded model, or check the name, the network and your access rights."
+        ) from error
+
+
+def find_local(path_or_id: str) -> Path | None:
+    """Return a model's local folder; None if the name can only be that of a hub repository.
+
+    Raises:
+        ConfigError: a file or folder of this name holds no model, or the name is neither a path nor a hub id.
+    """
+    path = Path(path_or_id).expanduser()
+
+    # A text that is no path at all, such as a name that is too long, is an error of the system.
+    with contextlib.suppress(OSError):
+        if path.is_dir():
+            _check_folder(path)
+            return path
+        if path.exists():
+            raise ConfigError(_refusal(path, [path], "is a file"))
+
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_id) or path_or_id.startswith("."):
+        raise ConfigError(f"no such model folder: {shown(path_or_id)}. Give a folder that exists, or a hub id.")
+    return None
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder without a config, and say what it holds instead.
+
+    Raises:
+        ConfigError: it has no config.json.
+    """
+    if (folder / CONFIG_FILE).exists():
+        return
+    files = sorted(folder.iterdir())
+    raise ConfigError(_refusal(folder, files, f"has no {CONFIG_FILE}" if files else "is empty"))
+
+
+def _refusal(path: Path, files: list[Path], what: str) -> str:
+    """Return a sentence about a path that is no model's folder."""
+    if any(file.suffix.lower() == ".gguf" for file in files):
+        what = "is in GGUF, a format for inference that has no full precision"
+    return f"model.path: {shown(str(path))} {what}, so it is no Hugging Face model. {FORMAT}"

@@ -1,0 +1,26 @@
+"""Paths: the files and folders that a config names, looked for before anything is loaded that takes seconds.
+
+Runs without torch and transformers. Whoever opens a path later checks it again, since it may be gone by then.
+"""
+
+from __future__ import annotations
+
+from megatier.config.schema import RunConfig
+from megatier.data.text import find_sources
+from megatier.drives.mounts import budget_bytes
+from megatier.models.location import find_local
+
+
+def check_paths(config: RunConfig) -> None:
+    """Refuse a model, texts or mounts that are not there.
+
+    Raises:
+        ConfigError: a local model or a mount is missing or of another kind, or a mount is smaller than its budget.
+        DataError: an entry of `data.files` matches nothing.
+    """
+    if config.model.path is not None:
+        find_local(config.model.path)
+    if config.data.dataset is None:
+        find_sources(config.data)
+    for mount in config.tiers.mounts:
+        budget_bytes(mount)

@@ -1,0 +1,79 @@
+"""`megatier init`: a config for a model, a dataset and this machine, which loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatier.cli import main
+from megatier.config.file import given, load
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_positions": 512}))
+    (tmp_path / "a.txt").write_text("words")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "chat", "field"),
+    [
+        ("a.txt", None, None, "text"),
+        ("a.jsonl", {"text": "words", "id": "a longer text than that"}, None, "text"),
+        ("a.jsonl", {"body": "many words", "id": "1"}, None, "body"),
+        ("a.jsonl", {"messages": []}, "messages", "text"),
+        ("a.json", {"instruction": "a", "output": "b"}, "alpaca", "text"),
+    ],
+)
+def test_init_writes_a_config_for_the_shape_of_the_data_that_loads(
+    name: str, record: object, chat: str | None, field: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if record is not None:
+        (folder / name).write_text(json.dumps(record))
+    assert main(["init", "model", name, "--output", "run.yaml", "--nvme", ".:4MiB"]) == 0
+    assert "`megatier plan run.yaml`" in capsys.readouterr().out
+    made = load(Path("run.yaml"))
+    assert (made.model.path, made.data.files, made.data.chat, made.data.text_field) == ("model", (name,), chat, field)
+    assert (made.data.sequence_length, made.train.epochs, made.tiers.nvme) == (512, 1.0, (".:4MiB",))
+    assert made.tiers.gpu is not None
+    assert made.tiers.ram is not None
+    assert made.output.directory == "runs/run"
+
+    lines = [line for line in Path("run.yaml").read_text().splitlines() if line.startswith("  ")]
+    assert all("  # " in line and len(line) <= 120 for line in lines)
+    assert len(lines) == len(given(Path("run.yaml")))
+
+
+def test_init_takes_ids_of_the_hub_without_looking_there(folder: Path) -> None:
+    assert main(["init", "org/model", "org/dataset", "--output", "run.yaml"]) == 0
+    made = load(Path("run.yaml"))
+    assert (made.model.path, made.data.dataset, made.tiers.nvme) == ("org/model", "org/dataset", ())
+    assert made.data.sequence_length == 1024
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["none/at/all", "a.txt"], "no such model folder"),
+        (["model", "none.txt"], "none.txt matches no file or folder"),
+        (["model", "a.txt", "--nvme", "none"], "none is not a directory"),
+    ],
+)
+def test_init_of_what_is_not_there_writes_nothing(
+    words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", *words, "--output", "run.yaml"]) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("run.yaml").exists()
+
+
+def test_init_overwrites_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text("mine")
+    assert main(["init", "model", "a.txt", "--output", "run.yaml"]) == 2
+    assert "run.yaml exists already" in capsys.readouterr().err
+    assert Path("run.yaml").read_text() == "mine"

@@ -1,0 +1,61 @@
+"""The examples of other libraries' loops run as they stand, and their losses fall."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import tiny_config
+from tiny_runs import one_thread, plain_model
+from transformers import AutoModelForCausalLM
+
+from megatier.data.tokenizer import byte_tokenizer
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+pytestmark = pytest.mark.filterwarnings("default")  # of the other libraries
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A folder with a tiny model and its tokenizer."""
+    plain_model(tiny_config("llama", vocab_size=320)).save_pretrained(tmp_path / "model")
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def example(name: str) -> Callable[..., Any]:
+    main: Callable[..., Any] = runpy.run_path(str(EXAMPLES / name), run_name="example")["main"]
+    return main
+
+
+def records(path: Path, *keys: str) -> str:
+    path.write_text("\n".join(json.dumps({key: f"{key} {number}" for key in keys}) for number in range(16)))
+    return str(path)
+
+
+def test_accelerate_loop_trains_and_writes_a_model(model: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "a.txt").write_text("all work and no play " * 200)
+    with one_thread():
+        losses = example("accelerate_loop.py")(model, str(tmp_path / "a.txt"), str(tmp_path / "out"), steps=6)
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
+@pytest.mark.parametrize(
+    ("name", "keys"), [("trl_sft.py", ("prompt", "completion")), ("trl_dpo.py", ("prompt", "chosen", "rejected"))]
+)
+def test_trl_example_trains_and_writes_a_model(name: str, keys: tuple[str, ...], model: str, tmp_path: Path) -> None:
+    with one_thread():
+        loss = example(name)(model, records(tmp_path / "a.jsonl", *keys), str(tmp_path / "out"), max_steps=2)
+    assert 0 < loss < 20
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")

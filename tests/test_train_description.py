@@ -1,0 +1,68 @@
+"""What a run says before its first step."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatier.config.data_section import DataConfig
+from megatier.config.schema import ModelConfig, RunConfig, TrainConfig
+from megatier.data.packing import PackedText
+from megatier.data.tokenizer import byte_tokenizer
+from megatier.train.description import describe_text
+from megatier.train.shared import SharedText
+
+LLAMA = ModelConfig(config={"model_type": "llama"})
+
+
+def said(config: RunConfig, text: PackedText) -> list[str]:
+    target = io.StringIO()
+    describe_text(Console(file=target, width=200), config, text)
+    return target.getvalue().splitlines()
+
+
+def described(folder: Path, data: DataConfig, train: TrainConfig) -> tuple[list[str], PackedText]:
+    """What is said of a dataset, which is the same when the files of tokens are taken again."""
+    config = RunConfig(model=LLAMA, data=data, train=train)
+    progress: list[int] = []
+    text = PackedText.build(data, byte_tokenizer(), folder / "data", progress.append)
+    assert sum(progress) <= text.num_tokens + text.held_out.num_tokens
+    again = PackedText.build(data, byte_tokenizer(), folder / "data", progress.append)
+    assert said(config, again) == said(config, text)
+    return said(config, text), text
+
+
+def test_run_on_documents_says_how_many_they_are_and_what_an_epoch_is(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": "x" * 31}) for _ in range(10)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    data = DataConfig(
+        files=(str(tmp_path / "a.jsonl"),), tokenizer="bytes", sequence_length=8, holdout_fraction=0, format="jsonl"
+    )
+    words, _ = described(tmp_path, data, TrainConfig(steps=15, batch=4))
+    assert words == ["10 documents, 320 tokens to train on; an epoch is 10 steps, and 15 steps are 1.5 epochs"]
+
+
+def test_run_on_conversations_says_how_many_tokens_are_learnt_and_warns_of_hundreds_of_epochs(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "because"}]
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 20))
+    data = DataConfig(files=(str(tmp_path / "a.jsonl"),), tokenizer="bytes", sequence_length=64, chat="messages")
+    words, text = described(tmp_path, replace(data, holdout_fraction=0), TrainConfig(steps=1000, batch=4))
+    learnt = sum(int((batch["labels"] != -100).sum()) for batch in text.train.batches(1, 64))
+    assert f"20 conversations, {text.num_tokens:.2f}"[:17] in words[0]
+    assert f"of which {learnt} are learnt; an epoch is" in words[0]
+    assert words[1].startswith("Note that this trains on the same text")
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1.0, 10), (0.01, 1), (2.55, 26)])
+def test_epochs_are_turned_into_whole_steps(epochs: float, steps: int, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 319)
+    data = DataConfig(files=(str(tmp_path / "a.txt"),), tokenizer="bytes", sequence_length=8, holdout_fraction=0)
+    text = SharedText(None, PackedText.build(data, byte_tokenizer(), tmp_path / "data"))
+    made = text.with_steps(TrainConfig(epochs=epochs, batch=4))
+    assert (made.steps, made.epochs) == (steps, None)
+    assert text.with_steps(made) is made
