@@ -69,6 +69,20 @@ class Activations(StrEnum):
         return Activations.RECOMPUTE if self.offloads_input else self
 
 
+class Way(StrEnum):
+    """What moves weights and gradients between ranks."""
+
+    COPIES = "copy engines"
+    """Copies from the memory of other GPUs."""
+    RAM = "shared RAM"
+    """Copies to RAM that the ranks of a host share, and from there."""
+    KERNELS = "NCCL's kernels"
+    GLOO = "gloo"
+
+
+SHARED_STAGES = 2
+"""Regions that each rank of a host has in shared RAM. One is written while the other is read."""
+
 STATE_KINDS = (Kind.WEIGHT, Kind.REMAINDER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 
 
