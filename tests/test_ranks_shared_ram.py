@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 
@@ -10,9 +11,11 @@ import torch
 from rank_pool import POOL
 
 from megatier.errors import PeerError, StepAbandonedError
+from megatier.ranks import shared_ram
+from megatier.ranks.board import HostSigns
 from megatier.ranks.ranks import Ranks, joined
-from megatier.ranks.shared_ram import unshared
-from megatier.tier import PAGE_BYTES, Way
+from megatier.ranks.shared_ram import SharedRam, open_shared_ram, unshared
+from megatier.tier import PAGE_BYTES, SHARED_STAGES, Way
 
 ROUNDS = 12
 SIZES = (64, PAGE_BYTES, PAGE_BYTES + 64, 5 * PAGE_BYTES + 192)
@@ -131,6 +134,66 @@ def test_ranks_that_do_not_share_ram_say_why_and_use_gloo(case: str, why: str) -
 def test_gpus_share_ram_whatever_the_processor_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatier.ranks.shared_ram.platform.machine", lambda: "aarch64")
     assert unshared(is_on_gpu=True) is None
+
+
+class FakeStream:
+    """A stream that does at once what it is asked for."""
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+class FakeEvents:
+    """Makes events, and knows how many rounds were asked for at most whose end the host had not seen."""
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.most = 0
+
+    def __call__(self) -> FakeEvents:
+        return self
+
+    def record(self) -> None:
+        self.open += 1
+        self.most = max(self.most, self.open)
+
+    def synchronize(self) -> None:
+        self.open -= 1
+
+
+def move_by_streams(refused: str) -> tuple[str, list[bool], int, list[str]]:
+    """What GPUs do, with streams of the host: whether bytes are right, the most rounds at once, and what was locked."""
+    events = FakeEvents()
+    locks: list[str] = []
+    with joined("cpu") as ranks, pytest.MonkeyPatch.context() as patch:
+        assert ranks is not None
+        right = refused != "trial" or ranks.rank == 0
+        patch.setattr(torch.cuda, "Stream", FakeStream)
+        patch.setattr(torch.cuda, "current_stream", FakeStream)
+        patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "Event", events)
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        patch.setattr(shared_ram, "StreamSigns", HostSigns)
+        patch.setattr(shared_ram, "page_lock", lambda *_: locks.append("lock"))
+        patch.setattr(shared_ram, "page_unlock", lambda _: locks.append("unlock"))
+        patch.setattr(SharedRam, "try_out", lambda *_: None if right else _refuse())
+        try:
+            ranks._carrier = open_shared_ram(ranks, PAGE_BYTES, lambda _: None, device="cuda")
+        except OSError as error:
+            return str(error), [], 0, locks
+        found = [move(ranks, number, SIZES[number % len(SIZES)]) for number in range(ROUNDS)]
+        ranks.drop_memory()
+        return "", found, events.most, locks
+
+
+def test_gpus_are_asked_for_few_rounds_at_a_time() -> None:
+    expected = "", [True] * ROUNDS, SHARED_STAGES, ["lock", "unlock"]
+    assert POOL.run(move_by_streams, 3, "nothing") == [expected] * 3
+
+
+def test_trial_that_fails_on_one_gpu_gives_memory_back_on_all() -> None:
+    for found in POOL.run(move_by_streams, 2, "trial"):
+        assert found == ("no memory to map", [], 0, ["lock", "unlock"])
 
 
 def move_between_gpus(bay_bytes: int) -> tuple[str, list[bool]]:

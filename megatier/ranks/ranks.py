@@ -115,8 +115,7 @@ class Ranks(Channel):
             torch.OutOfMemoryError: the GPU has no room.
         """
         self.drop_memory()
-        found = hindrance(self.local_rank, self.local_size) if self._is_one_host else "several hosts"
-        if found := self._first_of(found):
+        if found := self._first_of(self._apart() or hindrance(self.local_rank, self.local_size)):
             memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
         else:
             memory = allocate(num_bytes)
@@ -137,7 +136,7 @@ class Ranks(Channel):
             why: why they do not go between GPUs.
         """
         self.way = Way.KERNELS if self._is_nccl else Way.GLOO
-        found = unshared(is_on_gpu=self._is_nccl) if self._is_one_host else "several hosts"
+        found = self._apart() or unshared(is_on_gpu=self._is_nccl)
         if prefers is self.way:
             found = f"{prefers} {'were' if self._is_nccl else 'was'} measured to be faster than shared RAM"
         if (found := self._first_of(found)) is None:
@@ -172,10 +171,11 @@ class Ranks(Channel):
             pulls.close()
         return found
 
-    @property
-    def _is_one_host(self) -> bool:
-        """Whether all ranks can share memory. Those of several containers of one machine cannot."""
-        return self.local_size == self.size and self._peers.is_one_machine
+    def _apart(self) -> str | None:
+        """Why ranks are too far apart to share memory; None if they are not."""
+        if self.local_size < self.size:
+            return "several hosts"
+        return None if self._peers.is_one_machine else "several hosts or containers"
 
     def _first_of(self, reason: str | None) -> str | None:
         """The first reason of all ranks; None if none has any."""

@@ -143,11 +143,6 @@ class SharedRam:
     def _put(self, number: int, run_bytes: int, runs: Sequence[torch.Tensor]) -> None:
         """Write the runs of a round to this rank's bay, once all others have read what was in it."""
         bay = self._stages[number % SHARED_STAGES, self._rank]
-
-        # The GPU is asked for few rounds at a time: copies of other lanes pass between, and there is no long queue of
-        # work that has to wait for another rank.
-        if len(self._reads) == SHARED_STAGES:
-            self._reads.popleft().synchronize()
         with contextlib.nullcontext() if self._writes is None else torch.cuda.stream(self._writes):
             for peer in self._others:
                 self._signs.wait(peer, Sign.DONE, max(0, number - SHARED_STAGES))
@@ -160,6 +155,11 @@ class SharedRam:
 
     def _take(self, number: int, first: int, target: torch.Tensor) -> None:
         """Read the run of a round of each other rank, from byte `first` of its bay on."""
+        # The GPU is asked for few rounds at a time: copies of other lanes pass between, and there is no long queue of
+        # work that has to wait for another rank.
+        if len(self._reads) == SHARED_STAGES:
+            self._reads.popleft().synchronize()
+
         bays = self._stages[number % SHARED_STAGES]
         for peer in self._others:
             self._signs.wait(peer, Sign.READY, number)
