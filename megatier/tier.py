@@ -72,6 +72,22 @@ class Activations(StrEnum):
 
 QUEUES = ("nvme_to_ram", "nvme_to_gpu", "ram_to_gpu", "gpu_to_ram", "ram_to_nvme", "state_to_gpu", "state_to_ram")
 """The names of the queues. Between RAM and the GPU, state that compute does not wait for has two of its own."""
+
+
+class Way(StrEnum):
+    """What moves weights and gradients between ranks."""
+
+    COPIES = "copy engines"
+    """Copies from the memory of other GPUs."""
+    RAM = "shared RAM"
+    """Copies to RAM that the ranks of a host share, and from there."""
+    KERNELS = "NCCL's kernels"
+    GLOO = "gloo"
+
+
+SHARED_STAGES = 2
+"""Regions that each rank of a host has in shared RAM. One is written while the other is read."""
+
 STATE_KINDS = (Kind.WEIGHT, Kind.REMAINDER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 """All kinds of state that any schema has (`megatier.state`)."""
 

@@ -25,9 +25,11 @@ from megatier.models import weights
 from megatier.models.decoder import build_skeleton
 from megatier.models.frozen import freeze
 from megatier.models.initialiser import Initialiser
+from megatier.ranks import ranks as ranks_module
 from megatier.ranks.ranks import Ranks, joined
+from megatier.schedule.sizes import Policy, host_ram
 from megatier.session.session import Session
-from megatier.tier import Kind, Phase, Tier
+from megatier.tier import Kind, Phase, Tier, Way
 
 KINDS = (Kind.WEIGHT, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 
@@ -48,8 +50,8 @@ class RankRun:
     frozen: tuple[str, ...] = ()
     learning_rate: float = 1e-2
     device: Literal["cpu", "cuda"] = "cpu"
-    copies: bool = True
-    """Whether GPUs may read each other's memory."""
+    way: Way | None = None
+    """What moves bytes between ranks; None: the best that there is."""
     images: tuple[str, ...] = ()
     """For each step, which groups have images: a letter for each, "i" if it has. The model has a vision tower then."""
 
@@ -84,7 +86,8 @@ def opened(
         generations=place.generations,
     )
     least = least_budgets(skeleton, model, tiers, run.train, numerics, TOKENS, place, size)
-    tiers = replace(tiers, gpu=least.gpu, ram=least.ram * size)
+    ram = host_ram(least.ram, Policy(ranks=size, host_ranks=size))
+    tiers = replace(tiers, gpu=least.gpu, ram=ram)
     with Session(skeleton, model, tiers, run.train, numerics, TOKENS, seed=5, ranks=ranks) as session:
         yield session
 
@@ -102,7 +105,7 @@ class RankOutcome:
     """Units whose state passes through the GPU."""
     moved: dict[str, int]
     demanded: dict[str, int]
-    way: str
+    way: Way | None
     """What moved weights and gradients between ranks."""
     runs: dict[Kind, dict[str, list[tuple[int, Any]]]] = field(default_factory=dict)
     """By kind and parameter: runs of fp32 elements, each with its first element."""
@@ -126,9 +129,21 @@ def session_on_ranks(run: RankRun, place: Place, mount: Path) -> Iterator[Sessio
     )
     skeleton = build_skeleton(config, model.attention)
     freeze(skeleton, run.frozen)
-    os.environ["NCCL_P2P_DISABLE"] = "0" if run.copies else "1"
-    with joined(run.device) as ranks, one_thread(), opened(skeleton, model, run, place, mount, ranks) as session:
+    os.environ["NCCL_P2P_DISABLE"] = "0" if run.way in (None, Way.COPIES) else "1"
+    with (
+        joined(run.device) as ranks,
+        one_thread(),
+        no_ram_for(run.way),
+        opened(skeleton, model, run, place, mount, ranks) as session,
+    ):
         yield session
+
+
+def no_ram_for(way: Way | None) -> contextlib.AbstractContextManager[object]:
+    """Let ranks have no RAM to share, if they are to go another way."""
+    if way not in (Way.KERNELS, Way.GLOO):
+        return contextlib.nullcontext()
+    return unittest.mock.patch.object(ranks_module, "open_shared_ram", side_effect=OSError("none here"))
 
 
 def train_step(session: Session, run: RankRun, step: int) -> StepResult:
@@ -171,7 +186,7 @@ def train_steps(session: Session, run: RankRun) -> RankOutcome:
         streamed=session.placement.streamed,
         moved={name: size for name, size in moved.items() if size},
         demanded={name: size for name, size in session.player.demanded.items() if size},
-        way="" if session.ranks is None else session.ranks.way,
+        way=None if session.ranks is None else session.ranks.way,
         runs={kind: _runs(session, kind) for kind in KINDS},
     )
 

@@ -14,7 +14,7 @@ from megatier import hardware
 from megatier.cli import main
 from megatier.config import file as config_file
 from megatier.measure.probe import cache_rates
-from megatier.schedule.rates import ASSUMED, DriveRates, Rates, as_dict, read_rates
+from megatier.schedule.rates import ASSUMED, OF_RANKS, DriveRates, Rates, as_dict, read_rates
 from megatier.train.choices import fix_choices
 from megatier.train.shared import choices_of
 
@@ -133,7 +133,7 @@ def test_plan_of_a_machine_that_was_not_measured_is_that_of_train(
     assert (config, prediction) == (fix_choices(loaded), None)
     assert document["chosen"] == {}
     assert document["budget_bytes"]["gpu"] == hardware.default_budgets("cpu").gpu_bytes
-    assert document["assumed_rates"].keys() == {field.name for field in fields(Rates)} - {"gpu_bytes", *ASSUMED}
+    assert document["assumed_rates"].keys() == {field.name for field in fields(Rates)} - {"gpu_bytes", *OF_RANKS}
     assert document["assumed_rates"]["drives"][0]["mixed_bytes_per_s"] == 2e9
     assert document["seconds"] > 0
 

@@ -32,7 +32,7 @@ from megatier.models.decoder import build_skeleton
 from megatier.planner.plan import Plan, checkpoint_seconds, make_plan, pause_seconds
 from megatier.schedule.forecast import Forecast
 from megatier.schedule.rates import DriveRates, Rates, World
-from megatier.schedule.sizes import Budgets
+from megatier.schedule.sizes import Budgets, Policy, host_ram
 from megatier.session.skeleton import skeleton_of
 from megatier.tier import Kind, Tier
 
@@ -140,7 +140,7 @@ def test_plan_of_ranks_foretells_the_bytes_of_a_real_run(name: str, tmp_path: Pa
     tiers = TiersConfig(device="cpu", nvme=nvme, state=place.tiers, io_threads=2, update_threads=2)
     skeleton = build_skeleton(config, "sdpa")
     least = least_budgets(skeleton, model, tiers, runs[0].train, NumericsConfig(), TOKENS, place, 2)
-    host = Budgets(least.gpu, 2 * least.ram, least.nvme)
+    host = Budgets(least.gpu, host_ram(least.ram, Policy(ranks=2, host_ranks=2)), least.nvme)
     settings = replace(run_config(runs[0].train, tiers), model=model)
     plan = make_plan(skeleton, settings, RATES, host, compiles=False, world=World(2))
     assert {queue: round(size) for queue, size in plan.forecast.moved_bytes.items()} == step

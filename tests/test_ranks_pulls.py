@@ -9,12 +9,12 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from rank_pool import POOL
 
-from megatier.ranks.pulls import OFFSET_BITS, OPEN, TURNS, Board, Pulls, Sign, StreamSigns
+from megatier.ranks.board import Board, HostSigns, Sign, share_memory
+from megatier.ranks.pulls import Pulls
 from megatier.ranks.ranks import Ranks, joined
 from megatier.workers import Workers
 
@@ -23,42 +23,22 @@ SIZE = 3
 ROUNDS = 40
 
 
-class HostSigns:
-    """Signs that the host writes and waits for, in the place of a stream."""
+class CountingSigns(HostSigns):
+    """Signs of the host that say whether a wait has begun."""
 
-    def __init__(self, board: Board) -> None:
-        self.board = board
-        self.waits = 0
-
-    def write(self, peer: int, sign: Sign, number: int) -> None:
-        self.board.numbers[peer, sign, self.board.rank] = number
+    waits = 0
 
     def wait(self, peer: int, sign: Sign, number: int) -> None:
-        while self.board.numbers[self.board.rank, sign, peer] < number:
-            self.waits += 1
-            time.sleep(0)
-
-    def meet(self, number: int, offset: int) -> list[int]:
-        return self.board.meet(number, offset, self.check)
-
-    def check(self, waited_s: float) -> None:
-        raise AssertionError(f"nobody came for {waited_s} s")
-
-    def release(self) -> None:
-        self.board.release()
-
-    def close(self) -> None:
-        pass
+        self.waits += 1
+        super().wait(peer, sign, number)
 
 
-def opened(ranks: Ranks, folder: Path) -> tuple[Pulls, torch.Tensor, HostSigns]:
+def opened(ranks: Ranks, folder: Path) -> tuple[Pulls, torch.Tensor, CountingSigns]:
     """The pulls of this rank by memory of the host, which all ranks map; its own memory, and its signs."""
     names = [str(folder / f"memory {rank}") for rank in range(ranks.size)]
     memories = [torch.from_file(name, shared=True, size=MEMORY_BYTES, dtype=torch.uint8) for name in names]
-    board = Board(folder.name, ranks.rank, ranks.size)
-    ranks.agree(0)
-    Board.unlink(folder.name)
-    signs = HostSigns(board)
+    board = Board(share_memory(ranks, Board.num_bytes(ranks.size)), ranks.rank, ranks.size)
+    signs = CountingSigns(board, lambda _: None)
     return Pulls(ranks.rank, memories, signs), memories[ranks.rank], signs
 
 
@@ -112,7 +92,7 @@ def wait_for_nobody(folder: Path) -> bool:
         return signs.waits > 0
 
 
-def release_later(pulls: Pulls, signs: HostSigns) -> None:
+def release_later(pulls: Pulls, signs: CountingSigns) -> None:
     """Release the waits once one of them has begun."""
     while not signs.waits:
         time.sleep(0.001)
@@ -125,51 +105,6 @@ def test_release_ends_waits_for_a_rank_that_does_not_come(tmp_path: Path) -> Non
 
 def test_source_outside_of_the_shared_memory_is_refused() -> None:
     memory = torch.zeros(64, dtype=torch.uint8)
-    pulls = Pulls(0, [memory], HostSigns.__new__(HostSigns))
+    pulls = Pulls(0, [memory], HostSigns(Board(bytearray(256), 0, 1), lambda _: None))
     with pytest.raises(AssertionError, match="others cannot see"):
         pulls.gather(torch.empty(8, dtype=torch.uint8), torch.empty(8, dtype=torch.uint8))
-
-
-def test_board_gives_each_number_a_place_of_its_own(tmp_path: Path) -> None:
-    board = Board(tmp_path.name, 1, SIZE)
-    Board.unlink(tmp_path.name)
-    places = {board.place(reader, sign, writer) for reader in range(SIZE) for sign in Sign for writer in range(SIZE)}
-    assert len(places) == board.numbers.size == SIZE * len(Sign) * SIZE
-    assert min(places) == board.numbers.ctypes.data
-    assert board.numbers.dtype == np.int32 and np.iinfo(np.int32).max == OPEN
-
-
-def test_meeting_gives_offsets_of_all_also_where_numbers_begin_again_and_asks_who_failed(tmp_path: Path) -> None:
-    boards = [Board(tmp_path.name, rank, 2) for rank in range(2)]
-    Board.unlink(tmp_path.name)
-    large = 2**OFFSET_BITS - 1
-    for number in (1, 2, 3, TURNS - 1, TURNS, TURNS + 1):
-        with pytest.raises(AssertionError, match="nobody came"):
-            boards[0].meet(number, number, HostSigns(boards[0]).check)
-        assert boards[1].meet(number, large, lambda _: None) == [number, large]
-        assert boards[0].meet(number, number, lambda _: None) == [number, large]
-
-
-@pytest.mark.gpu
-def test_stream_waits_for_a_number_that_is_written_later_and_for_a_release(tmp_path: Path) -> None:
-    board = Board(tmp_path.name, 0, 1)
-    Board.unlink(tmp_path.name)
-    signs = StreamSigns(board, lambda _: None)
-    waiting = torch.cuda.Stream()
-    over = torch.cuda.Event()
-    with torch.cuda.stream(waiting):
-        signs.wait(0, Sign.READY, 1)
-        over.record()
-    time.sleep(0.05)
-    assert not over.query()
-
-    with torch.cuda.stream(torch.cuda.Stream()):
-        signs.write(0, Sign.READY, 1)
-    over.synchronize()
-    assert board.numbers[0, Sign.READY, 0] == 1
-
-    with torch.cuda.stream(waiting):
-        signs.wait(0, Sign.READY, 2)
-    signs.release()
-    waiting.synchronize()
-    signs.close()

@@ -10,9 +10,12 @@ import torch.distributed as dist
 from rank_pool import POOL
 
 from megatier.errors import ConfigError
+from megatier.ranks import pulls as pulls_module
 from megatier.ranks import ranks as rank_module
-from megatier.ranks.pulls import Board, Pulls
+from megatier.ranks.board import Board
+from megatier.ranks.pulls import Pulls
 from megatier.ranks.ranks import check_groups, joined
+from megatier.tier import Way
 
 
 def move_bytes() -> tuple[list[int], list[int], int]:
@@ -46,8 +49,20 @@ class FakeSigns:
         pass
 
 
-def share_memory(refused: str) -> tuple[str, int]:
-    """What moves bytes if one step of sharing memory is refused, and the size of the memory."""
+class FakeRam:
+    """Shared RAM of GPUs."""
+
+    def close(self) -> None:
+        pass
+
+
+def share_memory(refused: str) -> tuple[str, str, int]:
+    """What moves bytes if one step of sharing memory is refused, why, and the size of the memory."""
+
+    def open_ram(*_: object, **__: object) -> FakeRam:
+        if refused == "signs" and ranks is not None:
+            raise OSError("none to share")
+        return FakeRam()
 
     def views(memory: torch.Tensor, group: object) -> list[torch.Tensor]:
         if refused == "views":
@@ -59,28 +74,37 @@ def share_memory(refused: str) -> tuple[str, int]:
         patch.setenv("REFUSED", refused)
         patch.setattr(rank_module, "hindrance", lambda *_: None)
         patch.setattr(rank_module, "allocate", lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8))
-        patch.setattr(rank_module, "StreamSigns", FakeSigns)
-        patch.setattr(rank_module, "views", views)
+        patch.setattr(pulls_module, "StreamSigns", FakeSigns)
+        patch.setattr(pulls_module, "views", views)
         patch.setattr(Pulls, "work", lambda _: refused != "trial" or ranks.rank == 0)
         patch.setattr(torch.cuda, "synchronize", lambda: None)
-        memory = ranks.memory(100)
+        patch.setattr(rank_module, "open_shared_ram", open_ram)
+        patch.setattr(ranks, "_is_nccl", True)
+        memory = ranks.memory(100, 4096, prefers=Way.KERNELS if refused == "views" else None)
         assert ranks.shared_bytes == memory.numel()
         ranks.drop_memory()
         assert ranks.shared_bytes == 0
-        return ranks.way, memory.numel()
+        patch.undo()
+        return ranks.way, ranks.why, memory.numel()
 
 
 @pytest.mark.parametrize(
-    ("refused", "way"),
+    ("refused", "way", "why"),
     [
-        ("nothing", "copy engines"),
-        ("signs", "NCCL's kernels (no driver)"),
-        ("views", "NCCL's kernels (pidfd_getfd: Operation not permitted)"),
-        ("trial", "NCCL's kernels (a trial of copies between GPUs failed)"),
+        ("nothing", Way.COPIES, ""),
+        ("trial", Way.RAM, "a trial of copies between GPUs failed"),
+        ("signs", Way.KERNELS, "no driver; none to share"),
+        (
+            "views",
+            Way.KERNELS,
+            "pidfd_getfd: Operation not permitted; NCCL's kernels were measured to be faster than shared RAM",
+        ),
     ],
 )
-def test_memory_that_cannot_be_shared_on_one_rank_is_read_by_kernels_on_all(refused: str, way: str) -> None:
-    assert POOL.run(share_memory, 2, refused) == [(way, 100)] * 2
+def test_memory_that_cannot_be_shared_on_one_rank_is_read_by_the_next_way_on_all(
+    refused: str, way: Way, why: str
+) -> None:
+    assert POOL.run(share_memory, 2, refused) == [(way, why, 100)] * 2
 
 
 def move_bytes_by(port: int) -> tuple[list[int], list[int], int]:

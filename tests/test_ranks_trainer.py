@@ -147,3 +147,88 @@ def test_loss_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all(tmp_path
     first, second = POOL.run(fail_loss, 2, tmp_path)
     assert first == second
     assert all(torch.tensor(first).isfinite())
+
+
+def evaluate(folder: Path, options: dict[str, Any], counts: tuple[int, ...]) -> list[Any]:
+    """Losses, logits, labels and inputs of evaluations and predictions of so many rows, in batches of four."""
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        found.append([prediction.predictions, prediction.label_ids, prediction.inputs])
+        return {}
+
+    found: list[Any] = []
+    options = {"eval_strategy": "no", "per_device_eval_batch_size": 4, "include_for_metrics": ["inputs"], **options}
+    args = prepare(folder, options)
+    with open_streamed(compute_dtype="fp32", fused_loss=False) as streamed:
+        trainer = MegatierTrainer(streamed, args, train_dataset=Rows(64), compute_metrics=compute_metrics)
+        for count in counts:
+            found.append(trainer.evaluate(Rows(count))["eval_loss"])
+            found.append((trainer.predict(Rows(count)).metrics or {})["test_loss"])
+    return found
+
+
+def check_evaluations(size: int, folder: Path, options: dict[str, Any], counts: tuple[int, ...]) -> None:
+    """Compare evaluations of so many ranks with those of one process."""
+    (alone,) = POOL.run(evaluate, 1, folder, options, counts)
+    assert len(alone) >= 2 * len(counts)
+    for found in POOL.run(evaluate, size, folder, options, counts):
+        for own, expected in zip(found, alone, strict=True):
+            if isinstance(expected, float):
+                assert own == expected
+            else:
+                assert all((has == wanted).all() for has, wanted in zip(own, expected, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_evaluation_on_ranks_counts_each_row_once_where_rows_fill_no_round(size: int, tmp_path: Path) -> None:
+    check_evaluations(size, tmp_path, {}, (22, 19, 17, 16, 3))
+
+
+def test_evaluation_on_ranks_of_losses_alone_counts_each_row_once(tmp_path: Path) -> None:
+    check_evaluations(2, tmp_path, {"prediction_loss_only": True, "include_for_metrics": []}, (22, 17, 1))
+
+
+def test_evaluation_on_ranks_that_drops_a_batch_of_one_process_counts_the_same_rows(tmp_path: Path) -> None:
+    check_evaluations(2, tmp_path, {"dataloader_drop_last": True}, (18, 16))
+
+
+class Endless(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """Rows that do not say how many they are."""
+
+    def __iter__(self) -> Any:
+        return (Rows(3)[number] for number in range(3))
+
+
+class Flat:
+    """Puts the examples of a batch into one row."""
+
+    def __call__(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
+
+
+def refuse_evaluation(folder: Path, options: dict[str, Any], case: str) -> str:
+    """What the Trainer says to an evaluation on this rank."""
+    args = prepare(folder, {"per_device_eval_batch_size": 4, **options})
+    rows = Endless() if case == "endless" else Rows(22)
+    extra: dict[str, Any] = {"data_collator": Flat()} if case == "flat" else {}
+    with open_streamed(compute_dtype="fp32", fused_loss=False) as streamed, pytest.raises(ConfigError) as error:
+        trainer = MegatierTrainer(
+            streamed, args, train_dataset=Rows(64), eval_dataset=rows, compute_metrics=lambda _: {}, **extra
+        )
+        trainer.evaluate()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "case", "message"),
+    [
+        ({}, "endless", "Evaluate a dataset with a length"),
+        ({"dataloader_drop_last": True}, "", "2 ranks leave 1 batches of the evaluation out"),
+        ({}, "flat", "have [1, 1] rows on the ranks, and the dataset has 2 for that of rank 1"),
+    ],
+)
+def test_evaluation_on_ranks_that_would_not_count_each_row_once_is_refused(
+    options: dict[str, Any], case: str, message: str, tmp_path: Path
+) -> None:
+    for found in POOL.run(refuse_evaluation, 2, tmp_path, options, case):
+        assert message in found

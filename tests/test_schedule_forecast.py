@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from small_timelines import planned_scatters
 
-from megatier.schedule.forecast import Forecast, floor, forecast
+from megatier.schedule.forecast import Forecast, floor, forecast, lanes_of
 from megatier.schedule.jobs import HOST_SECONDS
 from megatier.schedule.moves import Moves, by_lane
 from megatier.schedule.placement import Placement, place
@@ -17,7 +17,7 @@ from megatier.schedule.rates import DriveRates, Rates
 from megatier.schedule.sizes import Budgets, Policy, UnitSpec
 from megatier.schedule.timeline import Access, Load, Scatter, build, scatters_of
 from megatier.state import ADAMW_BF16
-from megatier.tier import Kind, Phase, Tier
+from megatier.tier import Kind, Phase, Tier, Way
 
 MIB = 1 << 20
 UNITS = tuple(UnitSpec(name=f"unit{i}", num_elements=MIB) for i in range(6))
@@ -228,6 +228,42 @@ def test_forecast_of_ranks_loses_the_slowdown_of_what_comes_beside_compute() -> 
     assert made.alone_seconds["ranks"] == pytest.approx(6 * 0.002 + 6 * 0.002)
     alone = 0.18 + HOST_SECONDS
     assert made.seconds == pytest.approx(alone + 2 * 0.002 + 10 * 0.25 * 0.002, rel=1e-3)
+
+
+def test_lanes_of_ranks_that_share_ram_take_the_links_of_a_gpu_and_ram() -> None:
+    """A rank of three sends a byte for each two that it gathers, and a byte for each one that it scatters."""
+    rates = replace(
+        FAST,
+        gather_bytes_per_s=8e9,
+        scatter_bytes_per_s=6e9,
+        to_gpu_bytes_per_s=10e9,
+        to_ram_bytes_per_s=5e9,
+        memory_bytes_per_s=40e9,
+        ranks_way=Way.RAM,
+    )
+    lanes = lanes_of(rates, ranks=3)
+    assert lanes["gather"].rate == 8e9
+    assert lanes["gather"].uses == pytest.approx({"memory": 0.3, "processors": 0.2, "to_gpu": 0.8, "to_ram": 0.8})
+    assert lanes["scatter"].rate == 5e9  # no more than its link carries
+    assert lanes["scatter"].uses == pytest.approx({"memory": 0.25, "processors": 0.2, "to_gpu": 0.5, "to_ram": 1.0})
+    for way in (None, Way.COPIES, Way.KERNELS):
+        assert lanes_of(replace(rates, ranks_way=way), ranks=3)["gather"].uses == {"processors": 0.2}
+
+
+def test_forecast_of_ranks_that_share_ram_lets_loads_wait_for_gathers() -> None:
+    """Shards come to the GPU over the link by which the others' come from shared RAM."""
+    rate = MIB * 2 / 0.05
+    linked = replace(
+        FAST, gather_bytes_per_s=rate, scatter_bytes_per_s=1e15, to_gpu_bytes_per_s=rate, to_ram_bytes_per_s=1e15
+    )
+    budgets, policy = PLACES["ranks_ram"]
+    placement = place(UNITS, budgets, policy)
+    apart, shared = (
+        forecast(accesses(2), SECONDS, UNITS, placement, policy, replace(linked, ranks_way=way))
+        for way in (Way.KERNELS, Way.RAM)
+    )
+    assert shared.moved_bytes == apart.moved_bytes
+    assert shared.seconds > 1.2 * apart.seconds
 
 
 @pytest.mark.parametrize("name", ["ranks_gpu", "ranks_ram", "ranks_nvme", "ranks_twice"])

@@ -10,6 +10,7 @@ import pytest
 
 from megatier.errors import ConfigError
 from megatier.schedule.rates import ALONE, ASSUMED, DriveRates, Rates, World, as_dict, read_rates
+from megatier.tier import Way
 
 RATES = Rates(
     drives=(
@@ -146,6 +147,15 @@ def test_rates_over_hosts_are_those_of_the_slower_of_links_and_network() -> None
     assert slow.gather_bytes_per_s == pytest.approx(15 * 1e9)
     alone_on_its_host = LINKED.of_rank(World(2, 2))
     assert alone_on_its_host.gather_bytes_per_s == alone_on_its_host.scatter_bytes_per_s == 50e9
+
+
+def test_rates_name_the_way_of_bytes_between_ranks_of_one_host(tmp_path: Path) -> None:
+    shared = replace(LINKED, ranks_way=Way.RAM)
+    assert read_rates(written(tmp_path, json.dumps(as_dict(shared)))) == shared
+    assert shared.of_rank(World(2)).ranks_way is Way.RAM
+    assert shared.of_rank(World(4, 2)).ranks_way is None
+    with pytest.raises(ConfigError, match=r"ranks_way is 'pigeons'; it is one of copy engines, shared RAM, NCCL"):
+        read_rates(changed(tmp_path, ranks_way="pigeons"))
 
 
 def test_rates_of_links_that_are_not_known_are_assumed_by_name() -> None:

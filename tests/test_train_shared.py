@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from megatier.schedule.sizes import Budgets
 from megatier.session import machine
 from megatier.session.session import Session
 from megatier.trace.recorder import Recorder
-from megatier.train import choices, export, shared, trainer
+from megatier.train import choices, export, loop, shared, trainer
 from megatier.train.saves import Saves, Say
 from megatier.train.trainer import train
 
@@ -337,6 +338,29 @@ def test_export_that_fails_on_one_rank_ends_all_with_a_checkpoint(place: str, fo
     assert first == second
     assert "Free space." in first
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+def train_with_an_odd_rank(folder: Path) -> str:
+    """Run the config of a folder on this rank; the second one has more memory and moves a byte too many."""
+    said = Console(file=io.StringIO(), width=1000)
+    rank = int(os.environ["RANK"])
+    with pytest.MonkeyPatch.context() as patch:
+        moved = loop.Loop._moved_bytes
+        patch.setattr(loop, "memory_bytes", lambda *_: {"resident_bytes": 100 + rank, "gpu_bytes": 9 - rank})
+        patch.setattr(loop.Loop, "_moved_bytes", lambda own: moved(own) + Counter({"gpu_to_ram": rank}))
+        patch.chdir(folder)
+        path = folder / "run.yaml"
+        train(file.load(path, ()), said, file.given(path, ()))
+    assert isinstance(said.file, io.StringIO)
+    return said.file.getvalue()
+
+
+def test_record_has_the_most_memory_of_any_rank_and_ranks_that_moved_other_bytes_are_named(folder: Path) -> None:
+    said = POOL.run(train_with_an_odd_rank, 2, folder)[0]
+    assert f"rank 1 on {platform.node()} moved other bytes than demanded: gpu_to_ram" in said
+    records = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    found = {(r["resident_bytes"], r["gpu_bytes"]) for r in records if "resident_bytes" in r}
+    assert found == {(101, 9)}
 
 
 # ---------------------------------------------------------------------- started again by torchrun

@@ -289,6 +289,7 @@ def _print_ranks(console: Console, between: RankFigures) -> None:
     table.add_row("gather", _rate(moved / between.gather_seconds))
     table.add_row("scatter", _rate(moved / between.scatter_seconds))
     table.add_row("compute loses, of their time", f"{between.slowdown:.0%}")
+    table.caption = f"by {between.way}" + (f" ({escape(between.why)})" if between.why else "")
     console.print(table)
 
 

@@ -10,13 +10,18 @@ the extra `trainer` (accelerate).
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterator
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.data_loader import BatchSamplerShard
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.trainer_pt_utils import find_batch_size
 
 from megatier.config.schema import TiersConfig
 from megatier.durable import discard
@@ -32,6 +37,25 @@ if TYPE_CHECKING:
     Base = Trainer
 else:
     Base = object
+
+
+class WholeRounds:
+    """The batches of a sampler, and then some of them again, so that each rank has as many as any other.
+
+    All ranks evaluate in rounds of a batch each. The results of the batches that come again follow those of the last
+    row, where the Trainer cuts them off.
+    """
+
+    def __init__(self, sampler: Collection[list[int]], ranks: int) -> None:
+        """Take a sampler of batches, and the number of ranks."""
+        self._sampler = sampler
+        self._ranks = ranks
+
+    def __len__(self) -> int:
+        return -(-len(self._sampler) // self._ranks) * self._ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(cycle(self._sampler), len(self))
 
 
 class StreamedTraining(Base):
@@ -128,14 +152,50 @@ class StreamedTraining(Base):
             self._tr_loss += loss
         return losses[-1]
 
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the Trainer's
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Evaluate a batch as one process does: its loss is the mean over its own tokens, not those of other ranks."""
         given = self.args.average_tokens_across_devices
         self.args.average_tokens_across_devices = False
         try:
-            return super().prediction_step(*args, **kwargs)
+            found = super().prediction_step(model, inputs, *args, **kwargs)
         finally:
             self.args.average_tokens_across_devices = given
+        return self._filled_up(inputs, *found) if self.streamed.num_ranks > 1 else found
+
+    def _filled_up(self, inputs: dict[str, Any], loss: Any, logits: Any, labels: Any) -> Any:  # noqa: ANN401
+        """Give the logits and labels of a short batch as many rows as those of the other ranks have.
+
+        The Trainer gathers tensors of one size, and cuts off the rows after the last one of the dataset.
+
+        Raises:
+            ConfigError: the rows of a batch are not those of its tensors.
+        """
+        state = self.accelerator.gradient_state
+        size = self.args.eval_batch_size
+        rows = state.remainder % size
+        if not state.end_of_dataloader or state.remainder <= 0 or not rows or (logits is None and labels is None):
+            return loss, logits, labels
+
+        short, rank = state.remainder // size, self.streamed.rank
+        found = self.streamed.all_of(find_batch_size(inputs))
+        if found == [rows] * self.streamed.num_ranks and not short:
+            return loss, logits, labels
+        if found != [rows if number == short else size for number in range(self.streamed.num_ranks)]:
+            raise ConfigError(
+                f"the last batches of an evaluation have {found} rows on the ranks, and the dataset has {rows} for "
+                f"that of rank {short}. Use a collator that keeps one row for each example, set prediction_loss_only, "
+                f"or choose a number of rows that is a multiple of per_device_eval_batch_size times the ranks."
+            )
+
+        def fill(tensor: Tensor) -> Tensor:
+            return tensor.repeat(-(-size // rows), *(tensor.dim() - 1) * [1])[: len(tensor) * size // rows]
+
+        if rank == short:
+            # The Trainer may gather this one as well.
+            name = getattr(self.model, "main_input_name", "input_ids")
+            inputs[name] = fill(inputs[name])
+            logits, labels = recursively_apply(fill, (logits, labels))
+        return loss, logits, labels
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Return the streamed model's own optimizer, with the settings of TrainingArguments."""
@@ -170,6 +230,45 @@ class StreamedTraining(Base):
                 f"step of a streamed model has as many. Leave {rest} batches of data out, for example by "
                 "train_dataset.select(range(...)), or choose another per_device_train_batch_size."
             )
+        return loader
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:  # noqa: ANN401 - the Trainer's
+        """Return the Trainer's own loader, which gives each row to one rank alone; see `WholeRounds`.
+
+        Raises:
+            ConfigError: the rows cannot be dealt like that.
+        """
+        return self._dealt(super().get_eval_dataloader(*args, **kwargs))
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:  # noqa: ANN401 - the Trainer's
+        """The same for rows whose predictions are asked for."""
+        return self._dealt(super().get_test_dataloader(*args, **kwargs))
+
+    def _dealt(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Deal the batches of one process over the ranks, where accelerate would give some rows twice.
+
+        Raises:
+            ConfigError: it is not known how many rows there are, or some would be left out.
+        """
+        size = self.streamed.num_ranks
+        if size == 1:
+            return loader
+
+        shard = loader.batch_sampler
+        if not isinstance(shard, BatchSamplerShard):
+            raise ConfigError(
+                "several ranks evaluate a dataset that says how many rows it has, since accelerate gives some rows of "
+                "others twice. Evaluate a dataset with a length, without dispatch_batches."
+            )
+        if not isinstance(shard.batch_sampler, WholeRounds):
+            if self.args.dataloader_drop_last and (rest := len(shard.batch_sampler) % size):
+                raise ConfigError(
+                    f"with dataloader_drop_last {size} ranks leave {rest} batches of the evaluation out, which one "
+                    "process would count. Choose a number of rows that is a multiple of per_device_eval_batch_size "
+                    "times the ranks, or leave dataloader_drop_last out."
+                )
+            shard.batch_sampler = WholeRounds(shard.batch_sampler, size)
+            shard.even_batches = False
         return loader
 
     def _check_even(self, loader: DataLoader[Any]) -> None:

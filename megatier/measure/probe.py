@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatier import hardware
 from megatier.schedule.jobs import UPDATE_BYTES
-from megatier.schedule.rates import ASSUMED, WAVERING, DriveRates, Rates
+from megatier.schedule.rates import OF_RANKS, WAVERING, DriveRates, Rates
+from megatier.tier import Way
 
 if TYPE_CHECKING:
     from megatier.measure.drive_probe import DriveFigures
@@ -124,7 +125,7 @@ def cache_rates(rates: Rates, device: str, path: Path | None = None) -> Path:
     kept = [entry["links"] for entry in entries if entry["machine"] == machine]
 
     # Links between ranks are measured by a command of their own, so one that measures without ranks keeps them.
-    for name in ASSUMED:
+    for name in OF_RANKS:
         links[name] = links[name] or next((each[name] for each in kept if each.get(name)), None)
     entry = {
         "machine": machine,
@@ -170,7 +171,9 @@ def cached_rates(directories: Sequence[Path], device: str, path: Path | None = N
             return None
         drives = [DriveRates(**entry["drives"][known.index(asked)]["rates"]) for asked in facts]
         named = [dataclasses.replace(drive, directory=str(d)) for drive, d in zip(drives, directories, strict=True)]
-        return Rates(drives=_shared(named, facts), **entry["links"])
+        links = entry["links"]
+        way = links.get("ranks_way")
+        return Rates(drives=_shared(named, facts), **links | {"ranks_way": None if way is None else Way(way)})
 
     return None
 
@@ -268,7 +271,7 @@ def _is_whole(entry: object) -> bool:
         newer = {"io_threads", "first_write_bytes_per_s", *WAVERING}  # not in entries of older versions
         measured = [drive["rates"].keys() | newer for drive in entry["drives"] if drive["facts"]]
         drives_are_whole = measured == [rates] * len(entry["drives"])
-        links_are_whole = entry["links"].keys() | ASSUMED.keys() == links
+        links_are_whole = entry["links"].keys() | OF_RANKS == links
         return bool(entry["machine"]) and links_are_whole and drives_are_whole
     except (AssertionError, AttributeError, KeyError, TypeError):
         return False

@@ -2,6 +2,9 @@
 
 All ranks measure at the same time, with the lane and the collectives of a run. A collective takes all ranks, so they
 agree how many they make.
+
+If GPUs cannot read each other's memory, there are two ways for bytes between them, and both are measured. Runs take the
+one that costs compute less.
 """
 
 from __future__ import annotations
@@ -14,14 +17,16 @@ from functools import partial
 
 import torch
 
+from megatier.hardware import ram_available_bytes
 from megatier.measure.link_probe import MATMUL_SIZE
 from megatier.measure.link_traffic import LAUNCHES_IN_A_ROW
 from megatier.ranks.ranks import Ranks
 from megatier.schedule.rates import Rates
+from megatier.schedule.sizes import bay_bytes
 from megatier.store.queue import Queue
 from megatier.store.stream_clock import StreamClock
 from megatier.store.transfer import Transfer
-from megatier.tier import PAGE_BYTES
+from megatier.tier import PAGE_BYTES, Way
 
 LAYER_BYTES = {"cuda": 436_000_000, "cpu": 32_000_000}
 """Bytes that a gather or scatter is about. On a GPU they are those of a layer of an 8B model in bf16."""
@@ -49,11 +54,20 @@ class RankFigures:
     """Products that a rank does during collectives, as a share of those that it does alone."""
     collective_share: float
     """Collectives during products, as a share of those that go on alone."""
+    way: Way
+    """What moved the bytes."""
+    why: str = ""
+    """Why nothing better did."""
 
     @property
     def slowdown(self) -> float:
         """Seconds that compute loses for each second that collectives at the same time would take alone; at most 1."""
         return min(1.0, max(SLOWDOWN_MIN, (1 - self.compute_share) / self.collective_share))
+
+    @property
+    def lost_seconds(self) -> float:
+        """Seconds that compute loses for each layer. While collectives take less than it, they cost nothing else."""
+        return self.slowdown * (self.gather_seconds + self.scatter_seconds)
 
     def added_to(self, rates: Rates) -> Rates:
         """Return the rates of a host with those of the links.
@@ -71,13 +85,14 @@ class RankFigures:
             gather_bytes_per_s=others / self.gather_seconds,
             scatter_bytes_per_s=others / self.scatter_seconds,
             ranks_slowdown=self.slowdown,
+            ranks_way=self.way,
         )
 
 
 def probe_ranks(
     ranks: Ranks, device: str, *, seconds: float, layer_bytes: int | None = None, matmul_size: int | None = None
 ) -> RankFigures:
-    """Measure gathers, scatters, and both during products. Every rank has to call it.
+    """Measure gathers, scatters, and both during products, by the way that runs will take. Every rank calls it.
 
     Args:
         ranks: the ranks that measure.
@@ -86,10 +101,26 @@ def probe_ranks(
         layer_bytes: the bytes that a collective is about; None: as fits the device.
         matmul_size: the rows and columns of the product; None: as fits the device.
     """
-    own_bytes = max(1, (layer_bytes or LAYER_BYTES[device]) // ranks.size // PAGE_BYTES) * PAGE_BYTES
+    probe = partial(_probe_way, ranks, device, seconds, layer_bytes or LAYER_BYTES[device], matmul_size)
+    found = probe(None)
+    if found.way is not Way.RAM or device == "cpu":
+        return found
+    return min(found, probe(Way.KERNELS), key=lambda figures: figures.lost_seconds)
+
+
+def _probe_way(
+    ranks: Ranks, device: str, seconds: float, layer_bytes: int, matmul_size: int | None, prefers: Way | None
+) -> RankFigures:
+    """Measure one way of bytes between ranks: the best that there is, or one that is preferred to shared RAM."""
+    own_bytes = max(1, layer_bytes // ranks.size // PAGE_BYTES) * PAGE_BYTES
     # What other ranks read lies in the memory that they may read by copy engines.
     num_bytes = (1 + ranks.size) * own_bytes
-    memory = ranks.memory(num_bytes) if device == "cuda" else torch.zeros(num_bytes, dtype=torch.uint8)
+    bay = bay_bytes(ram_available_bytes() // ranks.local_size)
+    if device == "cuda":
+        memory = ranks.memory(num_bytes, bay, prefers=prefers)
+    else:
+        memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        ranks.share_ram(bay)
     own, whole = memory[:own_bytes], memory[own_bytes:]
     received = torch.empty_like(whole)
     gather = partial(ranks.gather, whole, own)
@@ -123,6 +154,8 @@ def probe_ranks(
         scatter_seconds=scatter_s,
         compute_share=compute,
         collective_share=collective,
+        way=ranks.way,
+        why=ranks.why,
     )
 
 

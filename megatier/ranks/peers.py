@@ -140,6 +140,11 @@ class Peers:
 
     # ------------------------------------------------------------------ for everybody
 
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether all ranks are processes of one machine, which know each other by their numbers."""
+        return len({member.machine for member in self._members}) == 1
+
     def failed(self) -> PeerError | None:
         """The error that names the rank that failed first; None if none has."""
         if self._first is None:

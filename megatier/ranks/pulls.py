@@ -8,9 +8,8 @@ collective is then a few copies, and two numbers that say when they may begin an
 2. It waits for the same of each other rank, and copies what it needs from there.
 3. It writes the number as `done` for that rank, and goes on when all others have done so: its own bytes may change.
 
-The numbers lie in RAM that the ranks share (`Board`). Streams write them and wait for them without a kernel, and the
-host can let every stream go on that waits for a rank that has failed. No host waits for a GPU. Hosts wait for each
-other before each collective, because each has to tell where its bytes lie.
+The numbers lie in RAM that the ranks share (`board`). Hosts wait for each other before each collective, because each
+has to tell where its bytes lie.
 
 The way to move bytes is that of PyTorch's symmetric memory and of NCCL's collectives by copy engines (`ce_coll.cc`).
 
@@ -19,42 +18,27 @@ Threads: one thread at a time pulls. `release` may be called from any thread.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
-import time
-from collections.abc import Callable, Sequence
-from enum import IntEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from megatier import _native
 from megatier.errors import MegatierError
-from megatier.hardware import CUDA_DRIVER
-from megatier.ranks.peers import TICK_S
+from megatier.ranks.board import (
+    TRIAL_BYTES,
+    Board,
+    Check,
+    Sign,
+    Signs,
+    StreamSigns,
+    brings_right_bytes,
+    share_memory,
+)
+from megatier.ranks.channel import Channel
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-SHARED_RAM = Path("/dev/shm")
-TRIAL_BYTES = 4096
-TRIAL_S = 10.0
-"""How long a trial may take. It takes less than a millisecond."""
-NUMBER_BYTES = 4
-OFFSET_BYTES = 8
-OFFSET_BITS = 44
-TURNS = 2 ** (63 - OFFSET_BITS)
-"""Numbers of collectives begin again after so many, where they stand above an offset."""
-PAUSE_MIN_S = 20e-6
-PAUSE_MAX_S = 1e-3
-"""How long a host looks away from the board while it waits for another. Each look takes the interpreter's lock."""
-OPEN = 2**31 - 1
-"""A number that no collective reaches: whoever waits goes on."""
-GREATER_OR_EQUAL = 0
-"""What a stream waits for, to the driver: CU_STREAM_WAIT_VALUE_GEQ."""
 
 
 def hindrance(local_rank: int, local_size: int) -> str | None:
@@ -89,6 +73,31 @@ def allocate(num_bytes: int) -> torch.Tensor:
     return memory.zero_()
 
 
+def open_pulls(channel: Channel, group: ProcessGroup, memory: torch.Tensor, check: Check) -> Pulls:
+    """Share this rank's memory with the others of its host. Every rank has to call it.
+
+    Args:
+        channel: by which the ranks find each other.
+        group: of gloo, which that channel uses.
+        memory: as `allocate` has given it.
+        check: raises if a rank has failed; see `Peers.check`.
+
+    Raises:
+        OSError, MegatierError, RuntimeError: the system, CUDA or torch refused it.
+        PeerError: a rank has failed.
+    """
+    shared = share_memory(channel, Board.num_bytes(channel.size))
+    signs: StreamSigns | None = None
+    try:
+        with channel.together():
+            signs = StreamSigns(Board(shared, channel.rank, channel.size), check)
+        return Pulls(channel.rank, views(memory, group), signs)
+    except (MegatierError, OSError, RuntimeError):
+        if signs is not None:
+            signs.close()
+        raise
+
+
 def views(memory: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
     """The memory of every rank as this one sees it, in the order of the ranks. Every rank has to call it."""
     import torch.distributed._symmetric_memory as symmetric
@@ -97,32 +106,6 @@ def views(memory: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
     found = [shared.get_buffer(rank, memory.shape, memory.dtype) for rank in range(shared.world_size)]
     found[shared.rank] = memory
     return found
-
-
-class Sign(IntEnum):
-    """What a number says of a collective."""
-
-    READY = 0
-    DONE = 1
-
-
-class Signs(Protocol):
-    """Numbers that a rank's stream writes for other ranks, and waits for."""
-
-    def write(self, peer: int, sign: Sign, number: int) -> None:
-        """Write a number for another rank, when the current stream gets here."""
-
-    def wait(self, peer: int, sign: Sign, number: int) -> None:
-        """Let the current stream wait until another rank has written this number for this one, or a greater one."""
-
-    def meet(self, number: int, offset: int) -> list[int]:
-        """Return the offsets that all ranks give for this number, in their order, once all have come to it."""
-
-    def release(self) -> None:
-        """End all waits of this rank. Another rank may still write an older number, so it is called again and again."""
-
-    def close(self) -> None:
-        """Give back what they hold. No stream waits any more."""
 
 
 class Pulls:
@@ -165,25 +148,14 @@ class Pulls:
         self._pull(received, sent, self._rank * (received.numel() // len(self._memories)))
 
     def work(self) -> bool:
-        """Gather a few bytes of the memory, which change, and return whether they are right, and come in time.
-
-        Some hosts let a GPU read another one's memory, and give it other bytes.
-        """
+        """Gather a few bytes of the memory; see `brings_right_bytes`."""
         own = self._memories[self._rank][:TRIAL_BYTES]
         before = own.clone()
-        own.fill_(self._rank + 1)
-        whole = torch.zeros(len(self._memories) * TRIAL_BYTES, dtype=torch.uint8, device=own.device)
-        torch.cuda.synchronize()
-
-        self.gather(whole, own)
-        deadline = time.monotonic() + TRIAL_S
-        while not torch.cuda.current_stream().query():
-            if time.monotonic() > deadline:
-                return False
+        if not brings_right_bytes(self, own, self._rank, len(self._memories)):
+            return False
         own.copy_(before)
         torch.cuda.synchronize()
-        rows = whole.view(len(self._memories), -1).tolist()
-        return all(set(row) == {number + 1} for number, row in enumerate(rows))
+        return True
 
     def release(self) -> None:
         """Let every stream go on that waits for another rank; see `Signs`. What it reads is worth nothing then."""
@@ -216,131 +188,3 @@ class Pulls:
 
         for peer in self._others:
             self._signs.wait(peer, Sign.DONE, self._number)
-
-
-class Board:
-    """What the ranks of a host show each other, in RAM that they share."""
-
-    def __init__(self, name: str, rank: int, size: int) -> None:
-        """Map the board. Its file may be removed when all ranks have.
-
-        Args:
-            name: of its file, the same for all ranks. Whoever comes first makes it.
-            rank: this rank.
-            size: the number of ranks.
-
-        Raises:
-            OSError: the system has no RAM to share.
-        """
-        self.rank = rank
-        """This rank."""
-        self._size = size
-        num_numbers = size * len(Sign) * size
-        num_bytes = num_numbers * NUMBER_BYTES + size * 2 * OFFSET_BYTES
-        descriptor = os.open(SHARED_RAM / name, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(descriptor, num_bytes)
-            self._mapping = mmap.mmap(descriptor, num_bytes)
-        finally:
-            os.close(descriptor)
-
-        self.numbers = np.frombuffer(self._mapping, dtype=np.int32, count=num_numbers).reshape(size, len(Sign), size)
-        """All numbers that streams write: int32 [reader, sign, writer]."""
-        self._offsets = np.frombuffer(self._mapping, dtype=np.int64, offset=self.numbers.nbytes).reshape(size, 2)
-        """Where the bytes of each rank lie in the last two collectives, with the numbers of these above OFFSET_BITS."""
-
-    @staticmethod
-    def unlink(name: str) -> None:
-        """Remove the file. The board lives as long as it is mapped."""
-        (SHARED_RAM / name).unlink(missing_ok=True)
-
-    def place(self, reader: int, sign: Sign, writer: int) -> int:
-        """The address of a number."""
-        index = (reader * len(Sign) + sign) * self._size + writer
-        return int(self.numbers.ctypes.data) + index * NUMBER_BYTES
-
-    def meet(self, number: int, offset: int, check: Callable[[float], None]) -> list[int]:
-        """Tell where this rank's bytes lie, and return where those of all lie, once all have come to this collective.
-
-        No rank is two collectives ahead of another, so the last two are enough.
-
-        Args:
-            number: of the collective, one more than that of the last.
-            offset: of this rank's bytes.
-            check: raises if a rank has failed; see `Peers.check`.
-        """
-        # One store of 8 bytes: no rank sees the number without the offset.
-        turn = number % TURNS
-        column = self._offsets[:, number % 2]
-        column[self.rank] = turn << OFFSET_BITS | offset
-
-        pause = _native.Latch()
-        pause_s = PAUSE_MIN_S
-        waited_s = 0.0
-        while (column >> OFFSET_BITS != turn).any():
-            pause.wait(pause_s)
-            waited_s += pause_s
-            pause_s = min(2 * pause_s, PAUSE_MAX_S)
-            if waited_s > TICK_S:
-                check(waited_s)
-                waited_s = 0.0
-        return [int(found) for found in column & (1 << OFFSET_BITS) - 1]
-
-    def release(self) -> None:
-        """End all waits of this rank."""
-        self.numbers[self.rank] = OPEN
-
-
-class StreamSigns:
-    """Signs that CUDA streams write and wait for."""
-
-    def __init__(self, board: Board, check: Callable[[float], None]) -> None:
-        """Page-lock the board for the GPU.
-
-        Args:
-            board: of the host.
-            check: raises if a rank has failed; see `Peers.check`.
-
-        Raises:
-            OSError: there is no CUDA driver.
-            MegatierError: CUDA refused.
-        """
-        self._board = board
-        self._check = check
-        driver = ctypes.CDLL(CUDA_DRIVER)
-        self._write = driver.cuStreamWriteValue32_v2
-        self._wait = driver.cuStreamWaitValue32_v2
-        for function in (self._write, self._wait):
-            function.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
-
-        self._address = int(board.numbers.ctypes.data)
-        cudart = torch.cuda.cudart()
-        code = cudart.cudaHostRegister(self._address, board.numbers.nbytes, 0)
-        if code != cudart.cudaError.success:
-            raise MegatierError(f"CUDA refused to page-lock memory ({cudart.cudaGetErrorString(code)}).")
-
-    def write(self, peer: int, sign: Sign, number: int) -> None:
-        """See `Signs`."""
-        # The driver puts a memory barrier before it: other GPUs see all that the stream has written so far.
-        self._call(self._write, self._board.place(peer, sign, self._board.rank), number, 0)
-
-    def wait(self, peer: int, sign: Sign, number: int) -> None:
-        """See `Signs`."""
-        self._call(self._wait, self._board.place(self._board.rank, sign, peer), number, GREATER_OR_EQUAL)
-
-    def meet(self, number: int, offset: int) -> list[int]:
-        """See `Signs`."""
-        return self._board.meet(number, offset, self._check)
-
-    def release(self) -> None:
-        """See `Signs`."""
-        self._board.release()
-
-    def close(self) -> None:
-        """See `Signs`."""
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._address))
-
-    def _call(self, function: Callable[..., int], address: int, number: int, flags: int) -> None:
-        code = function(torch.cuda.current_stream().cuda_stream, address, number, flags)
-        if code:
-            raise MegatierError(f"CUDA refused an operation on a stream (CUresult {code}).")

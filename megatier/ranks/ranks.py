@@ -5,6 +5,9 @@ Everything small goes as Python objects: `agree`. What a checkpoint needs of oth
 `beside`. All three have process groups of their own, so none waits for another. This file, `channel` and `pulls` alone
 import `torch.distributed`, and one process alone never does.
 
+Bytes go the first of these ways that all ranks have: copies between GPUs (`pulls`); RAM that the ranks of a host share
+(`shared_ram`); NCCL's kernels, or gloo on CPUs. `Ranks.way` says which it is.
+
 Threads: one thread at a time gathers and scatters (the lane `ranks`), and the lane `checkpoint` uses its channel. The
 thread that trains calls everything else; in a pass that is recorded, it is the thread that computes.
 """
@@ -24,9 +27,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatier.errors import ConfigError, MegatierError, PeerError, StepAbandonedError
+from megatier.ranks.board import Carrier
 from megatier.ranks.channel import Channel, gather_into
 from megatier.ranks.peers import Member, Peers, Store, comes_of_peers
-from megatier.ranks.pulls import Board, Pulls, StreamSigns, allocate, hindrance, views
+from megatier.ranks.pulls import Pulls, allocate, hindrance, open_pulls
+from megatier.ranks.shared_ram import open_shared_ram, unshared
+from megatier.tier import Way
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,9 +78,12 @@ class Ranks(Channel):
         self._is_nccl = dist.get_backend(self._data) == "nccl"
         self._is_given_up = False
         self._is_aborted = False
-        self._pulls: Pulls | None = None
-        self.way = "NCCL's kernels" if self._is_nccl else "gloo"
+        self._carrier: Carrier | None = None
+        """What moves weights and gradients; None: the process group does."""
+        self.way = Way.KERNELS if self._is_nccl else Way.GLOO
         """What moves weights and gradients between ranks."""
+        self.why = ""
+        """Why nothing better does; empty if there is nothing to say."""
         self.shared_bytes = 0
         """Bytes of the GPU memory that other GPUs may read. torch's pool does not count them."""
         super().__init__(rank, size, own, watched(self._stop))
@@ -89,11 +98,15 @@ class Ranks(Channel):
 
     # ------------------------------------------------------------------ data
 
-    def memory(self, num_bytes: int) -> torch.Tensor:
+    def memory(self, num_bytes: int, bay_bytes: int, *, prefers: Way | None = None) -> torch.Tensor:
         """Allocate the GPU tier, so that the other GPUs of the host can read it by copy engines, if they can at all.
 
-        Every rank has to call it, for as many bytes. What is gathered and scattered from now on has to lie in it. `way`
-        says how it goes, and why, if not by copy engines.
+        Every rank has to call it, for as many bytes. What is gathered and scattered from now on has to lie in it.
+
+        Args:
+            num_bytes: of the GPU tier.
+            bay_bytes: see `share_ram`.
+            prefers: see `share_ram`.
 
         Returns:
             uint8 [num_bytes] on this rank's GPU, zeros.
@@ -102,56 +115,78 @@ class Ranks(Channel):
             torch.OutOfMemoryError: the GPU has no room.
         """
         self.drop_memory()
-        found = hindrance(self.local_rank, self.local_size) if self.local_size == self.size else "several hosts"
-        if found := next(iter(self.agree(found)), None):
-            self.way = f"NCCL's kernels ({found})"
-            return torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+        if found := self._first_of(self._apart() or hindrance(self.local_rank, self.local_size)):
+            memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+        else:
+            memory = allocate(num_bytes)
+            self.shared_bytes = num_bytes
+            found = self._pull_from(memory)
+        if found is not None:
+            self.share_ram(bay_bytes, prefers=prefers, why=found)
+        return memory
 
-        memory = allocate(num_bytes)
-        self.shared_bytes = num_bytes
+    def share_ram(self, bay_bytes: int, *, prefers: Way | None = None, why: str = "") -> None:
+        """Let weights and gradients go through RAM that the ranks of the host share, if they can share any.
+
+        Every rank has to call it.
+
+        Args:
+            bay_bytes: the size of a bay; the least of all ranks counts.
+            prefers: the way that was faster where it was measured; None: nobody did.
+            why: why they do not go between GPUs.
+        """
+        self.way = Way.KERNELS if self._is_nccl else Way.GLOO
+        found = self._apart() or unshared(is_on_gpu=self._is_nccl)
+        if prefers is self.way:
+            found = f"{prefers} {'were' if self._is_nccl else 'was'} measured to be faster than shared RAM"
+        if (found := self._first_of(found)) is None:
+            try:
+                device = "cuda" if self._is_nccl else "cpu"
+                self._carrier = open_shared_ram(self, min(self.agree(bay_bytes)), self._check_data, device=device)
+                self.way = Way.RAM
+            except PeerError:
+                raise
+            except (MegatierError, OSError, RuntimeError) as error:
+                found = _first_line(error)
+        self.why = "; ".join(dict.fromkeys(reason for reason in (why, found) if reason))
+
+    def _pull_from(self, memory: torch.Tensor) -> str | None:
+        """Share this rank's memory with the other GPUs; returns why that cannot be."""
         pulls: Pulls | None = None
         try:
-            pulls = self._open_pulls(memory)
+            pulls = open_pulls(self, self._group, memory, self._check_data)
             found = None if pulls.work() else "a trial of copies between GPUs failed"
         except PeerError:
             raise
         except (MegatierError, OSError, RuntimeError) as error:
-            # A container may forbid what this needs, and NCCL finds other ways.
-            found = str(error).partition("\n")[0]
+            # A container may forbid what this needs, and there are other ways.
+            found = _first_line(error)
 
-        if found := next(iter(self.agree(found)), None):
-            self.way = f"NCCL's kernels ({found})"
-            if pulls is not None:
-                pulls.release()
-                torch.cuda.synchronize()
-                pulls.close()
-            return memory
+        if (found := self._first_of(found)) is None:
+            self._carrier = pulls
+            self.way, self.why = Way.COPIES, ""
+        elif pulls is not None:
+            pulls.release()
+            torch.cuda.synchronize()
+            pulls.close()
+        return found
 
-        self._pulls = pulls
-        self.way = "copy engines"
-        return memory
+    def _apart(self) -> str | None:
+        """Why ranks are too far apart to share memory; None if they are not."""
+        if self.local_size < self.size:
+            return "several hosts"
+        return None if self._peers.is_one_machine else "several hosts or containers"
 
-    def _open_pulls(self, memory: torch.Tensor) -> Pulls:
-        """Share this rank's memory with the others of its host."""
-        name = self.first(lambda: f"megatier-{secrets.token_hex(8)}")
-        signs: StreamSigns | None = None
-        try:
-            with self.together():
-                signs = StreamSigns(Board(name, self.rank, self.size), self._check_data)
-            return Pulls(self.rank, views(memory, self._group), signs)
-        except (MegatierError, OSError, RuntimeError):
-            if signs is not None:
-                signs.close()
-            raise
-        finally:
-            Board.unlink(name)
+    def _first_of(self, reason: str | None) -> str | None:
+        """The first reason of all ranks; None if none has any."""
+        return next(iter(self.agree(reason)), None)
 
     def drop_memory(self) -> None:
         """Let go of the memory, which nobody reads any more."""
         self.shared_bytes = 0
-        if self._pulls is not None:
-            self._pulls.close()
-            self._pulls = None
+        if self._carrier is not None:
+            self._carrier.close()
+            self._carrier = None
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """Bring the shards of all ranks together, in the order of the ranks.
@@ -162,8 +197,8 @@ class Ranks(Channel):
         """
         assert whole.numel() == self.size * own.numel()
         self._check_data()
-        if self._pulls is not None:
-            self._pulls.gather(whole, own)
+        if self._carrier is not None:
+            self._carrier.gather(whole, own)
         else:
             self.finish(gather_into(whole, own, group=self._data, async_op=not self._is_nccl), self._check_data)
         self.moved_bytes["ranks"] += whole.numel() - own.numel()
@@ -179,8 +214,8 @@ class Ranks(Channel):
 
         assert received.numel() == sent.numel()
         self._check_data()
-        if self._pulls is not None:
-            self._pulls.scatter(received, sent)
+        if self._carrier is not None:
+            self._carrier.scatter(received, sent)
         else:
             work = dist.all_to_all_single(received, sent, group=self._data, async_op=not self._is_nccl)
             self.finish(work, self._check_data)
@@ -193,8 +228,8 @@ class Ranks(Channel):
 
     def _stop(self) -> None:
         """End what is under way on a GPU. Whoever waits for gloo looks for itself."""
-        if self._pulls is not None:
-            self._pulls.release()
+        if self._carrier is not None:
+            self._carrier.release()
         elif self._is_nccl and not self._is_aborted:
             self._is_aborted = True
             self._data.abort()
@@ -248,6 +283,11 @@ class Ranks(Channel):
         self._peers.end()
         for group in self._groups:
             dist.destroy_process_group(group)
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says, without what follows in other lines."""
+    return str(error).partition("\n")[0].removesuffix(".")
 
 
 def check_groups(groups: int, size: int) -> None:

@@ -17,7 +17,7 @@ from megatier.schedule.rates import Rates
 from megatier.schedule.simulate import Lane, least_seconds, simulate
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.timeline import Access, Timeline, build, scatters_of
-from megatier.tier import Phase
+from megatier.tier import Phase, Way
 
 NUM_STEPS = 3
 """Steps that are simulated in a row."""
@@ -87,14 +87,21 @@ def lanes_of(rates: Rates, ranks: int = 1) -> dict[str, Lane]:
         return Lane(rate, {"memory": min(1.0, rate * memory_bytes / memory), **uses})
 
     shared: dict[str, Lane] = {}
+    processors = {"processors": min(1.0, rates.ranks_slowdown or 1.0)}
     if ranks > 1:
-        assert rates.gather_bytes_per_s and rates.scatter_bytes_per_s and rates.ranks_slowdown
-        processors = {"processors": min(1.0, rates.ranks_slowdown)}
+        assert rates.gather_bytes_per_s and rates.scatter_bytes_per_s
         shared = {
             "compute": Lane(1.0, {"processors": 1.0}),
             "gather": Lane(rates.gather_bytes_per_s, processors),
             "scatter": Lane(rates.scatter_bytes_per_s, processors),
         }
+    if ranks > 1 and rates.ranks_way is Way.RAM:
+        # Bytes of the rank itself go to RAM for each byte that comes from there: its shard, which all others read, or
+        # a piece for each of them.
+        for name, sent in (("gather", 1 / (ranks - 1)), ("scatter", 1.0)):
+            rate = min(shared[name].rate, rates.to_gpu_bytes_per_s, rates.to_ram_bytes_per_s / sent)
+            links = {"to_gpu": rate / rates.to_gpu_bytes_per_s, "to_ram": rate * sent / rates.to_ram_bytes_per_s}
+            shared[name] = lane(rate, 1 + sent, **processors, **links)
 
     return {
         "host": Lane(1.0),

@@ -20,6 +20,7 @@ from megatier.schedule.sizes import (
     UnitSpec,
     block_bytes,
     grad_bytes,
+    host_ram,
     state_bytes,
     trained,
 )
@@ -95,7 +96,7 @@ def fill_ram(
         raise _no_room(units, used + everything, everything, budgets, policy)
     else:
         spilling = {unit.name for unit in trained(rest) if spills_grads and unit not in waiting}
-        homes, passing, chunk = _spill_some(rest, spilling, used, budgets.ram, policy, spills_grads)
+        homes, passing, chunk = _spill_some(rest, spilling, used, budgets, policy, spills_grads)
         slots += passing
 
     return RamShare(
@@ -175,7 +176,7 @@ def _deepened(plan: SlotPlan, free: int) -> SlotPlan:
 
 
 def _spill_some(
-    rest: Sequence[UnitSpec], spilling: Collection[str], used: int, budget: int, policy: Policy, spills_grads: bool
+    rest: Sequence[UnitSpec], spilling: Collection[str], used: int, budgets: Budgets, policy: Policy, spills_grads: bool
 ) -> tuple[Homes, list[SlotPlan], int]:
     """Choose homes when RAM is too short for all, the slots through which the rest passes, and the chunk size.
 
@@ -183,14 +184,14 @@ def _spill_some(
         rest: units that are not at home on the GPU.
         spilling: names of those whose gradients are at home on NVMe.
         used: bytes of RAM that are taken already.
-        budget: bytes of RAM.
+        budgets: bytes of each tier.
         policy: all that decides sizes.
         spills_grads: whether any gradient is at home on NVMe.
 
     Raises:
         PlanError: RAM has no room for the slots.
     """
-    room = budget - used
+    room = budgets.ram - used
     slots = list[SlotPlan]()
 
     # Slots take the largest unit that is updated through them. Which one that is depends on the homes, and these on the
@@ -203,8 +204,8 @@ def _spill_some(
         if total_bytes(slots) <= room and max(updates, default=0) <= largest:
             return homes, passing, chunk
 
-    needed = (used + total_bytes(slots)) * policy.host_ranks
-    had = budget * policy.host_ranks
+    needed = host_ram(used + total_bytes(slots), policy)
+    had = _host_ram_of(budgets, policy)
     remedy = f"Raise tiers.ram to at least {at_least(needed)}{', or lower tiers.chunk' * bool(policy.chunk_elements)}."
     raise PlanError("RAM slots for what comes from NVMe", needed, had, remedy)
 
@@ -267,6 +268,11 @@ def _homes_by_unit(units: Sequence[UnitSpec], room: int) -> Homes:
 # ---------------------------------------------------------------------- refusals
 
 
+def _host_ram_of(budgets: Budgets, policy: Policy) -> int:
+    """The RAM of the host of which these are a rank's part."""
+    return (budgets.ram + budgets.shared_ram) * policy.host_ranks
+
+
 def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budgets, policy: Policy) -> PlanError:
     """The error that says why RAM does not take the gradients, when NVMe takes none."""
     what = "gradients and activations in RAM"
@@ -280,8 +286,8 @@ def _no_room_for_gradients(used: int, waiting: Sequence[UnitSpec], budgets: Budg
     elif policy.deferred and policy.ranks == 1:
         other = ", or set train.clip to null and numerics.guard to off."
 
-    needed = used * policy.host_ranks
-    had = budgets.ram * policy.host_ranks
+    needed = host_ram(used, policy)
+    had = _host_ram_of(budgets, policy)
     return PlanError(what, needed, had, f"Raise tiers.ram to at least {at_least(needed)}{other}")
 
 
@@ -290,8 +296,9 @@ def _no_room(units: Sequence[UnitSpec], in_ram: int, spilled: int, budgets: Budg
     mount = ", or give tiers.nvme a mount." if Tier.NVME in policy.state else ", or add nvme to tiers.state."
     host = policy.host_ranks
     if Tier.RAM in policy.state:
-        remedy = f"Raise tiers.ram to at least {at_least(in_ram * host)}{mount}"
-        return PlanError("state in RAM", in_ram * host, budgets.ram * host, remedy)
+        needed = host_ram(in_ram, policy)
+        remedy = f"Raise tiers.ram to at least {at_least(needed)}{mount}"
+        return PlanError("state in RAM", needed, _host_ram_of(budgets, policy), remedy)
 
     if Tier.NVME in policy.state:
         remedy = "The state has no other home: give tiers.nvme a mount, or add ram to tiers.state."

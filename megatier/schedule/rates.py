@@ -17,6 +17,7 @@ import yaml
 
 from megatier.config.values import parse_bytes, read_yaml
 from megatier.errors import ConfigError
+from megatier.tier import Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,9 @@ class Rates:
     ranks_slowdown: float | None = None
     """Seconds that compute loses for each second of gathers and scatters beside it, at most 1; None: not known. It is
     about 0.2 if copy engines move the bytes, and about 1 if kernels do."""
+    ranks_way: Way | None = None
+    """What moved them when they were measured; None: not known. Through shared RAM they take part of the links between
+    a GPU and RAM, and of RAM itself."""
 
     def assumed(self, world: World) -> tuple[str, ...]:
         """The names of the rates that ranks need and that `of_rank` assumes because they are not known."""
@@ -130,6 +134,7 @@ class Rates:
             scatter_bytes_per_s=scatter,
             network_bytes_per_s=network,
             ranks_slowdown=slowdown,
+            ranks_way=self.ranks_way if world.hosts == 1 else None,
         )
 
     @property
@@ -170,7 +175,9 @@ Gbit/s for each GPU, and kernels move the bytes. This is rather low: with NVLink
 
 FIELDS = {field.name for field in dataclasses.fields(Rates)}
 WAVERING = {"mixed_low_bytes_per_s", "mixed_high_bytes_per_s"}
-OPTIONAL = {"gpu_bytes", "io_threads", "first_write_bytes_per_s", *WAVERING, *ASSUMED}
+OF_RANKS = {"ranks_way", *ASSUMED}
+"""What is measured of links between ranks, by ranks alone."""
+OPTIONAL = {"gpu_bytes", "io_threads", "first_write_bytes_per_s", *WAVERING, *OF_RANKS}
 DRIVE_FIELDS = {field.name for field in dataclasses.fields(DriveRates)}
 
 
@@ -217,7 +224,12 @@ def _figures(path: Path, given: Mapping[str, Any], names: set[str]) -> dict[str,
     for name, value in given.items():
         if name == "directory" and not isinstance(value, str):
             raise ConfigError(f"{path}: directory is {value!r}; text is expected.")
-        figure: Any = value if name == "directory" else _figure(value)
+        if name == "ranks_way" and value not in (None, *Way):
+            raise ConfigError(f"{path}: ranks_way is {value!r}; it is one of {', '.join(Way)}.")
+        if name in ("directory", "ranks_way"):
+            figures[name] = value if name == "directory" or value is None else Way(value)
+            continue
+        figure: Any = _figure(value)
         if name == "io_threads" and figure is not None:
             figure = int(figure) if figure.is_integer() else None
         if figure is None and not (name in OPTIONAL and value is None):

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Self
 
 from megatier.schedule.rates import World
 from megatier.state import ADAMW_BF16, StateSchema
-from megatier.tier import Kind, Tier, round_up
+from megatier.tier import SHARED_STAGES, Kind, Tier, round_up
+
+BAY_SHARE = 256
+BAY_BYTES_MIN = 256 << 10
+BAY_BYTES_MAX = 16 << 20
+"""A bay of shared RAM is a power of two: at most this part of a rank's RAM, at least the one figure, and at most the
+other. Larger ones would not be faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +24,32 @@ class Budgets:
     gpu: int
     ram: int
     nvme: int
+    shared_ram: int = 0
+    """Bytes of a rank's part of RAM that `ram` leaves out, since the ranks of the host share them."""
 
     def of_rank(self, world: World) -> Budgets:
-        """A rank's part of the budgets of a host. Each rank has a GPU of its own."""
-        return Budgets(self.gpu, self.ram // world.host_ranks, self.nvme // world.host_ranks)
+        """A rank's part of the budgets of a host, without what ranks share. Each rank has a GPU of its own."""
+        part = self.ram // world.host_ranks
+        shared = 0
+        if shares_ram(world.ranks, world.host_ranks):
+            shared = min(part, SHARED_STAGES * bay_bytes(part))
+        return Budgets(self.gpu, part - shared, self.nvme // world.host_ranks, shared)
 
     @classmethod
     def least(cls, found: Sequence[Budgets]) -> Self:
         """What every one of several ranks, or hosts, has."""
-        return cls(min(each.gpu for each in found), min(each.ram for each in found), min(each.nvme for each in found))
+        return cls(*(min(sizes) for sizes in zip(*map(astuple, found), strict=True)))
+
+
+def shares_ram(ranks: int, host_ranks: int) -> bool:
+    """Whether ranks may send weights and gradients through RAM that all of them share: those of one host."""
+    return 1 < ranks == host_ranks
+
+
+def bay_bytes(ram: int) -> int:
+    """Bytes of a bay of shared RAM for a rank with such a part of a host's RAM; it has `SHARED_STAGES` of them."""
+    largest = max(BAY_BYTES_MIN, min(BAY_BYTES_MAX, ram // BAY_SHARE))
+    return 1 << largest.bit_length() - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +116,18 @@ class Policy:
     def speculates(self) -> bool:
         """Whether there is a generation to update into, other than the one that holds and the one that is kept."""
         return self.deferred and self.generations > 1 + self.savepoints
+
+
+def host_ram(ram: int, policy: Policy) -> int:
+    """The least RAM of a host of which each rank has so many bytes for itself."""
+    if not shares_ram(policy.ranks, policy.host_ranks):
+        return ram * policy.host_ranks
+
+    # A larger part of the host has larger bays, so the first one that is large enough is the least.
+    bay = BAY_BYTES_MIN
+    while bay_bytes(ram + SHARED_STAGES * bay) > bay:
+        bay *= 2
+    return (ram + SHARED_STAGES * bay) * policy.host_ranks
 
 
 def trained(units: Iterable[UnitSpec]) -> list[UnitSpec]:

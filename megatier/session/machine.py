@@ -10,6 +10,7 @@ from megatier.hardware import cpu_has_bf16, default_budgets, ram_total_bytes, se
 from megatier.measure.probe import cached_rates
 from megatier.ranks.ranks import Ranks
 from megatier.schedule.rates import ALONE, Rates, World
+from megatier.tier import Way
 
 
 def choose_device(tiers: TiersConfig, ranks: Ranks | None = None) -> torch.device:
@@ -93,6 +94,12 @@ def budgets_of(tiers: TiersConfig, device: torch.device) -> tuple[int, int]:
 def measured_rates(tiers: TiersConfig, device: torch.device) -> Rates | None:
     """Return the rates of the mounts, if `megatier bench` measured them here. Stripes and I/O threads follow them."""
     return cached_rates([mount.directory for mount in tiers.mounts], device.type) if tiers.mounts else None
+
+
+def measured_way(device: torch.device) -> Way | None:
+    """What moved bytes between ranks fastest, if `megatier bench` measured that on this machine."""
+    links = cached_rates((), device.type)
+    return None if links is None else links.ranks_way
 
 
 def limit_gpu(limit_bytes: int | None) -> None:

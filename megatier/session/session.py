@@ -30,7 +30,7 @@ from megatier.play.player import Player
 from megatier.ranks.ranks import Ranks, check_groups
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import Rates
-from megatier.schedule.sizes import Budgets
+from megatier.schedule.sizes import Budgets, bay_bytes
 from megatier.schedule.slots import CHUNK_ELEMENTS_MAX
 from megatier.session.machine import (
     budgets_of,
@@ -39,6 +39,7 @@ from megatier.session.machine import (
     compiles,
     limit_gpu,
     measured_rates,
+    measured_way,
     takes_fp32_products,
     world_of,
 )
@@ -316,8 +317,8 @@ def _open_store(
     """
     gpu, ram = budgets_of(tiers, device)
     nvme: Sequence[str] = tiers.nvme
+    part = Budgets(gpu, ram, 0).of_rank(world_of(ranks))
     if ranks is not None:
-        ram //= ranks.local_size
         nvme = [f"{mount.directory}:{budget_bytes(mount) // ranks.local_size}" for mount in tiers.mounts]
 
         # Each rank has a directory of its own on every mount, which `leftovers` knows by this form of name.
@@ -326,17 +327,20 @@ def _open_store(
         limit_gpu(tiers.gpu_limit)
 
     allocate = None
-    if ranks is not None and device.type == "cuda":
-        allocate = ranks.memory
-
+    if ranks is not None:
         # Other ranks may read this memory, so the ranks allocate it together. They drop it after the store has closed,
         # since this is on the stack before the store.
         opened.callback(ranks.drop_memory)
+        bay = bay_bytes(ram // ranks.local_size)
+        if device.type == "cuda":
+            allocate = partial(ranks.memory, bay_bytes=bay, prefers=measured_way(device))
+        else:
+            ranks.share_ram(bay)
     store = TieredStore.open(
-        gpu=gpu, ram=ram, nvme=nvme, device=str(device), run_id=run_id, options=options, allocate=allocate
+        gpu=gpu, ram=part.ram, nvme=nvme, device=str(device), run_id=run_id, options=options, allocate=allocate
     )
     opened.enter_context(store)
-    budgets = Budgets(gpu, ram, store.usage(Tier.NVME)["budget"])
+    budgets = replace(part, nvme=store.usage(Tier.NVME)["budget"])
     if ranks is not None:
         budgets = Budgets.least(ranks.agree(budgets))
     return store, budgets

@@ -101,7 +101,8 @@ def describe(
         say(console, NO_GPU)
     print_placement(console, tier_states(session), placement.ranks)
     if session.ranks is not None:
-        say(console, f"weights and gradients go between ranks by {session.ranks.way}")
+        why = f" ({session.ranks.why})" if session.ranks.why else ""
+        say(console, f"weights and gradients go between ranks by {session.ranks.way}{why}")
     if (promise := plan.promise()) is not None:
         say(console, promise)
 

@@ -157,6 +157,11 @@ class Loop:
         print_moves(self._console, [row for row in shown if is_streamed or not row.queue.startswith("state")])
         if store.gpu_path is not None:
             say(self._console, f"nvme_to_gpu: {store.gpu_path}")
+        odd = [row.queue for row in rows if row.moved_bytes != row.demanded_bytes]
+        for rank, queues in enumerate(self._crew.agree(odd)):
+            if rank and queues:
+                words = ", ".join(queues)
+                say(self._console, f"rank {rank} on {self._hosts[rank]} moved other bytes than demanded: {words}")
         self._record({"step": self._last_step, "run": outcome, **self._moves()})
 
     def _moves(self) -> dict[str, dict[str, int]]:
@@ -252,9 +257,14 @@ class Loop:
             "slowest_rank": None if report.slowest is None else asdict(report.slowest),
             "speculation": OUTCOMES[self._session.speculation.outcome],
             **self._moves(),
-            **memory_bytes(self._device, self._session.ranks),
+            **self._memory(),
             "nvme_path": nvme_path(self._session.store),
         }
+
+    def _memory(self) -> dict[str, int]:
+        """Return the bytes that the process holds, in RAM and on the GPU: the most of any rank."""
+        found = self._crew.agree(memory_bytes(self._device, self._session.ranks))
+        return {name: max(own[name] for own in found) for name in found[0]}
 
     def _correct(self, step: int, events: Sequence[TraceEvent], progress: Progress) -> None:
         """Let the first steps say what the drives do in this run, and correct the expected step by it."""

@@ -21,6 +21,7 @@ from megatier.ranks.channel import Alone
 from megatier.ranks.ranks import Ranks, joined
 from megatier.report.metrics import format_seconds
 from megatier.report.report import Work
+from megatier.schedule.sizes import Policy, host_ram
 from megatier.session.session import Session
 from megatier.tier import Activations, Tier
 
@@ -174,7 +175,7 @@ def _run(
     tiers = TiersConfig(
         device=device,  # type: ignore[arg-type]
         gpu=gpu,
-        ram=ram * on_host,
+        ram=host_ram(ram, Policy(ranks=1 if ranks is None else ranks.size, host_ranks=on_host)),
         nvme=(f"{directory}:{NVME_BYTES * on_host}",),
         state=state,
         streamed_share=share,

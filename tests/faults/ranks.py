@@ -1,6 +1,6 @@
 """One rank of a run in which rank 1 fails.
 
-Usage: ranks.py FOLDER KIND PLACE [WAY], with the environment that torchrun gives. WAY is "copies" or "kernels" on GPUs.
+Usage: ranks.py FOLDER KIND PLACE [WAY], with the environment that torchrun gives. WAY is that of bytes between GPUs.
 FOLDER/fault is made when it fails. Writes JSON: the error with which this rank ends, how long it took from there, and
 what is left on its drive.
 """
@@ -27,7 +27,7 @@ from megatier.checkpoint.plane_writer import PlaneWriter
 from megatier.play.weights import UnitWeights
 from megatier.ranks import peers
 from megatier.ranks.ranks import Ranks
-from megatier.tier import Phase
+from megatier.tier import Phase, Way
 
 PLACES: dict[str, tuple[Any, str, Phase | None]] = {
     "forward": (UnitWeights, "enter", Phase.FORWARD),
@@ -86,7 +86,7 @@ def main(folder: Path, kind: str, place: str, way: str = "") -> None:
         else:
             run = RankRun(model="plain", steps=6)
             if way:
-                run = replace(run, model="flash", device="cuda", copies=way == "copies")
+                run = replace(run, model="flash", device="cuda", way=Way(way))
             train_on_ranks(run, Place(tiers=("nvme",)), mount)
     except Exception as found:
         error = found

@@ -1,0 +1,225 @@
+"""Shared RAM: ranks of one host bring weights and gradients to each other through RAM that all of them have mapped.
+
+Each rank has bays there, of which it alone writes. A gather or scatter goes in rounds, as far as a bay takes:
+
+1. A rank copies a run of its bytes to a bay, and writes the round's number as `ready` for each other rank.
+2. It waits for the same of each other rank, and copies from that rank's bay what it needs.
+3. It writes the number as `done` for that rank, which writes over the bay only after that.
+
+There are `SHARED_STAGES` bays for each rank, so one round is written while the one before is read. GPUs copy by
+their copy engines, each over its own link, and take nothing from compute; the memory is page-locked for them. Whole
+weights come into a GPU once: the rank's own shard by the lane that brings all weights, and those of the others from
+here. On CPUs the hosts copy.
+
+This is for GPUs that cannot read each other's memory, where NCCL would go through RAM too, by kernels. A shard whose
+home is RAM is not read there by others. Homes change while AdamW works on them and may be on their way to NVMe, so the
+leases of a store would have to hold on other processes. What this costs is one copy of a shard out of the GPU.
+
+Threads: one thread at a time moves bytes. `release` may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import platform
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from megatier.errors import MegatierError
+from megatier.ranks.board import (
+    TRIAL_BYTES,
+    Board,
+    Check,
+    HostSigns,
+    Sign,
+    Signs,
+    StreamSigns,
+    brings_right_bytes,
+    page_lock,
+    page_unlock,
+    share_memory,
+)
+from megatier.ranks.channel import Channel
+from megatier.tier import SHARED_STAGES, round_up
+
+ALIGNMENT_BYTES = 256
+"""Runs for different ranks begin at multiples of it."""
+ORDERED = ("x86_64", "AMD64")
+"""Processors whose stores other processors see in their order, so that plain stores can tell of bytes."""
+
+
+class SharedRam:
+    """What one rank sends to the others of its host, and takes from them, through RAM."""
+
+    def __init__(self, rank: int, stages: torch.Tensor, signs: Signs, *, is_on_gpu: bool = False) -> None:
+        """Take what all ranks have mapped.
+
+        Args:
+            rank: this rank.
+            stages: uint8 [SHARED_STAGES, size, n]: a bay for each stage and rank.
+            signs: the numbers.
+            is_on_gpu: whether bytes come from a GPU and go to it. Then `stages` are page-locked until `close`.
+        """
+        self._rank = rank
+        self._size = stages.shape[1]
+        self._stages = stages
+        self._signs = signs
+        self._collective = 0
+        """The number of the last gather or scatter."""
+        self._round = 0
+        """The number of the last round."""
+        self._writes = torch.cuda.Stream() if is_on_gpu else None
+        """Copies to RAM, beside those from it. A link carries both at once."""
+        self._reads: deque[torch.cuda.Event] = deque()
+        """The ends of the rounds that were asked of the GPU last."""
+
+        # Each rank begins with the one after it, so not all read from the same bay at the same time.
+        self._others = [(rank + distance) % self._size for distance in range(1, self._size)]
+
+    def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+        """See `Carrier`."""
+        self._move(whole.view(self._size, -1), own, [own])
+
+    def scatter(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """See `Carrier`."""
+        pieces = sent.view(self._size, -1)
+        self._move(received.view(self._size, -1), pieces[self._rank], list(pieces))
+
+    def try_out(self, device: str) -> None:
+        """Gather a few bytes of the GPU; see `brings_right_bytes`.
+
+        Raises:
+            MegatierError: they are wrong, or come too late.
+        """
+        own = torch.empty(TRIAL_BYTES, dtype=torch.uint8, device=device)
+        if not brings_right_bytes(self, own, self._rank, self._size):
+            raise MegatierError("a trial of copies through shared RAM failed")
+
+    def release(self) -> None:
+        """See `Carrier`."""
+        self._signs.release()
+
+    def close(self) -> None:
+        """See `Carrier`."""
+        self._reads.clear()
+        self._signs.close()
+        if self._writes is not None:
+            page_unlock(self._stages.data_ptr())
+
+    def _move(self, target: torch.Tensor, own: torch.Tensor, sent: Sequence[torch.Tensor]) -> None:
+        """Fill piece r of the target with what rank r sends to this one.
+
+        Args:
+            target: uint8 [size, n], overwritten.
+            own: what this rank has for itself: uint8 [n].
+            sent: what it sends, uint8 [n] each: one that all others take, or one for each rank.
+        """
+        # Streams then wait for ranks that are late by no more than a copy.
+        self._collective += 1
+        self._signs.meet(self._collective, 0)
+        target[self._rank].copy_(own, non_blocking=True)
+
+        run_bytes = self._stages.shape[2] // len(sent) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        spans = [slice(start, start + run_bytes) for start in range(0, target.shape[1], run_bytes)]
+        first = self._rank * run_bytes if len(sent) > 1 else 0
+        if self._writes is not None:
+            self._writes.wait_stream(torch.cuda.current_stream())
+
+        for index in range(len(spans) + 1):
+            if index < len(spans):
+                self._put(self._round + index + 1, run_bytes, [piece[spans[index]] for piece in sent])
+            if index:
+                self._take(self._round + index, first, target[:, spans[index - 1]])
+        self._round += len(spans)
+
+        # What was sent may change from now on.
+        if self._writes is not None:
+            torch.cuda.current_stream().wait_stream(self._writes)
+
+    def _put(self, number: int, run_bytes: int, runs: Sequence[torch.Tensor]) -> None:
+        """Write the runs of a round to this rank's bay, once all others have read what was in it."""
+        bay = self._stages[number % SHARED_STAGES, self._rank]
+        with contextlib.nullcontext() if self._writes is None else torch.cuda.stream(self._writes):
+            for peer in self._others:
+                self._signs.wait(peer, Sign.DONE, max(0, number - SHARED_STAGES))
+            for place, run in enumerate(runs):
+                if len(runs) == 1 or place != self._rank:
+                    first = place * run_bytes
+                    bay[first : first + run.numel()].copy_(run, non_blocking=True)
+            for peer in self._others:
+                self._signs.write(peer, Sign.READY, number)
+
+    def _take(self, number: int, first: int, target: torch.Tensor) -> None:
+        """Read the run of a round of each other rank, from byte `first` of its bay on."""
+        # The GPU is asked for few rounds at a time: copies of other lanes pass between, and there is no long queue of
+        # work that has to wait for another rank.
+        if len(self._reads) == SHARED_STAGES:
+            self._reads.popleft().synchronize()
+
+        bays = self._stages[number % SHARED_STAGES]
+        for peer in self._others:
+            self._signs.wait(peer, Sign.READY, number)
+            target[peer].copy_(bays[peer, first : first + target.shape[1]], non_blocking=True)
+            self._signs.write(peer, Sign.DONE, number)
+
+        if self._writes is not None:
+            event = torch.cuda.Event()
+            event.record()
+            self._reads.append(event)
+
+
+def unshared(*, is_on_gpu: bool) -> str | None:
+    """Why ranks of this host cannot share RAM; None if they can, as far as is known before it was tried."""
+    if not is_on_gpu and platform.machine() not in ORDERED:
+        return f"stores of {platform.machine()} may be seen in another order"
+    return None
+
+
+def open_shared_ram(channel: Channel, bay_bytes: int, check: Check, *, device: str) -> SharedRam:
+    """Share RAM with the other ranks, which have to be of one host. Every rank has to call it.
+
+    Args:
+        channel: by which the ranks find each other.
+        bay_bytes: the size of a bay, the same for all ranks: whole pages.
+        check: raises if a rank has failed; see `Peers.check`.
+        device: "cuda" or "cpu", from which bytes come and to which they go.
+
+    Raises:
+        OSError, MegatierError: there is no RAM to share, or CUDA refused it.
+        PeerError: a rank has failed.
+    """
+    size = channel.size
+    board_bytes = round_up(Board.num_bytes(size))
+    memory = share_memory(channel, board_bytes + SHARED_STAGES * size * bay_bytes)
+    board = Board(memory, channel.rank, size)
+    stages = _stages(memory, board_bytes, size)
+    if device == "cpu":
+        return SharedRam(channel.rank, stages, HostSigns(board, check))
+
+    with channel.together(), contextlib.ExitStack() as opened:
+        signs = StreamSigns(board, check)
+        opened.callback(signs.close)
+        page_lock(stages.data_ptr(), stages.nbytes)
+        opened.callback(page_unlock, stages.data_ptr())
+        found = SharedRam(channel.rank, stages, signs, is_on_gpu=True)
+        opened.pop_all()
+
+    try:
+        with channel.together():
+            found.try_out(device)
+    except (MegatierError, OSError, RuntimeError):
+        found.release()
+        torch.cuda.synchronize()
+        found.close()
+        raise
+    return found
+
+
+def _stages(memory: mmap.mmap, first: int, size: int) -> torch.Tensor:
+    """The bays of all ranks: uint8 [SHARED_STAGES, size, n]."""
+    # np.frombuffer holds the mapping, so that it outlives every view.
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, offset=first)).view(SHARED_STAGES, size, -1)

@@ -1,0 +1,225 @@
+"""Shared RAM: what ranks bring each other through it, in runs that fit a bay or do not, and how waits end."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+
+import pytest
+import torch
+from rank_pool import POOL
+
+from megatier.errors import PeerError, StepAbandonedError
+from megatier.ranks import shared_ram
+from megatier.ranks.board import HostSigns
+from megatier.ranks.ranks import Ranks, joined
+from megatier.ranks.shared_ram import SharedRam, open_shared_ram, unshared
+from megatier.tier import PAGE_BYTES, SHARED_STAGES, Way
+
+ROUNDS = 12
+SIZES = (64, PAGE_BYTES, PAGE_BYTES + 64, 5 * PAGE_BYTES + 192)
+"""Bytes of a shard: parts of a bay, a bay, and several."""
+
+
+def content(rank: int, number: int, num_bytes: int) -> torch.Tensor:
+    """What a rank has in a collective."""
+    return torch.arange(num_bytes).mul(7).add(50 * rank + number).to(torch.uint8)
+
+
+def move(ranks: Ranks, number: int, size: int) -> bool:
+    """Gather or scatter, and write over what was sent; whether the right bytes came."""
+    is_gather = number % 2 == 0
+    source = content(ranks.rank, number, size if is_gather else size * ranks.size)
+    target = torch.empty(size * ranks.size, dtype=torch.uint8)
+    (ranks.gather if is_gather else ranks.scatter)(target, source)
+    source.fill_(255)
+
+    start = 0 if is_gather else size * ranks.rank
+    expected = [content(rank, number, start + size)[start:] for rank in range(ranks.size)]
+    return torch.equal(target, torch.cat(expected))
+
+
+def move_in_turn() -> tuple[str, list[bool], int]:
+    """Gather and scatter with delays, by bays of a page."""
+    with joined("cpu") as ranks:
+        assert ranks is not None
+        ranks.share_ram(PAGE_BYTES)
+        chance = random.Random(ranks.rank)
+        right = []
+        for number in range(ROUNDS):
+            time.sleep(chance.choice((0, 0, 0.002)))
+            right.append(move(ranks, number, SIZES[number % len(SIZES)]))
+        ranks.drop_memory()
+        return f"{ranks.way}{ranks.why}", right, ranks.moved_bytes["ranks"]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_shared_ram_with_delays_brings_each_piece_and_leaves_bays_until_all_have_read(size: int) -> None:
+    moved = (size - 1) * sum(SIZES[number % len(SIZES)] for number in range(ROUNDS))
+    assert POOL.run(move_in_turn, size) == [("shared RAM", [True] * ROUNDS, moved)] * size
+
+
+def give_up() -> str:
+    """Give a gather up to which the other rank does not come."""
+    with joined("cpu") as ranks:
+        assert ranks is not None
+        ranks.share_ram(PAGE_BYTES)
+        if ranks.rank:
+            return ""
+        ranks.give_up()
+        with pytest.raises(StepAbandonedError) as error:
+            move(ranks, 0, 64)
+        return str(error.value)
+
+
+def test_gather_that_a_rank_has_given_up_raises() -> None:
+    first, _ = POOL.run(give_up, 2)
+    assert "the step was abandoned" in first
+
+
+def fail_alone() -> str:
+    """Fail on one rank while the other waits for it; what ends this rank."""
+    try:
+        with joined("cpu") as ranks:
+            assert ranks is not None
+            ranks.share_ram(PAGE_BYTES)
+            if ranks.rank == 1:
+                int("odd")
+            move(ranks, 0, 64)
+    except (PeerError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_wait_for_a_rank_that_fails_ends_with_its_cause() -> None:
+    first, second = POOL.run(fail_alone, 2)
+    POOL.close()
+    assert "rank 1 on " in first
+    assert "'odd'" in first
+    assert "'odd'" in second
+
+
+def share_ram(case: str) -> tuple[str, str, list[bool]]:
+    """What moves bytes where RAM cannot be shared, or another way is preferred; and whether it does."""
+    with joined("cpu") as ranks, pytest.MonkeyPatch.context() as patch:
+        assert ranks is not None
+        if case == "refused" and ranks.rank == 1:
+            patch.setattr("megatier.ranks.board.mmap.mmap", _refuse)
+        if case == "hosts":
+            ranks.local_size = 1
+        if case == "order" and ranks.rank == 1:
+            patch.setattr("megatier.ranks.shared_ram.platform.machine", lambda: "aarch64")
+        ranks.share_ram(PAGE_BYTES, prefers=Way.GLOO if case == "preferred" else None)
+        return ranks.way, ranks.why, [move(ranks, number, 64) for number in range(2)]
+
+
+def _refuse(*_: object) -> None:
+    raise OSError("no memory to map")
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("refused", "no memory to map"),
+        ("hosts", "several hosts"),
+        ("order", "stores of aarch64 may be seen in another order"),
+        ("preferred", "gloo was measured to be faster than shared RAM"),
+    ],
+)
+def test_ranks_that_do_not_share_ram_say_why_and_use_gloo(case: str, why: str) -> None:
+    assert POOL.run(share_ram, 2, case) == [("gloo", why, [True, True])] * 2
+
+
+def test_gpus_share_ram_whatever_the_processor_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatier.ranks.shared_ram.platform.machine", lambda: "aarch64")
+    assert unshared(is_on_gpu=True) is None
+
+
+class FakeStream:
+    """A stream that does at once what it is asked for."""
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+class FakeEvents:
+    """Makes events, and knows how many rounds were asked for at most whose end the host had not seen."""
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.most = 0
+
+    def __call__(self) -> FakeEvents:
+        return self
+
+    def record(self) -> None:
+        self.open += 1
+        self.most = max(self.most, self.open)
+
+    def synchronize(self) -> None:
+        self.open -= 1
+
+
+def move_by_streams(refused: str) -> tuple[str, list[bool], int, list[str]]:
+    """What GPUs do, with streams of the host: whether bytes are right, the most rounds at once, and what was locked."""
+    events = FakeEvents()
+    locks: list[str] = []
+    with joined("cpu") as ranks, pytest.MonkeyPatch.context() as patch:
+        assert ranks is not None
+        right = refused != "trial" or ranks.rank == 0
+        patch.setattr(torch.cuda, "Stream", FakeStream)
+        patch.setattr(torch.cuda, "current_stream", FakeStream)
+        patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "Event", events)
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        patch.setattr(shared_ram, "StreamSigns", HostSigns)
+        patch.setattr(shared_ram, "page_lock", lambda *_: locks.append("lock"))
+        patch.setattr(shared_ram, "page_unlock", lambda _: locks.append("unlock"))
+        patch.setattr(SharedRam, "try_out", lambda *_: None if right else _refuse())
+        try:
+            ranks._carrier = open_shared_ram(ranks, PAGE_BYTES, lambda _: None, device="cuda")
+        except OSError as error:
+            return str(error), [], 0, locks
+        found = [move(ranks, number, SIZES[number % len(SIZES)]) for number in range(ROUNDS)]
+        ranks.drop_memory()
+        return "", found, events.most, locks
+
+
+def test_gpus_are_asked_for_few_rounds_at_a_time() -> None:
+    expected = "", [True] * ROUNDS, SHARED_STAGES, ["lock", "unlock"]
+    assert POOL.run(move_by_streams, 3, "nothing") == [expected] * 3
+
+
+def test_trial_that_fails_on_one_gpu_gives_memory_back_on_all() -> None:
+    for found in POOL.run(move_by_streams, 2, "trial"):
+        assert found == ("no memory to map", [], 0, ["lock", "unlock"])
+
+
+def move_between_gpus(bay_bytes: int) -> tuple[str, list[bool]]:
+    """Gather and scatter between GPUs through shared RAM, as often as bays are used again and again."""
+    with joined("cuda") as ranks, pytest.MonkeyPatch.context() as patch:
+        assert ranks is not None
+        patch.setenv("NCCL_P2P_DISABLE", "1")
+        memory = ranks.memory(1 << 20, bay_bytes)
+        found = []
+        for number in range(ROUNDS):
+            size = 16 * SIZES[number % len(SIZES)]
+            is_gather = number % 2 == 0
+            source = memory[: size if is_gather else size * ranks.size]
+            source.copy_(content(ranks.rank, number, len(source)))
+            target = torch.empty(size * ranks.size, dtype=torch.uint8, device="cuda")
+            (ranks.gather if is_gather else ranks.scatter)(target, source)
+            source.fill_(255)
+            start = 0 if is_gather else size * ranks.rank
+            expected = [content(rank, number, start + size)[start:] for rank in range(ranks.size)]
+            found.append(torch.equal(target.cpu(), torch.cat(expected)))
+        ranks.drop_memory()
+        return ranks.way, found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("bay_bytes", [PAGE_BYTES, 1 << 20])
+def test_gpus_bring_each_other_right_bytes_through_shared_ram(bay_bytes: int) -> None:
+    assert POOL.run(move_between_gpus, 2, bay_bytes) == [(Way.RAM, [True] * ROUNDS)] * 2
