@@ -107,6 +107,16 @@ class Layout:
         tensors = tuple(tensor for tensor in self.tensors if tensor.start < self.num_trained)
         return replace(self, tensors=tensors, num_elements=self.num_trained)
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The names of the parameters that are not trained."""
+        return frozenset({tensor.name for tensor in self.tensors} - {tensor.name for tensor in self.trained.tensors})
+
+    def without(self, names: Collection[str]) -> Layout:
+        """The other parameters, which are whole, placed anew."""
+        shapes = [(tensor.name, tensor.shape) for tensor in self.tensors if tensor.name not in names]
+        return replace(Layout.of(shapes, self.frozen), schema=self.schema)
+
     def padded(self, ranks: int) -> Layout:
         """Return a layout with more padding, so that trained and frozen elements can be cut into equal shards."""
         if ranks == 1:

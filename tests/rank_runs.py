@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from tiny_models import tiny_config
-from tiny_runs import MODELS, NO_DROPOUT, TOKENS, Place, least_budgets, one_thread, random_groups
+from tiny_runs import MODELS, NO_DROPOUT, ROUTERS, TOKENS, Place, least_budgets, one_thread, random_groups
 from tiny_vision import image_batch, text_batch, vision_config
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -117,7 +117,7 @@ def session_on_ranks(run: RankRun, place: Place, mount: Path) -> Iterator[Sessio
     if run.images:
         config = vision_config(run.model)
     else:
-        family, options = {**MODELS, **NO_DROPOUT}[run.model]
+        family, options = {**MODELS, **NO_DROPOUT, **ROUTERS}[run.model]
         config = tiny_config(family, **{**options, "attention_dropout": run.dropout})
     model = ModelConfig(
         config={"model_type": config.model_type},

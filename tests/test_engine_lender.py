@@ -101,7 +101,7 @@ def test_gradients_of_modules_around_the_layers_are_those_of_the_plain_model(nam
     assert [
         (unit.name, sorted(tensor.name for tensor in unit.layout.tensors))
         for unit in find_units(build_skeleton(config, "sdpa"))
-        if unit.holds_layers
+        if unit.is_lent
     ] == [OWNED[name]]
     loss, expected, source = plain_gradients(config, attention_of(config), batch)
     assert all(bool(expected[owned].any()) for owned in OWNED[name][1] if owned in expected)
@@ -135,7 +135,7 @@ def test_a_module_around_the_layers_has_the_same_bits_wherever_it_lies(clip: flo
 def test_what_the_model_itself_owns_is_a_unit_with_the_name_of_its_class() -> None:
     model = build_skeleton(tiny_config("llama"), "sdpa")
     model.register_parameter("gain", nn.Parameter(torch.ones(3, device="meta")))
-    [unit] = [unit for unit in find_units(model) if unit.holds_layers]
+    [unit] = [unit for unit in find_units(model) if unit.is_lent]
     assert unit.name == "LlamaForCausalLM"
     assert unit.module_names == ("",)
     assert [tensor.name for tensor in unit.layout.tensors] == ["gain"]
@@ -151,6 +151,6 @@ def test_large_parameter_round_the_layers_is_refused_by_name() -> None:
 @pytest.mark.skipif("zaya" not in CONFIG_MAPPING, reason="this transformers has no zaya")
 def test_first_weights_round_the_layers_are_those_of_the_models_own_initialisation() -> None:
     model = build_skeleton(config_of("zaya"), "sdpa")
-    [unit] = [unit for unit in find_units(model) if unit.holds_layers]
+    [unit] = [unit for unit in find_units(model) if unit.is_lent]
     values = {start: piece.clone() for start, piece in Initialiser(model, 0).read(unit)}
     assert [int(value.sum()) for value in values.values()] == [BASE["hidden_size"], 0]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_gradients import attention_of, padded_batch, streamed_gradients
-from tiny_models import BASE, FAMILIES, known_config, tiny_config
+from tiny_models import BASE, FAMILIES, IN_FP32, known_config, tiny_config
 from tiny_runs import ModelWeights, plain_model
 from transformers import PretrainedConfig
 
-from megatier.models.decoder import build_skeleton
-from megatier.models.dtypes import buffer_dtypes
+from megatier.errors import UnsupportedModelError
+from megatier.models.decoder import build_skeleton, find_units
+from megatier.models.dtypes import IN_FP32 as IN_FP32_UNIT
+from megatier.models.dtypes import buffer_dtypes, with_schemas
+from megatier.models.experts import cut_units, places_of
+from megatier.state import ADAMW, ADAMW_BF16, ADAMW_FP32
 
 OTHERS: dict[str, dict[str, Any]] = {
     "minimax": {
@@ -34,14 +39,8 @@ OTHERS: dict[str, dict[str, Any]] = {
         "attention_dropout": 0.0,
         "layerdrop": 0.0,
     },
-    "ernie4_5_moe": {**BASE, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 1},
-    "inkling2_text": {
-        **BASE,
-        "moe_intermediate_size": 32,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    },
     "falcon_mamba": {"vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+    **IN_FP32,
 }
 
 
@@ -78,14 +77,10 @@ def test_model_whose_buffers_are_in_bf16_has_the_gradients_of_the_plain_one(mode
     assert [name for name, grad in expected.items() if not torch.equal(found[name], grad)] == []
 
 
-@pytest.mark.parametrize("model_type", ["ernie4_5_moe", "inkling2_text"])
+@pytest.mark.parametrize("model_type", [*IN_FP32, "deepseek_v4", "hy_v4"])
 def test_model_with_parameters_in_fp32_has_the_gradients_of_the_plain_one(model_type: str, tmp_path: Path) -> None:
-    """Where these hold values of bf16, which is what compute copies have. Their gradients are rounded to it once."""
     config = config_of(model_type)
     source = plain_model(config, attention_of(config))
-    with torch.no_grad():
-        for parameter in source.parameters():
-            parameter.copy_(parameter.bfloat16())
     source.save_pretrained(tmp_path / "model")
     plain = type(source).from_pretrained(tmp_path / "model", dtype=torch.bfloat16).train()
     assert {parameter.dtype for parameter in plain.parameters()} == {torch.bfloat16, torch.float32}
@@ -93,9 +88,58 @@ def test_model_with_parameters_in_fp32_has_the_gradients_of_the_plain_one(model_
     loss.backward()
     found_loss, found = streamed_gradients(config, tmp_path, ModelWeights(plain), compute_dtype="bf16")
     assert found_loss == loss.item()
-    grads = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
-    expected = {name: grad.bfloat16().float() for name, grad in grads.items()}
+    expected = {name: p.grad.float() for name, p in plain.named_parameters() if p.grad is not None}
     others = {name for name, grad in expected.items() if not torch.equal(found[name], grad)}
     # Inkling 2 hands its embeddings to every layer, whose gradients are added up in another order.
     assert others <= {"model.embed_tokens.weight", "model.embed_tokens.embed_norm.weight"}
     assert all((found[name] - expected[name]).norm() < 0.01 * expected[name].norm() for name in others)
+
+
+def test_parameters_in_fp32_inside_of_bf16_units_are_one_unit_that_the_decoder_lends() -> None:
+    model = build_skeleton(config_of("ernie4_5_moe"), "sdpa")
+    found = with_schemas(model, find_units(model), "bf16")
+    gates = [f"model.layers.{layer}.mlp.gate" for layer in (1, 2, 3)]
+    names = [name for gate in gates for name in (f"{gate}.weight", f"{gate}.moe_statics.e_score_correction_bias")]
+    first, *others = found
+    assert (first.name, first.module_names, first.is_lent) == (IN_FP32_UNIT, ("model",), True)
+    assert {tensor.name for tensor in first.layout.tensors} == set(names)
+    assert first.layout.frozen == set(names[1::2])
+    assert first.layout.schema is ADAMW_FP32
+    assert [unit.name for unit in others] == [unit.name for unit in find_units(model)]
+    assert {unit.layout.schema for unit in others} == {ADAMW_BF16}
+    assert places_of(found).keys() == dict(model.named_parameters()).keys()
+
+
+@pytest.mark.skipif("hy_v4" not in FAMILIES, reason="this transformers has no hy_v4")
+def test_unit_of_which_all_stays_in_fp32_is_not_lent() -> None:
+    """The head of Hy-V4 would be too large for that."""
+    model = build_skeleton(config_of("hy_v4"), "sdpa")
+    found = {unit.name: unit for unit in with_schemas(model, find_units(model), "bf16")}
+    wide = {name for name, unit in found.items() if unit.layout.schema is ADAMW_FP32}
+    assert wide == {IN_FP32_UNIT, "model.hc_head", "lm_head"}
+    assert [name for name, unit in found.items() if unit.is_lent] == [IN_FP32_UNIT]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_parameters_in_fp32_of_a_single_layer_are_lent_by_the_module_around_it(parts: int) -> None:
+    options = {**IN_FP32["ernie4_5_moe"], "moe_layer_start_index": 3}
+    model = build_skeleton(known_config("ernie4_5_moe", **options), "sdpa")
+    [lent] = [unit for unit in with_schemas(model, cut_units(model, parts), "bf16") if unit.is_lent]
+    assert lent.module_names == ("model" if parts == 1 else "model.layers.3",)
+
+
+@pytest.mark.parametrize(("model_type", "compute_dtype"), [("ernie4_5_moe", "fp32"), ("qwen3_moe", "bf16")])
+def test_units_without_parameters_of_another_dtype_stay_as_they_are(model_type: str, compute_dtype: str) -> None:
+    model = build_skeleton(config_of(model_type), "sdpa")
+    units = cut_units(model, 2)
+    wanted = ADAMW[compute_dtype]
+    expected = [replace(unit, layout=replace(unit.layout, schema=wanted)) for unit in units]
+    assert list(with_schemas(model, units, compute_dtype)) == expected
+
+
+def test_parts_of_experts_of_which_some_parameters_are_in_fp32_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_skeleton(config_of("qwen3_moe"), "sdpa")
+    monkeypatch.setattr(model, "_keep_in_fp32_modules_strict", {"down_proj"})
+    assert any(unit.is_lent for unit in with_schemas(model, cut_units(model, 1), "bf16"))
+    with pytest.raises(UnsupportedModelError, match=r"experts\[0:4\] stay in fp32, .* Set model.expert_parts to 1"):
+        with_schemas(model, cut_units(model, 2), "bf16")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import pytest
 import torch
 from model_folders import flat_blocks, tensors_of
 from tiny_models import FUSED, tiny_config
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from megatier.errors import UnsupportedModelError
 from megatier.models import weights
 from megatier.models.decoder import build_skeleton, find_units
+from megatier.models.dtypes import with_schemas
 from megatier.models.experts import cut_units
 from megatier.models.initialiser import Initialiser
 
@@ -42,10 +45,27 @@ def test_initialiser_family_draws_from_the_distributions_of_a_normal_model(famil
     model = build_skeleton(tiny_config(family), "sdpa")
     units = cut_units(model, parts)
     ours = tensors_of(flat_blocks(Initialiser(model, seed=3), units), units)
+    assert ours.keys() == dict(model.named_parameters()).keys()
+    check_distributions(ours, tiny_config(family))
+
+
+@pytest.mark.parametrize("family", [name for name in ("glm4_moe", "deepseek_v4", "hy_v4") if name in FUSED])
+def test_initialiser_draws_parameters_that_stay_in_fp32_from_the_same_distributions(family: str) -> None:
+    """They are a unit of their own, far from their modules' other units."""
+    config = tiny_config(family, hidden_size=128)
+    model = build_skeleton(config, "sdpa")
+    units = with_schemas(model, find_units(model), "bf16")
+    lent = tuple(unit for unit in units if unit.is_lent)
+    check_distributions(tensors_of(flat_blocks(Initialiser(model, seed=3), lent), lent), config)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def check_distributions(ours: Mapping[str, Tensor], config: PretrainedConfig) -> None:
+    """Compare what was drawn with what a normal model draws."""
     torch.manual_seed(3)
-    normal = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
-    for name, parameter in normal.named_parameters():
-        found, expected = ours[name], parameter.detach()
+    normal = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, found in ours.items():
+        expected = normal.get_parameter(name).detach()
         if expected.unique().numel() == 1:
             assert torch.equal(found, expected), name
         elif expected.numel() >= 1000:

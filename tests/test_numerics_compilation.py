@@ -125,7 +125,7 @@ def test_evaluation_runs_uncompiled(share: float, tmp_path: Path) -> None:
         with opened(config, tmp_path, PLACES["ram"], PLAIN.train, compile=compiles, **options) as session:
             batch = {"input_ids": torch.arange(32).view(2, 16), "labels": torch.arange(32).view(2, 16)}
             losses.append(session.engine.evaluate([batch]))
-            nodes = list(session.engine.model.nodes.values())
+            nodes = session.engine.model.nodes
             assert any(node.keeps_graph for node in nodes)  # keep is the policy
             assert [node.unit for node in nodes if (node._compiled is not None) != compiles] == (
                 ["model.embed_tokens"] if compiles else []

@@ -107,6 +107,7 @@ RUNS = {
     "frozen": RankRun(frozen=("model.embed_tokens", "model.layers.0.self_attn", "model.layers.1.mlp")),
     "one unit trained": RankRun(groups=8, frozen=("model.embed_tokens", "model.layers.0", "model.layers.1")),
     "expert parts": RankRun(model="moe", expert_parts=3),
+    "routers in fp32": RankRun(model="routers"),
     "one round": RankRun(groups=2),
     "not clipped": RankRun(clip=None),
     "steps left out": RankRun(learning_rate=1e38),
@@ -127,7 +128,7 @@ def test_two_ranks_that_stream_beside_homes_on_the_gpu_have_the_bits_of_one_proc
     check(RankRun(), "gpu, ram, streamed", 2, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["tied", "frozen", "expert parts"])
+@pytest.mark.parametrize("name", ["tied", "frozen", "expert parts", "routers in fp32"])
 def test_two_ranks_that_spill_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
     check(RUNS[name], "nvme", 2, tmp_path)
 

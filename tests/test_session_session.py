@@ -201,7 +201,7 @@ def test_session_kept_layers_change_no_bit(activations: str, tmp_path: Path) -> 
     for kept_layers in (0, 1, 9):
         train = TrainConfig(steps=3, batch=BATCH, activations=activations, kept_layers=kept_layers)  # type: ignore[arg-type]
         with opened(exactness_config("untied"), tmp_path, PLACES["ram_nvme"], train) as session:
-            kept = [n.unit for n in session.engine.model.nodes.values() if n.activations is Activations.KEEP]
+            kept = [n.unit for n in session.engine.model.nodes if n.activations is Activations.KEEP]
             assert kept == ["model.layers.1", "model.layers.0"][:kept_layers][::-1]
             results = [session.engine.train_step(s, 1e-2, random_groups(train, 2112, s)) for s in (1, 2, 3)]
             outcomes.append([(result.loss, result.grad_norm) for result in results])

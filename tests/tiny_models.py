@@ -224,6 +224,19 @@ FUSED = tuple(
 """Those whose experts share parameters, a row for each, and can be cut."""
 
 
+IN_FP32: dict[str, dict[str, Any]] = {
+    "ernie4_5_moe": {**BASE, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 1},
+    "inkling2_text": {
+        **BASE,
+        "moe_intermediate_size": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "unpadded_vocab_size": BASE["vocab_size"],
+    },
+}
+"""Further models of which Hugging Face keeps some parameters in fp32 beside bf16, as of others above."""
+
+
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
     """Config of one of FAMILIES; `overrides` go on top, such as dropout rates."""
     options = {**FAMILIES[family], **overrides}

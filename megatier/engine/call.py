@@ -68,8 +68,8 @@ class Called(Protocol):
     def leaves(self, weights: Tensor) -> list[Tensor]:
         """Views of the unit's parameters in a slot, each an autograd leaf."""
 
-    def run(self, leaves: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Run the module's own forward with these weights bound."""
+    def run(self, weights: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Run the module's own forward with these weights bound: its own, then those that are lent to it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class Call:
     arguments: Arguments
     """All that the module was called with, taken apart."""
     flat: list[Any]
-    """The leaves of the arguments, in order."""
+    """The leaves of the arguments, in order, and then the weights that are lent to the module."""
     differentiable: list[int]
     """The positions of the inputs that require a gradient. Their places in `flat` are empty in a training call."""
     collected: tuple[str, ...]
@@ -123,7 +123,7 @@ class Call:
         count = self.num_slices
         if count == 1 or not torch.is_tensor(value) or not value.dim():
             return value
-        if (is_cut := self.node.rows.are_cut(position)) is None:
+        if (is_cut := self.is_cut(position)) is None:
             raise ConfigError(
                 f"train.slices: argument {position} of {self.node.module_name} was not there in the first step, so "
                 "megatier does not know how to cut it. Give every batch the same keys, or set train.slices to 1."
@@ -137,16 +137,30 @@ class Call:
 
         return value[index * rows : (index + 1) * rows]
 
+    def is_lent(self, position: int) -> bool:
+        """Whether a flat input is a weight that is lent to the module, and no argument."""
+        return position >= len(self.arguments.leaves)
+
+    def is_cut(self, position: int) -> bool | None:
+        """Whether a flat input is cut into slices; None: nobody knows."""
+        return False if self.is_lent(position) else self.node.rows.are_cut(position)
+
     def run(self, leaves: Sequence[Tensor], flat: Sequence[Any]) -> list[Tensor | None]:
         """Run the module on one slice; returns its outputs, what was captured, and what it wrote into containers.
+
+        Args:
+            leaves: views of the unit's weights.
+            flat: the flat inputs of the slice.
 
         Raises:
             NonFiniteError: a weight or an output is not finite, and the stage looks for that.
             UnsupportedModelError: the slices of a batch write to different places.
         """
         # The forward writes into copies of the containers, so that a recompute finds them as the first run did.
-        copy = self.arguments.copy(flat)
-        outputs = self._run(leaves, copy.args, copy.kwargs)
+        count = len(self.arguments.leaves)
+        copy = self.arguments.copy(flat[:count])
+        weights = [*leaves, *flat[count:]]
+        outputs = self._run(weights, copy.args, copy.kwargs)
         written, tensors = copy.written(self.node.module_name)
         if self.written is not None and not written.is_like(self.written):
             raise UnsupportedModelError(
@@ -158,10 +172,10 @@ class Call:
         outputs += tensors
 
         if self.node.stage.checks_finite:
-            self._check(leaves, outputs)
+            self._check(weights, outputs)
         return outputs
 
-    def _run(self, leaves: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor | None]:
+    def _run(self, weights: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor | None]:
         """Run the module; returns its outputs and what was captured."""
         # Hugging Face's hooks would append to its own collector, once more in each slice and in each recompute. And a
         # tensor from inside the node has a graph that ends there: it has to be an output of the node.
@@ -169,7 +183,7 @@ class Call:
         token = collector.set(caught)
 
         try:
-            output = self.node.run(leaves, args, kwargs)
+            output = self.node.run(weights, args, kwargs)
         finally:
             collector.reset(token)
 
@@ -184,18 +198,19 @@ class Call:
 
         return outputs + [tensor for values in caught.values() for tensor in values]
 
-    def _check(self, leaves: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
+    def _check(self, weights: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
         """Refuse a weight or an output that is not finite. The host waits for the device at each of them."""
-        for what, tensors in (("a weight", leaves), ("an output", outputs)):
+        for what, tensors in (("a weight", weights), ("an output", outputs)):
             if any(t is not None and t.is_floating_point() and not bool(t.isfinite().all()) for t in tensors):
                 raise NonFiniteError(f"{what} of unit {self.node.unit} ({self.node.module_name}) is not finite")
 
     def evaluate(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Run the module as Hugging Face does: once, whole, and on the very containers that it was given."""
         with self._weights() as leaves:
-            results = self._run(leaves, args, kwargs)
+            weights = [*leaves, *self.flat[len(self.arguments.leaves) :]]
+            results = self._run(weights, args, kwargs)
             if self.node.stage.checks_finite:
-                self._check(leaves, results)
+                self._check(weights, results)
         return self.unpack(results)
 
     def run_plain(self, *, is_cut: bool) -> Any:  # noqa: ANN401

@@ -50,13 +50,13 @@ class ExpertsNode(Node):
         self._experts = experts
         guard(self)
 
-    def run(self, leaves: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def run(self, weights: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Compute what these experts add, [tokens, hidden], from (hidden states, indices, weights) of all experts."""
-        hidden, index, weights = args
+        hidden, index, shares = args
         start, stop = self._experts
         local = torch.where((index >= start) & (index < stop), index - start, stop - start)
         with self._alone():
-            return super().run(leaves, (hidden, local, weights), kwargs)
+            return super().run(weights, (hidden, local, shares), kwargs)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

@@ -50,6 +50,7 @@ class Node:
         bindings: Sequence[Binding],
         *,
         activations: Activations,
+        lent: Sequence[Binding] = (),
         compiles: bool = True,
     ) -> None:
         """Replace the module's forward on the instance.
@@ -62,6 +63,7 @@ class Node:
             bindings: for each place of a weight in the module, the dictionary, the key and the slice of the unit's
                 layout.
             activations: the policy between forward and backward.
+            lent: the places in the module in which a module around it puts copies of its own unit's weights.
             compiles: compile the forward, if the stage compiles.
         """
         self.stage = stage
@@ -78,6 +80,8 @@ class Node:
         """The policy between forward and backward."""
         self.bindings = bindings
         """For each place of a weight in the module, the dictionary, the key and the slice of the unit's layout."""
+        self._places = [*bindings, *lent]
+        """The same, and then the places of weights that are lent to it."""
         self.rows = Rows(module_name)
         """Which arguments and results of the module have the batch in front."""
 
@@ -95,6 +99,8 @@ class Node:
 
         # A tied weight may have several bindings in one module; it has one slice.
         self._slices = {tensor.name: tensor for _, _, tensor in bindings}
+        self._lent = {tensor.name: (parameters, leaf) for parameters, leaf, tensor in lent}
+        """For each weight that is lent to the module, by its name, a place in which it lies during a forward."""
         self.is_trained = {name: stage.gradients.takes(unit, name) for name in self._slices}
         """Whether each parameter is trained, by its name, in the order of `leaves`."""
         self._leaves: dict[int, list[Tensor]] = {}
@@ -118,11 +124,11 @@ class Node:
         self.is_new = self._forwards[training] <= CHECKED
 
         arguments = Arguments(args, kwargs)
-        flat = arguments.leaves
+        flat = [*arguments.leaves, *self._copies()]
         if any(torch.is_tensor(x) and x.is_meta for x in flat):
             raise UnsupportedModelError(f"{self.module_name} was given a tensor on meta, made from an unbound weight.")
         if stage.learnt is not None:
-            self.rows.learn(stage.learnt, flat)
+            self.rows.learn(stage.learnt, arguments.leaves)
 
         # Hugging Face takes hidden states by hooks on whole layers, which run outside of the node, as in any model.
         # Only what hooks take inside of the module has to be handed out.
@@ -181,16 +187,18 @@ class Node:
         """Drop the views that `leaves` made."""
         self._leaves.clear()
 
-    def run(self, leaves: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def run(self, weights: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Run the module's own forward with these weights bound.
 
+        Args:
+            weights: its own, in the order of `leaves`, and then those that are lent to it.
+            args: the arguments of the forward.
+            kwargs: its named arguments.
+
         Raises:
-            UnsupportedModelError: it changes one of them.
+            UnsupportedModelError: it changes one of the weights.
         """
-        # Autograd knows this cast: the gradient comes back in the compute copy's dtype, rounded once, as all others.
-        in_fp32 = self.stage.in_fp32
-        weights = [leaf.float() if name in in_fp32 else leaf for name, leaf in zip(self._slices, leaves, strict=True)]
-        unchanged = Unchanged(self.names, weights, by_bits=self.is_new or self.is_written)
+        unchanged = Unchanged([*self._slices, *self._lent], weights, by_bits=self.is_new or self.is_written)
 
         with self._bound(weights), self.stage.arithmetic():
             # Evaluation runs uncompiled: the training graph alone is compiled, so no second one has to agree with it.
@@ -213,42 +221,64 @@ class Node:
         for parameters, leaf, tensor in self.bindings:
             parameter = parameters[leaf]
             assert parameter is not None
-            is_in_fp32 = tensor.name in self.stage.in_fp32
-            dtype = torch.float32 if is_in_fp32 else self.dtype
-            make_unbound(parameter, self.stage.device, dtype, tensor.name)
+            make_unbound(parameter, self.stage.device, self.dtype, tensor.name)
             found.append(parameter)
 
         return found
 
+    def _copies(self) -> list[Tensor]:
+        """The weights that are lent to the module.
+
+        Raises:
+            UnsupportedModelError: nothing is lent now.
+        """
+        copies = []
+        for name, (parameters, leaf) in self._lent.items():
+            copy = parameters[leaf]
+            if copy is None or copy.is_meta:
+                raise UnsupportedModelError(
+                    f"{self.module_name} was called by itself, outside of the forward that lends it {name}. Call the "
+                    "whole model."
+                )
+            copies.append(copy)
+
+        return copies
+
     @contextlib.contextmanager
-    def _bound(self, leaves: Sequence[Tensor]) -> Iterator[None]:
+    def _bound(self, weights: Sequence[Tensor]) -> Iterator[None]:
         """Inside, these tensors are the module's parameters."""
-        by_name = dict(zip(self._slices, leaves, strict=True))
-        before = self._held
+        by_name = dict(zip((*self._slices, *self._lent), weights, strict=True))
+        inside = [by_name[tensor.name] for _, _, tensor in self._places]
 
         # Looked at before and after: if somebody put another parameter here, it would be lost when ours take its place.
-        self._check_held()
-        self._hold([by_name[tensor.name] for _, _, tensor in self.bindings])
+        self._check_held(self._held)
+        held = self._held
+        before = [parameters[leaf] for parameters, leaf, _ in self._places]
+        self._put(inside)
+        self._held = inside
 
         try:
             yield
-            self._check_held()
+            self._check_held(inside)
         finally:
-            self._hold(before)
+            self._put(before)
+            self._held = held
 
-    def _hold(self, tensors: list[Tensor]) -> None:
-        """Put tensors in the places of the module's parameters, one for each binding."""
-        self._held = tensors
-        for (parameters, leaf, _), tensor in zip(self.bindings, tensors, strict=True):
+    def _put(self, tensors: Sequence[Tensor | None]) -> None:
+        """Put tensors in the places of the module's parameters, one for each."""
+        for (parameters, leaf, _), tensor in zip(self._places, tensors, strict=True):
             parameters[leaf] = tensor
 
-    def _check_held(self) -> None:
+    def _check_held(self, tensors: Sequence[Tensor]) -> None:
         """Check that nobody has put another parameter in the place of one.
+
+        Args:
+            tensors: what the places hold, from the first one on. Nobody knows what those of lent weights hold outside.
 
         Raises:
             UnsupportedModelError: somebody has.
         """
-        for (parameters, leaf, tensor), held in zip(self.bindings, self._held, strict=True):
+        for (parameters, leaf, tensor), held in zip(self._places, tensors, strict=False):
             if parameters.get(leaf) is not held:
                 raise refused(self.module_name, tensor.name)
 
@@ -285,15 +315,17 @@ class Node:
             self.stage.gradients.expect(self.unit, 1)
         with torch.set_grad_enabled(self.trains and torch.is_grad_enabled()):
             copies = lend_weights(self)
-        with self._bound(copies):
+        with self._bound([*copies, *self._copies()]):
             yield
 
 
 class Lender(Node):
-    """A module that runs all layers, and owns parameters itself, such as LLaVA-NeXT's `image_newline`.
+    """A module that runs layers, and lends its unit to all that it runs.
 
-    No slot stays bound for so long. So the module computes with copies, which live until the backward. The gradients of
-    the copies are the unit's.
+    The unit is what the module owns itself, such as LLaVA-NeXT's `image_newline`, or what stays in fp32 inside of the
+    layers. No slot stays bound for so long. So copies lie in the places of its weights, in layers too, and live until
+    the backward. A node takes those that lie in its module as further inputs. The gradients of the copies are the
+    unit's.
     """
 
     def __init__(

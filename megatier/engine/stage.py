@@ -103,8 +103,6 @@ class Stage:
     """Stop at the first unit with a value that is not finite (a diagnosis, not a training mode)."""
     learnt: dict[str, list[tuple[int, ...] | None]] | None = None
     """While nodes learn their rows: the shapes of each module's flat arguments in the run with one row."""
-    in_fp32: frozenset[str] = frozenset()
-    """The parameters that a forward has in fp32, though their compute copy is bf16."""
     model: nn.Module = field(default_factory=nn.Module)
     """The model: messages name the attribute of a module by which a tensor came."""
 

@@ -196,8 +196,9 @@ def _stash(ctx: Any, inputs: Sequence[Tensor]) -> list[Tensor]:  # noqa: ANN401
     ctx.stashed = None
     result = list(inputs)
 
-    # What lies in a container stays: other units read it as well.
-    own = [i for i, position in enumerate(call.differentiable) if position not in call.arguments.carried]
+    # What lies in a container stays: other units read it as well. So do weights that are lent.
+    stays = call.arguments.carried
+    own = [i for i, at in enumerate(call.differentiable) if at not in stays and not call.is_lent(at)]
     if node.activations.offloads_input and own:
         ctx.stashed = max(own, key=lambda i: inputs[i].numel())
         tensor = result[ctx.stashed] = inputs[ctx.stashed].detach().contiguous()
@@ -277,7 +278,7 @@ def _join_grads(parts: list[list[Tensor | None]], call: Call) -> list[Tensor | N
 
         if not present:
             joined.append(None)
-        elif call.node.rows.are_cut(position):
+        elif call.is_cut(position):
             joined.append(torch.cat(present))
         else:
             # In the order of the slices, always: a sum in another order has other bits.

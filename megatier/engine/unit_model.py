@@ -24,7 +24,7 @@ from megatier.errors import UnsupportedModelError
 from megatier.guards.crossing import OutputCheck
 from megatier.guards.unbound import refused_outside
 from megatier.models.decoder import Binding, Unit, bindings
-from megatier.models.dtypes import names_in_fp32, place_buffers
+from megatier.models.dtypes import place_buffers
 from megatier.numerics.compilation import Compilation
 from megatier.numerics.masters import weight_dtype
 from megatier.numerics.matmul import Fp32Products
@@ -101,7 +101,6 @@ class UnitModel:
             anchor=torch.zeros((), device=options.device, requires_grad=True),
             compilation=options.compilation,
             arithmetic=Fp32Products if options.fp32_products else nullcontext,
-            in_fp32=names_in_fp32(skeleton, (name for name, _ in skeleton.named_parameters())),
             model=skeleton,
         )
         """What its nodes share."""
@@ -109,13 +108,16 @@ class UnitModel:
         # The skeleton's forward is asked while it is as it was loaded: no node is installed yet.
         self.fuses_loss = options.fused_loss and can_fuse(skeleton, units)
         """Whether head and loss are one node. Then the model gives no logits."""
-        bound = [(unit, name, bindings(skeleton, unit, name)) for unit in units for name in unit.module_names]
+        bound = [
+            (unit, name, bindings(skeleton, unit, name), _lent(skeleton, units, unit, name))
+            for unit in units
+            for name in unit.module_names
+        ]
         place_buffers(skeleton, options.device, options.dtype)
 
-        nodes = [self._node(unit, name, places) for unit, name, places in bound]
-        self.nodes = {node.module_name: node for node in nodes}
-        """The nodes, by the names of their modules."""
-        join(nodes)
+        self.nodes = [self._node(unit, name, places, lent) for unit, name, places, lent in bound]
+        """The nodes, in the order of units. A module may have several."""
+        join(self.nodes)
 
         # The order of the two is the order of wrapping: the step's loss divides what the fused one gives.
         if self.fuses_loss:
@@ -127,7 +129,7 @@ class UnitModel:
     def close(self) -> None:
         """Let go of the tiers' memory."""
         # The model is part of circles of references. What it holds would stay until these are collected.
-        for node in self.nodes.values():
+        for node in self.nodes:
             node.forget_leaves()
 
     def head(self) -> Node:
@@ -137,7 +139,7 @@ class UnitModel:
             UnsupportedModelError: it has none of its own.
         """
         head = self.skeleton.get_output_embeddings()
-        found = next((node for node in self.nodes.values() if node.module is head), None)
+        found = next((node for node in self.nodes if node.module is head), None)
         if found is None:
             raise UnsupportedModelError(
                 f"the output embedding of {type(self.skeleton).__name__} is not a unit of its own; it cannot be lent."
@@ -202,21 +204,28 @@ class UnitModel:
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
 
-    def _node(self, unit: Unit, name: str, places: Sequence[Binding]) -> Node:
+    def _node(self, unit: Unit, name: str, places: Sequence[Binding], lent: Sequence[Binding]) -> Node:
         """Install the node of one module of a unit."""
         module = self.skeleton.get_submodule(name)
         activations = self._options.activations[unit.name]
         if unit.experts is not None:
             return ExpertsNode(self.stage, unit.name, module, places, unit.experts, activations=activations)
-        if unit.holds_layers:
+        if unit.is_lent:
             return Lender(self.stage, unit.name, name, module, places, activations=activations)
-        node = Node(self.stage, unit.name, name, module, places, activations=activations)
+        node = Node(self.stage, unit.name, name, module, places, activations=activations, lent=lent)
 
         # Several modules of one layer: the layer's own forward calls them, and might take a weight of one by itself.
         if unit.is_layer and len(unit.module_names) > 1:
             guard(node)
 
         return node
+
+
+def _lent(skeleton: PreTrainedModel, units: Sequence[Unit], user: Unit, name: str) -> list[Binding]:
+    """The places below one module of a unit in which weights lie that are lent to it by a module around it."""
+    if user.is_lent:
+        return []
+    return [place for unit in units if unit.is_lent for place in bindings(skeleton, unit, name)]
 
 
 def _gradients(

@@ -50,9 +50,9 @@ class Unit:
     is_layer: bool
     experts: tuple[int, int] | None = None
     """The range [start, stop) of a fused experts module that this unit is; None: the unit is whole modules."""
-    holds_layers: bool = False
-    """Whether it is what a module around all layers owns itself, such as LLaVA-NeXT's `image_newline`, without anything
-    below it."""
+    is_lent: bool = False
+    """Whether copies of it are lent to the whole forward of its module, which runs layers. It is what that module owns
+    itself, such as LLaVA-NeXT's `image_newline`, or what stays in fp32 inside of units that are bf16 (`dtypes`)."""
 
 
 Binding = tuple[dict[str, Tensor | None], str, TensorSlice]
@@ -145,7 +145,7 @@ def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
                 module_names=(module_name,),
                 layout=layout,
                 is_layer=id(module) in layers,
-                holds_layers=holds_layers,
+                is_lent=holds_layers,
             )
             units[module_name] = unit if module_name else replace(unit, name=type(model).__name__)
             continue
@@ -173,7 +173,7 @@ def bindings(model: PreTrainedModel, unit: Unit, module_name: str) -> list[Bindi
     Args:
         model: the skeleton.
         unit: one of `find_units(model)`.
-        module_name: one of `unit.module_names`.
+        module_name: one of `unit.module_names`; or any other module, for what is below it of a unit that is lent.
 
     Returns:
         One binding for each place; a slice that is used twice inside the module comes twice.
@@ -182,16 +182,10 @@ def bindings(model: PreTrainedModel, unit: Unit, module_name: str) -> list[Bindi
     slices = {tensor.name: tensor for tensor in unit.layout.tensors}
     return [
         (cast("dict[str, Tensor | None]", module._parameters), leaf, slices[names[id(parameter)]])
-        for module in _modules_of(model, unit, module_name)
+        for module in model.get_submodule(module_name).modules()
         for leaf, parameter in module._parameters.items()
-        if parameter is not None
+        if parameter is not None and names[id(parameter)] in slices
     ]
-
-
-def _modules_of(model: PreTrainedModel, unit: Unit, module_name: str) -> Iterator[nn.Module]:
-    """Return the modules that own what a unit has below one of its modules."""
-    module = model.get_submodule(module_name)
-    return iter((module,)) if unit.holds_layers else module.modules()
 
 
 def decays(model: PreTrainedModel) -> frozenset[str]:

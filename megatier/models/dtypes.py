@@ -1,17 +1,31 @@
 """The dtypes in which a model computes: those that `from_pretrained` gives its buffers and parameters.
 
 MiniMax multiplies activations with its buffers. Routers of ERNIE 4.5 and convolutions of Inkling 2 compute in fp32
-even if all other weights are in bf16.
+even if all other weights are in bf16. Such parameters are small and lie in large layers, while a unit has one schema of
+state. So all of them together are one unit, which is lent to the whole forward. A unit that has no others stays as it
+is: the norm of DeepSeek-V4, the head of Hy-V4.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from os.path import commonpath
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
+
+from megatier.errors import UnsupportedModelError
+from megatier.layout import Layout
+from megatier.models.decoder import Unit
+from megatier.models.experts import WHOLE
+from megatier.state import ADAMW
+
+IN_FP32 = "parameters in fp32"
+"""The name of the unit of those parameters that stay in fp32 inside of units that are bf16."""
 
 
 def place_buffers(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
@@ -47,3 +61,79 @@ def names_in_fp32(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str
     """Return those of some stored tensors' names that the model's class keeps in fp32 if weights are in bf16."""
     patterns = [pattern.replace("*", ".*") for pattern in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     return frozenset(name for name in names if any(re.search(pattern, name) for pattern in patterns))
+
+
+def with_schemas(model: PreTrainedModel, units: Sequence[Unit], compute_dtype: str) -> tuple[Unit, ...]:
+    """Give each unit the schema of its state. What stays in fp32 inside of bf16 units becomes a unit of its own.
+
+    Args:
+        model: the skeleton.
+        units: all of its units.
+        compute_dtype: as `model.compute_dtype` names it.
+
+    Raises:
+        UnsupportedModelError: a part of a layer's experts has such parameters beside others.
+    """
+    schema = ADAMW[compute_dtype]
+    wide = ADAMW["fp32"]
+    kept = names_in_fp32(model, (tensor.name for unit in units for tensor in unit.layout.tensors))
+    found: list[Unit] = []
+    mixed: list[Unit] = []
+
+    for unit in units:
+        names = {tensor.name for tensor in unit.layout.tensors}
+        if schema is wide or names <= kept:
+            found.append(replace(unit, layout=replace(unit.layout, schema=wide)))
+            continue
+
+        layout = unit.layout
+        if names & kept:
+            _check_whole(unit)
+            mixed.append(unit)
+            layout = layout.without(kept)
+        found.append(replace(unit, layout=replace(layout, schema=schema)))
+
+    if mixed:
+        lent = _lent(model, mixed, kept)
+        found.insert(_first_inside(found, lent), lent)
+    return tuple(found)
+
+
+def _check_whole(unit: Unit) -> None:
+    """Refuse a part of a layer's experts of which some parameters are in fp32: a module is lent whole ones alone.
+
+    Raises:
+        UnsupportedModelError: the unit is one.
+    """
+    if unit.experts is not None:
+        raise UnsupportedModelError(f"some parameters of {unit.name} stay in fp32, so they cannot be cut. {WHOLE}")
+
+
+def _lent(model: PreTrainedModel, units: Sequence[Unit], names: frozenset[str]) -> Unit:
+    """Return the unit of those parameters of units that have these names. The module around all units lends it."""
+    shapes = [(t.name, t.shape) for unit in units for t in unit.layout.tensors if t.name in names]
+    frozen = frozenset[str]().union(*(unit.layout.frozen for unit in units))
+    return Unit(
+        name=IN_FP32,
+        module_names=(_around(model, units),),
+        layout=replace(Layout.of(shapes, frozen), schema=ADAMW["fp32"]),
+        is_layer=False,
+        is_lent=True,
+    )
+
+
+def _around(model: PreTrainedModel, units: Sequence[Unit]) -> str:
+    """Return the innermost module around all modules of some units that has a forward, which a list has not."""
+    # What is lent already is owned by the module that lends it.
+    names = (name if unit.is_lent else name.rpartition(".")[0] for unit in units for name in unit.module_names)
+    around = commonpath([name.replace(".", "/") for name in names]).replace("/", ".")
+    while isinstance(model.get_submodule(around), nn.ModuleList | nn.ModuleDict):
+        around = around.rpartition(".")[0]
+    return around
+
+
+def _first_inside(units: Sequence[Unit], lent: Unit) -> int:
+    """Return the place of the first unit whose module lies in the one that lends: units are in module order."""
+    inside = f"{lent.module_names[0]}.".lstrip(".")
+    names = (tuple(f"{name}." for name in unit.module_names) for unit in units)
+    return next(i for i, found in enumerate(names) if any(name.startswith(inside) for name in found))

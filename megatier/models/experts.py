@@ -79,10 +79,9 @@ def _cut(model: PreTrainedModel, unit: Unit, parts: int) -> Iterator[Unit]:
         _check(name, module, parts)
 
     inside = tuple(f"{name}." for name in fused)
-    others = [tensor for tensor in unit.layout.tensors if not tensor.name.startswith(inside)]
+    of_experts = {tensor.name for tensor in unit.layout.tensors if tensor.name.startswith(inside)}
     modules = tuple(_others(unit.name, layer, inside))
-    frozen = {tensor.name for tensor in unit.layout.tensors} - {tensor.name for tensor in unit.layout.trained.tensors}
-    yield replace(unit, module_names=modules, layout=Layout.of([(t.name, t.shape) for t in others], frozen))
+    yield replace(unit, module_names=modules, layout=unit.layout.without(of_experts))
 
     for name, module in fused.items():
         tensors = [tensor for tensor in unit.layout.tensors if tensor.name.startswith(f"{name}.")]
@@ -90,7 +89,7 @@ def _cut(model: PreTrainedModel, unit: Unit, parts: int) -> Iterator[Unit]:
         # Parts differ by one expert at most.
         bounds = [part * _count(module) // parts for part in range(parts + 1)]
         for start, stop in pairwise(bounds):
-            layout = _rows(tensors, start, stop, frozen)
+            layout = _rows(tensors, start, stop, unit.layout.frozen)
             yield Unit(
                 name=f"{name}[{start}:{stop}]",
                 module_names=(name,),

@@ -23,6 +23,7 @@ from megatier.durable import becoming, discard
 from megatier.errors import CapacityError, ConfigError
 from megatier.models.conversion import Assembly, TensorRun, hub_layout
 from megatier.models.decoder import Unit
+from megatier.models.dtypes import names_in_fp32
 from megatier.models.experts import places_of
 from megatier.models.folder import INDEX_FILE, SINGLE_FILE
 from megatier.models.shards import write_header
@@ -53,7 +54,8 @@ def export(
         model: the skeleton; its persistent buffers are written in their own dtype.
         units: all units of the model.
         read: reads weights; asked from front to back if the written tensors are in that order.
-        dtype: type of the written weights; rounding is torch's, to nearest even.
+        dtype: type of the written weights, but for those that the model's class keeps in fp32; rounding is torch's, to
+            nearest even.
         shard_bytes: files are cut before they exceed this, between tensors.
         tokenizer: a tokenizer to write into the folder too.
 
@@ -117,8 +119,9 @@ class _Outgoing:
     def __init__(self, model: PreTrainedModel, units: Sequence[Unit], dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._places = places_of(units)
+        self._in_fp32 = names_in_fp32(model, self._places)
         state = model.state_dict(keep_vars=True)
-        self._buffers = {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
+        self._buffers: dict[str, Tensor] = {n: t for n, t in state.items() if not isinstance(t, nn.Parameter)}
 
         # In the order of whole layers, however these are cut into units.
         own = [name for name in state if name in self._places]
@@ -155,7 +158,9 @@ class _Outgoing:
     def _dtype_of(self, assembly: Assembly) -> torch.dtype:
         """Return the dtype in which a tensor is written."""
         source = assembly.runs[0].name
-        return self._buffers[source].dtype if source in self._buffers else self._dtype
+        if source in self._buffers:
+            return self._buffers[source].dtype
+        return torch.float32 if source in self._in_fp32 else self._dtype
 
     def _pieces(self, run: TensorRun, read: Read) -> Iterator[Tensor]:
         """Yield the elements of a run, in pieces."""
@@ -178,7 +183,8 @@ class _Outgoing:
             lower = max(first, tensor.elements[0])
             upper = min(last, tensor.elements[1])
             if lower < upper:
-                yield read(unit, tensor.place(lower), tensor.place(upper)).to(self._dtype)
+                values = read(unit, tensor.place(lower), tensor.place(upper))
+                yield values if name in self._in_fp32 else values.to(self._dtype)
 
 
 def _cut(num_bytes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -76,8 +76,8 @@ class Initialiser:
             # and where a streamed model would refuse it.
             with torch.random.fork_rng(devices=[]), torch._C.DisableTorchFunctionSubclass():
                 torch.manual_seed(_seed_of(self._seed, unit.name))
-                for module in modules:
-                    self._init_weights(module, alone=unit.holds_layers)
+                for name in self._order(unit, modules):
+                    self._init_weights(name)
         finally:
             for (parameters, leaf, _), parameter in zip(places, before, strict=True):
                 parameters[leaf] = parameter
@@ -91,20 +91,26 @@ class Initialiser:
         initial = torch.full(shape, math.nan)
         return initial if value is None or value.shape != shape else initial.copy_(value)
 
-    def _init_weights(self, name: str, *, alone: bool) -> None:
-        """Initialise a module: children before parents, which may set what lies below, then upwards to the root.
+    def _order(self, unit: Unit, modules: Sequence[str]) -> Iterator[str]:
+        """Yield the modules that initialise a unit, children before parents, which may set what lies below.
 
-        Each module is initialised by the nearest PreTrainedModel at or above it. What is on meta stays as it is.
-
-        Args:
-            name: name of the module.
-            alone: whether only the module itself and what is above it are initialised, and not its children.
+        They are the unit's modules with all that is below them, and what is above them up to the root.
         """
-        children = [""] if alone else [child for child, _ in self._model.get_submodule(name).named_modules()]
-        below = [f"{name}.{child}".rstrip(".") for child in children]
-        for module_name in (*reversed(below), *list(_upwards(name))[1:]):
-            owner = next(self._pretrained[above] for above in _upwards(module_name) if above in self._pretrained)
-            owner._init_weights(self._model.get_submodule(module_name))
+        if unit.is_lent:
+            # What is below the owners of its parameters belongs to other units.
+            owners = (name for tensor in unit.layout.tensors for name in list(_upwards(tensor.name))[1:])
+            yield from sorted(dict.fromkeys(owners), key=lambda name: len(list(_upwards(name))), reverse=True)
+            return
+
+        for module in modules:
+            below = (f"{module}.{child}".rstrip(".") for child, _ in self._model.get_submodule(module).named_modules())
+            yield from reversed(list(below))
+            yield from list(_upwards(module))[1:]
+
+    def _init_weights(self, name: str) -> None:
+        """Let a module be initialised by the nearest PreTrainedModel at or above it. What is on meta stays as it is."""
+        owner = next(self._pretrained[above] for above in _upwards(name) if above in self._pretrained)
+        owner._init_weights(self._model.get_submodule(name))
 
 
 def _seed_of(seed: int, name: str) -> int:

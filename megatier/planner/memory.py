@@ -9,7 +9,8 @@ loss, when all layers have saved theirs, or in the backward, when one layer repe
 
 A frozen layer is counted as if it were trained. One with nothing trained before it saves nothing. If documents are kept
 apart there is also a mask of one byte for each pair of tokens, which a layer's attention has in the compute dtype as
-well. flex_attention has none, because its mask is by blocks.
+well. flex_attention has none, because its mask is by blocks. Copies of weights that are lent to the whole forward
+(`Unit.is_lent`) count at both peaks.
 
 The figures are fitted to nine runs of two Llama shapes on a GPU, with which tests/test_planner_memory.py compares them.
 """
@@ -90,16 +91,23 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
     # One layer at a time repeats what it did not save, so the largest one decides. Slices do so one after the other.
     mask = mask_bytes(config, work)
     in_layer = REPEATED * largest * boundary + item * mask
+    beside = mask + _lent_bytes(work)
     return ActivationBytes(
         saved,
-        saved + logits + head_sum + BOUNDARIES["loss"] * boundary + mask,
-        saved + in_layer / config.train.slices + BOUNDARIES["backward"] * boundary + mask,
+        saved + logits + head_sum + BOUNDARIES["loss"] * boundary + beside,
+        saved + in_layer / config.train.slices + BOUNDARIES["backward"] * boundary + beside,
     )
 
 
 def mask_bytes(config: RunConfig, work: Workload) -> int:
     """Return the bytes of the mask that keeps a group's documents apart, one for each pair of tokens; 0 without one."""
     return work.rows * config.data.sequence_length**2 if config.has_mask else 0
+
+
+def _lent_bytes(work: Workload) -> int:
+    """Bytes of the copies that modules around the layers lend. In the backward each gives way to its gradient."""
+    lent = (unit.layout for unit in work.units if unit.is_lent)
+    return sum(tensor.num_elements * layout.schema.grad_width for layout in lent for tensor in layout.tensors)
 
 
 def _is_of_layer(unit: Unit) -> bool:

@@ -13,11 +13,11 @@ from megatier.config.schema import ModelConfig, NumericsConfig, TiersConfig, Tra
 from megatier.drives.blockfile import IoOptions
 from megatier.errors import PlanError, UnsupportedModelError
 from megatier.models.decoder import Unit, decoder_layers
+from megatier.models.dtypes import with_schemas
 from megatier.models.experts import cut_units, most_parts
 from megatier.schedule.rates import ALONE, World
 from megatier.schedule.sizes import Policy, UnitSpec
 from megatier.schedule.slots import GPU_SLOTS
-from megatier.state import ADAMW
 from megatier.tier import Activations, Tier
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -30,7 +30,7 @@ class Workload:
     """A model, and how it is to be trained."""
 
     units: tuple[Unit, ...]
-    """The units, in module order."""
+    """The units, in module order, with their schemas."""
     specs: tuple[UnitSpec, ...]
     """Their sizes, in the same order: those of a shard, if ranks share the state."""
     activations: Mapping[str, Activations]
@@ -60,7 +60,7 @@ class Workload:
 
         Args:
             model: a skeleton (`models.decoder.build_skeleton`).
-            units: all units of the model (`models.experts.cut_units`).
+            units: all units of the model (`models.experts.cut_units`), still without their schemas.
             model_config: compute dtype.
             tiers: chunk, streaming, I/O.
             train: groups, slices, activations, clipping.
@@ -69,8 +69,8 @@ class Workload:
             savepoints: whether one generation of what spills may be kept.
             world: the ranks that share the state and compute the groups of a step, and their hosts.
         """
-        schema = ADAMW[model_config.compute_dtype]
-        units = tuple(replace(u, layout=replace(u.layout.padded(world.ranks), schema=schema)) for u in units)
+        units = with_schemas(model, units, model_config.compute_dtype)
+        units = tuple(replace(unit, layout=unit.layout.padded(world.ranks)) for unit in units)
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
         options = IoOptions(
             num_threads=tiers.io_threads or IoOptions().num_threads,
