@@ -6,6 +6,7 @@ store: speed does not depend on their values, and a real initialisation takes lo
 bound of the same shape is measured in the same run, before the model is built.
 
 python bench/bench_step.py --row 1 [--steps 6]          writes bench/results/<machine>/row1.json
+python bench/bench_step.py --row 1 --set model.attention=sdpa    the same with another kernel
 python bench/bench_step.py --row 11 --nvme DIR          rows 11 to 16 need a directory on the drive
 python bench/bench_step.py --row 11 --plan MACHINE.yaml forecasts the row, without a GPU; with --ranks N, on N GPUs
 
@@ -39,6 +40,7 @@ from megatier.ranks.ranks import Ranks, joined
 from megatier.report.picture import draw, lane_uses
 from megatier.schedule.rates import World, read_rates
 from megatier.schedule.sizes import Budgets
+from megatier.session.attention import with_kernel
 from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 from megatier.tier import Kind, Tier
@@ -75,10 +77,9 @@ def fill(session: Session) -> None:
 def forecast(run: Run, machine: Path, ranks: int) -> dict[str, Any]:
     """Forecast the row as `megatier plan` does, on so many GPUs of one host."""
     run = shared(run, ranks)
-    config = config_of(run, True, Path())
-    shape = SHAPES[run.shape]
+    config, _ = with_kernel(config_of(run, True, Path()), here=False)
     tiers = config.tiers
-    model = build_skeleton(llama_config(shape, run.sequence), "sdpa")
+    model = build_skeleton(llama_config(SHAPES[run.shape], run.sequence), config.model.attention)
     made = make_plan(
         model,
         config,
@@ -137,17 +138,18 @@ def measure(
         directory: where block files lie, on the drive to measure.
         ranks: the ranks that share the state; `run` has the sequences of all of them.
     """
-    config = config_of(run, deterministic, directory)
+    config, _ = with_kernel(config_of(run, deterministic, directory))
     make_repeatable(config)
     share_interpreter()
     began = time.perf_counter()
-    model = build_skeleton(llama_config(SHAPES[run.shape], run.sequence), "sdpa")
+    model = build_skeleton(llama_config(SHAPES[run.shape], run.sequence), config.model.attention)
 
     with Session(
         model, config.model, config.tiers, config.train, config.numerics, run.sequence, ranks=ranks
     ) as session:
         timed = _run_steps(session, run, config.train.groups, warmup + steps, began)
         measured = _row_of(session, run, timed, warmup) | {"deterministic": deterministic, "bound": bound}
+        measured["attention"] = config.model.attention
 
     # The bound is that of a smaller batch where a whole group does not fit next to resident weights.
     if bound is not None:
@@ -270,10 +272,11 @@ def _movement(events: list[TraceEvent], moved: Counter[str]) -> dict[str, Any]:
 
 def _bound(run: Run, deterministic: bool) -> dict[str, Any] | None:
     """Measure the compute-only bound in a process of its own, so that its memory is free again."""
+    attention = with_kernel(config_of(run, deterministic, None))[0].model.attention
     groups = run.train.get("groups", 1)
     # Weights, activations and gradients lie on the GPU at once there: more than 16 sequences of 8B have no room.
     batch = min(16, run.batch // groups)
-    words = ["--shape", run.shape, "--batch", str(batch), "--sequence", str(run.sequence)]
+    words = ["--shape", run.shape, "--batch", str(batch), "--sequence", str(run.sequence), "--attention", attention]
     flag = "--deterministic" if deterministic else "--no-deterministic"
 
     return bound_of(

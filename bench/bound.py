@@ -51,13 +51,21 @@ class _Loss(torch.autograd.Function):
 
 
 def measure(
-    shape: str, batch: int, tokens: int, *, chunk: int, steps: int, compiles: bool = True, saved_share: float = 1.0
+    shape: str,
+    batch: int,
+    tokens: int,
+    *,
+    attention: str,
+    chunk: int,
+    steps: int,
+    compiles: bool = True,
+    saved_share: float = 1.0,
 ) -> dict[str, Any]:
     """Measure the seconds of forward and backward on one group of batch x tokens random tokens."""
     config = llama_config(SHAPES[shape], tokens)
     compilation = Compilation(saved_share)
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).train()
         ids = torch.randint(0, config.vocab_size, (batch, tokens))
 
     for layer in model.model.layers if compiles else ():
@@ -88,6 +96,7 @@ def measure(
         "loss_chunk": chunk,
         "compiles": compiles,
         "saved_share": saved_share,
+        "attention": attention,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "first_s": seconds[0][0],
         "seconds": [s for s, _ in seconds[2:]],
@@ -114,6 +123,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument("--attention", choices=("sdpa", "flex_attention"), default="sdpa")
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--saved-share", type=float, default=1.0)
@@ -131,6 +141,7 @@ def main() -> None:
         options.shape,
         options.batch,
         options.sequence,
+        attention=options.attention,
         chunk=options.chunk,
         steps=options.steps,
         compiles=options.compile,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from peers.shapes import SHAPES
 
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, TiersConfig, TrainConfig
@@ -91,6 +92,7 @@ ROWS = {
         what="free, one sequence",
         tiers=FREE | {"gpu": 40 * GIB},
         model={"saved_share": 0.0},
+        train={"kept_attention": False},
     ),
     9: Run(
         shape="8b",
@@ -99,6 +101,7 @@ ROWS = {
         what="free, one sequence",
         tiers=FREE | {"gpu": 5 * GIB},
         model={"saved_share": 0.0, "loss_chunk": 2048},
+        train={"kept_attention": False},
     ),
     11: Run(
         shape="3b24",
@@ -138,8 +141,42 @@ ROWS = {
         model={"saved_share": 0.0, "loss_chunk": 2048},
         train={"slices": 4},
     ),
+    19: Run(
+        shape="8b",
+        batch=8,
+        sequence=8192,
+        what="free, 8,192 tokens in a sequence",
+        tiers=FREE | {"gpu": 68 * GIB},
+        train={"groups": 4},
+    ),
+    20: Run(
+        shape="8b",
+        batch=2,
+        sequence=32_768,
+        what="free, 32,768 tokens in a sequence",
+        tiers=FREE | {"gpu": 26 * GIB},
+        train={"groups": 2},
+    ),
+    21: Run(
+        shape="8b",
+        batch=1,
+        sequence=131_072,
+        what="free, one sequence, attention kept",
+        tiers=FREE | {"gpu": 30 * GIB},
+        model={"saved_share": 0.0, "loss_chunk": 2048},
+        train={"kept_attention": True},
+    ),
+    22: Run(
+        shape="3b",
+        batch=1,
+        sequence=524_288,
+        what="free, one sequence",
+        tiers=FREE | {"gpu": 40 * GIB},
+        model={"saved_share": 0.0, "loss_chunk": 2048},
+        train={"activations": "offload", "kept_attention": False},
+    ),
 }
-"""The rows by number. 9 is the second half of row 8, and 11 to 16 have state on NVMe."""
+"""The rows by number. 9 is the second half of row 8, 11 to 16 have state on NVMe, and 19 to 22 have long sequences."""
 
 
 def config_of(run: Run, deterministic: bool, directory: Path | None) -> RunConfig:
@@ -151,8 +188,11 @@ def config_of(run: Run, deterministic: bool, directory: Path | None) -> RunConfi
         directory: where block files lie, on the drive to measure.
     """
     nvme = (f"{directory}:{run.nvme}",) if run.nvme else ()
+    shape = SHAPES[run.shape]
+    heads = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
+    sizes: dict[str, Any] = {"model_type": "llama", "hidden_size": shape.hidden, **heads}
     return RunConfig(
-        model=ModelConfig(config={"model_type": "llama"}, **({"loss_chunk": 4096} | dict(run.model))),
+        model=ModelConfig(config=sizes, **({"loss_chunk": 4096} | dict(run.model))),
         data=DataConfig(files=("random",), tokenizer="bytes", sequence_length=run.sequence),
         tiers=TiersConfig(nvme=nvme, **run.tiers),
         train=TrainConfig(**{"batch": run.batch, "learning_rate": RATE, "clip": 1.0} | dict(run.train)),

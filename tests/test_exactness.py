@@ -138,6 +138,21 @@ def test_exactness_gradients_that_wait_on_nvme_give_the_same_bits(
     assert found == replace(run, place="ram")(tmp_path)
 
 
+@pytest.mark.parametrize(("dtype", "groups", "slices"), [("bf16", 1, 2), ("fp32", 3, 1)])
+def test_exactness_kept_attention_gives_the_same_bits_under_any_policy(
+    dtype: str, groups: int, slices: int, tmp_path: Path
+) -> None:
+    run = Run(model="plain", dtype=dtype, groups=groups, slices=slices)
+    expected = run(tmp_path)
+    for place, activations in [("ram", "recompute"), ("gpu_ram_nvme", "offload"), ("gpu", "keep")]:
+        assert replace(run, kept_attention=True, place=place, activations=activations)(tmp_path) == expected
+
+
+def test_exactness_attention_with_dropout_is_not_kept_and_gives_the_same_bits(tmp_path: Path) -> None:
+    run = Run(model="untied", groups=3, slices=2, activations="recompute")
+    assert replace(run, kept_attention=True)(tmp_path) == run(tmp_path)
+
+
 def test_exactness_another_dropout_seed_gives_other_losses(tmp_path: Path) -> None:
     for model in ("untied", "tied"):
         run = Run(model=model)
@@ -162,6 +177,14 @@ def test_exactness_on_cuda_any_tier_and_activation_policy_gives_the_same_bits(mo
     for index, expected in enumerate(again):
         outcomes = dict(zip(settings, found[index * len(settings) :], strict=False))
         assert [pair for pair, result in outcomes.items() if result != expected] == [], numeric[index]
+
+
+@pytest.mark.gpu
+def test_exactness_on_cuda_kept_attention_gives_the_same_bits_in_uncompiled_layers(tmp_path: Path) -> None:
+    run = Run(model="flash", device="cuda", compile=False, fused_loss=True, loss_chunk=32)
+    kept = [replace(run, kept_attention=True, activations=activations) for activations in ACTIVATIONS]
+    expected, *found = run_in_fresh_process([run, *kept], tmp_path)
+    assert [result == expected for result in found] == [True, True, True]
 
 
 @pytest.mark.gpu

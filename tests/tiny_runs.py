@@ -268,6 +268,8 @@ class Run:
     slices: int = 1
     place: str = "ram"
     activations: str = "keep"
+    kept_attention: bool = False
+    attention: str = "sdpa"
     device: str = "cpu"
     seed: int = 5
     fp32_products: bool = False
@@ -298,6 +300,7 @@ class Run:
             groups=self.groups,
             slices=self.slices,
             activations=self.activations,  # type: ignore[arg-type]
+            kept_attention=self.kept_attention,
             clip=self.clip,
             weight_decay=0.1,
             eps=self.eps,
@@ -309,6 +312,7 @@ class Run:
         config = exactness_config(self.model)
         options: dict[str, Any] = {
             "compute_dtype": self.dtype,
+            "attention": self.attention,
             "compile": self.compile,
             "saved_share": self.saved_share,
             "fused_loss": self.fused_loss,

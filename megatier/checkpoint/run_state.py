@@ -29,6 +29,7 @@ FREE_SECTIONS = ("tiers", "output")
 FREE = (
     "train.activations",
     "train.kept_layers",
+    "train.kept_attention",
     "train.evaluate_every",
     "train.evaluate_batches",
     "train.stall_timeout",

@@ -115,8 +115,8 @@ def _parser() -> argparse.ArgumentParser:
         "--search",
         action="store_true",
         help="choose the settings that make the step shortest also with --machine, or if nothing was measured here: "
-        "groups, slices, activations, saved and streamed share, generations and tiers.gpu, unless the file or the "
-        "command line gives them",
+        "groups, slices, activations, saved and streamed share, kept attention, generations and tiers.gpu, unless the "
+        "file or the command line gives them",
     )
     add(
         "--ranks",
@@ -172,6 +172,7 @@ def _planned(
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
     from megatier.planner.plan import make_plan
     from megatier.planner.search import changed, search
+    from megatier.session.attention import with_kernel
     from megatier.session.machine import choose_device, compiles
     from megatier.session.skeleton import skeleton_of
     from megatier.train.choices import budgets_here, fit_positions, fix_choices, with_true_loss
@@ -183,7 +184,9 @@ def _planned(
         budgets = budgets_here(loaded.tiers, device)
         compiled = compiles(loaded.model, device)
     else:
-        loaded = with_true_loss(fit_positions(loaded, given, model), model)
+        # The kernel depends on how long sequences are.
+        loaded, _ = with_kernel(fit_positions(loaded, given, model), here=False)
+        loaded = with_true_loss(loaded, model)
         budgets = _budgets(loaded, rates.gpu_bytes if searches else None)
         compiled = _compiles(loaded)
 

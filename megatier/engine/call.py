@@ -54,6 +54,10 @@ class Called(Protocol):
         """Whether the forward's graph stays for the backward, rather than being made again there."""
 
     @property
+    def keeps_attention(self) -> bool:
+        """Whether what attention gave stays for a forward that is made again."""
+
+    @property
     def names(self) -> list[str]:
         """Parameter names, in the order of `leaves`."""
 

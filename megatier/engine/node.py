@@ -290,6 +290,12 @@ class Node:
         return lean or self.activations.keeps_graph
 
     @property
+    def keeps_attention(self) -> bool:
+        """Whether what attention gave stays for a forward that is made again."""
+        # A compiled forward runs whole, or saves attention by itself.
+        return self.stage.keeps_attention and (self._compiled is None or self._compiled.is_refused)
+
+    @property
     def names(self) -> list[str]:
         """The names of the parameters, in the order of `leaves`."""
         return list(self._slices)

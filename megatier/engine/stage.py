@@ -97,6 +97,8 @@ class Stage:
     if no other input requires a gradient."""
     compilation: Compilation | None = None
     """How to compile the forward of each module in training; None: not at all."""
+    keeps_attention: bool = False
+    """Whether what attention gave stays until the backward where the rest of an uncompiled forward is made again."""
     arithmetic: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     """A context for every forward and backward of a unit: how its products are taken."""
     checks_finite: bool = False

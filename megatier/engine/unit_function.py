@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatier.engine.activation import Rebinding, Replay, dropping
 from megatier.engine.call import Call, Called, join
 from megatier.guards.crossing import check_inside
+from megatier.numerics.attention import KeptAttention
 from megatier.tier import Phase
 
 
@@ -74,7 +75,7 @@ class _UnitFunction(torch.autograd.Function):
     """Forward and backward of one use of one unit.
 
     Its context holds the call, the position of the input that is offloaded (`stashed`), whether graphs stay (`keeps`),
-    the graphs, and what is needed to make them again (`replays`).
+    the graphs, and what is needed to make them again (`replays`, and `kept`: what attention gave).
     """
 
     @staticmethod
@@ -84,6 +85,7 @@ class _UnitFunction(torch.autograd.Function):
         ctx.call = call
         ctx.graphs = []
         ctx.replays = []
+        ctx.kept = []
         present = _stash(ctx, inputs)
 
         # Asked once: a compiler that refuses the module changes the answer in the forward below.
@@ -99,9 +101,12 @@ class _UnitFunction(torch.autograd.Function):
             rebinding = Rebinding(node.module_name, *leaving)
 
             # One for each slice, since each draws its own random numbers.
+            noting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
             if not keeps:
                 ctx.replays.append(Replay(stage.device))
-            with torch.enable_grad(), rebinding.hooks() if keeps else dropping(node.module_name):
+                ctx.kept.append(KeptAttention() if node.keeps_attention else None)
+                noting = ctx.kept[-1].noting() if node.keeps_attention else noting
+            with torch.enable_grad(), rebinding.hooks() if keeps else dropping(node.module_name), noting:
                 outputs = call.run(leaves, flat)
             if node.is_new:
                 check_inside(node.module_name, outputs, [*slice_inputs, *leaves], stage.model)
@@ -242,7 +247,9 @@ def _make_graph(ctx: Any, index: int, piece: tuple[list[Tensor], list[Any]], wei
 
     # Autograd would take a weight's own bits, written into it, for a change since it was saved.
     hooks = rebinding.hooks() if node.is_written else contextlib.nullcontext()
-    with torch.enable_grad(), ctx.replays[index].again(), hooks:
+    kept: KeptAttention | None = ctx.kept[index]
+    replaying = kept.replaying() if kept is not None else contextlib.nullcontext()
+    with torch.enable_grad(), ctx.replays[index].again(), hooks, replaying:
         outputs = ctx.call.run(leaves, flat)
     rebinding.bind(weights)
     return _SliceGraph.of(outputs, inputs, leaves, rebinding)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from megatier.guards.crossing import OutputCheck
 from megatier.guards.unbound import refused_outside
 from megatier.models.decoder import Binding, Unit, bindings
 from megatier.models.dtypes import place_buffers
+from megatier.models.masks import BlockMasks
 from megatier.numerics.compilation import Compilation
 from megatier.numerics.masters import weight_dtype
 from megatier.numerics.matmul import Fp32Products
@@ -56,6 +58,8 @@ class EngineOptions:
     """Tokens whose logits the fused loss makes at once."""
     compilation: Compilation | None = None
     """How to compile the units and the loss; None: not at all."""
+    keeps_attention: bool = False
+    """Keep what attention gave until the backward, where the rest of an uncompiled forward is made again."""
     fp32_products: bool = False
     """Take bf16 products in fp32, for a CPU without bf16 instructions."""
     seed: int | None = None
@@ -92,6 +96,7 @@ class UnitModel:
         self.skeleton = skeleton
         """The Hugging Face model."""
         self._options = options
+        self._masks = BlockMasks()
         self.stage = Stage(
             source=player.weights,
             gradients=_gradients(units, player, optimizer, options, ranks),
@@ -100,6 +105,7 @@ class UnitModel:
             slices=options.slices,
             anchor=torch.zeros((), device=options.device, requires_grad=True),
             compilation=options.compilation,
+            keeps_attention=options.keeps_attention,
             arithmetic=Fp32Products if options.fp32_products else nullcontext,
             model=skeleton,
         )
@@ -162,7 +168,7 @@ class UnitModel:
         is_packed = "position_ids" in batch
         answer = _document_numbers if is_packed else _is_in_order
 
-        with _answering(answer) as asked, refused_outside(self.skeleton):
+        with _answering(answer, self._masks) as asked, refused_outside(self.skeleton):
             inputs = self.on_device(batch)
             loss = self._step_loss.weighed(lambda: self.skeleton(**inputs, use_cache=False).loss, share)
 
@@ -247,24 +253,28 @@ def num_learnt(batch: Batch) -> int:
 
 
 @contextmanager
-def _answering(answer: Callable[[Tensor], Tensor | None]) -> Iterator[list[Tensor]]:
+def _answering(answer: Callable[[Tensor], Tensor | None], masks: BlockMasks) -> Iterator[list[Tensor]]:
     """Inside, answer for Hugging Face whether position ids restart within a row; yields those that it asked about.
 
     Hugging Face would read them from the device. The host would wait for that, and for all work and copies that are
-    queued before.
+    queued before. Masks by blocks are made by `masks`.
     """
-    asks = masking_utils.find_packed_sequence_indices
+    makers: Any = masking_utils
+    asks = makers.find_packed_sequence_indices
+    makes = makers.create_block_mask
     asked = list[Tensor]()
 
     def known(position_ids: Tensor) -> Tensor | None:
         asked.append(position_ids)
         return answer(position_ids)
 
-    masking_utils.find_packed_sequence_indices = known
+    makers.find_packed_sequence_indices = known
+    makers.create_block_mask = masks.create
     try:
         yield asked
     finally:
-        masking_utils.find_packed_sequence_indices = asks
+        makers.find_packed_sequence_indices = asks
+        makers.create_block_mask = makes
 
 
 def _is_in_order(position_ids: Tensor) -> Tensor | None:

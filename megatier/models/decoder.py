@@ -68,6 +68,7 @@ def build_skeleton(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     Args:
         config: the config of a decoder-only model; if it has a vision tower, the whole model is built.
         attention: Hugging Face's name, such as `sdpa`. If a model has no `sdpa` (GPT-OSS), `eager` takes its place.
+            `auto` is `sdpa`: what it becomes in a run is chosen before the run's model is built.
 
     Raises:
         UnsupportedModelError: the model is no causal decoder, quantised, or larger than any model (`models.limits`), or
@@ -108,6 +109,11 @@ def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[Au
         if sees and _model_class(AutoModelForImageTextToText, config)
         else AutoModelForCausalLM
     )
+
+
+def supports_flex(config: PretrainedConfig) -> bool:
+    """Return whether transformers has flex attention for the model of a config."""
+    return bool(getattr(_model_class(auto_class(config), config), "_supports_flex_attn", False))
 
 
 def find_units(model: PreTrainedModel) -> tuple[Unit, ...]:
@@ -259,8 +265,9 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def _attention_of(config: PretrainedConfig, attention: str) -> str:
     """Return the attention implementation that a model has: eager, if it has no sdpa."""
+    wanted = "sdpa" if attention == "auto" else attention
     model_class = _model_class(auto_class(config), config)
-    return "eager" if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True) else attention
+    return "eager" if wanted == "sdpa" and not getattr(model_class, "_supports_sdpa", True) else wanted
 
 
 def _model_class(

@@ -7,6 +7,9 @@ loss, when all layers have saved theirs, or in the backward, when one layer repe
     at the loss      saved + 4 x chunk x vocabulary + 4 x head parameters + 2 boundaries
     in the backward  saved + 2.3 c of one slice + 4 boundaries
 
+Where attention is kept, and the rest of a layer computed again, its output and log-sum-exp are saved besides the input.
+So they are for flex attention if a compiled layer saves less than the share at which attention is among what it saves.
+
 A frozen layer is counted as if it were trained. One with nothing trained before it saves nothing. If documents are kept
 apart there is also a mask of one byte for each pair of tokens, which a layer's attention has in the compute dtype as
 well. flex_attention has none, because its mask is by blocks. Copies of weights that are lent to the whole forward
@@ -20,12 +23,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from megatier.config.schema import RunConfig
 from megatier.models.decoder import Unit
+from megatier.schedule.attention import FLEX
 from megatier.session.workload import COMPUTE_DTYPES, Workload, boundary_width, hidden_width
 
 CONTEXT_BYTES = 1_000_000_000
@@ -39,6 +44,8 @@ REPEATED = 2.3
 INPUTS_CUT = 4
 """Least boundary activations that a layer saves if its experts are units: the inputs of both norms, of the attention
 and of the experts."""
+ATTENTION_FROM = 0.8
+"""Least saved share at which attention is among what `SAVED` counts."""
 BOUNDARIES = {"loss": 2, "backward": 4}
 """Boundary activations under way at each peak, with their gradients."""
 
@@ -79,6 +86,8 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
     lowest = next((i for i, unit in enumerate(work.units) if unit.layout.num_trained), 0)
     reached = [unit for unit in work.units[lowest:] if _is_of_layer(unit)]
     saved = sum(_saved(unit, width, config, work, compiles) for unit in reached) * boundary
+    attention = attention_bytes(text, work.rows * config.data.sequence_length, item)
+    saved += attention * sum(_saves_attention_beside(unit, config, work, compiles) for unit in reached)
     largest = max((_products(unit, width) for unit in layers), default=0.0)
 
     # The fused loss has the logits of one chunk, their gradient, and the fp32 gradient of a head that is trained.
@@ -97,6 +106,23 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
         saved + logits + head_sum + BOUNDARIES["loss"] * boundary + beside,
         saved + in_layer / config.train.slices + BOUNDARIES["backward"] * boundary + beside,
     )
+
+
+def attention_bytes(text: Any, tokens: int, item: int) -> int:  # noqa: ANN401 - a config of any family
+    """Bytes of what attention of one layer gives: its output, and an fp32 log-sum-exp for each head."""
+    return tokens * int(text.num_attention_heads) * (head_width(text) * item + 4)
+
+
+def head_width(text: Any) -> int:  # noqa: ANN401 - a config of any family
+    """Elements of a head of attention."""
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+def keeps_attention(config: RunConfig, work: Workload, unit: Unit, *, compiles: bool) -> bool:
+    """Whether a layer keeps what attention gave, though its backward computes the rest again."""
+    if not (work.keeps_attention and unit.is_layer):
+        return False
+    return config.model.saved_share == 0 if compiles else not work.activations[unit.name].keeps_graph
 
 
 def mask_bytes(config: RunConfig, work: Workload) -> int:
@@ -127,6 +153,13 @@ def _saved(unit: Unit, width: int, config: RunConfig, work: Workload, compiles: 
     if not policy.keeps_graph or not share:
         return inputs
     return max(inputs, interpolated(SAVED, share) * _products(unit, width))
+
+
+def _saves_attention_beside(unit: Unit, config: RunConfig, work: Workload, compiles: bool) -> bool:
+    """Whether a layer saves what attention gave in addition to all that `_saved` counts."""
+    always = compiles and config.model.attention == FLEX and work.activations[unit.name].keeps_graph
+    is_beside = always and unit.is_layer and 0 < config.model.saved_share < ATTENTION_FROM
+    return is_beside or keeps_attention(config, work, unit, compiles=compiles)
 
 
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:

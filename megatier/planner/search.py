@@ -1,4 +1,4 @@
-"""Search: finds the settings that make a step shortest: groups, slices, activations, state, streaming, generations.
+"""Search: finds the settings that make a step shortest: groups, slices, activations, kept attention, where state lies.
 
 Trials are taken in the order of their compute, and those with equal compute from the simplest on. The search ends when
 compute alone takes longer than the best step found. Nothing that is left out could be better: a trial that is placed
@@ -33,6 +33,7 @@ POLICIES = tuple(policy.value for policy in Activations)
 """Activation policies, the one that repeats least first."""
 SHARES = (0.8, 0.5, 0.15, 0.0)
 """Saved shares. 0 goes with the policies that save only a layer's input, the others go with `keep`."""
+KEPT_ATTENTION = "train.kept_attention"
 STREAMED = (0.0, 0.3, 0.5, 0.6)
 """Shares of the parameters at home in RAM whose units stream (`tiers.streamed_share`)."""
 GENERATIONS = (1, 2)
@@ -166,7 +167,8 @@ def _trials(
 def _computed(config: RunConfig, compiles: bool, fixed: frozenset[str], ranks: int) -> Iterator[dict[str, Any]]:
     """Yield the combinations of the settings that change what is computed.
 
-    If the policy of activations or the saved share is fixed, it is combined with every value of the other.
+    If the policy of activations or the saved share is fixed, it is combined with every value of the other. Whether
+    attention is kept is tried where a backward would compute it again.
     """
     kinds: dict[str, Sequence[Any]] = {
         "train.groups": [count * ranks for count in GROUPS],
@@ -185,7 +187,11 @@ def _computed(config: RunConfig, compiles: bool, fixed: frozenset[str], ranks: i
             Activations(policy).keeps_graph != (share > 0) or (share != SHARES[0] and share and not compiles)
         ):
             continue
-        yield settings
+
+        # A compiled layer that saves more than its inputs keeps attention by its share, or runs its forward whole.
+        repeats = share == 0 if compiles else not Activations(policy).keeps_graph
+        kept = {KEPT_ATTENTION: (True, False)} if repeats else {}
+        yield from (settings | more for more in _combined(config, kept, fixed))
 
 
 def _placed(config: RunConfig, budgets: Budgets, fixed: frozenset[str], *, defers: bool) -> Iterator[dict[str, Any]]:

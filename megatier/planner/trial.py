@@ -17,14 +17,15 @@ from megatier.errors import PlanError, mib
 from megatier.layout import Layout
 from megatier.models.decoder import Unit
 from megatier.models.experts import cut_units
-from megatier.planner.memory import ActivationBytes, activation_bytes, interpolated
+from megatier.planner.memory import ActivationBytes, activation_bytes, head_width, interpolated, keeps_attention
 from megatier.ranks.ranks import check_groups
+from megatier.schedule.attention import BACKWARD, FLEX, efficiency
 from megatier.schedule.forecast import Forecast, floor, forecast
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import ALONE, Rates, World
 from megatier.schedule.sizes import Budgets
 from megatier.schedule.timeline import Access
-from megatier.session.workload import Workload, advised
+from megatier.session.workload import Workload, advised, hidden_width
 from megatier.tier import Phase, Tier
 
 REPEATED = ((0.0, 0.7), (0.1, 0.6), (0.15, 0.55), (0.3, 0.39), (0.5, 0.16), (0.8, 0.03), (1.0, 0.0))
@@ -111,7 +112,7 @@ class Trial:
                 round(self.activations.peak),
                 max(0, round(self.gpu_bytes) - arena),
                 "This is an estimate. Lower tiers.gpu or model.saved_share, raise train.groups or train.slices, or set "
-                "train.activations to offload.",
+                "train.activations to offload or train.kept_attention to false.",
             )
 
         return placement
@@ -203,16 +204,18 @@ def _compute_seconds(
     """Return the seconds of one use of a unit by one group, by unit and phase.
 
     The forward takes 2 FLOPs for each parameter and token, and those of attention. The backward takes twice as many,
-    half of them for gradients of weights, which frozen ones do not have. Causal attention takes 2 x sequence x width
-    FLOPs for each token in the forward, and twice that with a mask of all pairs, whose kernel also computes what is
-    masked. A mask by blocks spares the more FLOPs the shorter documents are; that is not counted.
+    half of them for gradients of weights, which frozen ones do not have, and 2.5 times as many for attention. Causal
+    attention takes 2 x sequence x width FLOPs for each token in the forward, and twice that with a mask of all pairs,
+    whose kernel also computes what is masked. A mask by blocks spares the more FLOPs the shorter documents are; that is
+    not counted. Attention of compiled layers has the rate of its kernel (`schedule.attention`).
     """
     text = model.config.get_text_config()
     sequence = config.data.sequence_length
     tokens = work.rows * sequence
     experts, chosen = _experts(text)
-    head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    pairs = (4 if config.has_mask else 2) * sequence * text.num_attention_heads * head_width
+    pairs = (4 if config.has_mask else 2) * sequence * text.num_attention_heads * head_width(text)
+    kernel = config.model.attention
+    rate = {p: rates.flops_per_s * (efficiency(kernel, sequence, p) if compiles else 1.0) for p in Phase}
     seconds: dict[tuple[str, Phase], float] = {}
 
     for unit in work.units:
@@ -221,13 +224,13 @@ def _compute_seconds(
         if unit.is_layer or unit.experts is not None:
             # The modules of a unit share its FLOPs.
             uses = len(unit.module_names)
-            attention = pairs * tokens if unit.is_layer else 0
-            forward = (products + attention) / rates.flops_per_s / uses
-            seconds[unit.name, Phase.FORWARD] = forward
-
-            # Gradients of inputs and of weights take as much as a forward each. Weights that are frozen have none.
-            backward = forward * (2 + _repeated(config, work, unit, compiles))
-            seconds[unit.name, Phase.BACKWARD] = backward - idle / rates.flops_per_s / uses
+            attention = {p: pairs * tokens / rate[p] if unit.is_layer else 0.0 for p in Phase}
+            repeated, again = _repeated(config, work, unit, hidden_width(model), compiles)
+            forward = products / rates.flops_per_s
+            backward = forward * (2 + repeated) - idle / rates.flops_per_s
+            backward += attention[Phase.BACKWARD] * BACKWARD + attention[Phase.FORWARD] * again
+            seconds[unit.name, Phase.FORWARD] = (forward + attention[Phase.FORWARD]) / uses
+            seconds[unit.name, Phase.BACKWARD] = backward / uses
         elif head in unit.module_names:
             # An embedding that is tied to the head is a use of the same unit, and counts as one.
             fused = config.model.fused_loss
@@ -239,10 +242,22 @@ def _compute_seconds(
     return seconds
 
 
-def _repeated(config: RunConfig, work: Workload, unit: Unit, compiles: bool) -> float:
-    """Return the share of the forward that the backward repeats."""
+def _repeated(config: RunConfig, work: Workload, unit: Unit, hidden_size: int, compiles: bool) -> tuple[float, float]:
+    """Return the share of the forward that the backward repeats: of its products, and of attention.
+
+    The compiler saves first what saves most FLOPs for each byte. It counts 4 x sequence FLOPs for an element of
+    attention, and 2 x hidden size for one of a product. Flex attention is always saved, if anything is.
+    """
     saved = config.model.saved_share if compiles else 1.0
-    return interpolated(REPEATED, saved if work.activations[unit.name].keeps_graph else 0.0)
+    share = saved if work.activations[unit.name].keeps_graph else 0.0
+    products = interpolated(REPEATED, share)
+    if keeps_attention(config, work, unit, compiles=compiles):
+        return products, 0.0
+    if not share:
+        return products, 1.0
+
+    is_first = config.model.attention == FLEX or 2 * config.data.sequence_length > hidden_size
+    return products, 0.0 if compiles and is_first else products
 
 
 def _experts(text: Any) -> tuple[int, float]:  # noqa: ANN401 - a config of any family

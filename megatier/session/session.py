@@ -388,7 +388,8 @@ def _engine_options(
         slices=train.slices,
         fused_loss=model.fused_loss,
         loss_chunk=model.loss_chunk,
-        compilation=Compilation(model.saved_share) if compiles(model, device) else None,
+        compilation=Compilation(model.saved_share, work.keeps_attention) if compiles(model, device) else None,
+        keeps_attention=work.keeps_attention,
         fp32_products=takes_fp32_products(model, device),
         seed=seed,
         # Without the guard the first step that is not finite ends the run.

@@ -54,6 +54,15 @@ def open_model(config: RunConfig) -> tuple[PreTrainedModel, WeightReader]:
     return model, SafetensorsFolder(folder, model) if folder is not None else Initialiser(model, config.train.seed)
 
 
+def model_config_of(config: ModelConfig) -> PretrainedConfig:
+    """Hugging Face's config of a run's model.
+
+    Raises:
+        UnsupportedModelError: transformers does not take it, or it asks for more than any model has.
+    """
+    return read_model_config(config, _folder_of(config))
+
+
 def _folder_of(config: ModelConfig) -> Path | None:
     """Return the folder of the model, which may have to be downloaded; None: it starts from scratch."""
     return resolve(config.path) if config.path is not None else None

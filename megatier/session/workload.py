@@ -41,6 +41,8 @@ class Workload:
     """How NVMe is read and written."""
     rows: int
     """Sequences of one group."""
+    keeps_attention: bool = False
+    """Whether what attention gave stays until a backward that computes the rest of its layer again."""
 
     @classmethod
     def of(
@@ -105,7 +107,15 @@ class Workload:
                 ranks=world.ranks,
                 host_ranks=world.host_ranks,
             )
-        return cls(units=units, specs=specs, activations=activations, policy=policy, options=options, rows=rows)
+        return cls(
+            units=units,
+            specs=specs,
+            activations=activations,
+            policy=policy,
+            options=options,
+            rows=rows,
+            keeps_attention=train.keeps_attention(tokens),
+        )
 
     @classmethod
     def in_parts(

@@ -25,13 +25,19 @@ from megatier.planner.search import Choice, changed, search
 from megatier.report.metrics import wavering
 from megatier.schedule.rates import Rates, World
 from megatier.schedule.sizes import Budgets
+from megatier.session.attention import with_kernel
 from megatier.session.machine import budgets_of, choose_device, compiles
 from megatier.session.skeleton import skeleton_of
 from megatier.train.outlet import say
 
+WITHOUT_FLEX = "model.attention is {}, not flex_attention, because {}"
+
 
 def fix_choices(
-    config: RunConfig, given: frozenset[str] = frozenset(), model: PreTrainedModel | None = None
+    config: RunConfig,
+    given: frozenset[str] = frozenset(),
+    model: PreTrainedModel | None = None,
+    console: Console | None = None,
 ) -> RunConfig:
     """Return the config with the numeric choices that machine and model decide, as the run directory records them.
 
@@ -42,12 +48,18 @@ def fix_choices(
         config: the run.
         given: dotted names of the settings that stay as they are.
         model: its skeleton, if it was built already.
+        console: what a person sees, who is told if a GPU does not take its fastest attention; None: nobody sees.
 
     Raises:
         ConfigError: sequences are longer than the model's table of positions.
     """
     model = model or skeleton_of(config.model)
-    config = fit_positions(config, given, model)
+
+    # The kernel of attention depends on how long sequences are. A skeleton serves for any kernel here.
+    config, why = with_kernel(fit_positions(config, given, model))
+    if why and console is not None:
+        say(console, WITHOUT_FLEX.format(config.model.attention, why))
+
     tiers = config.tiers
     chosen = compiles(config.model, choose_device(tiers))
     if config.output.savepoint_every:

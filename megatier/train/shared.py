@@ -58,7 +58,9 @@ def choices_of(
 
     # Homes and slots follow from the budgets, and have to be the same on all ranks.
     budgets = Budgets.least(crew.agree(own))
-    return crew.first(lambda: plan_choices(fix_choices(config, given), given, budgets, world_of(ranks), console))
+    return crew.first(
+        lambda: plan_choices(fix_choices(config, given, console=console), given, budgets, world_of(ranks), console)
+    )
 
 
 def run_before_restart(

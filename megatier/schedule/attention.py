@@ -1,0 +1,121 @@
+"""Attention: how fast its kernels are, and which one is the fastest. Pure figures, never a stopwatch.
+
+All kernels here give the same bits in every process. They were measured on an H200: causal, bf16, 32 query heads and 8
+key heads of 128 elements. The free flash kernel, which `numerics.deterministic: false` allows, is slower than flex
+attention as well (173, 306 and 325 TFLOP/s for forward and backward at 1,024, 8,192 and 131,072 tokens).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatier.tier import Phase
+
+SDPA = "sdpa"
+FLEX = "flex_attention"
+
+MEASURED: dict[str, dict[Phase, tuple[tuple[int, float], ...]]] = {
+    SDPA: {
+        Phase.FORWARD: ((1_024, 243e12), (8_192, 338e12), (131_072, 341e12)),
+        Phase.BACKWARD: ((1_024, 173e12), (8_192, 272e12), (131_072, 185e12)),
+    },
+    FLEX: {
+        Phase.FORWARD: ((1_024, 280e12), (8_192, 406e12), (131_072, 409e12)),
+        Phase.BACKWARD: ((1_024, 209e12), (8_192, 367e12), (131_072, 385e12)),
+    },
+}
+"""FLOPs a second of each kernel and phase, at some tokens of a sequence. `sdpa` is the deterministic flash kernel."""
+PRODUCTS = 590e12
+"""FLOPs a second of the products of a layer on the same GPU."""
+HOPPER = (9, 0)
+"""Compute capability of the GPUs on which the kernels were measured."""
+HEAD_SIZE = 128
+"""Elements of a head with which they were measured."""
+BACKWARD = 2.5
+"""FLOPs of attention's backward over those of its forward: five products instead of two."""
+REPEATED_KEYS_FROM = 4_096
+"""Tokens from which on flex attention also wins where Hugging Face repeats keys and values for it. That moves about 10
+hidden sizes a token, 27 ns at 4,096 elements and 3 TB/s. Flex attention saves 28 ns a token at 1,024, and more than 100
+at 4,096."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """The attention of a run, as far as the choice of its kernel depends on it."""
+
+    capability: tuple[int, int] | None
+    """Compute capability of the GPU; None: a CPU computes."""
+    tokens: int
+    """Tokens of a sequence."""
+    head_size: int
+    """Elements of a head."""
+    repeats_keys: bool
+    """Whether Hugging Face repeats keys and values for flex attention: if several query heads share a key head, and the
+    number of query heads is no power of two."""
+    compiles: bool
+    """Whether layers are compiled."""
+    is_bf16: bool
+    """Whether it computes in bf16."""
+    cuts_documents: bool
+    """Whether a group of documents that are apart is cut into slices."""
+    unsupported: str | None
+    """Why the model cannot take flex attention, or has never been measured with it; None: it can."""
+
+
+def chosen(attention: Attention) -> tuple[str, str]:
+    """The fastest repeatable kernel for a run, and why it is not flex attention; empty if it is, or on a CPU."""
+    if attention.capability is None:
+        return SDPA, ""
+
+    reasons = {
+        f"this GPU has compute capability {'.'.join(map(str, attention.capability))}, and the kernels were measured on "
+        "9.0 alone": attention.capability != HOPPER,
+        attention.unsupported: attention.unsupported is not None,
+        "layers are not compiled": not attention.compiles,
+        "it computes in fp32": not attention.is_bf16,
+        f"heads have {attention.head_size} elements, and the kernels were measured with {HEAD_SIZE} alone": (
+            attention.head_size != HEAD_SIZE
+        ),
+        f"sequences of {attention.tokens} tokens are shorter than those that were measured": (
+            attention.tokens < MEASURED[FLEX][Phase.FORWARD][0][0]
+        ),
+        "a mask by blocks cannot be cut into slices": attention.cuts_documents,
+        f"keys would be repeated, which only pays from {REPEATED_KEYS_FROM:,} tokens on": (
+            attention.repeats_keys and attention.tokens < REPEATED_KEYS_FROM
+        ),
+        "it is slower at this length": (
+            _seconds_per_flop(FLEX, attention.tokens) > _seconds_per_flop(SDPA, attention.tokens)
+        ),
+    }
+    why = next((reason for reason, holds in reasons.items() if holds), None)
+    return (FLEX, "") if why is None else (SDPA, str(why))
+
+
+def efficiency(kernel: str, tokens: int, phase: Phase) -> float:
+    """FLOPs a second of a kernel over those of products on the same GPU.
+
+    Other GPUs are taken to be like the one that was measured, and so are lengths beyond those that were: the nearest
+    counts. In between the rate goes with the logarithm of the length. `eager` and other kernels count as `sdpa`.
+
+    Args:
+        kernel: as in `model.attention`.
+        tokens: tokens of a sequence.
+        phase: forward or backward.
+    """
+    points = MEASURED.get(kernel, MEASURED[SDPA])[phase]
+    if tokens <= points[0][0]:
+        return points[0][1] / PRODUCTS
+
+    for (low, low_rate), (high, high_rate) in pairwise(points):
+        if tokens <= high:
+            part = math.log(tokens / low) / math.log(high / low)
+            return (low_rate + part * (high_rate - low_rate)) / PRODUCTS
+    return points[-1][1] / PRODUCTS
+
+
+def _seconds_per_flop(kernel: str, tokens: int) -> float:
+    """Seconds of forward and backward for each FLOP of the forward, on the GPU that was measured."""
+    forward, backward = (efficiency(kernel, tokens, phase) for phase in Phase)
+    return (1 / forward + BACKWARD / backward) / PRODUCTS

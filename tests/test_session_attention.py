@@ -1,0 +1,95 @@
+"""`model.attention: auto` becomes a kernel by the model's config, the GPU and the settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatier.config.data_section import DataConfig
+from megatier.config.schema import ModelConfig, RunConfig, TiersConfig, TrainConfig
+from megatier.session import attention as choosing
+from megatier.session.attention import with_kernel
+from megatier.train.choices import fix_choices
+
+WIDE = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+
+
+def config_of(shape: dict[str, Any], model: dict[str, Any] | None = None, **train: Any) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(config={"model_type": "llama"} | WIDE | shape, **model or {}),
+        data=DataConfig(files=("x",), tokenizer="bytes", sequence_length=8192),
+        tiers=TiersConfig(),
+        train=TrainConfig(**train),
+    )
+
+
+def test_kernel_on_a_cpu_is_sdpa() -> None:
+    found, why = with_kernel(config_of({}, {"compile": False}))
+    if not torch.cuda.is_available():
+        assert (found.model.attention, why) == ("sdpa", "")
+
+
+def test_kernel_for_a_measured_gpu_is_flex_attention() -> None:
+    found, why = with_kernel(config_of({}), here=False)
+    assert (found.model.attention, why) == ("flex_attention", "")
+    assert with_kernel(found, here=False) == (found, "")
+
+
+def test_kernel_here_is_that_of_the_gpu_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "choose_device", lambda tiers: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert with_kernel(config_of({}))[0].model.attention == "flex_attention"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    found, why = with_kernel(config_of({}))
+    assert found.model.attention == "sdpa"
+    assert "8.6" in why
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+def test_kernel_that_is_named_stays(attention: str) -> None:
+    config = config_of({}, {"attention": attention})
+    assert with_kernel(config, here=False) == (config, "")
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        ({"attention_dropout": 0.1}, "dropout"),
+        ({"model_type": "gemma2"}, "another kind of attention (sliding_attention)"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding window"),
+        ({"model_type": "gpt2"}, "transformers gives gpt2 no flex attention"),
+        ({"model_type": "llama", "head_dim": 64}, "heads have 64 elements"),
+        ({"model_type": "deepseek_v3", "qk_nope_head_dim": 64, "qk_rope_head_dim": 64}, "flex attention|compressed"),
+    ],
+)
+def test_kernel_of_a_model_that_was_not_measured_is_sdpa_with_the_reason(shape: dict[str, Any], why: str) -> None:
+    found, reason = with_kernel(config_of(shape), here=False)
+    assert found.model.attention == "sdpa"
+    assert any(part in reason for part in why.split("|")), reason
+
+
+def test_kernel_of_slices_of_documents_apart_is_sdpa() -> None:
+    config = config_of({}, slices=2, batch=2)
+    data = DataConfig(files=("x",), tokenizer="bytes", sequence_length=8192, cross_documents=False)
+    config = RunConfig(model=config.model, data=data, train=config.train)
+    found, why = with_kernel(config, here=False)
+    assert found.model.attention == "sdpa"
+    assert "cut into slices" in why
+
+
+def test_kernel_is_recorded_by_name_and_stays_if_a_run_goes_on() -> None:
+    config = config_of({"num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 32}, {"compile": False})
+    found = fix_choices(config)
+    assert found.model.attention == "sdpa"  # neither compiled, nor on a GPU
+    named = replace(config, model=replace(config.model, attention="sdpa"))
+    assert fix_choices(named).model.attention == "sdpa"
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(1024, False), (4096, True), (131_072, True)])
+def test_attention_is_kept_where_it_is_long_unless_the_config_says_otherwise(tokens: int, kept: bool) -> None:
+    assert TrainConfig().keeps_attention(tokens) is kept
+    assert TrainConfig(kept_attention=False).keeps_attention(tokens) is False
+    assert TrainConfig(kept_attention=True).keeps_attention(tokens) is True
