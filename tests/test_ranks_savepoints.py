@@ -37,7 +37,7 @@ from megatier.train import saves
 TIERS: dict[str, dict[str, Any]] = {
     "nvme": {"tiers.state": "nvme", "tiers.ram": "24MiB"},
     "nvme, three": {"tiers.state": "nvme", "tiers.ram": "24MiB", "tiers.generations": 3},
-    "all": {"tiers.state": "gpu,ram,nvme", "tiers.ram": "12MiB"},
+    "all": {"tiers.state": "gpu,ram,nvme", "tiers.ram": "13MiB"},
     "ram": {"tiers.state": "ram", "tiers.ram": "64MiB", "tiers.generations": 1, "tiers.nvme": None},
 }
 
