@@ -145,3 +145,10 @@ def test_streamed_gradients_that_torch_would_clip_or_unscale_are_refused_by_name
             scaler.step(streamed.optimizer)
         streamed.model.zero_grad()
         assert streamed.steps == 0
+
+
+def test_zero_grad_of_a_module_around_a_streamed_one_has_nothing_to_clear() -> None:
+    with megatier.stream(plain_model(exactness_config("untied")), tiers=TIERS) as streamed:
+        torch.nn.Sequential(streamed.model).zero_grad()
+        with pytest.raises(StreamedModelError, match=r"never in \.grad"):
+            _ = next(streamed.model.parameters()).grad

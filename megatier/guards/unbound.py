@@ -6,6 +6,7 @@ An unbound parameter refuses every change, and most ways of computing with it, s
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
@@ -79,7 +80,7 @@ class Unbound(nn.Parameter):
             StreamedModelError: it asks for a gradient that nobody may ask for.
         """
         kwargs = kwargs or {}
-        if function == GRADIENT and args[0].refuses_gradient:
+        if function == GRADIENT and args[0].refuses_gradient and not _clears():
             raise StreamedModelError(
                 "gradients of a streamed model are on their way to its tiers, and never in .grad. torch's "
                 "clip_grad_norm_ would find none: set streamed.clip instead, and read the norm from "
@@ -153,6 +154,15 @@ def refuse_gradients(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if isinstance(parameter, Unbound):
             parameter.refuses_gradient = True
+
+
+def _clears() -> bool:
+    """Return whether a gradient is asked for by a `zero_grad`, which has nothing to clear and loses nothing by that."""
+    # The streamed model has one of its own. That of a module around it, such as Lightning's, asks each parameter.
+    frame = sys._getframe(1)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_name == "zero_grad"
 
 
 def _targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Unbound]:  # noqa: ANN401
