@@ -33,7 +33,8 @@ from megatier.integrations.lightning_strategy import MegatierStrategy
 
 pytestmark = pytest.mark.filterwarnings("default")  # of Lightning
 STEPS = 10
-ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
+# With a small eps the sign of a gradient that is nearly zero, which is noise, decides a whole step of its weight.
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-2}
 
 
 @pytest.fixture(autouse=True, scope="module")

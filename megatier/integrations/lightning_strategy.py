@@ -29,6 +29,13 @@ LIGHTNING_FILE = "lightning.ckpt"
 """File in a checkpoint's folder with all that Lightning itself keeps."""
 
 
+class ClippedByUpdate(Precision):
+    """Lightning's plain precision, without its clipping: the update itself clips, and there is no gradient to scale."""
+
+    def clip_gradients(self, *_: object, **__: object) -> None:
+        """Leave gradients to the update."""
+
+
 class MegatierStrategy(SingleDeviceStrategy):
     """Lightning's loop, data, schedules, callbacks and logs over megatier's step.
 
@@ -75,7 +82,7 @@ class MegatierStrategy(SingleDeviceStrategy):
                 f"the streamed model computes on {self.root_device} alone; give the Trainer devices=1 and num_nodes=1.",
             ),
             (
-                type(self.precision_plugin) is not Precision,
+                type(self.precision_plugin) not in (Precision, ClippedByUpdate),
                 "the precision of a streamed model is compute_dtype of megatier.stream; leave precision out.",
             ),
             (
@@ -118,8 +125,9 @@ class MegatierStrategy(SingleDeviceStrategy):
             (bool(others), f"{', '.join(others)}: only streamed parameters are trained; freeze all others."),
         )
 
-        # The update itself clips; Lightning's own clipping finds no gradients to scale. 0 means off there.
+        # 0 means off there.
         self.streamed.clip = trainer.gradient_clip_val or None
+        self.precision_plugin = ClippedByUpdate()
         super().setup_optimizers(trainer)
 
         # Known only now, since the call above asks the module for its optimizers.
