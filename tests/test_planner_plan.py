@@ -31,10 +31,10 @@ from megatier.config.schema import ModelConfig, NumericsConfig, RunConfig, Tiers
 from megatier.errors import PlanError
 from megatier.models.decoder import build_skeleton
 from megatier.planner.plan import Plan, checkpoint_seconds, make_plan, pause_seconds
-from megatier.schedule.attention import efficiency
 from megatier.schedule.forecast import Forecast
 from megatier.schedule.rates import DriveRates, Rates, World, read_rates
 from megatier.schedule.sizes import Budgets, Policy, host_ram
+from megatier.session.attention_rule import efficiency
 from megatier.session.skeleton import skeleton_of
 from megatier.tier import Kind, Phase, Tier
 

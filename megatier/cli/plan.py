@@ -35,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
     options, overrides = _parser().parse_known_args(argv)
     loaded = config_file.load(options.config, overrides)
     given = config_file.given(options.config, overrides)
-    world = _world(options.ranks, options.hosts)
+    world = World(options.ranks, options.hosts)
     if world.ranks > 1 and "train.groups" not in given:
         # As `megatier train` does under torchrun (`train.shared.choices_of`).
         loaded = replace(loaded, train=replace(loaded.train, groups=world.ranks))
@@ -143,17 +143,6 @@ def _nothing_collected() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _world(ranks: int, hosts: int) -> World:
-    """Return the ranks of a run, as the command line has them.
-
-    Raises:
-        ConfigError: there are none, or hosts cannot have equally many.
-    """
-    if ranks < 1 or hosts < 1 or ranks % hosts:
-        raise ConfigError(f"--ranks {ranks} --hosts {hosts}: give a number of ranks that so many hosts share equally.")
-    return World(ranks, hosts)
 
 
 def _planned(

@@ -60,8 +60,7 @@ class Node:
             unit: the name of the unit that brings the weights.
             module_name: the name of the module in the model.
             module: the module, whose parameters lie on meta.
-            bindings: for each place of a weight in the module, the dictionary, the key and the slice of the unit's
-                layout.
+            bindings: the places of the unit's weights in the module.
             activations: the policy between forward and backward.
             lent: the places in the module in which a module around it puts copies of its own unit's weights.
             compiles: compile the forward, if the stage compiles.
@@ -74,8 +73,6 @@ class Node:
         """The name of the module in the model, for messages."""
         self.module = module
         """The module itself, whose `forward` on the instance is this node."""
-        self.dtype = stage.dtypes[unit]
-        """The dtype of the compute copy of its weights."""
         self.activations = activations
         """The policy between forward and backward."""
         self.bindings = bindings
@@ -84,19 +81,15 @@ class Node:
         """The same, and then the places of weights that are lent to it."""
         self.rows = Rows(module_name)
         """Which arguments and results of the module have the batch in front."""
-
         self._forward: Callable[..., Any] = module.forward
-        self._compiled: Compiled[..., Any] | None = None
-        if compiles and stage.compilation is not None and not isinstance(module, nn.Embedding):
-            self._compiled = stage.compilation(module.forward, type(module).__name__)
+        self._compiled = _compiled(stage, module) if compiles else None
 
+        self._forwards: Counter[bool] = Counter()
+        """The number of forwards with a gradient (True), and without."""
         self.is_new = True
         """Whether this is one of the module's first forwards, which are looked at closely."""
         self.is_written = False
         """Whether a forward of the module has written a weight's own bits into it."""
-        self._forwards: Counter[bool] = Counter()
-        """The number of forwards with a gradient (True), and without."""
-
         # A tied weight may have several bindings in one module; it has one slice.
         self._slices = {tensor.name: tensor for _, _, tensor in bindings}
         self._lent = {tensor.name: (parameters, leaf) for parameters, leaf, tensor in lent}
@@ -283,6 +276,11 @@ class Node:
                 raise refused(self.module_name, tensor.name)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the compute copy of its weights."""
+        return self.stage.dtypes[self.unit]
+
+    @property
     def keeps_graph(self) -> bool:
         """Whether the forward's graph stays for the backward, rather than being made again there."""
         # A compiled forward that saves its inputs alone computes again by itself, inside its own backward.
@@ -323,6 +321,13 @@ class Node:
             copies = lend_weights(self)
         with self._bound([*copies, *self._copies()]):
             yield
+
+
+def _compiled(stage: Stage, module: nn.Module) -> Compiled[..., Any] | None:
+    """Return a module's forward, compiled; None if the stage does not compile, or there is nothing to gain."""
+    if stage.compilation is None or isinstance(module, nn.Embedding):
+        return None
+    return stage.compilation(module.forward, type(module).__name__)
 
 
 class Lender(Node):

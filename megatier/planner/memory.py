@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from megatier.config.schema import RunConfig
 from megatier.models.decoder import Unit
-from megatier.schedule.attention import FLEX
+from megatier.session.attention_rule import FLEX
 from megatier.session.workload import COMPUTE_DTYPES, Workload, boundary_width, hidden_width
 
 CONTEXT_BYTES = 1_000_000_000

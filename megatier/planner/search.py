@@ -98,9 +98,8 @@ def search(
     trials = _trials(model, config, rates, budgets, compiles=compiles, fixed=fixed, world=world)
     best: Choice | None = None
     refused: PlanError | None = None
+    # Compute and placement of the trials so far: a forecast depends on nothing else. Mappings have no hash.
     seen: list[tuple[Mapping[tuple[str, Phase], float], Placement]] = []
-    """Compute and placement of the trials so far. A forecast depends on nothing else. Mappings have no hash, and trials
-    are few, so this is a list."""
 
     # The sort is stable, so among trials with equal compute the simplest comes first.
     for settings, wanted in sorted(trials, key=lambda one: one[1].compute_seconds):

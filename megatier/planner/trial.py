@@ -19,12 +19,12 @@ from megatier.models.decoder import Unit
 from megatier.models.experts import cut_units
 from megatier.planner.memory import ActivationBytes, activation_bytes, head_width, interpolated, keeps_attention
 from megatier.ranks.ranks import check_groups
-from megatier.schedule.attention import BACKWARD, FLEX, efficiency
 from megatier.schedule.forecast import Forecast, floor, forecast
 from megatier.schedule.placement import Placement, place
 from megatier.schedule.rates import ALONE, Rates, World
 from megatier.schedule.sizes import Budgets
 from megatier.schedule.timeline import Access
+from megatier.session.attention_rule import BACKWARD, FLEX, efficiency
 from megatier.session.workload import Workload, advised, hidden_width
 from megatier.tier import Phase, Tier
 
@@ -207,7 +207,7 @@ def _compute_seconds(
     half of them for gradients of weights, which frozen ones do not have, and 2.5 times as many for attention. Causal
     attention takes 2 x sequence x width FLOPs for each token in the forward, and twice that with a mask of all pairs,
     whose kernel also computes what is masked. A mask by blocks spares the more FLOPs the shorter documents are; that is
-    not counted. Attention of compiled layers has the rate of its kernel (`schedule.attention`).
+    not counted. Attention of compiled layers has the rate of its kernel (`session.attention_rule`).
     """
     text = model.config.get_text_config()
     sequence = config.data.sequence_length

@@ -22,10 +22,21 @@ from megatier.tier import Way
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks of a run, and the hosts that have equally many of them."""
+    """The ranks of a run, and the hosts that have equally many of them.
+
+    Raises:
+        ConfigError: there are none, or hosts cannot have equally many.
+    """
 
     ranks: int = 1
     hosts: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if self.ranks < 1 or self.hosts < 1 or self.ranks % self.hosts:
+            raise ConfigError(
+                f"{self.ranks} ranks on {self.hosts} hosts: give a number of ranks that so many hosts share equally."
+            )
 
     @property
     def host_ranks(self) -> int:

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from megatier.config.schema import RunConfig
 from megatier.models.decoder import supports_flex
-from megatier.schedule.attention import HOPPER, Attention, chosen
+from megatier.session.attention_rule import HOPPER, Attention, chosen
 from megatier.session.machine import choose_device, compiles
 from megatier.session.skeleton import model_config_of
 

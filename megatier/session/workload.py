@@ -74,13 +74,7 @@ class Workload:
         units = with_schemas(model, units, model_config.compute_dtype)
         units = tuple(replace(unit, layout=unit.layout.padded(world.ranks)) for unit in units)
         dtype = COMPUTE_DTYPES[model_config.compute_dtype]
-        options = IoOptions(
-            num_threads=tiers.io_threads or IoOptions().num_threads,
-            direct=tiers.direct_io == "auto",
-            checksums=tiers.checksums,
-            gpu_direct=tiers.gpu_direct,
-        )
-
+        options = _io_options(tiers)
         activations = _activations(units, train)
         rows = train.batch // train.groups
         hidden_bytes = rows * tokens * boundary_width(model) * dtype.itemsize
@@ -96,17 +90,7 @@ class Workload:
             for u in units
         )
 
-        policy = _policy(specs, tiers, train, options, guard=numerics.guard, savepoints=savepoints)
-
-        # The norm is known when all ranks are through, so no update runs inside the backward.
-        if world.ranks > 1:
-            policy = replace(
-                policy,
-                deferred=True,
-                groups=train.groups // world.ranks,
-                ranks=world.ranks,
-                host_ranks=world.host_ranks,
-            )
+        policy = _policy(specs, tiers, train, options, world, guard=numerics.guard, savepoints=savepoints)
         return cls(
             units=units,
             specs=specs,
@@ -192,20 +176,35 @@ def _fits_slots(parts: int, place_with: Callable[[int], object]) -> bool:
     return True
 
 
+def _io_options(tiers: TiersConfig) -> IoOptions:
+    """How NVMe is read and written."""
+    return IoOptions(
+        num_threads=tiers.io_threads or IoOptions().num_threads,
+        direct=tiers.direct_io == "auto",
+        checksums=tiers.checksums,
+        gpu_direct=tiers.gpu_direct,
+    )
+
+
 def _policy(
     specs: Sequence[UnitSpec],
     tiers: TiersConfig,
     train: TrainConfig,
     options: IoOptions,
+    world: World,
     *,
     guard: bool,
     savepoints: bool,
 ) -> Policy:
+    """The choices that decide how many bytes a rank has."""
     widest = max(unit.schema.bytes_per_parameter for unit in specs)
     return Policy(
         state=tuple(Tier(name) for name in tiers.state),
-        deferred=guard or train.clip is not None,
-        groups=train.groups,
+        # The norm of several ranks is known when all of them are through, so no update runs inside the backward.
+        deferred=guard or train.clip is not None or world.ranks > 1,
+        groups=train.groups // world.ranks,
+        ranks=world.ranks,
+        host_ranks=world.host_ranks,
         slices=train.slices,
         chunk_elements=tiers.chunk // widest if tiers.chunk is not None else None,
         streamed_share=tiers.streamed_share,

@@ -81,17 +81,14 @@ def train(
     Raises:
         MegatierError: before training where possible; the message says what to change.
     """
-    if config.output.tensorboard:
-        load_tensorboard()
-    make_repeatable(config)
-    share_interpreter()
-
+    _prepare_process(config)
     with ExitStack() as stack:
         ranks = stack.enter_context(joined(device_for(config.tiers.device)))
         if not resumes and (before := run_before_restart(config, given, ranks)) is not None:
             config, given = before
             resumes = True
         config, expected = choices_of(config, given, ranks, console)
+        forecast = None if expected is None else expected.forecast
         console = console_of(ranks, console)
         watchdog = stack.enter_context(_watchdog(config, expected, ranks))
         directory = stack.enter_context(SharedDirectory(config, ranks, resumes=resumes))
@@ -101,17 +98,14 @@ def train(
         session, text = _open_session(stack, config, source, directory, start, ranks, console)
         counts_epochs = config.train.epochs is not None
         config = replace(config, train=text.with_steps(config.train))
-        forecast = None if expected is None else expected.forecast
         plan = SavePlan.of(config.output, session, forecast, is_done=start.step == config.train.steps)
         if directory.leads:
             describe(console, config, session, text.own, plan)
 
-        # The settings of a run that is resumed are written down only now, when nothing refuses them any more. Those of
-        # one that counts epochs have their steps now.
+        # Those of a run that is resumed only now, when nothing refuses them; those in epochs have their steps now.
         start.fill(session, source.reader, console)
         if (resumes or counts_epochs) and directory.leads:
-            write_numbers(directory.path / NUMBERS_FILE, config, source.origin)
-            directory.write_config(config)
+            _write_settings(config, directory, source)
 
         record = _open_records(stack, config, directory, start.step, console)
         record({"step": start.step, **opening(session, tier_states(session), expected, source.changes)})
@@ -122,6 +116,20 @@ def train(
         _finish(config, console, session, source, saves, is_whole=is_whole)
         if config.output.trace and directory.leads:
             write_trace(directory.path / TRACE_FILE, loop.traced)
+
+
+def _prepare_process(config: RunConfig) -> None:
+    """Set up this process for a run, before anything of it is built."""
+    if config.output.tensorboard:
+        load_tensorboard()
+    make_repeatable(config)
+    share_interpreter()
+
+
+def _write_settings(config: RunConfig, directory: SharedDirectory, source: _Source) -> None:
+    """Write the settings down as they are now."""
+    write_numbers(directory.path / NUMBERS_FILE, config, source.origin)
+    directory.write_config(config)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatier.schedule.attention import FLEX, HOPPER, MEASURED, SDPA, Attention, chosen, efficiency
+from megatier.session.attention_rule import FLEX, HOPPER, MEASURED, SDPA, Attention, chosen, efficiency
 from megatier.tier import Phase
 
 LLAMA = Attention(
