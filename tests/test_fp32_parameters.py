@@ -166,15 +166,15 @@ def test_run_with_routers_in_fp32_goes_on_from_a_checkpoint_to_the_same_bits(
 
 
 @pytest.mark.gpu
-def test_routers_in_fp32_on_cuda_have_the_same_bits_on_any_tier(tmp_path: Path) -> None:
-    for compiles in (False, True):
-        for run, _ in RUNS.values():
-            run = replace(run, device="cuda", compile=compiles)
-            placed = [("gpu", "keep"), ("ram", "recompute"), ("ram_streamed", "offload"), ("nvme", "keep")]
-            first, *others = run_in_fresh_process(
-                [replace(run, place=place, activations=how) for place, how in placed], tmp_path
-            )
-            assert [other == first for other in others] == [True] * len(others)
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("name", RUNS)
+def test_routers_in_fp32_on_cuda_have_the_same_bits_on_any_tier(name: str, compiles: bool, tmp_path: Path) -> None:
+    run = replace(RUNS[name][0], device="cuda", compile=compiles)
+    placed = [("gpu", "keep"), ("ram", "recompute"), ("ram_streamed", "offload"), ("nvme", "keep")]
+    first, *others = run_in_fresh_process(
+        [replace(run, place=place, activations=how) for place, how in placed], tmp_path
+    )
+    assert [other == first for other in others] == [True] * len(others)
 
 
 # ---------------------------------------------------------------------- in and out of files
