@@ -53,7 +53,6 @@ def test_read_records_gives_what_was_written_and_its_place(tmp_path: Path, name:
     ("name", "content", "message"),
     [
         ("a.json", b'[{"text": "a"},\n{"text": ]', "line 2: no valid JSON"),
-        ("a.json", b'{"text": "a"}\n{"text": ', "line 2: no valid JSON"),
         ("a.parquet", b"PAR1 and no more", "no valid parquet file"),
         ("a.arrow", b"ARROW1 and no more", "no valid arrow file"),
         ("a.arrow", b"", "no valid arrow file"),
@@ -66,6 +65,16 @@ def test_read_records_damaged_file_says_which(tmp_path: Path, name: str, content
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"{name}[,:] ?{message}"):
         list(read_records(path, path.suffix[1:]))
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_read_records_line_that_is_no_json_has_its_error_in_its_place(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b'{"text": "a"}\n{"text": \n{"text": "b"}')
+    first, bad, last = read_records(path, path.suffix[1:])
+    assert (first[1], last[1]) == ({"text": "a"}, {"text": "b"})
+    assert isinstance(bad[1], DataError)
+    assert f"{name}, line 2: no valid JSON" in str(bad[1])
 
 
 def test_read_records_json_by_lines_is_told_from_an_array(tmp_path: Path) -> None:

@@ -100,7 +100,9 @@ def test_search_for_ranks_finds_what_trying_everything_finds() -> None:
     least = min(trial.forecast(trial.placed()).seconds for _, trial in fitted)
     choice = search(model, config, rates, budgets, compiles=True, world=world)
     assert least <= choice.seconds <= least / (1 - WORTH)
-    assert choice.trial.budgets.ram == ram // 2
+    assert choice.trial.budgets == replace(
+        Budgets(64 * MIB, ram, 512 * MIB).of_rank(world), gpu=choice.trial.budgets.gpu
+    )
 
 
 def test_search_cuts_no_mask_that_cannot_be_cut() -> None:
