@@ -141,6 +141,17 @@ class Call:
 
         return value[index * rows : (index + 1) * rows]
 
+    def take_inputs(self) -> list[Any]:
+        """Take out the inputs that require a gradient, in order."""
+        # The call lives until the backward. An input that it or its arguments held would live as long, though a policy
+        # drops it.
+        inputs = [self.flat[i] for i in self.differentiable]
+        for i in self.differentiable:
+            self.flat[i] = None
+            if not self.is_lent(i):
+                self.arguments.leaves[i] = None
+        return inputs
+
     def is_lent(self, position: int) -> bool:
         """Whether a flat input is a weight that is lent to the module, and no argument."""
         return position >= len(self.arguments.leaves)

@@ -143,13 +143,7 @@ class Node:
         if not (self.trains or call.differentiable):
             return call.run_plain(is_cut=True)
 
-        # The call lives until the backward. An input that it or its arguments held would live as long, though a policy
-        # drops it. Weights that are lent lie behind the arguments.
-        inputs = [flat[i] for i in call.differentiable]
-        for i in call.differentiable:
-            call.flat[i] = None
-            if not call.is_lent(i):
-                arguments.leaves[i] = None
+        inputs = call.take_inputs()
 
         # The backward counts down what is announced here, so it is announced before autograd knows of the call.
         if self.trains:
