@@ -11,6 +11,7 @@ from megatier.config.data_section import DataConfig
 from megatier.data import packer
 from megatier.data.conversation import Conversation
 from megatier.data.packer import FIRST, MARK_BITS, Packer, best_fit
+from megatier.data.records import BadRecords
 from megatier.data.tokenizer import byte_tokenizer
 
 
@@ -47,7 +48,7 @@ def conversation(answer: str) -> Conversation:
 def test_lay_windows_are_whole_rows_and_texts_in_between_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packer, "WINDOW_ROWS", 0)
     config = DataConfig(files=("a",), tokenizer="bytes", sequence_length=64, window_rows=2, cross_documents=False)
-    made = Packer(config, byte_tokenizer())
+    made = Packer(config, byte_tokenizer(), BadRecords(skips=False))
     documents: list[str | Conversation] = ["text", conversation("a"), conversation("b" * 100), conversation("c"), "end"]
     laid = [np.concatenate([*made.lay(document), np.empty(0, np.int64)]) for document in documents]
     assert [len(tokens) for tokens in laid] == [5, 0, 64 - 5 + 3 * 64, 0, 64 + 4]
@@ -66,7 +67,7 @@ def test_lay_same_conversations_same_tokens_whatever_is_tokenised_at_once(monkey
     found = []
     for characters in (1, 100, 1 << 17):
         monkeypatch.setattr("megatier.data.template.BATCH_CHARACTERS", characters)
-        made = Packer(config, byte_tokenizer())
+        made = Packer(config, byte_tokenizer(), BadRecords(skips=False))
         assert [piece for number in range(30) for piece in made.lay(conversation("x" * (number * 7 % 40)))] == []
         found.append(np.concatenate(list(made.end())).tolist())
     assert found[0] == found[1] == found[2]

@@ -241,11 +241,32 @@ def test_batch_everything_held_out_raises(tmp_path: Path) -> None:
         stream.batch(0, 1)
 
 
+def test_batch_bad_rows_are_left_out_if_told_so_and_a_resumed_stream_goes_on(tmp_path: Path) -> None:
+    folder = Path(write_rows(tmp_path / "rows", count=30))
+    lines = (folder / "1.jsonl").read_text().splitlines()
+    lines[2] = json.dumps({"text": None, "messages": []})
+    (folder / "1.jsonl").write_text("\n".join(lines))
+
+    with opened(tmp_path, skip_bad=True) as stream:
+        whole = [ids(stream.batch(step, 2)) for step in range(30)]
+        assert stream.bad.count >= 1
+        assert "row 9 from where reading began: no text" in stream.bad.said
+    numbers = {int(text[1:3]) for text in documents_in([token for batch in whole for token in batch])}
+    assert numbers == set(range(4, 30)) - {12}
+
+    with opened(tmp_path, skip_bad=True) as stream:
+        found = [ids(stream.batch(step, 2)) for step in range(9)]
+        state = state_of(stream)
+    with opened(tmp_path, state, skip_bad=True) as stream:
+        found += [ids(stream.batch(step, 2)) for step in range(9, 30)]
+    assert found == whole
+
+
 def test_batch_malformed_row_names_it(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows")
     with (
         opened(tmp_path, text_field="body", holdout_rows=0) as stream,
-        pytest.raises(DataError, match=r"rows \(train\), row 1: no text under 'body'"),
+        pytest.raises(DataError, match=r"rows \(train\), row 1 from where reading began: no text under 'body'"),
     ):
         stream.batch(0, 1)
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from megatier.config.data_section import DataConfig
 from megatier.config.schema import ModelConfig, RunConfig
 from megatier.data.conversation import Conversation
+from megatier.data.records import BadRecords
 from megatier.data.template import tokenise_chats
 from megatier.data.tokenizer import byte_tokenizer, load_tokenizer
 from megatier.errors import DataError
@@ -49,6 +50,9 @@ LAST_TURN_THINKS = """\
 """
 
 
+REFUSED = BadRecords(skips=False)
+
+
 def with_template(template: str | None) -> PreTrainedTokenizerFast:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
@@ -57,7 +61,7 @@ def with_template(template: str | None) -> PreTrainedTokenizerFast:
 
 def read(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]] = MESSAGES) -> tuple[str, str]:
     """The whole conversation, and what of it is learnt."""
-    ids, learnt = next(tokenise_chats([Conversation(messages, None, "a.jsonl, line 7")], tokenizer))
+    ids, learnt = next(tokenise_chats([Conversation(messages, None, "a.jsonl, line 7")], tokenizer, REFUSED))
     assert ids.shape == learnt.shape
     return str(tokenizer.decode(ids)), str(tokenizer.decode(ids[learnt]))
 
@@ -117,7 +121,7 @@ def test_tokenise_chats_token_across_the_border_of_a_turn_is_not_learnt() -> Non
         "{% if add_generation_prompt %}{{ 'a\\n' }}{% endif %}"
     )
     messages = [{"role": "user", "content": "W"}, {"role": "assistant", "content": "So."}]
-    ids, learnt = next(tokenise_chats([Conversation(messages, None, "here")], tokenizer))
+    ids, learnt = next(tokenise_chats([Conversation(messages, None, "here")], tokenizer, REFUSED))
     found = list(zip(tokenizer.convert_ids_to_tokens(ids.tolist()), learnt.tolist(), strict=True))
     assert found[-4:] == [("\u010aS", False), ("o", True), (".", True), ("<|im_end|>", True)]
     assert not any(learnt[:-3])
@@ -126,7 +130,7 @@ def test_tokenise_chats_token_across_the_border_of_a_turn_is_not_learnt() -> Non
 def test_tokenise_chats_gives_tools_to_the_template() -> None:
     tokenizer = with_template("{{ tools[0].function.name }}" + CHATML)
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    ids, _ = next(tokenise_chats([Conversation(MESSAGES, tools, "here")], tokenizer))
+    ids, _ = next(tokenise_chats([Conversation(MESSAGES, tools, "here")], tokenizer, REFUSED))
     assert str(tokenizer.decode(ids)).startswith("f<|im_start|>system")
 
 
@@ -155,3 +159,26 @@ def test_load_tokenizer_takes_a_chat_template_from_a_file(tmp_path: Path) -> Non
     assert load(tmp_path / "chat.jinja").chat_template == CHATML
     with pytest.raises(DataError, match=r"data\.chat_template: cannot read .*none\.jinja"):
         load(tmp_path / "none.jinja")
+
+
+def test_tokenise_chats_a_refused_conversation_is_left_out_if_told_so() -> None:
+    strict = "{% if messages | length > 2 %}{{ raise_exception('too many') }}{% endif %}" + MARKED
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "one"}]
+    unanswered = [turns[0], {"role": "assistant", "content": ""}]
+    conversations = [
+        Conversation(messages, None, f"line {number}")
+        for number, messages in enumerate([turns, MESSAGES, unanswered, turns], start=1)
+    ]
+    tokenizer = with_template(strict.replace(" + eos_token", ""))
+    bad = BadRecords(skips=True)
+    made = [str(tokenizer.decode(ids)) for ids, _ in tokenise_chats(conversations, tokenizer, bad)]
+    assert made == ["user: ?assistant: one"] * 2
+    assert bad.count == 2
+    assert "line 2: the chat template refuses" in bad.said
+    assert "line 3: no token of the assistant" in bad.said
+
+
+def test_tokenise_chats_without_a_template_leaves_nothing_out() -> None:
+    conversations = [Conversation(MESSAGES, None, "here")]
+    with pytest.raises(DataError, match="has no chat template"):
+        list(tokenise_chats(conversations, with_template(None), BadRecords(skips=True)))

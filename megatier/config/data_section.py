@@ -47,8 +47,8 @@ class DataConfig:
     rows of a table, which need the extra megatier[data]. auto goes by the suffix; .json is one text unless chat is
     set."""
     skip_bad: bool = False
-    """Leave out records that cannot be read, and say how many they are and where the first ones stand. False: such a
-    record refuses the text."""
+    """Leave out records that cannot be read or that the chat template refuses, and say how many they are and where the
+    first ones stand; of a stream, at the end of the run. False: such a record refuses the text."""
     text_field: str = "text"
     """Key of the text in each record."""
     chat: Literal["messages", "sharegpt", "alpaca"] | None = None
@@ -132,8 +132,6 @@ class DataConfig:
         if self.holdout_split is not None:
             self._check_holdout(self.holdout_split)
 
-        bound = "false with data.streaming, which reads on while the run does"
-        _require(not (self.skip_bad and self.streaming), "data.skip_bad", self.skip_bad, bound)
         bound = "null with data.streaming: train.steps bounds a stream"
         _require(self.max_bytes is None or not self.streaming, "data.max_bytes", self.max_bytes, bound)
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatier.config.data_section import BYTE_TOKENIZER, DataConfig
 from megatier.data.conversation import Conversation
+from megatier.data.records import BadRecords
 from megatier.data.template import tokenise_chats
 
 PIECE_CHARACTERS = 1 << 17
@@ -46,10 +47,19 @@ BYTES_PER_TOKEN = 4
 class Packer:
     """Takes documents and gives marked tokens, in pieces that lie end to end."""
 
-    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Begin at the beginning of a row."""
+    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, bad: BadRecords) -> None:
+        """Begin at the beginning of a row.
+
+        Args:
+            config: how documents become rows.
+            tokenizer: makes tokens.
+            bad: takes the conversations that the chat template refuses.
+        """
         self._config = config
         self._tokenizer = tokenizer
+        self._bad = bad
+        self.num_documents = 0
+        """Documents that became tokens."""
         self._row = config.sequence_length
         self._left = self._row
         """Tokens that fit in the row that was begun."""
@@ -69,7 +79,7 @@ class Packer:
         # A text is not packed, so it comes after the conversations that wait.
         yield from self._lay_window()
         first = FIRST
-        for piece in _marked(document, self._config, self._tokenizer):
+        for piece in self._marked(document):
             if len(piece):
                 piece[0] |= first
                 first = 0
@@ -88,7 +98,7 @@ class Packer:
         if not self._window:
             return
         yield from self._end_row()
-        pieces = [piece for made in _tokenise_chats(self._window, self._tokenizer) for piece in _cut(made, self._row)]
+        pieces = [piece for made in self._tokenise_chats(self._window) for piece in _cut(made, self._row)]
         self._window = []
         self._window_bytes = 0
 
@@ -103,6 +113,22 @@ class Packer:
         if self._config.is_apart and 0 < self._left < self._row:
             yield np.full(self._left, self._tokenizer.eos_token_id << MARK_BITS | FIRST)
         self._left = self._row
+
+    def _marked(self, document: str | Conversation) -> Iterator[NDArray[np.int64]]:
+        """Yield the tokens of a document with their marks, in pieces."""
+        if isinstance(document, Conversation):
+            yield from self._tokenise_chats([document])
+            return
+        self.num_documents += 1
+        for piece in _pieces(document):
+            yield _tokenise(piece, self._config, self._tokenizer) << MARK_BITS | LEARNT
+        yield np.asarray([self._tokenizer.eos_token_id << MARK_BITS | LEARNT])
+
+    def _tokenise_chats(self, conversations: Sequence[Conversation]) -> Iterator[NDArray[np.int64]]:
+        """Yield the marked tokens of each conversation that is not left out."""
+        for ids, learnt in tokenise_chats(conversations, self._tokenizer, self._bad):
+            self.num_documents += 1
+            yield ids << MARK_BITS | np.where(learnt, LEARNT, 0)
 
 
 def is_window(config: DataConfig, count: int, num_bytes: int | None) -> bool:
@@ -143,32 +169,12 @@ def best_fit(sizes: Sequence[int], row: int) -> list[list[int]]:
     return sorted(sorted(pieces) for pieces in rows)
 
 
-def _tokenise_chats(
-    conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[NDArray[np.int64]]:
-    """Yield the marked tokens of each conversation."""
-    for ids, learnt in tokenise_chats(conversations, tokenizer):
-        yield ids << MARK_BITS | np.where(learnt, LEARNT, 0)
-
-
 def _cut(tokens: NDArray[np.int64], row: int) -> Iterator[NDArray[np.int64]]:
     """Yield pieces of a row at most, each a document of its own."""
     for start in range(0, len(tokens), row):
         piece = tokens[start : start + row]
         piece[0] |= FIRST
         yield piece
-
-
-def _marked(
-    document: str | Conversation, config: DataConfig, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[NDArray[np.int64]]:
-    """Yield the tokens of a document with their marks, in pieces."""
-    if isinstance(document, Conversation):
-        yield from _tokenise_chats([document], tokenizer)
-        return
-    for piece in _pieces(document):
-        yield _tokenise(piece, config, tokenizer) << MARK_BITS | LEARNT
-    yield np.asarray([tokenizer.eos_token_id << MARK_BITS | LEARNT])
 
 
 def columns_of(rows: NDArray[np.integer], *, is_apart: bool) -> dict[str, torch.Tensor]:

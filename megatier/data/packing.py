@@ -126,7 +126,7 @@ class PackedText:
                 for the files.
         """
         bad = BadRecords(skips=config.skip_bad)
-        train, held_out, damaged = tokenise(config, tokenizer, directory, progress, bad)
+        train, held_out, damaged = tokenise(config, tokenizer, directory, bad, progress)
         train, held_out = _split_few(train, held_out, config)
         if train.num_tokens < config.sequence_length:
             raise DataError(
@@ -176,8 +176,8 @@ def tokenise(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     directory: Path,
+    bad: BadRecords,
     progress: Callable[[int], None] = lambda _: None,
-    bad: BadRecords | None = None,
 ) -> tuple[TokenRange, TokenRange, str | None]:
     """Tokenise the dataset into two files, to train on and held out; of a stream, what is held out alone.
 
@@ -200,7 +200,7 @@ def tokenise(
         if contents is None:
             # While the files are being made no note may say that they are there.
             (directory / NOTE_FILE).unlink(missing_ok=True)
-            contents = _write_tokens(config, tokenizer, dtype, directory, progress, bad)
+            contents = _write_tokens(config, tokenizer, dtype, directory, bad, progress)
             write_note(directory, settings, FILES, contents)
     except OSError as error:
         remedy = REMEDIES.get(error.errno or 0, "Check the drive, or name another output.directory.")
@@ -256,19 +256,19 @@ def _write_tokens(
     tokenizer: PreTrainedTokenizerBase,
     dtype: np.dtype[Any],
     directory: Path,
+    bad: BadRecords,
     progress: Callable[[int], None],
-    bad: BadRecords | None,
 ) -> list[Content]:
     """Tokenise into two files, which get their names when both are whole and on the drive; return what is in each."""
     directory.mkdir(parents=True, exist_ok=True)
     partial = [directory / f"{name}.partial" for name in FILES]
     with create_file(partial[0]) as to_train, create_file(partial[1]) as to_held_out:
         writers = [
-            _TokenWriter(file, dtype, Packer(config, tokenizer), config.is_apart) for file in (to_train, to_held_out)
+            _TokenWriter(file, dtype, Packer(config, tokenizer, bad), config.is_apart)
+            for file in (to_train, to_held_out)
         ]
         for is_for_evaluation, document in _sorted_out(config, bad):
             writer = writers[is_for_evaluation]
-            writer.num_documents += 1
             progress(writer.write(writer.packer.lay(document)))
         for writer in writers:
             writer.write(writer.packer.end())
@@ -279,7 +279,7 @@ def _write_tokens(
     # the text is tokenised again.
     for path, name in zip(partial, FILES, strict=True):
         path.rename(directory / name)
-    return [Content(w.num_bytes, w.crc32, w.num_documents, w.num_learnt) for w in writers]
+    return [Content(w.num_bytes, w.crc32, w.packer.num_documents, w.num_learnt) for w in writers]
 
 
 @dataclass(slots=True)
@@ -292,7 +292,6 @@ class _TokenWriter:
     is_apart: bool
     num_bytes: int = 0
     crc32: int = 0
-    num_documents: int = 0
     num_learnt: int = 0
 
     def write(self, pieces: Iterable[NDArray[np.int64]]) -> int:
@@ -311,13 +310,13 @@ class _TokenWriter:
         return count
 
 
-def _sorted_out(config: DataConfig, bad: BadRecords | None) -> Iterator[tuple[bool, str | Conversation]]:
+def _sorted_out(config: DataConfig, bad: BadRecords) -> Iterator[tuple[bool, str | Conversation]]:
     """Yield whether a document is held out, and the document; of a stream, those that are held out."""
     split = config.holdout_split
     if config.streaming:
         split = split or config.split
         dataset, _ = hub.stream(config, split)
-        rows = read_rows(config, split, dataset.take(config.holdout_rows))
+        rows = read_rows(config, split, dataset.take(config.holdout_rows), bad)
         yield from ((True, document) for document in rows if document)
         return
 

@@ -52,6 +52,22 @@ class BadRecords:
         if self.count == BAD_SHOWN:
             self.end()
 
+    def leave_out(self, error: DataError) -> None:
+        """Take one whose place is known without a look at those after it.
+
+        Raises:
+            DataError: bad records are not to be left out, so this one is refused at once.
+        """
+        if not self.skips:
+            raise error
+        self.add(error)
+
+    @property
+    def said(self) -> str:
+        """One sentence about how many were left out, and what is wrong with the first ones."""
+        records = "bad record is" if self.count == 1 else "bad records are"
+        return f"{self.count:,} {records} left out (data.skip_bad). The first: {' '.join(self.first)}"
+
     @property
     def refuses(self) -> bool:
         """Whether the text is refused, and only more bad records are looked for."""

@@ -32,6 +32,7 @@ from megatier.data import hub
 from megatier.data.conversation import Conversation
 from megatier.data.packer import Packer, columns_of, is_window
 from megatier.data.packing import settings_of, shuffled, tokenise
+from megatier.data.records import BadRecords
 from megatier.data.text import read_rows
 from megatier.errors import CheckpointError, DataError
 from megatier.workers import Task, Workers
@@ -76,6 +77,7 @@ class TextStream:
 
     Attributes:
         damaged: the file that made it necessary to tokenise the held-out text again, if one did.
+        bad: the records that were left out since the stream was opened. One counts again in each epoch.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class TextStream:
         """
         self._config = config
         self._tokenizer = tokenizer
+        self.bad = BadRecords(skips=config.skip_bad)
         self._settings = hashlib.blake2b(settings_of(config, tokenizer).encode(), digest_size=16).hexdigest()
         self._position, commit = self._start(state, accepts_changes=accepts_changes)
         self._checks = not accepts_changes
@@ -110,7 +113,8 @@ class TextStream:
         # The commit of the beginning, so that rows do not change when somebody pushes to the dataset.
         pinned = replace(config, revision=commit or config.revision)
         self._dataset, self._commit = hub.stream(pinned, config.split)
-        _, self._held_out, self.damaged = tokenise(replace(pinned, revision=self._commit), tokenizer, directory)
+        pinned = replace(pinned, revision=self._commit)
+        _, self._held_out, self.damaged = tokenise(pinned, tokenizer, directory, self.bad)
         self._check_held_out(state)
 
         # Not called for 0 rows: even then `skip` would keep the dataset from reordering its shards.
@@ -246,7 +250,7 @@ class TextStream:
             if position.dataset is not None:
                 self._dataset.load_state_dict(position.dataset)
             found = position.window > 0
-            rows = read_rows(config, config.split, self._dataset)
+            rows = read_rows(config, config.split, self._dataset, self.bad)
             while window := self._read_window(rows):
                 documents = [document for document in window if document]
                 found |= bool(documents)
@@ -278,7 +282,7 @@ class TextStream:
         """Yield the tokens of a window, its documents shuffled; whole sequences if documents stay whole."""
         config = self._config
         count = len(documents)
-        packer = Packer(config, self._tokenizer)
+        packer = Packer(config, self._tokenizer, self.bad)
         key = (config.seed, position.epoch, position.window)
         for number in range(count):
             yield from packer.lay(documents[shuffled(number, count, key)])

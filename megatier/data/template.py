@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatier.data.conversation import ASSISTANT, Conversation
+from megatier.data.records import BadRecords
 from megatier.errors import DataError
 from megatier.foreign import reading
 
@@ -31,15 +32,16 @@ REMEDY = "Set data.chat_template to a Jinja file in which {% generation %} and {
 
 
 def tokenise_chats(
-    conversations: Iterable[Conversation], tokenizer: PreTrainedTokenizerBase
+    conversations: Iterable[Conversation], tokenizer: PreTrainedTokenizerBase, bad: BadRecords
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
-    """Yield the token ids of each conversation, and whether each token is learnt.
+    """Yield the token ids of each conversation that is not left out, and whether each token is learnt.
 
     No end token is added, because the template has its own. Several conversations are tokenised at once, for which fast
     tokenizers take all cores.
 
     Raises:
-        DataError: there is no template, it refuses these messages, or the assistant's turns cannot be told for sure.
+        DataError: there is no template. Or it refuses these messages, or the assistant's turns cannot be told for sure,
+            and `bad` does not leave such a conversation out.
     """
     if not tokenizer.is_fast:
         name = tokenizer.name_or_path
@@ -51,15 +53,21 @@ def tokenise_chats(
     batch = list[_Rendered]()
     num_characters = 0
     for conversation in conversations:
-        batch.append(_Rendered(conversation.place, *_Template(conversation, tokenizer).rendered()))
+        template = _Template(conversation, tokenizer)
+        try:
+            batch.append(_Rendered(conversation.place, *template.rendered()))
+        except DataError as error:
+            bad.leave_out(error)
+            continue
+
         num_characters += len(batch[-1].text)
         if num_characters >= BATCH_CHARACTERS:
-            yield from _tokenised(batch, tokenizer)
+            yield from _tokenised(batch, tokenizer, bad)
             batch = []
             num_characters = 0
 
     if batch:
-        yield from _tokenised(batch, tokenizer)
+        yield from _tokenised(batch, tokenizer, bad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +83,12 @@ class _Rendered:
 
 
 def _tokenised(
-    batch: Sequence[_Rendered], tokenizer: PreTrainedTokenizerBase
+    batch: Sequence[_Rendered], tokenizer: PreTrainedTokenizerBase, bad: BadRecords
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
     """Tokenise several conversations at once.
 
     Raises:
-        DataError: a conversation has no token of the assistant.
+        DataError: a conversation has no token of the assistant, and `bad` does not leave it out.
     """
     texts = [rendered.text for rendered in batch]
 
@@ -93,9 +101,9 @@ def _tokenised(
             # A token that reaches over the border of a turn has characters that the assistant did not write.
             learnt |= (offsets[:, 0] >= start) & (offsets[:, 1] <= stop)
         if not learnt.any():
-            raise DataError(
-                f"{rendered.place}: no token of the assistant. Leave the record out if its answers are empty. {REMEDY}"
-            )
+            reason = f"no token of the assistant. Leave the record out if its answers are empty. {REMEDY}"
+            bad.leave_out(DataError(f"{rendered.place}: {reason}"))
+            continue
 
         yield np.asarray(ids, np.int64), learnt
 

@@ -117,15 +117,26 @@ def _shaped(records: Iterable[tuple[str, Any]], shape: Shape, bad: BadRecords) -
     bad.end()
 
 
-def read_rows(config: DataConfig, split: str, dataset: Any) -> Iterator[str | Conversation]:  # noqa: ANN401
-    """Yield a document for each row of a dataset of `hub`, empty ones too.
+def read_rows(
+    config: DataConfig,
+    split: str,
+    dataset: Any,  # noqa: ANN401
+    bad: BadRecords,
+) -> Iterator[str | Conversation]:
+    """Yield a document for each row of a dataset of `hub`, empty ones too. A row that is left out counts as empty.
 
     Raises:
-        DataError: a row is malformed, or the dataset cannot be read any further.
+        DataError: a row is malformed and not to be left out, or the dataset cannot be read any further.
     """
     shape = _shape(config)
     for place, row in hub.rows(config, split, dataset):
-        yield shape.read(row, place)
+        document: str | Conversation = ""
+        try:
+            # Rows that are held out, or were read before the run was resumed, have not been counted.
+            document = shape.read(row, f"{place} from where reading began")
+        except DataError as error:
+            bad.leave_out(error)
+        yield document
 
 
 def _shape(config: DataConfig) -> Shape:

@@ -45,12 +45,7 @@ def describe_text(console: Console, config: RunConfig, text: PackedText | TextSt
         say(console, "a stream of tokens to train on")
         return
 
-    if text.bad is not None and text.bad.count:
-        say(
-            console,
-            f"{text.bad.count:,} bad records are left out (data.skip_bad). The first: {' '.join(text.bad.first)}",
-        )
-
+    describe_left_out(console, text)
     words = f"{format_count(text.num_tokens)} tokens to train on"
     if (count := text.train.num_documents) is not None:
         things = "conversations" if config.data.chat is not None else "documents"
@@ -66,6 +61,12 @@ def describe_text(console: Console, config: RunConfig, text: PackedText | TextSt
         say(
             console, f"Note that this trains on the same text {epochs:,.0f} times. train.epochs sets how often it does."
         )
+
+
+def describe_left_out(console: Console, text: PackedText | TextStream) -> None:
+    """Say which bad records were left out. A stream knows that only at the end of the run."""
+    if text.bad is not None and text.bad.count:
+        say(console, text.bad.said)
 
 
 def describe(

@@ -44,7 +44,14 @@ from megatier.session.process import make_repeatable, share_interpreter
 from megatier.session.session import Session
 from megatier.session.skeleton import WeightReader, open_model
 from megatier.trace.events import write_trace
-from megatier.train.description import describe, describe_positions, describe_reserved, opening, tier_states
+from megatier.train.description import (
+    describe,
+    describe_left_out,
+    describe_positions,
+    describe_reserved,
+    opening,
+    tier_states,
+)
 from megatier.train.export import export_end
 from megatier.train.loop import Loop
 from megatier.train.origin import Origin, origin_of
@@ -268,6 +275,7 @@ def _open_text(
     if config.data.streaming:
         noted = None if state is None else state.text
         stream = TextStream(config.data, tokenizer, folder, noted, accepts_changes=start.accepts_changes)
+        stack.callback(describe_left_out, console, stream)
         return stack.enter_context(stream)
 
     with Work(console, "text", None, lambda count: f"{format_count(count)} tokens") as work:
