@@ -40,7 +40,9 @@ def plan(*words: str) -> int:
 def test_plan_prints_bytes_times_and_changes(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan() == 0
     out = capsys.readouterr().out
-    assert all(word in out for word in ("nvme", "compute", "tokens/s", "one change", "Bound by"))
+    assert all(
+        word in out for word in ("nvme", "compute", "tokens/s", "one change", "Bound by", "by sdpa (model.attention)")
+    )
     assert "with checkpoint_every auto one is due about every 30 minutes." in " ".join(out.split())
     assert "NVMe: 4 I/O threads each way, the default; `megatier bench` finds what these mounts want." in out
     assert "…" not in out, "80 columns cut a word"

@@ -283,6 +283,7 @@ def _sentences(plan: Plan) -> Iterator[str]:
         yield _ranks(plan.world)
     trained = f", {format_count(plan.num_trained)} of them trained" if plan.num_trained < plan.num_parameters else ""
     yield f"{format_count(plan.num_parameters)} parameters{trained}, {format_count(plan.tokens)} tokens a step."
+    yield f"Attention is computed by {plan.attention} (model.attention)."
     yield f"Bound by {plan.forecast.bound_by}; compute alone takes {plan.attainment:.0%} of the step."
     peak = mib(round(plan.activations.peak))
     yield f"In addition to tiers.gpu the GPU holds about {peak} of activations, loss and libraries."

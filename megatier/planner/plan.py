@@ -76,6 +76,8 @@ class Plan:
     """The ranks of the run."""
     budgets: Budgets
     """Bytes that each tier may use."""
+    attention: str
+    """Kernel of attention (`model.attention`)."""
     accesses: tuple[Access, ...]
     """The order in which a step uses its units."""
     placement: Placement
@@ -146,6 +148,7 @@ class Plan:
             "tokens_per_s": self.tokens_per_s,
             "attainment": self.attainment,
             "bound_by": made.bound_by,
+            "attention": self.attention,
             "hidden_at_tokens": self.hidden_at,
             "budget_bytes": dataclasses.asdict(self.budgets),
             "state_bytes": {f"{tier} {kind}": size for (tier, kind), size in self.state_bytes.items()},
@@ -219,6 +222,7 @@ def make_plan(
         tokens=tokens,
         world=world,
         budgets=trial.budgets,
+        attention=config.model.attention,
         accesses=trial.accesses,
         placement=placement,
         state_bytes=_state_bytes(work, placement),
