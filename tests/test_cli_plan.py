@@ -112,7 +112,8 @@ def test_plan_names_the_bytes_of_gradients_that_ram_does_not_take(
     ("words", "message"),
     [
         (["--tiers.ram", "1MiB"], "Raise tiers.ram to at least"),
-        (["--tiers.gpu", "null"], "a plan for another machine needs both budgets: set tiers.gpu and tiers.ram"),
+        (["--tiers.gpu", "null"], "set tiers.gpu, such as --tiers.gpu 60GiB, or add --search"),
+        (["--tiers.ram", "null"], "a plan for another machine needs its budget of RAM"),
         (["--tiers.rom", "1MiB"], "tiers.rom"),
         (["--output", "/nowhere/plan.json"], "cannot write /nowhere/plan.json"),
     ],

@@ -193,6 +193,13 @@ def test_leftover_of_bench_or_of_a_rank_is_removed(name: str, tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
+def test_leftover_of_one_run_is_found_by_its_id(tmp_path: Path) -> None:
+    made = [make_left(tmp_path / name) for name in (NAME, f"{NAME}-1", "megatier-aaaaaaaaaaaa")]
+    found = find_leftovers(tmp_path, remove=True, run_id=NAME.removeprefix("megatier-"))
+    assert [leftover.path for leftover in found] == made[:2]
+    assert [path.exists() for path in made] == [False, False, True]
+
+
 def test_drive_that_does_not_let_go_is_an_error(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, *, dir_fd: int) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -45,8 +45,11 @@ def run(argv: Sequence[str]) -> int:
     # `megatier train` chooses settings only on a machine that was measured, and so does a plan of its run.
     searches = options.search or (here and not assumed and not rates.assumed(world))
 
+    elsewhere = None if here else _budgets(loaded, rates.gpu_bytes if searches else None)
+    console = Console(stderr=True)
+    console.print(f"{options.config}: loading PyTorch and transformers", highlight=False, soft_wrap=True)
     with _nothing_collected():
-        plan, chosen = _planned(loaded, given, rates, world, here=here, searches=searches)
+        plan, chosen = _planned(loaded, given, rates, world, elsewhere, searches=searches)
 
     threads, why = io_threads(loaded.tiers.io_threads, rates)
     figures = as_dict(rates)
@@ -72,12 +75,14 @@ def run(argv: Sequence[str]) -> int:
     _print_plan(console, plan, chosen, has_gpu=not here or device_for(loaded.tiers.device) != "cpu")
     if loaded.tiers.nvme:
         console.print(f"NVMe: {threads} I/O threads each way, {why}.", highlight=False, soft_wrap=True)
-    console.print(*_sentences(plan), sep="\n", markup=False, highlight=False)
+    steps = None if loaded.train.epochs is not None else loaded.train.steps
+    console.print(*_sentences(plan, steps), sep="\n", markup=False, highlight=False)
     if assumed:
         said = _assumption(rates, assumed, loaded.tiers.nvme, searches=searches)
-        console.print(said, markup=False, highlight=False)
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
     if names := rates.assumed(world):
-        console.print(_links_assumption(names, world, here=here), markup=False, highlight=False)
+        words = _links_assumption(names, world, here=here)
+        console.print(words, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -146,7 +151,13 @@ def _nothing_collected() -> Iterator[None]:
 
 
 def _planned(
-    loaded: RunConfig, given: frozenset[str], rates: Rates, world: World, *, here: bool, searches: bool
+    loaded: RunConfig,
+    given: frozenset[str],
+    rates: Rates,
+    world: World,
+    elsewhere: Budgets | None,
+    *,
+    searches: bool,
 ) -> tuple[Plan, Mapping[str, Any]]:
     """Return the plan of a run, and the settings that were chosen for it, by dotted name.
 
@@ -155,7 +166,8 @@ def _planned(
         given: dotted names of the settings that stay as they are.
         rates: the machine's.
         world: the ranks of the run.
-        here: whether this machine will run it. Budgets and choices are then those of `megatier train`.
+        elsewhere: the budgets on another machine; None: this machine will run it, with the budgets and choices of
+            `megatier train`.
         searches: whether settings are chosen.
     """
     # Imported here because it loads torch: wrong arguments are refused without waiting for that.
@@ -167,7 +179,7 @@ def _planned(
     from megatier.train.choices import budgets_here, fit_positions, fix_choices, with_true_loss
 
     model = skeleton_of(loaded.model)
-    if here:
+    if elsewhere is None:
         device = choose_device(loaded.tiers)
         loaded = fix_choices(loaded, given, model)
         budgets = budgets_here(loaded.tiers, device)
@@ -176,7 +188,7 @@ def _planned(
         # The kernel depends on how long sequences are.
         loaded, _ = with_kernel(fit_positions(loaded, given, model), here=False)
         loaded = with_true_loss(loaded, model)
-        budgets = _budgets(loaded, rates.gpu_bytes if searches else None)
+        budgets = elsewhere
         compiled = _compiles(loaded)
 
     chosen: Mapping[str, Any] = {}
@@ -210,10 +222,15 @@ def _budgets(loaded: RunConfig, free_gpu: float | None) -> Budgets:
         ConfigError: one of them is not set.
     """
     tiers = loaded.tiers
-    gpu = round(free_gpu) if tiers.gpu is None and free_gpu is not None else tiers.gpu
-    if gpu is None or tiers.ram is None:
+    if tiers.ram is None:
         raise ConfigError(
-            "a plan for another machine needs both budgets: set tiers.gpu and tiers.ram, such as --tiers.gpu 60GiB."
+            "a plan for another machine needs its budget of RAM: set tiers.ram, such as --tiers.ram 96GiB."
+        )
+    gpu = round(free_gpu) if tiers.gpu is None and free_gpu is not None else tiers.gpu
+    if gpu is None:
+        raise ConfigError(
+            "a plan for another machine needs a budget of GPU memory: set tiers.gpu, such as --tiers.gpu 60GiB, or add "
+            "--search, which chooses it if the file of --machine has gpu_bytes."
         )
 
     nvme = sum(
@@ -267,7 +284,7 @@ def _time_table(plan: Plan) -> Table:
 
 
 def _change_table(plan: Plan) -> Table:
-    table = Table("one change", title="what would help", title_justify="left")
+    table = Table("one change", title="what a single change would do", title_justify="left")
     for name in ("tokens/s", "gain"):
         table.add_column(name, justify="right")
     for change in plan.changes:
@@ -275,8 +292,13 @@ def _change_table(plan: Plan) -> Table:
     return table
 
 
-def _sentences(plan: Plan) -> Iterator[str]:
-    """Yield sentences about what the tables do not show."""
+def _sentences(plan: Plan, steps: int | None) -> Iterator[str]:
+    """Yield sentences about what the tables do not show.
+
+    Args:
+        plan: the plan.
+        steps: those of the run; None: its text decides, by epochs.
+    """
     from megatier.tier import Tier
 
     if plan.world.ranks > 1:
@@ -308,8 +330,13 @@ def _sentences(plan: Plan) -> Iterator[str]:
         yield f"A savepoint writes {mib(plan.savepoint_bytes)}{words}; the rest stays where it lies on NVMe."
 
     if plan.written_bytes_per_step:
-        day = mib(round(plan.written_bytes_per_day))
-        yield f"A step writes {mib(round(plan.written_bytes_per_step))} to NVMe, which is {day} a day."
+        written = plan.written_bytes_per_step
+        whole = "" if steps is None else f" and {written * steps / 1e12:,.3g} TB in the run"
+        day = f"{plan.written_bytes_per_day / 1e12:,.3g} TB a day"
+        yield f"A step writes {mib(round(written))} to NVMe, which is {day}{whole}. Drives are rated in TBW."
+    if steps is not None:
+        seconds = format_seconds(plan.forecast.seconds * steps)
+        yield f"The {steps:,} steps of the run take {seconds}, in addition to its start and its saves."
 
 
 def _ranks(world: World) -> str:

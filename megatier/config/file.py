@@ -25,6 +25,10 @@ from megatier.config.values import ByteCount, parse_bytes, parse_list, parse_yam
 from megatier.errors import ConfigError
 from megatier.foreign import shown
 
+OTHER_TRAINERS = frozenset(
+    {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "model_name_or_path", "finetuning_type"}
+)
+"""Keys by which the config of DeepSpeed or LLaMA-Factory is known. MegaTrain's has sections as ours has."""
 ELSEWHERE = {
     "lr": "train.learning_rate",
     "lr_scheduler_type": "train.schedule",
@@ -32,6 +36,9 @@ ELSEWHERE = {
     "train_batch_size": "train.batch",
     "per_device_train_batch_size": "train.batch",
     "gradient_accumulation_steps": "train.groups",
+    "micro_batch": "train.groups",
+    "micro_batch_size": "train.groups",
+    "train_micro_batch_size_per_gpu": "train.groups",
     "num_epochs": "train.epochs",
     "num_train_epochs": "train.epochs",
     "max_steps": "train.steps",
@@ -215,6 +222,7 @@ def _read_sections(path: Path) -> dict[str, dict[str, Any]]:
 
 def _sections(tree: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
     """Return the sections of a tree that holds nothing else, and only settings that are known."""
+    _check_trainer(tree, where)
     _check_known((str(name) for name in tree if str(name) not in SECTIONS), where)
     check_sections(tree, where)
     sections = {name: keys or {} for name, keys in tree.items()}
@@ -303,6 +311,16 @@ def _check_known(keys: Iterable[str], where: str | None = None) -> None:
         near = near or difflib.get_close_matches(key, [*known, *SECTIONS], n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(_section_keys(key.partition('.')[0]))}."
         raise ConfigError(f"{where}: unknown setting {key}; {hint}" if where else f"unknown setting {key}; {hint}")
+
+
+def _check_trainer(tree: Mapping[str, Any], where: str) -> None:
+    """Refuse a file that is another trainer's: none of its keys is a section."""
+    names = [str(name) for name in tree]
+    if names and not SECTIONS.keys() & names and OTHER_TRAINERS & set(names):
+        raise ConfigError(
+            f"{where} is the config of another trainer. `megatier convert {where} --output run.yaml` makes one of "
+            "megatier of it."
+        )
 
 
 def _check_given(values: Mapping[str, Any]) -> None:

@@ -54,11 +54,12 @@ class Leftover:
     """The reason why it must not be removed. It is empty if there is none."""
 
 
-def find_leftovers(mount: Path, *, remove: bool = False) -> Iterator[Leftover]:
+def find_leftovers(mount: Path, *, remove: bool = False, run_id: str = "") -> Iterator[Leftover]:
     """Yield the directories on a mount that have the name of a run's directory.
 
     Args:
         mount: a directory as in `tiers.nvme`.
+        run_id: of which run; of any if it is empty.
         remove: whether to remove those that no process uses and that hold nothing but a run's files.
 
     Raises:
@@ -66,11 +67,11 @@ def find_leftovers(mount: Path, *, remove: bool = False) -> Iterator[Leftover]:
         TransferError: a file could not be removed.
     """
     try:
-        paths = sorted(path for path in mount.iterdir() if NAME.fullmatch(path.name))
+        names = [path for path in mount.iterdir() if NAME.fullmatch(path.name)]
     except OSError as error:
         raise ConfigError(f"cannot read {mount}: {error.strerror}. Name a directory, as in tiers.nvme.") from error
 
-    for path in paths:
+    for path in sorted(path for path in names if not run_id or run_id in path.name.split("-")):
         yield _examined(path, remove)
 
 

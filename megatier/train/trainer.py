@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from megatier.checkpoint.checkpoint import remove_leftovers
 from megatier.checkpoint.run_directory import (
     CHECKPOINT_FOLDER,
+    CONFIG_FILE,
     DATA_FOLDER,
     METRICS_FILE,
     NUMBERS_FILE,
@@ -26,10 +27,12 @@ from megatier.checkpoint.run_directory import (
 )
 from megatier.checkpoint.run_state import write_numbers
 from megatier.checkpoint.savepoint import drop_savepoint, remove_savepoints
+from megatier.config import file as config_file
 from megatier.config.schema import RunConfig
 from megatier.data.packing import PackedText
 from megatier.data.stream import TextStream
 from megatier.data.tokenizer import load_tokenizer
+from megatier.drives.leftovers import find_leftovers
 from megatier.errors import ConfigError, mib
 from megatier.guards.unchanged import check_evaluates
 from megatier.hardware import device_for
@@ -112,6 +115,7 @@ def train(
         # Those of a run that is resumed only now, when nothing refuses them; those in epochs have their steps now.
         start.fill(session, source.reader, console)
         if (resumes or counts_epochs) and directory.leads:
+            _remove_moved_blocks(console, config, directory)
             _write_settings(config, directory, source)
 
         record = _open_records(stack, config, directory, start.step, console)
@@ -131,6 +135,21 @@ def _prepare_process(config: RunConfig) -> None:
         load_tensorboard()
     make_repeatable(config)
     share_interpreter()
+
+
+def _remove_moved_blocks(console: Console, config: RunConfig, directory: SharedDirectory) -> None:
+    """Remove what a kill left on mounts that the run had before and has no more, and say so.
+
+    Nothing else would find these files, and they are as large as the state that lay there.
+    """
+    before = config_file.load(directory.path / CONFIG_FILE).tiers.mounts
+    now = [mount.directory.resolve() for mount in config.tiers.mounts]
+    for mount in before:
+        if mount.directory.resolve() in now or not mount.directory.is_dir():
+            continue
+        for leftover in find_leftovers(mount.directory, remove=True, run_id=directory.run_id):
+            fate = f"stays, {leftover.stays}" if leftover.stays else f"{mib(leftover.num_bytes)} removed"
+            say(console, f"{leftover.path}: block files from before the run was resumed, {fate}")
 
 
 def _write_settings(config: RunConfig, directory: SharedDirectory, source: _Source) -> None:
