@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -221,6 +222,20 @@ class NonFiniteError(MegatierError, ArithmeticError):
 
 class StepAbandonedError(MegatierError):
     """A move was given up because the step that needed it will not go on."""
+
+
+class StepDroppedError(MegatierError):
+    """Another rank dropped the step, so none of its updates is made. All ranks can go on with the next one."""
+
+    def __init__(self, step: int, causes: Sequence[tuple[int, str]]) -> None:
+        """Name the step, and the ranks that dropped it, each with its cause, which is a sentence."""
+        self.step = step
+        self.causes = tuple(causes)
+        words = " ".join(f"Rank {rank}: {cause}" for rank, cause in causes)
+        super().__init__(
+            f"step {step} was dropped, and no weight has changed on any rank. {words} Catch this error and go on with "
+            "the next rows, or let it end all ranks."
+        )
 
 
 class TimelineError(MegatierError):

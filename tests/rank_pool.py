@@ -9,11 +9,14 @@ import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 RANKS_MAX = 4
 TIMEOUT_S = 120.0
-PRELOADED = ["torch", "torch.distributed", "transformers", "tiny_runs", "rank_runs"]
+PRELOADED = ["rank_imports"]
 """What the server of forks imports once, so that a process starts in milliseconds."""
 
 
@@ -66,7 +69,12 @@ class RankPool:
     def _start(self) -> None:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_work, args=(theirs,), daemon=True)
-        process.start()
+
+        # Python 3.11 does not tell the server of forks where this process finds modules, and the server says nothing of
+        # what it could not import: every process would import all of it for itself.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+            process.start()
         self._workers.append((process, ours))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch import Tensor
 
 import megatier
 from megatier.config.schema import TiersConfig
-from megatier.errors import CheckpointError, ConfigError, MegatierError, StreamedModelError
+from megatier.errors import CheckpointError, ConfigError, MegatierError, StepDroppedError, StreamedModelError
 from megatier.integrations.streamed import Streamed
 
 GROUPS = 4
@@ -161,10 +163,11 @@ def leave_step(way: str) -> str:
     """Leave a step half-way on the second rank; return what ends this rank."""
     try:
         with open_streamed() as streamed:
-            train(streamed, 1, 2)
+            if way != "first":
+                train(streamed, 1, 2)
             loss = streamed.model(input_ids=rows(3, 0), labels=rows(3, 0)).loss
             if streamed.rank == 1:
-                if way == "drop":
+                if way == "first":
                     streamed.abandon()
                 if way == "break":
                     int("my own")
@@ -181,7 +184,7 @@ def leave_step(way: str) -> str:
 @pytest.mark.parametrize(
     ("way", "cause"),
     [
-        ("drop", "this rank has left a step half-way"),
+        ("first", "this rank has left a step half-way"),
         ("break", "my own"),
         ("close", "Closing in the middle of a step"),
         ("forward", "the last forward has had no backward"),
@@ -193,6 +196,99 @@ def test_rank_that_leaves_a_step_ends_all_with_its_cause(way: str, cause: str) -
     assert "rank 1 on " in first
     assert cause in first
     assert cause in second
+
+
+# ---------------------------------------------------------------------- steps that are dropped
+
+
+@contextlib.contextmanager
+def failing(streamed: Streamed, place: str) -> Iterator[None]:
+    """Inside, a layer fails half-way in its forward or backward."""
+    model: Any = streamed.model
+    mlp = model.model.layers[1].mlp
+
+    def fail(*_: object) -> None:
+        raise ValueError(f"odd in {place}")
+
+    def fail_backward(_: object, __: object, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    hook = mlp.register_forward_pre_hook(fail) if place == "forward" else mlp.register_forward_hook(fail_backward)
+    with hook, pytest.raises(ValueError, match=f"odd in {place}"):
+        yield
+
+
+def leave(streamed: Streamed, way: str, group: int) -> None:
+    """Begin a group, and fail in it or drop its step."""
+    with failing(streamed, way) if way in ("forward", "backward") else contextlib.nullcontext():
+        loss = streamed.model(input_ids=rows(9, group), labels=rows(9, group)).loss
+        if way != "call":
+            loss.backward()
+    if way == "norm":
+        assert streamed.grad_norm() > 0
+    if way == "norm" or way == "backward":
+        streamed.optimizer.zero_grad()
+    if way == "call":
+        streamed.abandon()
+
+
+def drop_steps(way: str, at: int, options: dict[str, Any]) -> tuple[list[Any], str, dict[str, Any]]:
+    """Train, with a step in between that is dropped in the group `at`; by all ranks, or by the last one alone.
+
+    Returns:
+        The figures, what the others were told, and the weights.
+    """
+    told = ""
+    with open_streamed(**options) as streamed:
+        figures = train(streamed, 1, 2)
+        is_last = streamed.rank == streamed.num_ranks - 1
+        for number, group in enumerate(range(streamed.rank, streamed.groups, streamed.num_ranks)):
+            if number == at and (is_last or way in ("call", "norm")):
+                leave(streamed, way, group)
+                break
+            streamed.model(input_ids=rows(9, group), labels=rows(9, group)).loss.backward()
+        else:
+            with pytest.raises(StepDroppedError) as dropped:
+                streamed.optimizer.step()
+            told = str(dropped.value)
+        figures += train(streamed, 3, 4)
+        return figures, told, {name: value.numpy() for name, value in streamed.state_dict().items()}
+
+
+def train_undisturbed() -> tuple[list[Any], dict[str, Any]]:
+    """The figures and weights of the same steps without the one that is dropped."""
+    with open_streamed() as streamed:
+        return train(streamed, 1, 4), {name: value.numpy() for name, value in streamed.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("way", "at", "size", "nvme"),
+    [
+        ("forward", 0, 2, True),
+        ("backward", 1, 2, False),
+        ("call", 0, 2, False),
+        ("norm", 0, 4, False),
+        ("forward", 0, 4, False),
+        pytest.param("call", 1, 2, True, marks=pytest.mark.slow),
+        pytest.param("backward", 0, 2, True, marks=pytest.mark.slow),
+    ],
+)
+def test_step_that_ranks_drop_changes_nothing_and_all_go_on(
+    way: str, at: int, size: int, nvme: bool, tmp_path: Path
+) -> None:
+    ((figures, weights),) = POOL.run(train_undisturbed, 1)
+    options = {"nvme": (f"{tmp_path}:64MiB",)} if nvme else {}
+    *others, last = POOL.run(drop_steps, size, way, at, options)
+    for found, _, has in (*others, last):
+        assert found == figures
+        assert [name for name in weights if (has[name] != weights[name]).any()] == []
+
+    cause = {"forward": "ValueError: odd in forward.", "backward": "it called abandon() or zero_grad()."}.get(way)
+    assert last[1] == ""
+    for _, told, _ in others:
+        assert (f"step 3 was dropped, and no weight has changed on any rank. Rank {size - 1}: {cause}" in told) is bool(
+            cause
+        )
 
 
 def fail_together(folder: Path) -> list[str]:

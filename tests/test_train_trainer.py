@@ -271,8 +271,10 @@ def test_train_metrics_have_every_figure_of_every_step(tmp_path: Path) -> None:
         "moved_bytes",
         "demanded_bytes",
         "resident_bytes",
+        "other_ranks",
         "nvme_path",
     }
+    assert first["other_ranks"] == []
     assert first["loss"] == pytest.approx(math.log(MODEL["vocab_size"]), rel=0.05)
     assert first["tokens"] == 4 * 32
     assert [record["tokens_seen"] for record in records if "loss" in record] == [128, 256, 384]

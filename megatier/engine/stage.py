@@ -58,6 +58,13 @@ class UnitPlayer(Protocol):
     def cancel(self) -> None:
         """Leave the pass half-way."""
 
+    @property
+    def can_sit_out(self) -> bool:
+        """Whether `sit_out` is possible."""
+
+    def sit_out(self, group: int) -> None:
+        """Leave out what is left of the pass, up to the end of a group, while other ranks go on with it."""
+
     def defer_updates(self, *, clipped: bool) -> None:
         """Apply all gradients, which are final: each unit is updated before its next use.
 

@@ -8,7 +8,8 @@ A deferred step is left out if its loss or norm is not finite: its gradients are
 stay as they were, bit for bit. Its number counts all the same, for the learning rate and the bias correction.
 
 Whoever runs forward and backward in a loop of their own calls the parts of a step: `begin_step`; for each group
-`begin_group`, forward and backward; `measure`; `finish_step`. Or `abandon`, at any time.
+`begin_group`, forward and backward; `measure`; `finish_step`. Or `abandon`, at any time; of several ranks `sit_out`
+and `drop_step`.
 """
 
 from __future__ import annotations
@@ -207,6 +208,21 @@ class Engine:
     def abandon(self) -> None:
         """Leave a step half-way: none of its updates is made."""
         self._player.cancel()
+
+    @property
+    def can_drop(self) -> bool:
+        """Whether several ranks can drop the step that is open. The first one is recorded, and has to be whole."""
+        return self._optimizer.hyper.deferred and self._player.can_sit_out
+
+    def sit_out(self, group: int) -> None:
+        """Take no part any more in the open step, up to the end of a group, in which the other ranks may go on."""
+        self._player.sit_out(group)
+
+    def drop_step(self) -> None:
+        """End a step that a rank has sat out, after the last group: none of its updates is made. All ranks call it."""
+        self._player.end()
+        self._player.drain_gradients()
+        self._player.drop_updates()
 
     def close(self) -> None:
         """Let go of the tiers' memory. What the model's cycles hold would stay until they are collected."""

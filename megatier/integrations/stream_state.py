@@ -6,12 +6,13 @@ all of them.
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,8 @@ from megatier.ranks.ranks import Ranks
 from megatier.session.session import Session
 from megatier.session.workload import COMPUTE_DTYPES
 from megatier.train.export import SHARD_BYTES
+
+T = TypeVar("T")
 
 Settings = Sequence[Mapping[str, Any]]
 """The settings of each group of an optimizer, as plain JSON."""
@@ -65,6 +68,16 @@ class StreamedState(ABC):
         Args:
             what: the subject of the refusal.
         """
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which the model computes, and to which batches belong."""
+        return self._session.engine.options.device
+
+    def all_of(self, value: T) -> list[T]:
+        """Return what each rank gives, in the order of the ranks: losses to add up, for example. Any object will do."""
+        self._meet("all_of()")
+        return self._crew.agree(value)
 
     def read(self, name: str) -> Tensor:
         """Return the fp32 master of a parameter after all steps so far, as a copy on the CPU. All ranks get it.
@@ -195,18 +208,27 @@ class StreamedState(ABC):
         self._meet(call)
         self._session.player.drain()
 
-    def _meet(self, call: str) -> None:
+    def _meet(self, call: str, dropped: str = "") -> list[tuple[int, str]]:
         """Wait until all ranks have come to the same call: they share the state, so each needs the others for it.
+
+        Args:
+            call: what this rank has come to.
+            dropped: why it has dropped the open step; empty if it has not.
+
+        Returns:
+            The ranks that have dropped it, each with its cause.
 
         Raises:
             StreamedModelError: another rank has come to another call.
         """
-        for rank, other in enumerate(self._crew.agree(call)):
+        told = self._crew.agree((call, dropped))
+        for rank, (other, _) in enumerate(told):
             if other != call:
                 raise StreamedModelError(
                     f"rank {self._crew.rank} has come to {call}, and rank {rank} to {other}. All ranks of a streamed "
                     "model make the same calls in the same order: read, save and export outside of `if rank == 0`."
                 )
+        return [(rank, cause) for rank, (_, cause) in enumerate(told) if cause]
 
     def _read(self, parts: Sequence[tuple[Unit, TensorSlice]]) -> Tensor:
         """Read a whole parameter, whose parts may lie in several units (experts that were cut)."""
@@ -219,6 +241,52 @@ class StreamedState(ABC):
                 )
             first += tensor.num_elements
         return found.view(parts[0][1].parameter_shape)
+
+
+def entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that goes through `enter` and keeps its own signature, at which trainers look."""
+
+    @functools.wraps(forward)
+    def entering(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return enter(forward, *args, **kwargs)
+
+    return entering
+
+
+def stay(streamed: StreamedState, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - torch's
+    """Stand in for `Module.to`: the model stays where it computes, and is asked for nothing else.
+
+    Raises:
+        StreamedModelError: another device or dtype is asked for.
+    """
+    # Typed by torch as if a device and a dtype were always given.
+    asked: tuple[torch.device | None, torch.dtype | None] = torch._C._nn._parse_to(*args, **kwargs)[:2]
+    device, dtype = asked
+    here = streamed.device
+    is_here = device is None or (device.type == here.type and device.index in (None, here.index or 0))
+    computes = streamed._session.engine.options.dtype
+    if is_here and dtype in (None, computes):
+        return streamed.model
+    words = " and ".join(str(what) for what in asked if what is not None)
+    raise StreamedModelError(
+        f"the model was to move to {words}, but its weights stay on megatier's tiers and compute on {here} in "
+        f"{computes}. Leave out .to(), or call Accelerator.prepare without the model; tiers.device and compute_dtype "
+        "of megatier.stream choose another place."
+    )
+
+
+def refuse_state_dict(_: nn.Module, __: str, keep_vars: bool) -> None:
+    """Refuse `state_dict` of a model whose weights are not in it.
+
+    Raises:
+        StreamedModelError: weights are asked for.
+    """
+    # Whoever asks with keep_vars wants names and places, as `Streamed.state_dict` does, not the weights.
+    if not keep_vars:
+        raise StreamedModelError(
+            "the weights lie on megatier's tiers, not in the model: take them from Streamed.state_dict(), or write "
+            "them with Streamed.export(folder)."
+        )
 
 
 def _make_ready(folder: Path) -> None:

@@ -22,23 +22,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
-from torch import nn
 from transformers.utils.generic import ModelOutput
 
 from megatier.config.schema import TrainConfig
 from megatier.engine.step import StepResult
-from megatier.errors import StreamedModelError
+from megatier.errors import StepDroppedError, StreamedModelError
 from megatier.guards.unbound import refuse_gradients, refused_outside
 from megatier.integrations.stream_optimizer import StreamedAdamW
-from megatier.integrations.stream_state import StreamedState
+from megatier.integrations.stream_state import StreamedState, entering, refuse_state_dict, stay
+from megatier.ranks.peers import cause_of
 from megatier.session.session import Session
 from megatier.trace.events import TraceEvent, write_trace
 
-T = TypeVar("T")
-
+FORWARD = "a forward with gradients"
+STEP = "optimizer.step()"
+"""What ranks have come to, where they meet within a step."""
 TRACED_STEPS = 3
 """The number of last steps that `Streamed.write_trace` writes."""
 
@@ -98,11 +99,13 @@ class Streamed(StreamedState):
         self._is_closed = False
         self._has_parted = False
         """Whether this rank has left a step half-way, in which the others are still."""
+        self._dropped = ""
+        """Why this rank drops the open step at its next call; empty: it does not."""
 
         # A function, no method: accelerate would bind a method to the model.
-        self.model.forward = _entering(self._forward, self.model.forward)
-        self.model.register_state_dict_pre_hook(_refuse_state_dict)
-        vars(self.model)["to"] = functools.partial(_stay, self)
+        self.model.forward = entering(self._forward, self.model.forward)
+        self.model.register_state_dict_pre_hook(refuse_state_dict)
+        vars(self.model)["to"] = functools.partial(stay, self)
         vars(self.model)["zero_grad"] = self.optimizer.zero_grad
         refuse_gradients(self.model.parameters())
 
@@ -137,19 +140,9 @@ class Streamed(StreamedState):
             self._meet("close()")
 
     @property
-    def device(self) -> torch.device:
-        """Device on which the model computes, and to which batches belong."""
-        return self._engine.options.device
-
-    @property
     def has_logits(self) -> bool:
         """Whether the model gives logits as well as the loss."""
         return not self._engine.model.fuses_loss
-
-    def all_of(self, value: T) -> list[T]:
-        """Return what each rank gives, in the order of the ranks: losses to add up, for example. Any object will do."""
-        self._meet("all_of()")
-        return self._crew.agree(value)
 
     # ------------------------------------------------------------------ a step
 
@@ -161,17 +154,21 @@ class Streamed(StreamedState):
         Raises:
             StreamedModelError: a backward is missing.
             TimelineError: the step used its units in another order than the first one.
+            StepDroppedError: another rank has dropped the step.
         """
         # Trainers ask for the norm before `optimizer.step` asks again. The pass can be ended only once.
         if self._norm is None:
             self._check_whole()
-            self._meet("optimizer.step()")
+            if dropped := self._meet(STEP):
+                self._forget_step()
+                self._engine.drop_step()
+                raise StepDroppedError(self.steps + 1, dropped)
 
             # A step whose pass has ended cannot be measured again, so whatever fails here gives the step up.
             try:
                 self._norm = self._engine.measure(self.steps + 1)
             except BaseException:
-                self.abandon()
+                self._part()
                 raise
         return self._norm
 
@@ -206,14 +203,43 @@ class Streamed(StreamedState):
     def abandon(self) -> None:
         """Forget the forwards and backwards since the last step. No weight changes.
 
-        Several ranks cannot go on after that, because the others are in the step still.
+        A rank that drops a step waits for the others, which may drop it too. Those that do not go on until their
+        `optimizer.step`, where they get a `StepDroppedError`. Several ranks cannot drop the first step, nor go on if
+        only some of them drop one whose `grad_norm` is known.
         """
-        if self._groups:
-            self._groups = 0
-            self._norm = None
-            self._losses = []
-            self._has_parted = self.num_ranks > 1
+        if not self._groups:
+            return
+        if self.num_ranks == 1 or self._norm is not None:
+            self._meet("abandon()")
+            self._forget_step()
             self._engine.abandon()
+        elif self._engine.can_drop:
+            self._sit_out(self._dropped or "it called abandon() or zero_grad().")
+        else:
+            self._part()
+
+    def _sit_out(self, cause: str) -> None:
+        """Take no part any more in the open step, and drop it with all other ranks, once they have come to its end."""
+        for group in range(self._groups - 1, self.accumulation_steps):
+            if group >= self._groups:
+                self._meet(FORWARD, cause)
+            self._engine.sit_out(group)
+        self._meet(STEP, cause)
+        self._forget_step()
+        self._engine.drop_step()
+
+    def _part(self) -> None:
+        """Leave the open step half-way. Several ranks cannot go on after that."""
+        self._forget_step()
+        self._has_parted = self.num_ranks > 1
+        self._engine.abandon()
+
+    def _forget_step(self) -> None:
+        """No step is open any more."""
+        self._groups = 0
+        self._norm = None
+        self._losses = []
+        self._dropped = ""
 
     def drop_gradients(self) -> None:
         """Abandon the step, unless its first forward still waits for its backward; `optimizer.zero_grad` calls this."""
@@ -249,11 +275,19 @@ class Streamed(StreamedState):
                 yield
             if not self._groups:  # nobody asks for a trace of evaluations, so their events would pile up
                 self._session.player.take_events()
-        except BaseException:
-            self.abandon()
+        except BaseException as error:
+            self._fail_forward(error)
             raise
         finally:
             self._is_inside = False
+
+    def _fail_forward(self, error: BaseException) -> None:
+        """Drop the step of a forward that failed."""
+        # To drop it takes the other ranks. If the loop does not catch this error, they have to know of it first.
+        if self._groups and self.num_ranks > 1 and self._engine.can_drop:
+            self._dropped = cause_of(error)
+        elif self._groups:
+            self._part()
 
     def lent_head(self) -> contextlib.AbstractContextManager[None]:
         """Make the head's weight a tensor on the device, inside a forward and until its backward."""
@@ -306,7 +340,7 @@ class Streamed(StreamedState):
                 "optimizer.step(), or give megatier.stream the right number."
             )
 
-        self._meet("a forward with gradients")
+        self._meet(FORWARD)
 
         # The settings that stand now count for speculative updates; `finish_step` voids those if they have changed.
         if not self._groups:
@@ -334,6 +368,7 @@ class Streamed(StreamedState):
             )
 
     def _check_open(self) -> None:
+        """Refuse a model that takes no calls any more, and drop a step whose forward has failed."""
         if self._is_closed:
             raise StreamedModelError("this streamed model is closed; open it anew with megatier.stream.")
         if self._has_parted:
@@ -341,6 +376,8 @@ class Streamed(StreamedState):
                 "this rank has left a step half-way, in which the other ranks are still. Start all ranks again, from "
                 "the last Streamed.save."
             )
+        if self._dropped:
+            self.abandon()
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write moves, updates, uses and stalls of the last three steps, for Perfetto.
@@ -356,44 +393,3 @@ class Streamed(StreamedState):
             raise StreamedModelError(
                 f"{what} in the middle of a step: end it with optimizer.step() first, or drop it with abandon()."
             )
-
-
-def _entering(enter: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that goes through `enter` and keeps its own signature, at which trainers look."""
-
-    @functools.wraps(forward)
-    def entering(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        return enter(forward, *args, **kwargs)
-
-    return entering
-
-
-def _stay(streamed: Streamed, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - torch's
-    """Stand in for `Module.to`: the model stays where it computes, and is asked for nothing else.
-
-    Raises:
-        StreamedModelError: another device or dtype is asked for.
-    """
-    # Typed by torch as if a device and a dtype were always given.
-    asked: tuple[torch.device | None, torch.dtype | None] = torch._C._nn._parse_to(*args, **kwargs)[:2]
-    device, dtype = asked
-    here = streamed.device
-    is_here = device is None or (device.type == here.type and device.index in (None, here.index or 0))
-    computes = streamed._engine.options.dtype
-    if is_here and dtype in (None, computes):
-        return streamed.model
-    words = " and ".join(str(what) for what in asked if what is not None)
-    raise StreamedModelError(
-        f"the model was to move to {words}, but its weights stay on megatier's tiers and compute on {here} in "
-        f"{computes}. Leave out .to(), or call Accelerator.prepare without the model; tiers.device and compute_dtype "
-        "of megatier.stream choose another place."
-    )
-
-
-def _refuse_state_dict(_: nn.Module, __: str, keep_vars: bool) -> None:
-    # Whoever asks with keep_vars wants names and places, as `Streamed.state_dict` does, not the weights.
-    if not keep_vars:
-        raise StreamedModelError(
-            "the weights lie on megatier's tiers, not in the model: take them from Streamed.state_dict(), or write "
-            "them with Streamed.export(folder)."
-        )

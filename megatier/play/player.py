@@ -277,6 +277,23 @@ class Player:
         self.weights.evict()
         self._pass.is_open = False
 
+    @property
+    def can_sit_out(self) -> bool:
+        """Whether `sit_out` is possible: not while the order is recorded, nor once the pass has ended."""
+        return self._pass.is_open and self._pass.timeline is not None and not self._store.tear.is_torn
+
+    def sit_out(self, group: int) -> None:
+        """Leave out what is left of a training pass, up to the end of a group, as one of several ranks.
+
+        `end` follows the last group, and `drop_updates`: what the other ranks add up is no gradient of theirs alone.
+
+        Args:
+            group: the last group that is left out.
+        """
+        self.weights.give_back()
+        self.gradients.give_back()
+        self.weights.sit_out(group)
+
     def _leave_open_pass(self) -> None:
         """Cancel a pass that an interrupt left before anybody could."""
         self._store.tear.check()

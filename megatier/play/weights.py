@@ -249,6 +249,28 @@ class UnitWeights:
             if self._collectives is not None:
                 self._collectives.pass_over()
 
+    def sit_out(self, group: int) -> None:
+        """Use and leave every access that is left, up to the end of a group, and hand over zeros for its gradients.
+
+        Compute has given up half-way. Other ranks go on, and take this one's shards and its part of each scatter.
+
+        Args:
+            group: the last group that is left out.
+        """
+        timeline, collectives = self._pass.timeline, self._collectives
+        assert timeline is not None, "nothing is known of what is left"
+        assert collectives is not None, "a rank that is alone cancels the pass"
+        self._pass.left_out.update((access.unit, access.group) for access in timeline.accesses)
+
+        # The access that failed was never left.
+        self._gate.open_to(len(self._pass.accesses))
+        collectives.pass_over()
+        for access in timeline.accesses[len(self._pass.accesses) :]:
+            if access.group > group:
+                break
+            self._use(access).leave()
+            collectives.pass_over()
+
     def give_back(self) -> None:
         """Give back the weights of a forward or backward that was left half-way."""
         while self._held:

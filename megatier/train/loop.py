@@ -257,14 +257,21 @@ class Loop:
             "slowest_rank": None if report.slowest is None else asdict(report.slowest),
             "speculation": OUTCOMES[self._session.speculation.outcome],
             **self._moves(),
-            **self._memory(),
+            **self._of_ranks(report),
             "nvme_path": nvme_path(self._session.store),
         }
 
-    def _memory(self) -> dict[str, int]:
-        """Return the bytes that the process holds, in RAM and on the GPU: the most of any rank."""
-        found = self._crew.agree(memory_bytes(self._device, self._session.ranks))
-        return {name: max(own[name] for own in found) for name in found[0]}
+    def _of_ranks(self, report: StepReport) -> dict[str, object]:
+        """Return what the ranks tell each other: the most memory of any process, and the lanes of all but the first."""
+        lanes = {
+            "stall_seconds": report.stall_seconds,
+            "busy_seconds": report.busy_seconds,
+            "moved_bytes": dict(self._moved_bytes()),
+        }
+        found = self._crew.agree((memory_bytes(self._device, self._session.ranks), lanes))
+        memory = {name: max(own[name] for own, _ in found) for name in found[0][0]}
+        others = [{"rank": rank, "host": self._hosts[rank], **told} for rank, (_, told) in enumerate(found) if rank > 0]
+        return {**memory, "other_ranks": others}
 
     def _correct(self, step: int, events: Sequence[TraceEvent], progress: Progress) -> None:
         """Let the first steps say what the drives do in this run, and correct the expected step by it."""
