@@ -27,6 +27,7 @@ from megatier.engine.stage import UnitPlayer, learning
 from megatier.engine.unit_model import Batch, EngineOptions, UnitModel, num_learnt
 from megatier.errors import NonFiniteError, UnsupportedModelError
 from megatier.guards.unbound import refused_outside
+from megatier.guards.token_rows import TRIED
 from megatier.models.decoder import Unit, check_rows_are_apart
 from megatier.numerics.optimizer import AdamW
 from megatier.numerics.seeds import group_seed, seed_generators
@@ -83,6 +84,8 @@ class Engine:
         self._optimizer = optimizer
         self._ranks = ranks
         self._crew = ranks or Alone()
+        self._is_tried = options.tile_tokens is None
+        """Whether it is known which modules run in tiles of tokens."""
         self._is_learnt = options.slices == 1
         """Whether nodes know which of their arguments are cut into slices."""
         self._step = 0
@@ -111,6 +114,7 @@ class Engine:
 
         # Before `begin_step`: it runs evaluations, which are passes of their own.
         self._learn(groups[0])
+        self._try_tiles(groups[0])
 
         # Asked first, since `train` walks over every module.
         if not self.model.skeleton.training:
@@ -331,6 +335,18 @@ class Engine:
                     self.model.loss({key: value[:rows] for key, value in batch.items()}, None)
 
         self._is_learnt = True
+
+    def _try_tiles(self, batch: Batch) -> None:
+        """Find out, before the first step with tiles of tokens, which modules run in them."""
+        if self._is_tried:
+            return
+
+        # As few tokens as do, unless the batch has more than a row of tokens: images belong to tokens of their own.
+        is_text = all(value.shape == batch["input_ids"].shape for value in batch.values())
+        few = {key: value[:1, :TRIED] if is_text else value[:1] for key, value in batch.items()}
+        with torch.no_grad(), self.model.in_eval_mode(), self.model.trying_tiles(), self.evaluation():
+            self.model.loss(few, None)
+        self._is_tried = True
 
     def _error(self, step: int, what: str, parameter: str | None, batch: Batch | None) -> NonFiniteError:
         """Make the error that ends the run. It names the parameter, and the first unit with a value that is not finite.
