@@ -26,8 +26,8 @@ from megatier.engine.head import check_calls_loss_function
 from megatier.engine.stage import UnitPlayer, learning
 from megatier.engine.unit_model import Batch, EngineOptions, UnitModel, num_learnt
 from megatier.errors import NonFiniteError, UnsupportedModelError
-from megatier.guards.unbound import refused_outside
 from megatier.guards.token_rows import TRIED
+from megatier.guards.unbound import refused_outside
 from megatier.models.decoder import Unit, check_rows_are_apart
 from megatier.numerics.optimizer import AdamW
 from megatier.numerics.seeds import group_seed, seed_generators

@@ -86,7 +86,7 @@ def _changed(before: Tensor, after: object, asked: Tensor) -> Tensor:
     before, after = before.flatten(0, -2).double(), after.flatten(0, -2).double()
 
     # Not finite counts as changed.
-    same = (after - before).norm(dim=-1) <= bound * before.norm(dim=-1)
+    same: Tensor = (after - before).norm(dim=-1) <= bound * before.norm(dim=-1)
     return asked & ~same
 
 

@@ -16,7 +16,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 import torch._functorch.config
@@ -116,7 +116,7 @@ class Compiled(Generic[P, R]):
 
         The name is for the warning.
         """
-        self._settings = {"activation_memory_budget": 1.0} if saves_all else {}
+        self._settings: dict[str, Any] = {"activation_memory_budget": 1.0} if saves_all else {}
         self._name = name
         self._function = function
         self.saves_inputs_alone = saves_inputs_alone

@@ -185,7 +185,8 @@ class TiledModule:
                 self._looks -= 1
                 self._look_at(result, leaves)
 
-            found = torch.autograd.grad(result, _chosen(leaves, wanted), slope, allow_unused=True)
+            asked = _chosen(leaves, wanted)
+            found: Sequence[Tensor | None] = torch.autograd.grad(result, asked, slope, allow_unused=True)
             here = places[index] if of_rows else ()
             for place, part in zip(here, found, strict=False):
                 place.zero_() if part is None else place.copy_(part)
