@@ -36,7 +36,7 @@ SHARES = (0.8, 0.5, 0.15, 0.0)
 KEPT_ATTENTION = "train.kept_attention"
 TILE = "model.tile_tokens"
 TILE_TOKENS = 16_384
-"""Tokens of a tile that is chosen. Each tile adds up the gradients of all weights in it, which makes small ones slow."""
+"""Tokens of a tile that is chosen. Each tile adds up the gradients of all its weights, which makes small ones slow."""
 WORTH_OF_TILES = 0.03
 """Share of a step that tiles must save to be chosen, if the run fits without them."""
 STREAMED = (0.0, 0.3, 0.5, 0.6)
