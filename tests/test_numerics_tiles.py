@@ -86,7 +86,8 @@ def test_layers_in_tiles_that_are_cut_or_frozen_give_nearly_the_gradients_of_who
 def test_layers_in_tiles_as_large_as_the_batch_give_the_bits_of_whole_ones(tmp_path: Path) -> None:
     run = Run(model="plain", slices=2)
     assert replace(run, tile_tokens=3 * 16)(tmp_path) == run(tmp_path)
-    assert replace(run, tile_tokens=3 * 16 - 1)(tmp_path) != run(tmp_path)
+    # Of the last token nothing is learnt, so a tile of it alone adds zeros.
+    assert replace(run, tile_tokens=3 * 16 - 2)(tmp_path) != run(tmp_path)
 
 
 # ---------------------------------------------------------------------- compiled layers

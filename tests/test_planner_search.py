@@ -222,7 +222,7 @@ def long_config(tokens: int) -> RunConfig:
 
 def test_search_takes_tiles_where_a_long_sequence_does_not_fit_without_them() -> None:
     config, budgets = long_config(32_768), Budgets(64 * MIB, 512 * MIB, 0)
-    model, rates = skeleton_of(config.model), replace(RATES, gpu_bytes=2.2e9)
+    model, rates = skeleton_of(config.model), replace(RATES, gpu_bytes=3.2e9)
     with pytest.raises(PlanError, match="GPU memory for activations"):
         search(model, config, rates, budgets, compiles=True, fixed=frozenset({"model.tile_tokens"}))
     choice = search(model, config, rates, budgets, compiles=True)
