@@ -142,7 +142,8 @@ class Living(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.most = 0
+        self.now = 0
+        self.most = 0
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -172,7 +173,8 @@ class Wide(nn.Module):
         self.down = nn.Linear(32 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.nn.functional.silu(self.up(x)))
+        result: Tensor = self.down(torch.nn.functional.silu(self.up(x)))
+        return result
 
 
 class Layer(nn.Module):
@@ -184,7 +186,8 @@ class Layer(nn.Module):
         self.mlp = Wide()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x))
+        result: Tensor = x + self.mlp(self.norm(x))
+        return result
 
 
 def tiled(module: nn.Module, tokens: int, rows: Tensor) -> TiledModule:

@@ -26,7 +26,6 @@ from megatier.engine.head import check_calls_loss_function
 from megatier.engine.stage import UnitPlayer, learning
 from megatier.engine.unit_model import Batch, EngineOptions, UnitModel, num_learnt
 from megatier.errors import NonFiniteError, UnsupportedModelError
-from megatier.guards.token_rows import TRIED
 from megatier.guards.unbound import refused_outside
 from megatier.models.decoder import Unit, check_rows_are_apart
 from megatier.numerics.optimizer import AdamW
@@ -36,6 +35,8 @@ from megatier.ranks.ranks import Ranks
 
 REMEDY = "Lower train.learning_rate, set train.clip, or look at the data of this step."
 """The advice of messages about numbers that are not finite."""
+FEW_TOKENS = 128
+"""Tokens of the forward that tries which modules run in tiles. Flex attention has other kernels for fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,9 +342,9 @@ class Engine:
         if self._is_tried:
             return
 
-        # As few tokens as do, unless the batch has more than a row of tokens: images belong to tokens of their own.
+        # A few tokens do, unless the batch has more than tokens: images belong to some of them.
         is_text = all(value.shape == batch["input_ids"].shape for value in batch.values())
-        few = {key: value[:1, :TRIED] if is_text else value[:1] for key, value in batch.items()}
+        few = {key: value[:1, :FEW_TOKENS] if is_text else value[:1] for key, value in batch.items()}
         with torch.no_grad(), self.model.in_eval_mode(), self.model.trying_tiles(), self.evaluation():
             self.model.loss(few, None)
         self._is_tried = True

@@ -235,7 +235,7 @@ def _compute_seconds(
             uses = len(unit.module_names)
             attention = {p: pairs * tokens / rate[p] if unit.is_layer else 0.0 for p in Phase}
             repeated, again = _repeated(config, work, unit, hidden_width(model), compiles)
-            if tiled:
+            if tiled and products:
                 inside = _active_elements(unit.layout, experts, chosen, tiled) * 2 * tokens / products
                 runs_again = not (compiles or work.activations[unit.name].keeps_graph)
                 repeated = (1 - inside) * repeated + inside * (1 + repeated * runs_again)
