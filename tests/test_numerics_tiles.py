@@ -263,6 +263,7 @@ class Mixing(Drawing):
             "place": lambda: x + torch.arange(x.shape[1])[:, None],
             "two": lambda: (x, rows),
             "narrow": lambda: x[..., :2],
+            "change": lambda: x.mul_(2.0) * self.gain,
         }
         return ways[self.way]()
 
@@ -278,15 +279,16 @@ class Mixing(Drawing):
         ("place", "on the place of the token"),
         ("two", "something else than one tensor"),
         ("narrow", "something else than one tensor"),
+        ("change", "changes its arguments"),
     ],
 )
 def test_module_whose_tokens_depend_on_one_another_runs_whole(way: str, why: str | None) -> None:
     torch.manual_seed(0)
     module = Mixing(way).eval()
     x = torch.randn(2, 40, 4)
-    expected = module(x)
+    expected = module(x.clone())
     state = torch.get_rng_state()
-    found = tiled(module, 16, x)
+    found = tiled(module, 16, x.clone())
     assert found.why_whole is None if why is None else why in str(found.why_whole)
     assert found.is_cut is (why is None)
     assert torch.equal(torch.get_rng_state(), state)

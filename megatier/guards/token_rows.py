@@ -31,7 +31,7 @@ def why_joined(module: nn.Module, run: Callable[..., object], rows: Sequence[Ten
         run: runs it on the arguments of some tokens.
         rows: its arguments, each [tokens, W] or [1, tokens, W].
     """
-    some = [x.narrow(-2, 0, min(TRIED, x.shape[-2])).detach() for x in rows]
+    some = [x.narrow(-2, 0, min(TRIED, x.shape[-2])).clone() for x in rows]
     device = some[0].device
     modes = [(part, part.training) for part in module.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
@@ -43,16 +43,20 @@ def why_joined(module: nn.Module, run: Callable[..., object], rows: Sequence[Ten
             found = _found(run, some)
             draws = not torch.equal(_random_state(device), before)
             writes = any(not torch.equal(buffer, copy) for buffer, copy in buffers)
+            changes = any(x._version for x in some)
         finally:
             for part, mode in modes:
                 part.training = mode
             for buffer, copy in buffers:
                 buffer.copy_(copy)
 
-    # These first: whatever draws random numbers gives others the second time.
-    if draws:
-        return "it draws random numbers"
-    return "it changes a buffer of its own" if writes else found
+    # These first: whatever draws random numbers, say, gives others the second time.
+    reasons = {
+        "it draws random numbers": draws,
+        "it changes a buffer of its own": writes,
+        "it changes its arguments": changes,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), found)
 
 
 def _found(run: Callable[..., object], rows: Sequence[Tensor]) -> str | None:
