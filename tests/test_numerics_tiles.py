@@ -44,8 +44,11 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_oss": {},
     "qwen3_next": {},
     "gpt2": {},
+    "gemma3n_text": {},
+    "llama4_text": {},
 }
-"""Norms on both sides of an MLP, attention and MLP beside each other, experts with and without an auxiliary loss."""
+"""Norms on both sides of an MLP, attention and MLP beside each other, experts with and without an auxiliary loss,
+several hidden states a token, and experts that take rows for each expert (Llama 4)."""
 
 
 @pytest.mark.filterwarnings("ignore:.*runs whole")

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megatier.errors import UnsupportedModelError
+from megatier.foreign import reading
 from megatier.numerics.compilation import Compilation
 
 LOOKED_AT = 2
@@ -210,7 +211,8 @@ class TiledModule:
             return
 
         try:
-            self.why_whole = trial(self.module, self._run_plain, [_flat(x) for x in rows])
+            with reading("its forward fails on some of its tokens", UnsupportedModelError):
+                self.why_whole = trial(self.module, self._run_plain, [_flat(x) for x in rows])
         except UnsupportedModelError as error:
             self.why_whole = str(error)
         self.is_cut = self.why_whole is None
