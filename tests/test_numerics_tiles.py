@@ -146,7 +146,7 @@ class Living(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
-        self.most = 0
+        self.most: int = 0
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -211,7 +211,8 @@ def most_bytes(tokens: int, tile: int | None) -> int:
         assert all(tiled(part, tile, x).is_cut for part in (layer.norm, layer.mlp))
     with Living() as living:
         torch.autograd.grad(layer(x).sum(), [x, *layer.parameters()])
-    return living.most
+    most: int = living.most
+    return most
 
 
 def test_memory_of_a_layer_in_tiles_grows_by_few_hidden_sizes_with_its_tokens() -> None:
