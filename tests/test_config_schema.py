@@ -177,6 +177,7 @@ def test_dump_of_any_text_is_read_again() -> None:
         ),
         (["--model.saved_share", "2"], r"model\.saved_share is 2\.0; it must be from 0 to 1"),
         (["--model.saved_share", ".nan"], r"model\.saved_share is nan; it must be from 0 to 1"),
+        (["--model.tile_tokens", "0"], r"model\.tile_tokens is 0; it must be at least 1 token, or null"),
         (["--model.compile", "maybe"], r"model\.compile is 'maybe'; expected bool, or null\."),
         (["--tiers.io_threads", "0"], r"tiers\.io_threads is 0; it must be 1 to 256"),
         (["--train.steps", "0"], r"train\.steps is 0; it must be at least 1"),

@@ -148,6 +148,28 @@ def test_exactness_kept_attention_gives_the_same_bits_under_any_policy(
         assert replace(run, kept_attention=True, place=place, activations=activations)(tmp_path) == expected
 
 
+@pytest.mark.filterwarnings("ignore:.*runs whole")
+@pytest.mark.parametrize(
+    ("model", "dtype", "groups", "slices", "parts"),
+    [("untied", "bf16", 3, 1, 1), ("tied", "fp32", 1, 2, 1), ("moe", "bf16", 1, 2, 2), ("routers", "bf16", 3, 1, 1)],
+)
+def test_exactness_tiles_of_tokens_give_the_same_bits_on_any_tier_under_any_policy(
+    model: str, dtype: str, groups: int, slices: int, parts: int, tmp_path: Path
+) -> None:
+    run = Run(model=model, dtype=dtype, groups=groups, slices=slices, expert_parts=parts, tile_tokens=10)
+    expected = run(tmp_path)
+    for place, activations in [("nvme", "recompute"), ("gpu_ram_nvme", "offload"), ("ram_streamed", "recompute")]:
+        assert replace(run, place=place, activations=activations)(tmp_path) == expected
+    assert replace(run, tile_tokens=None)(tmp_path) != expected
+
+
+def test_exactness_tiles_with_bf16_products_in_fp32_give_the_same_bits_under_any_policy(tmp_path: Path) -> None:
+    run = Run(model="plain", slices=2, fp32_products=True, tile_tokens=10)
+    expected = run(tmp_path)
+    assert expected != replace(run, tile_tokens=None)(tmp_path)
+    assert replace(run, place="gpu_ram_nvme", activations="offload", kept_attention=True)(tmp_path) == expected
+
+
 def test_exactness_attention_with_dropout_is_not_kept_and_gives_the_same_bits(tmp_path: Path) -> None:
     run = Run(model="untied", groups=3, slices=2, activations="recompute")
     assert replace(run, kept_attention=True)(tmp_path) == run(tmp_path)

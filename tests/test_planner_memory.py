@@ -58,6 +58,31 @@ def test_activation_bytes_shrink_with_slices_share_and_offload() -> None:
     assert cut < estimate("3b", 16, 1024, {"saved_share": 0.0}, {"activations": "offload"}).in_backward
 
 
+@pytest.mark.parametrize("compiled", [{"saved_share": 0.0}, {"saved_share": 0.8}])
+def test_activation_bytes_in_tiles_are_those_of_attention_alone(compiled: dict[str, Any]) -> None:
+    """Of 3B the MLP takes 16 of 18 hidden sizes that products give."""
+    train = {"activations": "offload", "kept_attention": False}
+    whole = estimate("3b", 1, 131_072, compiled, train)
+    tiles = [estimate("3b", 1, 131_072, compiled | {"tile_tokens": n}, train) for n in (131_072, 16_384, 8_192)]
+    assert tiles[0] == whole
+    assert whole.in_backward > 2 * tiles[1].in_backward > 2 * tiles[2].in_backward
+    assert tiles[1].at_loss == whole.at_loss
+
+    # Twice the tokens: what attention holds doubles, what a tile holds stays.
+    doubled = estimate("3b", 1, 262_144, compiled | {"tile_tokens": 8_192}, train)
+    assert doubled.in_backward < 2 * tiles[2].in_backward
+    boundary = 131_072 * 2048 * 2
+    assert doubled.in_backward - tiles[2].in_backward < 15 * boundary
+    assert estimate("3b", 2, 8_192, {"tile_tokens": 8_192}, {"slices": 2}) == estimate(
+        "3b", 2, 8_192, {}, {"slices": 2}
+    )
+
+
+def test_activation_bytes_in_tiles_that_are_kept_leave_out_what_mlps_save() -> None:
+    whole, tiles = (estimate("3b", 1, 65_536, {"tile_tokens": n}, {}) for n in (None, 8_192))
+    assert whole.saved > 4 * tiles.saved > 0
+
+
 def test_activation_bytes_of_documents_apart_have_a_mask_but_for_flex_attention() -> None:
     """4 rows of 8,192 tokens: 256 MiB as bytes, and as much again for each of the two slices in bf16."""
     slices = {"slices": 2}

@@ -212,6 +212,36 @@ def test_search_of_126_layers_finds_units_once_and_simulates_few_trials(monkeypa
     assert done["place"] <= 160
 
 
+def long_config(tokens: int) -> RunConfig:
+    config = config_of(("gpu", "ram"))
+    model = replace(config.model, config=LLAMA | {"intermediate_size": 8192})
+    return replace(
+        config, model=model, data=replace(config.data, sequence_length=tokens), train=replace(config.train, batch=1)
+    )
+
+
+def test_search_takes_tiles_where_a_long_sequence_does_not_fit_without_them() -> None:
+    config, budgets = long_config(32_768), Budgets(64 * MIB, 512 * MIB, 0)
+    model, rates = skeleton_of(config.model), replace(RATES, gpu_bytes=3.2e9)
+    with pytest.raises(PlanError, match="GPU memory for activations"):
+        search(model, config, rates, budgets, compiles=True, fixed=frozenset({"model.tile_tokens"}))
+    choice = search(model, config, rates, budgets, compiles=True)
+    assert choice.settings["model.tile_tokens"] == searching.TILE_TOKENS
+    again = Trial.of(model, find_units(model), changed(config, choice.settings), rates, budgets, compiles=True)
+    assert again.activations == choice.trial.activations
+    assert again.seconds == choice.trial.seconds
+    with pytest.raises(PlanError, match="GPU memory for activations"):
+        search(model, config, replace(rates, gpu_bytes=1.1e9), budgets, compiles=True)
+
+
+def test_search_takes_no_tiles_where_they_do_not_make_a_step_shorter() -> None:
+    budgets = Budgets(64 * MIB, 512 * MIB, 0)
+    for tokens in (searching.TILE_TOKENS, 32_768):
+        config = long_config(tokens)
+        choice = search(skeleton_of(config.model), config, replace(RATES, gpu_bytes=80e9), budgets, compiles=True)
+        assert "model.tile_tokens" not in choice.settings
+
+
 def test_search_choice_is_what_its_settings_make() -> None:
     rates, state, ram = CASES["a small GPU"]
     config = config_of(state)

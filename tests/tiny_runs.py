@@ -279,6 +279,7 @@ class Run:
     saved_share: float = 0.8
     fused_loss: bool = False
     loss_chunk: int = 20
+    tile_tokens: int | None = None
     eps: float = 1e-8
     """AdamW's. With a large one, an update is in proportion to its gradient, and no gradient near zero decides."""
     expert_parts: int = 1
@@ -317,6 +318,7 @@ class Run:
             "saved_share": self.saved_share,
             "fused_loss": self.fused_loss,
             "loss_chunk": self.loss_chunk,
+            "tile_tokens": self.tile_tokens,
             "expert_parts": self.expert_parts,
             "gpu_direct": self.gpu_direct,
             "fp32_products": self.fp32_products,

@@ -52,8 +52,8 @@ EXIT_UNREAD = 1
 then, but go on (`train.outlet`)."""
 OUT_OF_MEMORY = (
     "the memory that the tiers' budgets leave for activations ran out. Lower tiers.gpu (on a CPU tiers.ram), "
-    "model.saved_share or data.sequence_length, raise train.slices or train.groups, or set train.activations to "
-    "offload."
+    "model.saved_share or data.sequence_length, raise train.slices or train.groups, set train.activations to offload, "
+    "or set model.tile_tokens."
 )
 
 

@@ -51,6 +51,11 @@ class ModelConfig:
     with a warning, for a model that does more between the two than scale and cap the logits once."""
     loss_chunk: int = 1024
     """Tokens in one chunk of the fused loss, at least 1."""
+    tile_tokens: int | None = None
+    """Tokens on which the norms, the MLP and the experts of a layer work at once, at least 1: for long sequences, since
+    what a layer takes then does not grow with them, but for its attention. The backward runs each tile again. Modules
+    whose tokens depend on one another run whole, and a warning names them. This changes the order of sums. None: all
+    tokens at once, unless no plan fits without tiles."""
     expert_parts: int = 1
     """Units into which the experts of a layer are cut, at least 1, so that a slot need not take all of them at
     once. At 1 a layer is one unit. This changes the order of sums."""
@@ -70,6 +75,8 @@ class ModelConfig:
         )
         _require(0 <= self.saved_share <= 1, "model.saved_share", self.saved_share, "from 0 to 1")
         _require(self.loss_chunk >= 1, "model.loss_chunk", self.loss_chunk, "at least 1 token")
+        tile = self.tile_tokens
+        _require(tile is None or tile >= 1, "model.tile_tokens", tile, "at least 1 token, or null for all at once")
         _require(self.expert_parts >= 1, "model.expert_parts", self.expert_parts, "at least 1")
 
 

@@ -69,6 +69,9 @@ class Called(Protocol):
     def trains(self) -> bool:
         """Whether any of the parameters is trained; else a backward has gradients of inputs alone."""
 
+    def resumed(self) -> contextlib.AbstractContextManager[None]:
+        """A context for the backward of a graph of the module: the module is as in its forward, but for its weights."""
+
     def leaves(self, weights: Tensor) -> list[Tensor]:
         """Views of the unit's parameters in a slot, each an autograd leaf."""
 
@@ -284,6 +287,28 @@ class Call:
 
         assert self.outgoing is not None, "a call is unpacked when it has run"
         return tree_unflatten(results, self.outgoing)
+
+
+@contextlib.contextmanager
+def uncaught(module_name: str) -> Iterator[None]:
+    """Inside, a module runs on some tokens, or once more for its backward: nobody may take tensors out of it by hooks.
+
+    Raises:
+        UnsupportedModelError: Hugging Face's hooks have taken some.
+    """
+    asked = [key for key, value in (collector.get() or {}).items() if isinstance(value, list)]
+    if not asked:
+        yield
+        return
+
+    caught: dict[str, list[Tensor]] = {key: [] for key in asked}
+    token = collector.set(caught)
+    try:
+        yield
+    finally:
+        collector.reset(token)
+    if found := sorted(key for key, values in caught.items() if values):
+        raise UnsupportedModelError(f"Hugging Face takes {', '.join(found)} out of {module_name}, past its result")
 
 
 def _split(results: list[Tensor | None], last: int) -> tuple[list[Tensor | None], list[Tensor | None]]:

@@ -35,6 +35,7 @@ class ExpertsNode(Node):
         experts: tuple[int, int],
         *,
         activations: Activations,
+        tiled: Sequence[str] = (),
     ) -> None:
         """Leave the module's forward as it is, for `join`.
 
@@ -45,7 +46,7 @@ class ExpertsNode(Node):
 
         # A node replaces the forward of its module, and this module has several nodes.
         forward = module.forward
-        super().__init__(stage, unit, unit, module, bindings, activations=activations)
+        super().__init__(stage, unit, unit, module, bindings, activations=activations, tiled=tiled)
         module.forward = forward
         self._experts = experts
         guard(self)
@@ -57,6 +58,12 @@ class ExpertsNode(Node):
         local = torch.where((index >= start) & (index < stop), index - start, stop - start)
         with self._alone():
             return super().run(weights, (hidden, local, shares), kwargs)
+
+    @contextlib.contextmanager
+    def resumed(self) -> Iterator[None]:
+        """A context for the backward of a graph of the module, which has these experts only."""
+        with super().resumed(), self._alone():
+            yield
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

@@ -21,17 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatier.engine.call import Call, collector
+from megatier.engine.call import Call, collector, uncaught
 from megatier.engine.carried import Arguments
 from megatier.engine.rows import Rows
 from megatier.engine.stage import Stage
 from megatier.engine.unit_function import lend_weights, run_unit
 from megatier.errors import UnsupportedModelError
-from megatier.guards.crossing import CHECKED, claim
+from megatier.guards.crossing import CHECKED, check_inside, claim
 from megatier.guards.unbound import make_unbound
 from megatier.guards.unchanged import REMEDY, Unchanged, refused
 from megatier.models.decoder import Binding
 from megatier.numerics.compilation import Compiled
+from megatier.numerics.tiles import TiledModule, running
 from megatier.tier import Activations
 
 CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
@@ -51,6 +52,7 @@ class Node:
         *,
         activations: Activations,
         lent: Sequence[Binding] = (),
+        tiled: Sequence[str] = (),
         compiles: bool = True,
     ) -> None:
         """Replace the module's forward on the instance.
@@ -63,6 +65,7 @@ class Node:
             bindings: the places of the unit's weights in the module.
             activations: the policy between forward and backward.
             lent: the places in the module in which a module around it puts copies of its own unit's weights.
+            tiled: the modules that may run in tiles of tokens, by their names in the module; "" is the module itself.
             compiles: compile the forward, if the stage compiles.
         """
         self.stage = stage
@@ -81,6 +84,8 @@ class Node:
         """The same, and then the places of weights that are lent to it."""
         self.rows = Rows(module_name)
         """Which arguments and results of the module have the batch in front."""
+        self.tiled = {name: self._tiled(name) for name in tiled}
+        """The modules that may run in tiles of tokens, by their names in the module."""
         self._forward: Callable[..., Any] = module.forward
         self._compiled = _compiled(stage, module) if compiles else None
 
@@ -190,7 +195,7 @@ class Node:
         """
         unchanged = Unchanged([*self._slices, *self._lent], weights, by_bits=self.is_new or self.is_written)
 
-        with self._bound(weights), self.stage.arithmetic():
+        with self._bound(weights), self.stage.arithmetic(), running(self.tiled):
             # Evaluation runs uncompiled: the training graph alone is compiled, so no second one has to agree with it.
             forward = self._compiled if self._compiled is not None and torch.is_grad_enabled() else self._forward
             try:
@@ -204,6 +209,23 @@ class Node:
 
         self.is_written = unchanged.check(self.module_name) or self.is_written
         return result
+
+    def resumed(self) -> contextlib.AbstractContextManager[None]:
+        """A context for the backward of a graph of the module: the module is as in its forward, but for its weights."""
+        return running(self.tiled)
+
+    def _tiled(self, name: str) -> TiledModule:
+        """Let a module in the module run in tiles of tokens, once that was tried."""
+        stage = self.stage
+        path = f"{self.module_name}.{name}".rstrip(".")
+        return TiledModule(
+            self.module.get_submodule(name),
+            name,
+            stage.tile_tokens or 0,
+            stage.compilation,
+            functools.partial(uncaught, path),
+            lambda result, leaves: check_inside(path, [result], leaves, stage.model),
+        )
 
     def _unbound(self) -> list[Tensor]:
         """Make the module's parameters unbound ones, and return them, one for each binding."""
@@ -289,6 +311,11 @@ class Node:
         """Whether what attention gave stays for a forward that is made again."""
         # A compiled forward runs whole, or saves attention by itself.
         return self.stage.keeps_attention and (self._compiled is None or self._compiled.is_refused)
+
+    @property
+    def in_tiles(self) -> list[str]:
+        """The names in the module of those modules that run in tiles of tokens, as beginnings of names inside them."""
+        return [f"{name}.".lstrip(".") for name, tiled in self.tiled.items() if tiled.is_cut]
 
     @property
     def names(self) -> list[str]:

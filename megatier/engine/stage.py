@@ -104,6 +104,8 @@ class Stage:
     if no other input requires a gradient."""
     compilation: Compilation | None = None
     """How to compile the forward of each module in training; None: not at all."""
+    tile_tokens: int | None = None
+    """The most tokens on which norms, MLPs and experts of a layer work at once; None: on all of a slice."""
     keeps_attention: bool = False
     """Whether what attention gave stays until the backward where the rest of an uncompiled forward is made again."""
     arithmetic: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext

@@ -36,6 +36,8 @@ from megatier.ranks.ranks import Ranks
 
 REMEDY = "Lower train.learning_rate, set train.clip, or look at the data of this step."
 """The advice of messages about numbers that are not finite."""
+FEW_TOKENS = 128
+"""Tokens of the forward that tries which modules run in tiles. Flex attention has other kernels for fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,8 @@ class Engine:
         self._optimizer = optimizer
         self._ranks = ranks
         self._crew = ranks or Alone()
+        self._is_tried = options.tile_tokens is None
+        """Whether it is known which modules run in tiles of tokens."""
         self._is_learnt = options.slices == 1
         """Whether nodes know which of their arguments are cut into slices."""
         self._step = 0
@@ -112,6 +116,7 @@ class Engine:
 
         # Before `begin_step`: it runs evaluations, which are passes of their own.
         self._learn(groups[0])
+        self._try_tiles(groups[0])
 
         # Asked first, since `train` walks over every module.
         if not self.model.skeleton.training:
@@ -347,6 +352,18 @@ class Engine:
                     self.model.loss({key: value[:rows] for key, value in batch.items()}, None)
 
         self._is_learnt = True
+
+    def _try_tiles(self, batch: Batch) -> None:
+        """Find out, before the first step with tiles of tokens, which modules run in them."""
+        if self._is_tried:
+            return
+
+        # A few tokens do, unless the batch has more than tokens: images belong to some of them.
+        is_text = all(value.shape == batch["input_ids"].shape for value in batch.values())
+        few = {key: value[:1, :FEW_TOKENS] if is_text else value[:1] for key, value in batch.items()}
+        with torch.no_grad(), self.model.in_eval_mode(), self.model.trying_tiles(), self.evaluation():
+            self.model.loss(few, None)
+        self._is_tried = True
 
     def _error(self, step: int, what: str, parameter: str | None, batch: Batch | None) -> NonFiniteError:
         """Make the error that ends the run. It names the parameter, and the first unit with a value that is not finite.

@@ -149,7 +149,7 @@ class _UnitFunction(torch.autograd.Function):
                 graph = _make_graph(ctx, index, next(pieces), use.bytes)
             num_inputs = len(graph.inputs)
             wanted = [*graph.inputs, *(leaf for leaf in graph.leaves if leaf.requires_grad)]
-            with stage.arithmetic():
+            with stage.arithmetic(), node.resumed():
                 found = _grads(graph.outputs, _cut_grads(grads, graph.rows, index, call.num_slices), wanted)
 
             # The graph of this slice goes before the gradients are added up, and before the next slice makes its own.

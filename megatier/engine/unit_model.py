@@ -6,6 +6,7 @@ of a whole step.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from megatier.engine.node import Lender, Node
 from megatier.engine.stage import Stage, UnitPlayer
 from megatier.errors import UnsupportedModelError
 from megatier.guards.crossing import OutputCheck
+from megatier.guards.token_rows import why_joined
 from megatier.guards.unbound import refused_outside
-from megatier.models.decoder import Binding, Unit, bindings
+from megatier.models.decoder import Binding, Unit, bindings, tiled_names
 from megatier.models.dtypes import place_buffers
 from megatier.models.masks import BlockMasks
 from megatier.numerics.compilation import Compilation
@@ -56,6 +58,8 @@ class EngineOptions:
     """Take head and loss as one node, if the model allows it."""
     loss_chunk: int = 1024
     """Tokens whose logits the fused loss makes at once."""
+    tile_tokens: int | None = None
+    """The most tokens on which norms, MLPs and experts of a layer work at once; None: on all of a slice."""
     compilation: Compilation | None = None
     """How to compile the units and the loss; None: not at all."""
     keeps_attention: bool = False
@@ -105,6 +109,7 @@ class UnitModel:
             slices=options.slices,
             anchor=torch.zeros((), device=options.device, requires_grad=True),
             compilation=options.compilation,
+            tile_tokens=options.tile_tokens,
             keeps_attention=options.keeps_attention,
             arithmetic=Fp32Products if options.fp32_products else nullcontext,
             model=skeleton,
@@ -210,15 +215,39 @@ class UnitModel:
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
 
+    @contextmanager
+    def trying_tiles(self) -> Iterator[None]:
+        """Inside, run one forward without gradients: each module in tiles of tokens finds out whether it can be.
+
+        Those that cannot run whole from then on, and a warning names them.
+        """
+        found = [(node, name, tiled) for node in self.nodes for name, tiled in node.tiled.items()]
+        for _, _, tiled in found:
+            tiled.try_next(why_joined)
+        yield
+
+        # Once for each kind of module, since layers are alike. Inside of one that runs in tiles, all get no more.
+        whole: dict[str, str] = {}
+        for node, name, tiled in found:
+            if tiled.why_whole is not None and not any(name.startswith(around) for around in node.in_tiles):
+                kind = type(tiled.module).__name__
+                path = f"{node.module_name}.{name}".rstrip(".")
+                whole.setdefault(kind, f"{path} ({kind}) runs whole, without tiles of tokens: {tiled.why_whole}")
+        for warning in whole.values():
+            warnings.warn(warning, stacklevel=2)
+
     def _node(self, unit: Unit, name: str, places: Sequence[Binding], lent: Sequence[Binding]) -> Node:
         """Install the node of one module of a unit."""
         module = self.skeleton.get_submodule(name)
         activations = self._options.activations[unit.name]
+        tiled = tiled_names(unit, module) if self._options.tile_tokens else []
         if unit.experts is not None:
-            return ExpertsNode(self.stage, unit.name, module, places, unit.experts, activations=activations)
+            return ExpertsNode(
+                self.stage, unit.name, module, places, unit.experts, activations=activations, tiled=tiled
+            )
         if unit.is_lent:
             return Lender(self.stage, unit.name, name, module, places, activations=activations)
-        node = Node(self.stage, unit.name, name, module, places, activations=activations, lent=lent)
+        node = Node(self.stage, unit.name, name, module, places, activations=activations, lent=lent, tiled=tiled)
 
         # Several modules of one layer: the layer's own forward calls them, and might take a weight of one by itself.
         if unit.is_layer and len(unit.module_names) > 1:

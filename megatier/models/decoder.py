@@ -22,6 +22,7 @@ from megatier.foreign import reading
 from megatier.layout import Layout, TensorSlice
 from megatier.models.buffers import initialise_buffers, parameters_on_meta
 from megatier.models.limits import counted
+from megatier.numerics.tiles import names_of_rows
 from megatier.numerics.vector_math import warm
 
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -192,6 +193,17 @@ def bindings(model: PreTrainedModel, unit: Unit, module_name: str) -> list[Bindi
         for leaf, parameter in module._parameters.items()
         if parameter is not None and names[id(parameter)] in slices
     ]
+
+
+def tiled_names(unit: Unit, module: nn.Module) -> list[str]:
+    """Return the names in a module of a unit of those that might run in tiles of tokens; "" is the module itself.
+
+    They are norms, MLPs and experts of decoder layers.
+    """
+    if not (unit.is_layer or unit.experts is not None):
+        return []
+    is_layer = unit.is_layer and len(unit.module_names) == 1
+    return names_of_rows(module, is_layer=is_layer)
 
 
 def decays(model: PreTrainedModel) -> frozenset[str]:

@@ -12,10 +12,11 @@ inputs alone, and its last projection is still not repeated. Attention's output 
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 import torch._functorch.config
@@ -56,6 +57,11 @@ class Compilation:
         """
         self._adopt()
         return Compiled(function, name, saves_inputs_alone=self.saved_share == 0)
+
+    def of_tile(self, function: Callable[P, R], name: str) -> Compiled[P, R]:
+        """Return the function, to be compiled so that it saves all its activations: a tile has a short life."""
+        self._adopt()
+        return Compiled(function, name, saves_inputs_alone=False, saves_all=True)
 
     def _adopt(self) -> None:
         """Set torch's compiler, whose settings are those of the process."""
@@ -103,8 +109,14 @@ class Compiled(Generic[P, R]):
         saves_inputs_alone: whether its backward computes everything again, but for attention if that is saved.
     """
 
-    def __init__(self, function: Callable[P, R], name: str, *, saves_inputs_alone: bool) -> None:
-        """Note the function, which is compiled at the first call. The name is for the warning."""
+    def __init__(
+        self, function: Callable[P, R], name: str, *, saves_inputs_alone: bool, saves_all: bool = False
+    ) -> None:
+        """Note the function, which is compiled at the first call, and with all saved if that is asked for.
+
+        The name is for the warning.
+        """
+        self._settings: dict[str, Any] = {"activation_memory_budget": 1.0} if saves_all else {}
         self._name = name
         self._function = function
         self.saves_inputs_alone = saves_inputs_alone
@@ -121,7 +133,9 @@ class Compiled(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function, and fall back to the uncompiled one if it cannot be compiled."""
         try:
-            return self._run(*args, **kwargs)
+            # torch reads the share when it compiles, in a call that nobody knows beforehand.
+            with torch._functorch.config.patch(**self._settings) if self._settings else contextlib.nullcontext():
+                return self._run(*args, **kwargs)
         except TorchDynamoException as error:
             # It runs uncompiled already, so nothing is left to fall back to.
             if self.is_refused:

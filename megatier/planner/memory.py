@@ -10,6 +10,9 @@ loss, when all layers have saved theirs, or in the backward, when one layer repe
 Where attention is kept, and the rest of a layer computed again, its output and log-sum-exp are saved besides the input.
 So they are for flex attention if a compiled layer saves less than the share at which attention is among what it saves.
 
+Norms, MLPs and experts that run in tiles of tokens save nothing but their inputs. What they hold inside counts for one
+tile, and in the backward their gradients count as well: those of a tile, and their sum in fp32.
+
 A frozen layer is counted as if it were trained. One with nothing trained before it saves nothing. If documents are kept
 apart there is also a mask of one byte for each pair of tokens, which a layer's attention has in the compute dtype as
 well. flex_attention has none, because its mask is by blocks. Copies of weights that are lent to the whole forward
@@ -29,7 +32,8 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from megatier.config.schema import RunConfig
-from megatier.models.decoder import Unit
+from megatier.layout import TensorSlice
+from megatier.models.decoder import Unit, tiled_names
 from megatier.session.attention_rule import FLEX
 from megatier.session.workload import COMPUTE_DTYPES, Workload, boundary_width, hidden_width
 
@@ -85,10 +89,12 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
     layers = [unit for unit in work.units if _is_of_layer(unit)]
     lowest = next((i for i, unit in enumerate(work.units) if unit.layout.num_trained), 0)
     reached = [unit for unit in work.units[lowest:] if _is_of_layer(unit)]
-    saved = sum(_saved(unit, width, config, work, compiles) for unit in reached) * boundary
+    tiled = in_tiles(model, config, work)
+    saved = sum(_saved(unit, width, config, work, compiles, tiled) for unit in reached) * boundary
     attention = attention_bytes(text, work.rows * config.data.sequence_length, item)
     saved += attention * sum(_saves_attention_beside(unit, config, work, compiles) for unit in reached)
-    largest = max((_products(unit, width) for unit in layers), default=0.0)
+    largest = max((_products(unit, width, tiled) for unit in layers), default=0.0)
+    tile = max((_tile_bytes(unit, config, tiled, item) for unit in layers), default=0.0)
 
     # The fused loss has the logits of one chunk, their gradient, and the fp32 gradient of a head that is trained.
     chunk = config.model.loss_chunk if config.model.fused_loss else work.rows * config.data.sequence_length
@@ -104,7 +110,7 @@ def activation_bytes(model: PreTrainedModel, config: RunConfig, work: Workload, 
     return ActivationBytes(
         saved,
         saved + logits + head_sum + BOUNDARIES["loss"] * boundary + beside,
-        saved + in_layer / config.train.slices + BOUNDARIES["backward"] * boundary + beside,
+        saved + in_layer / config.train.slices + BOUNDARIES["backward"] * boundary + beside + tile,
     )
 
 
@@ -125,6 +131,24 @@ def keeps_attention(config: RunConfig, work: Workload, unit: Unit, *, compiles: 
     return config.model.saved_share == 0 if compiles else not work.activations[unit.name].keeps_graph
 
 
+def in_tiles(model: PreTrainedModel, config: RunConfig, work: Workload) -> frozenset[str]:
+    """The parameters of all modules of layers that run in tiles of tokens, by their names.
+
+    Nothing is tried here: a run may find that some of the modules have to run whole.
+    """
+    tokens = config.model.tile_tokens
+    if tokens is None or work.rows * config.data.sequence_length <= tokens * config.train.slices:
+        return frozenset()
+
+    found = set[str]()
+    for unit in work.units:
+        for module_name in unit.module_names:
+            inside = tiled_names(unit, model.get_submodule(module_name))
+            paths = tuple(f"{module_name}.{name}".rstrip(".") + "." for name in inside)
+            found.update(tensor.name for tensor in unit.layout.tensors if tensor.name.startswith(paths))
+    return frozenset(found)
+
+
 def mask_bytes(config: RunConfig, work: Workload) -> int:
     """Return the bytes of the mask that keeps a group's documents apart, one for each pair of tokens; 0 without one."""
     return work.rows * config.data.sequence_length**2 if config.has_mask else 0
@@ -141,7 +165,7 @@ def _is_of_layer(unit: Unit) -> bool:
     return unit.is_layer or unit.experts is not None
 
 
-def _saved(unit: Unit, width: int, config: RunConfig, work: Workload, compiles: bool) -> float:
+def _saved(unit: Unit, width: int, config: RunConfig, work: Workload, compiles: bool, tiled: frozenset[str]) -> float:
     """Return how many boundary activations a layer saves, or its part."""
     policy = work.activations[unit.name]
     if policy.offloads_input:
@@ -152,7 +176,7 @@ def _saved(unit: Unit, width: int, config: RunConfig, work: Workload, compiles: 
     share = config.model.saved_share if compiles else 1.0
     if not policy.keeps_graph or not share:
         return inputs
-    return max(inputs, interpolated(SAVED, share) * _products(unit, width))
+    return max(inputs, interpolated(SAVED, share) * _products(unit, width, tiled))
 
 
 def _saves_attention_beside(unit: Unit, config: RunConfig, work: Workload, compiles: bool) -> bool:
@@ -168,14 +192,25 @@ def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
     return float(np.interp(at, xs, ys))
 
 
-def _products(unit: Unit, width: int) -> float:
-    """Return the outputs of a layer's products, in hidden sizes.
+def _tile_bytes(unit: Unit, config: RunConfig, tiled: frozenset[str], item: int) -> float:
+    """Return the bytes of one tile of a layer's modules that run in tiles: what they hold inside, and gradients."""
+    inside = [tensor for tensor in unit.layout.tensors if tensor.name in tiled]
+    outputs = sum(_outputs(tensor) for tensor in inside)
+    grads = sum(tensor.num_elements for tensor in inside) * (4 + item)
+    return REPEATED * outputs * (config.model.tile_tokens or 0) * item + grads
+
+
+def _products(unit: Unit, width: int, tiled: frozenset[str]) -> float:
+    """Return the outputs of a layer's products that exist whole, in hidden sizes.
 
     Experts are counted as if each token went to one, and a part of them by its share.
     """
-    rows = [
-        tensor.shape[-2] * tensor.num_elements / math.prod(tensor.parameter_shape)
-        for tensor in unit.layout.tensors
-        if len(tensor.shape) >= 2
-    ]
+    rows = [_outputs(tensor) for tensor in unit.layout.tensors if tensor.name not in tiled]
     return sum(rows) / width + (BESIDE_PRODUCTS if unit.experts is None else 0.0)
+
+
+def _outputs(tensor: TensorSlice) -> float:
+    """Return the elements that a product with a matrix gives for each token; 0 for a vector."""
+    if len(tensor.shape) < 2:
+        return 0.0
+    return tensor.shape[-2] * tensor.num_elements / math.prod(tensor.parameter_shape)

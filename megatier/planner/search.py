@@ -34,6 +34,11 @@ POLICIES = tuple(policy.value for policy in Activations)
 SHARES = (0.8, 0.5, 0.15, 0.0)
 """Saved shares. 0 goes with the policies that save only a layer's input, the others go with `keep`."""
 KEPT_ATTENTION = "train.kept_attention"
+TILE = "model.tile_tokens"
+TILE_TOKENS = 16_384
+"""Tokens of a tile that is chosen. Each tile adds up the gradients of all its weights, which makes small ones slow."""
+WORTH_OF_TILES = 0.03
+"""Share of a step that tiles must save to be chosen, if the run fits without them."""
 STREAMED = (0.0, 0.3, 0.5, 0.6)
 """Shares of the parameters at home in RAM whose units stream (`tiers.streamed_share`)."""
 GENERATIONS = (1, 2)
@@ -95,6 +100,41 @@ def search(
         PlanError: no trial fits. This is the error of the last one.
         UnsupportedModelError: the model cannot be streamed.
     """
+    can_cut = TILE not in fixed and config.model.tile_tokens is None and config.data.sequence_length > TILE_TOKENS
+    whole: Choice | None = None
+    try:
+        whole = _best(model, config, rates, budgets, compiles=compiles, fixed=fixed, world=world)
+    except PlanError:
+        if not can_cut:
+            raise
+    if whole is not None and not can_cut:
+        return whole
+
+    # Tiles repeat products and change bits. They come only for long sequences: where nothing fits without them, or
+    # where the memory that they leave saves more than they cost.
+    with_tiles = changed(config, {TILE: TILE_TOKENS})
+    try:
+        cut = _best(model, with_tiles, rates, budgets, compiles=compiles, fixed=fixed, world=world)
+    except PlanError:
+        if whole is None:
+            raise
+        return whole
+    if whole is not None and cut.seconds > whole.seconds * (1 - WORTH_OF_TILES):
+        return whole
+    return replace(cut, settings={TILE: TILE_TOKENS, **cut.settings})
+
+
+def _best(
+    model: PreTrainedModel,
+    config: RunConfig,
+    rates: Rates,
+    budgets: Budgets,
+    *,
+    compiles: bool,
+    fixed: frozenset[str],
+    world: World,
+) -> Choice:
+    """Find the fastest settings that fit, with tiles of tokens as the config has them; see `search`."""
     trials = _trials(model, config, rates, budgets, compiles=compiles, fixed=fixed, world=world)
     best: Choice | None = None
     refused: PlanError | None = None

@@ -6,7 +6,7 @@ If several ranks share the state, sizes, budgets and rates are those of one rank
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -17,7 +17,14 @@ from megatier.errors import PlanError, mib
 from megatier.layout import Layout
 from megatier.models.decoder import Unit
 from megatier.models.experts import cut_units
-from megatier.planner.memory import ActivationBytes, activation_bytes, head_width, interpolated, keeps_attention
+from megatier.planner.memory import (
+    ActivationBytes,
+    activation_bytes,
+    head_width,
+    in_tiles,
+    interpolated,
+    keeps_attention,
+)
 from megatier.ranks.ranks import check_groups
 from megatier.schedule.forecast import Forecast, floor, forecast
 from megatier.schedule.placement import Placement, place
@@ -112,7 +119,7 @@ class Trial:
                 round(self.activations.peak),
                 max(0, round(self.gpu_bytes) - arena),
                 "This is an estimate. Lower tiers.gpu or model.saved_share, raise train.groups or train.slices, or set "
-                "train.activations to offload or train.kept_attention to false.",
+                "train.activations to offload or train.kept_attention to false. Or cut layers by model.tile_tokens.",
             )
 
         return placement
@@ -204,7 +211,8 @@ def _compute_seconds(
     """Return the seconds of one use of a unit by one group, by unit and phase.
 
     The forward takes 2 FLOPs for each parameter and token, and those of attention. The backward takes twice as many,
-    half of them for gradients of weights, which frozen ones do not have, and 2.5 times as many for attention. Causal
+    half of them for gradients of weights, which frozen ones do not have, and 2.5 times as many for attention. It runs
+    tiles of tokens again as a whole, once more if an uncompiled forward runs again around them. Causal
     attention takes 2 x sequence x width FLOPs for each token in the forward, and twice that with a mask of all pairs,
     whose kernel also computes what is masked. A mask by blocks spares the more FLOPs the shorter documents are; that is
     not counted. Attention of compiled layers has the rate of its kernel (`session.attention_rule`).
@@ -213,6 +221,7 @@ def _compute_seconds(
     sequence = config.data.sequence_length
     tokens = work.rows * sequence
     experts, chosen = _experts(text)
+    tiled = in_tiles(model, config, work)
     pairs = (4 if config.has_mask else 2) * sequence * text.num_attention_heads * head_width(text)
     kernel = config.model.attention
     rate = {p: rates.flops_per_s * (efficiency(kernel, sequence, p) if compiles else 1.0) for p in Phase}
@@ -226,6 +235,10 @@ def _compute_seconds(
             uses = len(unit.module_names)
             attention = {p: pairs * tokens / rate[p] if unit.is_layer else 0.0 for p in Phase}
             repeated, again = _repeated(config, work, unit, hidden_width(model), compiles)
+            if tiled and products:
+                inside = _active_elements(unit.layout, experts, chosen, tiled) * 2 * tokens / products
+                runs_again = not (compiles or work.activations[unit.name].keeps_graph)
+                repeated = (1 - inside) * repeated + inside * (1 + repeated * runs_again)
             forward = products / rates.flops_per_s
             backward = forward * (2 + repeated) - idle / rates.flops_per_s
             backward += attention[Phase.BACKWARD] * BACKWARD + attention[Phase.FORWARD] * again
@@ -269,11 +282,14 @@ def _experts(text: Any) -> tuple[int, float]:  # noqa: ANN401 - a config of any 
     return experts, chosen / experts if experts else 1.0
 
 
-def _active_elements(layout: Layout, experts: int, chosen: float) -> float:
-    """Return the elements of a unit's matrices with which one token is multiplied: of experts those it is sent to."""
+def _active_elements(layout: Layout, experts: int, chosen: float, names: Container[str] | None = None) -> float:
+    """Return the elements of a unit's matrices with which one token is multiplied: of experts those it is sent to.
+
+    With names, only matrices that have one of them count.
+    """
     total = 0.0
     for tensor in layout.tensors:
-        if len(tensor.shape) < 2:
+        if len(tensor.shape) < 2 or (names is not None and tensor.name not in names):
             continue
         is_expert = experts and len(tensor.shape) == 3 and tensor.parameter_shape[0] == experts
         total += tensor.num_elements * (chosen if is_expert else 1.0)

@@ -388,6 +388,7 @@ def _engine_options(
         slices=train.slices,
         fused_loss=model.fused_loss,
         loss_chunk=model.loss_chunk,
+        tile_tokens=model.tile_tokens,
         compilation=Compilation(model.saved_share, work.keeps_attention) if compiles(model, device) else None,
         keeps_attention=work.keeps_attention,
         fp32_products=takes_fp32_products(model, device),

@@ -1,0 +1,102 @@
+"""Modules whose result for a token depends on other tokens, or on how many there are: they cannot run in tiles.
+
+Found by trying, with the run's own weights and activations. First, other tokens are replaced, and what the module makes
+of a token has to stay as it is. Kernels for as many tokens are the same, so nothing but roundings may differ. Then the
+first tokens are left out. Kernels for fewer tokens may round differently, so a router may send a token elsewhere if two
+experts are nearly equal. So a few tokens may change there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+TRIED = 64
+"""The most tokens with which a module is tried."""
+FEW = 1 / 8
+"""The share of the tokens that may change if others are left out."""
+ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""The part of a token's norm by which roundings may change it, by the dtype of the result."""
+COARSE = 0.03
+"""The same for bf16, and for dtypes that are not named."""
+
+
+def why_joined(module: nn.Module, run: Callable[..., object], rows: Sequence[Tensor]) -> str | None:
+    """Say why a module cannot run in tiles of tokens; None: it can. No state of the module or of torch changes.
+
+    Args:
+        module: the module, which is tried as it trains.
+        run: runs it on the arguments of some tokens.
+        rows: its arguments, each [tokens, W] or [1, tokens, W].
+    """
+    some = [x.narrow(-2, 0, min(TRIED, x.shape[-2])).clone() for x in rows]
+    device = some[0].device
+    modes = [(part, part.training) for part in module.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        before = _random_state(device)
+        module.train()
+        try:
+            found = _found(run, some)
+            draws = not torch.equal(_random_state(device), before)
+            writes = any(not torch.equal(buffer, copy) for buffer, copy in buffers)
+            changes = any(x._version for x in some)
+        finally:
+            for part, mode in modes:
+                part.training = mode
+            for buffer, copy in buffers:
+                buffer.copy_(copy)
+
+    # These first: whatever draws random numbers, say, gives others the second time.
+    reasons = {
+        "it draws random numbers": draws,
+        "it changes a buffer of its own": writes,
+        "it changes its arguments": changes,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), found)
+
+
+def _found(run: Callable[..., object], rows: Sequence[Tensor]) -> str | None:
+    """Try the module; returns what is wrong."""
+    result = run(*rows)
+    first = rows[0]
+    if not isinstance(result, Tensor) or (result.shape, result.dtype) != (first.shape, first.dtype):
+        return "it gives something else than one tensor like its first argument"
+
+    count = first.shape[-2]
+    numbers = torch.arange(count, device=first.device)
+    for kept in (0, 1):
+        # All others become the token beside the first that stays. A mere exchange would hide means over all tokens.
+        is_kept = numbers % 2 == kept
+        mixed = [x.index_select(-2, torch.where(is_kept, numbers, min(1 - kept, count - 1))) for x in rows]
+        if _changed(result, run(*mixed), is_kept).any():
+            return "what it makes of a token depends on other tokens"
+
+    last = numbers[count // 3 :]
+    fewer = run(*[x.index_select(-2, last) for x in rows])
+    if _changed(result.index_select(-2, last), fewer, last >= 0).sum() > FEW * len(last):
+        return "what it makes of a token depends on the place of the token, or on how many there are"
+
+    return None
+
+
+def _changed(before: Tensor, after: object, asked: Tensor) -> Tensor:
+    """Which of the tokens that are asked for have changed by more than roundings, bool [tokens]."""
+    assert isinstance(after, Tensor)
+    bound = ROUNDING.get(before.dtype, COARSE)
+    before, after = before.flatten(0, -2).double(), after.flatten(0, -2).double()
+
+    # Not finite counts as changed.
+    same: Tensor = (after - before).norm(dim=-1) <= bound * before.norm(dim=-1)
+    return asked & ~same
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """The state of all generators from which a module on a device may draw."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)

@@ -1,0 +1,392 @@
+"""Modules of a layer in tiles of tokens, so that what they hold inside does not grow with the sequence.
+
+Norms, MLPs and experts work on each token by itself. So they may run on some tokens at a time, and keep nothing but
+their inputs. The backward runs each tile again, in the order of the forward. Gradients of inputs go to their rows;
+those of weights are summed in fp32 over the tiles, in order, and rounded once. Whether a module works on each token by
+itself is found out before (`guards.token_rows`).
+
+In a compiled layer such a module is one operator, into which the compiler does not look. The tile inside is compiled by
+itself, once for all layers of a kind. An operator knows no module, so it is given a name, and looks that up among the
+modules of the node that runs (`running`). Modules without products, such as norms, are left to the compiler there: it
+makes a kernel of them that holds nothing inside.
+
+Source: the tiled compute of Arctic Long Sequence Training (arXiv 2506.13996).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatier.errors import UnsupportedModelError
+from megatier.foreign import reading
+from megatier.numerics.compilation import Compilation
+
+LOOKED_AT = 2
+"""The number of backwards of a module whose graph is looked at."""
+
+Run = Callable[..., Any]
+"""Runs a module on the arguments of some tokens."""
+Trial = Callable[[nn.Module, Run, Sequence[Tensor]], str | None]
+"""Says why a module cannot run in tiles, given what runs it, and its arguments; None: it can."""
+
+_running: Mapping[str, TiledModule] = {}
+# Inside an operator autograd is switched off below all that code can ask for. These are the switches outside of one.
+_SWITCHED_OFF = torch._C._dispatch_tls_local_exclude_set()
+
+
+def names_of_rows(module: nn.Module, *, is_layer: bool) -> list[str]:
+    """The modules that might run in tiles, by their names in a module: those of a layer, or the module itself.
+
+    They have parameters, and take nothing that they can do without: no mask, positions or cache. Such modules inside of
+    them come behind them. They are given a tile already, unless the one around them has to run whole.
+    """
+    if not is_layer:
+        return ["", *_names_inside(module, "")] if _may_have_rows(module) else []
+    return _names_inside(module, "")
+
+
+def _names_inside(module: nn.Module, path: str) -> list[str]:
+    names = []
+    for name, part in module.named_children():
+        if _may_have_rows(part):
+            names += [f"{path}{name}", *_names_inside(part, f"{path}{name}.")]
+    return names
+
+
+class TiledModule:
+    """The forward of a module, which runs in tiles of tokens once it was found that it can."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        tokens: int,
+        compilation: Compilation | None,
+        apart: Callable[[], contextlib.AbstractContextManager[None]],
+        look_at: Callable[[Tensor, Sequence[Tensor]], None],
+    ) -> None:
+        """Replace the module's forward on the instance.
+
+        Args:
+            module: the module, whose parameters are bound while it runs.
+            name: its name in the module of its node, the same in all layers that share a compilation.
+            tokens: the most tokens of a tile.
+            compilation: how to compile the tiles of a compiled layer; None: layers are not compiled.
+            apart: a context for each tile, in which nobody takes tensors out of the module.
+            look_at: called in the first backwards, with the output of a tile and the leaves of its graph.
+        """
+        self.module = module
+        """The module itself."""
+        self.why_whole: str | None = None
+        """Why it cannot run in tiles, if that was tried."""
+        self.is_cut = False
+        """Whether it was found that it can run in tiles."""
+        self._trial: Trial | None = None
+        self._name = name
+        self._tokens = tokens
+        self._apart = apart
+        self._look_at = look_at
+        self._looks = LOOKED_AT
+        self._forward: Run = module.forward
+        self._keywords: tuple[str, ...] = ()
+        """The names of those arguments that have one."""
+        self._places = [
+            (part, leaf) for part in module.modules() for leaf, weight in part._parameters.items() if weight is not None
+        ]
+        self._has_products = any(weight.dim() > 1 for weight in module.parameters())
+        self._compiled: Run = self._forward
+        if compilation is not None and self._has_products:
+            self._compiled = compilation.of_tile(self._forward, f"a tile of {type(module).__name__}")
+        module.forward = self.__call__
+
+    def try_next(self, trial: Trial) -> None:
+        """Find out with the arguments of the next call whether the module can run in tiles."""
+        self._trial = trial
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
+        """Run the module's forward. In tiles, its arguments and its result are all that exists whole."""
+        if self._trial is not None:
+            self._try(args, kwargs)
+
+        # The compiler reads this too. All that is asked here stays as it is.
+        rows = [*args, *kwargs.values()]
+        is_compiling = torch.compiler.is_compiling()
+        can_cut = self.is_cut and tuple(kwargs) == self._keywords and _are_rows(rows)
+        if not can_cut or rows[0].shape[:-1].numel() <= self._tokens or (is_compiling and not self._has_products):
+            return self._forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self.fill(rows)
+
+        weights = [getattr(part, leaf) for part, leaf in self._places]
+        wanted = [x.requires_grad for x in [*rows, *weights]]
+        if is_compiling:
+            return torch.ops.megatier.tiles(self._name, rows, weights, wanted)
+        return _Tiles.apply(self, wanted, len(rows), *rows, *weights)  # type: ignore[no-untyped-call]
+
+    def fill(self, rows: Sequence[Tensor]) -> Tensor:
+        """Run the tiles of a layer that is not compiled, with the weights that are bound now."""
+        return self._fill(rows, self._run_plain)
+
+    def forward(self, rows: Sequence[Tensor], weights: Sequence[Tensor], wanted: Sequence[bool]) -> Tensor:
+        """Run the tiles of a compiled layer.
+
+        Args:
+            rows: the arguments, each [tokens, W] or [B, T, W].
+            weights: the module's weights.
+            wanted: for each of both, whether a gradient is wanted.
+        """
+
+        def run(*pieces: Tensor) -> Tensor:
+            # The graph is dropped. Without it, the forward would be a compilation of its own, with other bits.
+            leaves = _leaves([*pieces, *weights], wanted)
+            with torch.enable_grad(), self._bound(leaves[len(pieces) :]):
+                result: Tensor = self._run(self._compiled, leaves[: len(pieces)])
+            return result.detach()
+
+        with _outside_of_operators():
+            return self._fill(rows, run)
+
+    def backward(
+        self,
+        rows: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        wanted: Sequence[bool],
+        grad: Tensor,
+        *,
+        is_compiled: bool = False,
+    ) -> list[Tensor]:
+        """Run the tiles again, and return the gradients that are wanted, in order.
+
+        Args:
+            rows: the arguments, as the forward had them.
+            weights: the module's weights.
+            wanted: for each of both, whether a gradient is wanted.
+            grad: of the result.
+            is_compiled: whether the forward was that of a compiled layer.
+        """
+        count = len(rows)
+        forward = self._compiled if is_compiled else self._forward
+        of_rows = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in _chosen(rows, wanted)]
+        trained = _chosen(weights, wanted[count:])
+        sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in trained]
+        pieces = self._cut(rows)
+        places = self._cut(of_rows)
+
+        for index, [slope] in enumerate(self._cut([grad])):
+            leaves = _leaves([*pieces[index], *weights], wanted)
+            with torch.enable_grad(), self._bound(leaves[count:]):
+                result: Tensor = self._run(forward, leaves[:count])
+            if self._looks:
+                self._looks -= 1
+                self._look_at(result, leaves)
+
+            asked = _chosen(leaves, wanted)
+            found: Sequence[Tensor | None] = torch.autograd.grad(result, asked, slope, allow_unused=True)
+            here = places[index] if of_rows else ()
+            for place, part in zip(here, found, strict=False):
+                place.zero_() if part is None else place.copy_(part)
+
+            # In the order of the tiles, always: a sum in another order has other bits.
+            for total, part in zip(sums, found[len(here) :], strict=True):
+                if part is not None:
+                    total.add_(part)
+
+        return [*of_rows, *(total.to(x.dtype) for total, x in zip(sums, trained, strict=True))]
+
+    def _try(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Find out whether the module can run in tiles."""
+        trial = self._trial
+        self._trial = None
+        assert trial is not None
+        rows = [*args, *kwargs.values()]
+        self._keywords = tuple(kwargs)
+        if not _are_rows(rows):
+            self.why_whole = "it takes more than tensors with a row for each token"
+            return
+
+        try:
+            with reading("its forward fails on some of its tokens", UnsupportedModelError):
+                self.why_whole = trial(self.module, self._run_plain, [_flat(x) for x in rows])
+        except UnsupportedModelError as error:
+            self.why_whole = str(error)
+        self.is_cut = self.why_whole is None
+
+    def _fill(self, rows: Sequence[Tensor], run: Run) -> Tensor:
+        """Run all tiles, and lay their results end to end."""
+        result = torch.empty(rows[0].shape, dtype=rows[0].dtype, device=rows[0].device)
+        for pieces, [place] in zip(self._cut(rows), self._cut([result]), strict=True):
+            place.copy_(run(*pieces))
+        return result
+
+    def _cut(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """The rows of tensors, tile by tile."""
+        return list(zip(*(_flat(x).split(self._tokens, dim=-2) for x in tensors), strict=True))
+
+    def _run_plain(self, *pieces: Tensor) -> Any:  # noqa: ANN401
+        """Run the module on one tile, uncompiled."""
+        return self._run(self._forward, pieces)
+
+    def _run(self, forward: Run, pieces: Sequence[Tensor]) -> Any:  # noqa: ANN401 - before the trial: whatever it gives
+        """Run the module on one tile."""
+        count = len(pieces) - len(self._keywords)
+        with self._apart():
+            return forward(*pieces[:count], **dict(zip(self._keywords, pieces[count:], strict=True)))
+
+    @contextlib.contextmanager
+    def _bound(self, weights: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, these tensors are the module's parameters."""
+        before = [part._parameters[leaf] for part, leaf in self._places]
+        self._put(weights)
+        try:
+            yield
+        finally:
+            self._put(before)
+
+    def _put(self, tensors: Sequence[Any]) -> None:
+        """Put tensors in the places of the module's parameters."""
+        for (part, leaf), tensor in zip(self._places, tensors, strict=True):
+            part._parameters[leaf] = tensor
+
+
+@contextlib.contextmanager
+def running(tiled: Mapping[str, TiledModule]) -> Iterator[None]:
+    """Inside, operators look up these modules by their names. One thread computes at a time."""
+    global _running
+    before = _running
+    _running = tiled
+    try:
+        yield
+    finally:
+        _running = before
+
+
+class _Tiles(torch.autograd.Function):
+    """A module in tiles, in a layer that is not compiled."""
+
+    @staticmethod
+    def forward(ctx: Any, tiled: TiledModule, wanted: list[bool], count: int, *inputs: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.tiled = tiled
+        ctx.wanted = wanted
+        ctx.count = count
+        ctx.save_for_backward(*inputs)
+        return tiled.fill(inputs[:count])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        inputs = ctx.saved_tensors
+        found = ctx.tiled.backward(inputs[: ctx.count], inputs[ctx.count :], ctx.wanted, grad)
+        return None, None, None, *_spread(found, ctx.wanted)
+
+
+# ---------------------------------------------------------------------- operators of compiled layers
+
+
+def _tiles(name: str, rows: list[Tensor], weights: list[Tensor], wanted: list[bool]) -> Tensor:
+    """Run a module in tiles."""
+    return _running[name].forward(rows, weights, wanted)
+
+
+def _tiles_like(name: str, rows: list[Tensor], weights: list[Tensor], wanted: list[bool]) -> Tensor:
+    """What that gives, without its numbers."""
+    return rows[0].new_empty(rows[0].shape)
+
+
+def _tiles_backward(
+    name: str, rows: list[Tensor], weights: list[Tensor], wanted: list[bool], grad: Tensor
+) -> list[Tensor]:
+    """The gradients of a module in tiles that are wanted."""
+    with _outside_of_operators():
+        return _running[name].backward(rows, weights, wanted, grad, is_compiled=True)
+
+
+def _tiles_backward_like(
+    name: str, rows: list[Tensor], weights: list[Tensor], wanted: list[bool], grad: Tensor
+) -> list[Tensor]:
+    """What that gives, without its numbers."""
+    return [x.new_empty(x.shape) for x in _chosen([*rows, *weights], wanted)]
+
+
+def _note(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
+    """Note what the backward needs."""
+    ctx.name, rows, weights, ctx.wanted = inputs
+    ctx.count = len(rows)
+    ctx.save_for_backward(*rows, *weights)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+    """The gradients of the operator's arguments."""
+    inputs = list(ctx.saved_tensors)
+    arguments = ctx.name, inputs[: ctx.count], inputs[ctx.count :], list(ctx.wanted), grad
+    found = _spread(torch.ops.megatier.tiles_backward(*arguments), ctx.wanted)
+    return None, found[: ctx.count], found[ctx.count :], None
+
+
+TILES = torch.library.custom_op(
+    "megatier::tiles",
+    _tiles,
+    mutates_args=(),
+    schema="(str name, Tensor[] rows, Tensor[] weights, bool[] wanted) -> Tensor",
+)
+TILES.register_fake(_tiles_like)
+TILES.register_autograd(_differentiate, setup_context=_note)
+torch.library.custom_op(
+    "megatier::tiles_backward",
+    _tiles_backward,
+    mutates_args=(),
+    schema="(str name, Tensor[] rows, Tensor[] weights, bool[] wanted, Tensor grad) -> Tensor[]",
+).register_fake(_tiles_backward_like)
+
+
+@contextlib.contextmanager
+def _outside_of_operators() -> Iterator[None]:
+    """Inside, in an operator, autograd works as it does outside of it."""
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, _SWITCHED_OFF):
+        yield
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def _may_have_rows(module: nn.Module) -> bool:
+    """Whether a module has parameters, holds something inside, and takes nothing that it can do without."""
+    if isinstance(module, (nn.Linear, nn.Embedding, nn.ModuleList)) or next(module.parameters(), None) is None:
+        return False
+    _, *taken = inspect.signature(type(module).forward).parameters.values()
+    named = [one for one in taken if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    return bool(named) and all(one.default is one.empty for one in named)
+
+
+def _are_rows(values: Sequence[Any]) -> bool:
+    """Whether values are tensors, each [tokens, W] or each [B, T, W], with the same tokens."""
+    if not values or not all(torch.is_tensor(x) for x in values):
+        return False
+    first = values[0].shape[:-1]
+    return len(first) in (1, 2) and all(x.shape[:-1] == first for x in values)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Rows of several sequences laid end to end: [1, B * T, W] of [B, T, W]; [tokens, W] as it is."""
+    return tensor.reshape(1, -1, tensor.shape[-1]) if tensor.dim() > 2 else tensor
+
+
+def _leaves(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
+    """The same tensors as leaves of a graph."""
+    return [x.detach().requires_grad_(is_wanted) for x, is_wanted in zip(tensors, wanted, strict=True)]
+
+
+def _chosen(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
+    """Those of the tensors whose gradient is wanted."""
+    return [x for x, is_wanted in zip(tensors, wanted, strict=False) if is_wanted]
+
+
+def _spread(found: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients in their places, with None where none is wanted."""
+    left = iter(found)
+    return [next(left) if is_wanted else None for is_wanted in wanted]

@@ -1,0 +1,336 @@
+"""Layers in tiles of tokens: nearly the uncut gradients, and memory that does not grow with the sequence."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_gradients import attention_of, far, streamed_gradients
+from tiny_models import BASE, known_config, tiny_config
+from tiny_runs import ModelWeights, Run, one_thread, plain_model, run_in_fresh_process
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatier.errors import UnsupportedModelError
+from megatier.guards.crossing import check_inside
+from megatier.guards.token_rows import why_joined
+from megatier.models.decoder import build_skeleton, decoder_layers
+from megatier.numerics.tiles import TiledModule, names_of_rows
+
+TILE = 20
+"""Tokens of a tile: the last one of a batch has fewer."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma2": {},
+    "cohere2": {},
+    "qwen2_moe": {"output_router_logits": False},
+    "qwen3_moe": {},
+    "deepseek_v3": {},
+    "gpt_oss": {},
+    "qwen3_next": {},
+    "gpt2": {},
+    "gemma3n_text": {},
+    "llama4_text": {},
+}
+"""Norms on both sides of an MLP, attention and MLP beside each other, experts with and without an auxiliary loss,
+several hidden states a token, and experts that take rows for each expert (Llama 4)."""
+
+
+@pytest.mark.filterwarnings("ignore:.*runs whole")
+@pytest.mark.parametrize("family", CASES)
+def test_layers_in_tiles_give_nearly_the_loss_and_the_gradients_of_whole_ones(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family, **CASES[family])
+    source = ModelWeights(plain_model(config, attention_of(config)))
+    expected = streamed_gradients(config, tmp_path, source)
+    found = streamed_gradients(config, tmp_path, source, "recompute", tile_tokens=TILE)
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert far(found[1], expected[1]) == {}
+
+
+@pytest.mark.filterwarnings("ignore:.*runs whole")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_parts": 2},
+        {"slices": 2},
+        {"frozen": ("*.mlp.*",)},
+        {"frozen": ("*.up_proj.weight", "*norm*")},
+        {"frozen": ("model.layers.[0-1]", "model.embed_tokens")},
+    ],
+)
+def test_layers_in_tiles_that_are_cut_or_frozen_give_nearly_the_gradients_of_whole_ones(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    family = "qwen2_moe" if "expert_parts" in options else "llama"
+    config = tiny_config(family, **CASES[family])
+    source = ModelWeights(plain_model(config))
+    expected = streamed_gradients(config, tmp_path, source, **options)
+    found = [streamed_gradients(config, tmp_path, source, a, tile_tokens=TILE, **options) for a in ("keep", "offload")]
+    assert found[0][0] == pytest.approx(expected[0], rel=1e-6)
+    assert far(found[0][1], expected[1]) == {}
+    assert all(torch.equal(found[1][1][name], grad) for name, grad in found[0][1].items())
+
+
+def test_layers_in_tiles_as_large_as_the_batch_give_the_bits_of_whole_ones(tmp_path: Path) -> None:
+    run = Run(model="plain", slices=2)
+    assert replace(run, tile_tokens=3 * 16)(tmp_path) == run(tmp_path)
+    # Of the last token nothing is learnt, so a tile of it alone adds zeros.
+    assert replace(run, tile_tokens=3 * 16 - 2)(tmp_path) != run(tmp_path)
+
+
+# ---------------------------------------------------------------------- compiled layers
+
+
+@pytest.mark.parametrize("share", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
+def test_compiled_layers_in_tiles_give_the_same_bits_under_any_policy(share: float, tmp_path: Path) -> None:
+    run = Run(model="plain", dtype="fp32", compile=True, saved_share=share, fused_loss=True, loss_chunk=32, eps=1e3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*runs uncompiled")
+        whole = run(tmp_path)
+        run = replace(run, tile_tokens=TILE)
+        settings = [("keep", "ram"), ("recompute", "nvme"), ("offload", "ram_streamed")]
+        found = [replace(run, activations=a, place=p)(tmp_path) for a, p in settings]
+        kept = replace(run, kept_attention=True)(tmp_path)
+    assert found[0].losses == pytest.approx(whole.losses, rel=1e-6)
+    assert found[0].norms == pytest.approx(whole.norms, rel=1e-5)
+    assert found[0].digests != whole.digests
+    assert [result == found[0] for result in [*found, kept]] == [True] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
+def test_compiled_layers_in_tiles_on_cuda_give_the_same_bits_in_two_fresh_processes(
+    attention: str, tmp_path: Path
+) -> None:
+    """Under every policy, with and without kept attention, and with a cold cache in each process."""
+    base = Run(model="flash", device="cuda", attention=attention, saved_share=0.0, tile_tokens=TILE, fused_loss=True)
+    runs = [replace(base, kept_attention=k, activations=a) for k in (False, True) for a in ("keep", "offload")]
+    found = [run_in_fresh_process(runs, tmp_path, tmp_path / name) for name in ("first", "second")]
+    assert [result == found[0][0] for result in found[0] + found[1]] == [True] * 8
+    [whole] = run_in_fresh_process([replace(base, tile_tokens=None)], tmp_path)
+    assert found[0][0].losses == pytest.approx(whole.losses, rel=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_layers_in_tiles_on_cuda_give_the_same_bits_with_and_without_a_graph_that_stays(tmp_path: Path) -> None:
+    for share, compiles in ((0.8, True), (0.0, False)):
+        run = Run(model="flash", device="cuda", compile=compiles, saved_share=share, tile_tokens=TILE, slices=2)
+        runs = [replace(run, activations=a) for a in ("keep", "recompute", "offload")]
+        found = run_in_fresh_process(runs, tmp_path)
+        assert [result == found[0] for result in found] == [True] * 3
+
+
+# ---------------------------------------------------------------------- memory
+
+
+class Living(TorchDispatchMode):
+    """Counts the bytes of all tensors that operators make, while they live, and the most that lived at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self.most: int = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)}
+        for tensor in tree_leaves(result):
+            if torch.is_tensor(tensor) and (key := tensor.untyped_storage()._cdata) not in given | self._seen:
+                storage = tensor.untyped_storage()
+                self._seen.add(key)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._drop, key, storage.nbytes())
+        return result
+
+    def _drop(self, key: int, num_bytes: int) -> None:
+        self._seen.discard(key)
+        self.now -= num_bytes
+
+
+class Wide(nn.Module):
+    """An MLP whose inside is 32 times as wide as its rows."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 32 * width, bias=False)
+        self.down = nn.Linear(32 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(torch.nn.functional.silu(self.up(x)))
+        return result
+
+
+class Layer(nn.Module):
+    """What is left of a layer without attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(8)
+        self.mlp = Wide()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.mlp(self.norm(x))
+        return result
+
+
+def tiled(module: nn.Module, tokens: int, rows: Tensor) -> TiledModule:
+    """A module in tiles, which was tried."""
+    found = TiledModule(module, "", tokens, None, warnings.catch_warnings, lambda result, leaves: None)
+    found.try_next(why_joined)
+    with torch.no_grad():
+        module(rows)
+    return found
+
+
+def most_bytes(tokens: int, tile: int | None) -> int:
+    """The most that lives in forward and backward of a layer, over what its input takes."""
+    torch.manual_seed(0)
+    layer = Layer()
+    x = torch.randn(1, tokens, 8, requires_grad=True)
+    if tile is not None:
+        assert all(tiled(part, tile, x).is_cut for part in (layer.norm, layer.mlp))
+    with Living() as living:
+        torch.autograd.grad(layer(x).sum(), [x, *layer.parameters()])
+    most: int = living.most
+    return most
+
+
+def test_memory_of_a_layer_in_tiles_grows_by_few_hidden_sizes_with_its_tokens() -> None:
+    boundary = 8 * 4
+    grown = [(most_bytes(2048, tile) - most_bytes(1024, tile)) / (1024 * boundary) for tile in (None, 128)]
+    assert grown[0] > 64  # the inside of the MLP, twice
+    assert grown[1] < 8  # what the norm gives, what the MLP gives, their sum, and gradients
+
+
+# ---------------------------------------------------------------------- what may be cut
+
+
+def test_names_of_rows_are_norms_mlps_and_experts_of_a_layer_and_no_attention() -> None:
+    found = {}
+    for family in ("llama", "gpt2", "qwen2_moe", "qwen3_next", "lfm2"):
+        layers = decoder_layers(build_skeleton(tiny_config(family), "sdpa"))
+        found[family] = names_of_rows(layers[0], is_layer=True)
+    assert sorted(found["llama"]) == ["input_layernorm", "mlp", "post_attention_layernorm"]
+    assert sorted(found["gpt2"]) == ["ln_1", "ln_2", "mlp", "mlp.c_fc", "mlp.c_proj"]
+    assert {"mlp", "mlp.experts", "mlp.shared_expert"} <= set(found["qwen2_moe"])
+    assert not [name for names in found.values() for name in names if "attn" in name or "conv" in name]
+
+
+class Drawing(nn.Module):
+    """A module that draws random numbers while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.dropout(x * self.gain, 0.1, self.training)
+
+
+class Mixing(Drawing):
+    """A module whose tokens depend on one another in a way that is chosen."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.norm = nn.BatchNorm1d(4)
+        self.conv = nn.Conv1d(4, 4, 3, padding=2)
+
+    def forward(self, x: Tensor) -> Any:
+        rows = x.reshape(-1, 4) * self.gain
+        ways: Mapping[str, Any] = {
+            "apart": lambda: x * self.gain,
+            "mean": lambda: x - rows.mean(0),
+            "norm": lambda: self.norm(rows).view_as(x),
+            "conv": lambda: self.conv(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2),
+            "count": lambda: x / len(rows),
+            "place": lambda: x + torch.arange(x.shape[1])[:, None],
+            "two": lambda: (x, rows),
+            "narrow": lambda: x[..., :2],
+            "change": lambda: x.mul_(2.0) * self.gain,
+        }
+        return ways[self.way]()
+
+
+@pytest.mark.parametrize(
+    ("way", "why"),
+    [
+        ("apart", None),
+        ("mean", "depends on other tokens"),
+        ("norm", "changes a buffer"),
+        ("conv", "depends on other tokens"),
+        ("count", "on how many there are"),
+        ("place", "on the place of the token"),
+        ("two", "something else than one tensor"),
+        ("narrow", "something else than one tensor"),
+        ("change", "changes its arguments"),
+    ],
+)
+def test_module_whose_tokens_depend_on_one_another_runs_whole(way: str, why: str | None) -> None:
+    torch.manual_seed(0)
+    module = Mixing(way).eval()
+    x = torch.randn(2, 40, 4)
+    expected = module(x.clone())
+    state = torch.get_rng_state()
+    found = tiled(module, 16, x.clone())
+    assert found.why_whole is None if why is None else why in str(found.why_whole)
+    assert found.is_cut is (why is None)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not module.norm.training
+    result = module(x)
+    assert all(torch.equal(a, b) for a, b in zip(tree_leaves(result), tree_leaves(expected), strict=True))
+
+
+def test_module_that_draws_random_numbers_runs_whole() -> None:
+    module = Drawing().eval()
+    assert tiled(module, 16, torch.randn(1, 40, 4)).why_whole == "it draws random numbers"
+
+
+def test_model_whose_router_mixes_tokens_runs_it_whole_and_says_so(tmp_path: Path) -> None:
+    config = known_config("doge", **BASE, is_moe=True, num_experts=16, num_experts_per_tok=2)
+    source = ModelWeights(plain_model(config))
+    expected = streamed_gradients(config, tmp_path, source)
+    with pytest.warns(UserWarning, match=r"layers\.0\.mlp \(DogeCDMoE\) runs whole, without tiles of tokens: "):
+        found = streamed_gradients(config, tmp_path, source, tile_tokens=TILE)
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert far(found[1], expected[1]) == {}
+
+
+def test_module_in_tiles_that_computes_with_a_tensor_of_another_is_refused() -> None:
+    """Its gradient would be lost, as in a node."""
+    foreign = torch.randn(4, requires_grad=True)
+
+    class Reaching(Drawing):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.gain * foreign
+
+    module = Reaching()
+    found = TiledModule(
+        module, "", 16, None, warnings.catch_warnings, lambda out, own: check_inside("it", [out], own, module)
+    )
+    found.try_next(why_joined)
+    x = torch.randn(1, 40, 4, requires_grad=True)
+    with torch.no_grad():
+        module(x)
+    with pytest.raises(UnsupportedModelError, match="it computes with a tensor that requires a gradient"):
+        module(x).sum().backward()
