@@ -390,6 +390,7 @@ def _engine_options(
         loss_chunk=model.loss_chunk,
         compilation=Compilation(model.saved_share, work.keeps_attention) if compiles(model, device) else None,
         keeps_attention=work.keeps_attention,
+        offloads_attention=work.offloads_attention,
         fp32_products=takes_fp32_products(model, device),
         seed=seed,
         # Without the guard the first step that is not finite ends the run.
